@@ -1,0 +1,130 @@
+"""From a checkpoint folder, or a configuration and tensors in memory, to a model that the runner takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from outrider.engine import checkpoint
+from outrider.engine.models.base import CausalLM, UnsupportedModel
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.decoder_config import MODEL_TYPES, parse_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and the facts that its service tells of it."""
+
+    model: CausalLM
+    model_type: str
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float]  # from generation_config.json: temperature, top_p, ... where given
+    digest: str  # SHA-256 of config.json and of the safetensors headers and sizes, in hex
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self.model.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a sequence."""
+        return self.model.max_model_len
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_model_len: int | None = None,
+    batch_invariant: bool = False,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Loads a folder. Model types that are not our own decoder's run through transformers' attention registry. Raises
+    UnsupportedModel (WrongCheckpoint) with the reason."""
+    folder = Path(path)
+    config = checkpoint.read_config(folder)
+    generation = checkpoint.read_json(folder / "generation_config.json")
+    files = checkpoint.weight_files(folder)
+    model_type = str(config.get("model_type"))
+    device, weights_dtype = torch.device(device), _dtype(dtype, torch.device(device))
+    model: CausalLM
+    if model_type in MODEL_TYPES:
+        parsed = parse_config(config, max_model_len)
+        state = checkpoint.read_tensors(files)
+        model = Decoder(parsed, state, dtype=weights_dtype, device=device, batch_invariant=batch_invariant)
+    elif batch_invariant:
+        raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
+    else:
+        model = _load_registry(folder, weights_dtype, device, max_model_len, trust_remote_code)
+    return LoadedModel(
+        model=model,
+        model_type=model_type,
+        eos_token_ids=checkpoint.eos_ids(config, generation),
+        default_sampling=checkpoint.default_sampling(generation),
+        digest=checkpoint.checkpoint_digest(folder, files),
+    )
+
+
+def build_decoder(
+    config: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    max_model_len: int | None = None,
+    batch_invariant: bool = False,
+) -> LoadedModel:
+    """Our own decoder from the contents of a config.json and tensors in memory, by their Hugging Face names."""
+    device = torch.device(device)
+    model = Decoder(
+        parse_config(dict(config), max_model_len),
+        state,
+        dtype=_dtype(dtype, device),
+        device=device,
+        batch_invariant=batch_invariant,
+    )
+    return LoadedModel(
+        model=model,
+        model_type=str(config["model_type"]),
+        eos_token_ids=checkpoint.eos_ids(config, {}),
+        default_sampling={},
+        digest=checkpoint.state_digest(config, state),
+    )
+
+
+def _load_registry(
+    folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None, trust_remote_code: bool
+) -> CausalLM:
+    from outrider.engine.models.registry import (
+        load_registry_model,
+    )  # only where needed: it imports transformers' models
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except ValueError as error:
+        raise UnsupportedModel(f"{folder}: {error}") from error
+    length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None)
+    if length is None:
+        raise UnsupportedModel(f"{folder} ({config.model_type}) states no longest sequence: give max_model_len")
+    return load_registry_model(
+        folder, config, dtype=dtype, device=device, max_model_len=length, trust_remote_code=trust_remote_code
+    )
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """On the CPU "auto" is float32, elsewhere bfloat16."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

@@ -1,0 +1,50 @@
+"""What the runner asks of a model, and how a model is refused."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import Batch
+from outrider.engine.kv_cache import KVCache, LayerShape
+
+
+class UnsupportedModel(Exception):
+    """This model, or this setting of it, is not served; the message names it and the reason."""
+
+
+class WrongCheckpoint(UnsupportedModel):
+    """The tensors are not those that the configuration asks for; the message names them."""
+
+
+class CausalLM(Protocol):
+    """A causal language model whose keys and values live in a paged cache that the caller owns."""
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """What each attention layer stores per token."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits; ids below it are valid inputs."""
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the hidden states."""
+
+    @property
+    def max_model_len(self) -> int:
+        """No position at or past it is computed."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, the activations and the cache."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live and the cache must."""
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab_size] float32
+        """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of its `logit_rows`."""

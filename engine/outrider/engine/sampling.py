@@ -1,0 +1,285 @@
+"""Assembles the sampling parameters of a ragged batch of rows, each with the state that holds at its own position.
+
+A row that follows drafted tokens is processed as if they had been committed: penalties, bad words and min_tokens count
+them. The target asks for the rows of a whole window, the draft for one row at the end of its chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.logits_to_probs import (
+    Entries,
+    Penalties,
+    RowSampling,
+    Truncation,
+    greedy_choice,
+    logits_to_probs,
+)
+
+
+class SamplingLike(Protocol):
+    """What the engine reads of a request's sampling parameters; vLLM's names and meanings, every default resolved."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Mapping[int, float]: ...
+    @property
+    def allowed_token_ids(self) -> Sequence[int]: ...
+    @property
+    def bad_words_ids(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def stop_token_ids(self) -> Sequence[int]: ...
+
+
+class SequenceSampler:
+    """One sequence's parameters and what they count so far; `append` follows every commit."""
+
+    def __init__(
+        self,
+        params: SamplingLike,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        eos_ids: Sequence[int],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.params = params
+        self.vocab_size = vocab_size
+        self.greedy = params.temperature == 0
+        self.num_output = 0
+        self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        self.truncated = not self.greedy and (0 < params.top_k < vocab_size or params.top_p < 1)
+        self.allowed_ids = [token for token in dict.fromkeys(params.allowed_token_ids) if self._known(token)]
+        if params.allowed_token_ids and not self.allowed_ids:
+            raise ValueError("none of allowed_token_ids is in the vocabulary")
+        self.biases = {token: bias for token, bias in params.logit_bias.items() if self._known(token)}
+        self._held_back = [token for token in {*eos_ids, *params.stop_token_ids} if self._known(token)]
+        bad_words = [tuple(word) for word in params.bad_words_ids if word and self._known(word[-1])]
+        self._bad_words = [(word[:-1], word[-1]) for word in bad_words]
+        self._restricted_always = bool(params.allowed_token_ids or self.biases or self._bad_words)
+        self._tail_length = max((len(prefix) for prefix, _ in self._bad_words), default=0)
+        self._tail: tuple[int, ...] = ()  # the last output tokens, as many as a bad word's beginning needs
+        self._column_of: dict[int, int] = {}  # where each id in prompt or output is counted
+        self._seen_ids = torch.empty(0, dtype=torch.int64, device=device)  # [seen]
+        self._output_counts = torch.empty(0, device=device)  # [seen] float32
+        if self.penalised:
+            self._add_columns(prompt_ids)
+        self.append(output_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Counts committed tokens as output."""
+        self.num_output += len(token_ids)
+        if self._tail_length:
+            self._tail = (*self._tail, *token_ids)[-self._tail_length :]
+        if self.penalised and token_ids:
+            self._add_columns(token_ids)
+            columns = [self._column_of[token] for token in token_ids if self._known(token)]
+            index = torch.tensor(columns, dtype=torch.int64, device=self._output_counts.device)
+            self._output_counts.index_put_((index,), self._output_counts.new_ones(()), accumulate=True)
+
+    def banned_after(self, drafted: Sequence[int]) -> set[int]:
+        """Ids that may not follow these drafted tokens: ends of bad words, and until min_tokens EOS and stop ids."""
+        banned: set[int] = set()
+        if self.num_output + len(drafted) < self.params.min_tokens:
+            banned.update(self._held_back)
+        if self._bad_words:
+            tail = (*self._tail, *drafted)
+            banned.update(last for prefix, last in self._bad_words if _ends_with(tail, prefix))
+        return banned
+
+    def penalties(self, drafted: Sequence[int], first: int, start: int) -> Penalties:
+        """The penalties of rows `start` and on, one for each prefix of `drafted` of length `first` and above."""
+        num_rows, num_seen, params = len(drafted) - first + 1, len(self._column_of), self.params
+        unseen = self._unseen(drafted)
+        column_of = {token: self._column_of.get(token, -1) for token in drafted if self._known(token)}
+        column_of |= {token: num_seen + index for index, token in enumerate(unseen)}
+        pairs = [
+            (row, column_of[token]) for row in range(num_rows) for token in drafted[: first + row] if token in column_of
+        ]
+        ids = torch.cat((self._seen_ids, self._seen_ids.new_tensor(unseen)))  # [seen]
+        counts = self._output_counts.new_zeros(num_rows, len(ids))  # [rows, seen]
+        counts[:, :num_seen] = self._output_counts
+        if pairs:
+            rows, columns = torch.tensor(pairs, device=ids.device).unbind(1)  # [pairs] each
+            counts.index_put_((rows, columns), counts.new_ones(()), accumulate=True)
+        repetition = torch.full_like(counts, params.repetition_penalty)
+        repetition[:, num_seen:].masked_fill_(counts[:, num_seen:] == 0, 1.0)  # not yet drafted in that row
+        return Penalties(
+            rows=torch.arange(start, start + num_rows, device=ids.device).repeat_interleave(len(ids)),
+            ids=ids.repeat(num_rows),
+            output_counts=counts.flatten(),
+            repetition=repetition.flatten(),
+            presence=torch.full_like(counts, params.presence_penalty).flatten(),
+            frequency=torch.full_like(counts, params.frequency_penalty).flatten(),
+        )
+
+    @property
+    def restricted(self) -> bool:
+        """Whether single ids are allowed, banned or biased now."""
+        return self._restricted_always or self.num_output < self.params.min_tokens
+
+    def _known(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocab_size
+
+    def _unseen(self, token_ids: Sequence[int]) -> list[int]:
+        return [token for token in dict.fromkeys(token_ids) if self._known(token) and token not in self._column_of]
+
+    def _add_columns(self, token_ids: Sequence[int]) -> None:
+        unseen = self._unseen(token_ids)
+        self._column_of |= {token: len(self._column_of) + index for index, token in enumerate(unseen)}
+        self._seen_ids = torch.cat((self._seen_ids, self._seen_ids.new_tensor(unseen)))
+        self._output_counts = torch.cat((self._output_counts, self._output_counts.new_zeros(len(unseen))))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The rows of one sequence in a batch: one per prefix of `drafted`, from length `first` to the whole.
+
+    The target asks for a window with `first=0`, the draft for its chain's next token with `first=len(drafted)`.
+    """
+
+    sampler: SequenceSampler
+    drafted: Sequence[int] = ()
+    first: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of the batch are this sequence's."""
+        return len(self.drafted) - self.first + 1
+
+
+def process(
+    logits: Tensor,  # [rows, vocab]
+    plans: Sequence[SamplingRows],
+    token_mask: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: set bits are allowed
+) -> tuple[Tensor, Tensor]:
+    """The probabilities to sample from, [rows, vocab] float32, and which rows are invalid, [rows] bool."""
+    return logits_to_probs(logits, assemble(plans, logits.device, token_mask))
+
+
+def process_greedy(
+    logits: Tensor,  # [rows, vocab]
+    plans: Sequence[SamplingRows],
+    token_mask: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32
+) -> tuple[Tensor, Tensor]:
+    """The own tokens of a batch of greedy sequences alone, [rows] int64, and which rows are invalid, [rows] bool."""
+    return greedy_choice(logits, assemble(plans, logits.device, token_mask))
+
+
+def assemble(
+    plans: Sequence[SamplingRows], device: torch.device | str = "cpu", token_mask: Tensor | None = None
+) -> RowSampling:
+    """Row parameters for a packed batch, in the order of `plans`."""
+    assembly = _Assembly()
+    for plan in plans:
+        assembly.add(plan)
+    return assembly.finish(torch.device(device), token_mask)
+
+
+class _Assembly:
+    """Row parameters as lists, while rows are added."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.temperature: list[float] = []
+        self.min_p: list[float] = []
+        self.greedy_rows: list[int] = []
+        self.truncation: list[tuple[int, int, float]] = []  # row, top_k, top_p
+        self.allowed: list[tuple[int, int]] = []  # row, id
+        self.banned: list[tuple[int, int]] = []
+        self.bias: list[tuple[int, int]] = []
+        self.bias_values: list[float] = []
+        self.penalised: list[Penalties] = []
+
+    def add(self, plan: SamplingRows) -> None:
+        """Appends one sequence's rows."""
+        sampler, params = plan.sampler, plan.sampler.params
+        rows = range(self.num_rows, self.num_rows + plan.num_rows)
+        self.num_rows = rows.stop
+        self.temperature += [1.0 if sampler.greedy else params.temperature] * len(rows)
+        self.min_p += [0.0 if sampler.greedy else params.min_p] * len(rows)
+        if sampler.greedy:
+            self.greedy_rows += rows
+        if sampler.truncated:
+            self.truncation += [(row, params.top_k, params.top_p) for row in rows]
+        if sampler.restricted:
+            self._add_single_ids(plan, rows)
+        if sampler.penalised:
+            self.penalised.append(sampler.penalties(plan.drafted, plan.first, rows.start))
+
+    def _add_single_ids(self, plan: SamplingRows, rows: range) -> None:
+        sampler = plan.sampler
+        for row in rows:
+            self.allowed += [(row, token) for token in sampler.allowed_ids]
+            self.bias += [(row, token) for token in sampler.biases]
+            self.bias_values += sampler.biases.values()
+            prefix = plan.drafted[: plan.first + row - rows.start]
+            self.banned += [(row, token) for token in sampler.banned_after(prefix)]
+
+    def finish(self, device: torch.device, token_mask: Tensor | None) -> RowSampling:
+        """The tensors; None for what no row uses."""
+        return RowSampling(
+            allowed=_entries(self.allowed, device),
+            banned=_entries(self.banned, device),
+            bias=_entries(self.bias, device),
+            bias_values=torch.tensor(self.bias_values, device=device) if self.bias else None,
+            penalties=self._penalties(),
+            token_mask=token_mask,
+            temperature=_unless_all(self.temperature, 1.0, device),
+            greedy_rows=torch.tensor(self.greedy_rows, device=device) if self.greedy_rows else None,
+            min_p=_unless_all(self.min_p, 0.0, device),
+            truncation=self._truncation(device),
+        )
+
+    def _truncation(self, device: torch.device) -> Truncation | None:
+        if not self.truncation:
+            return None
+        rows, top_k, top_p = zip(*self.truncation, strict=True)
+        return Truncation(
+            torch.tensor(rows, device=device),
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+        )
+
+    def _penalties(self) -> Penalties | None:
+        if len(self.penalised) < 2:
+            return self.penalised[0] if self.penalised else None
+        names = [column.name for column in fields(Penalties)]
+        return Penalties(*(torch.cat([getattr(part, name) for part in self.penalised]) for name in names))
+
+
+def _entries(pairs: list[tuple[int, int]], device: torch.device) -> Entries | None:
+    if not pairs:
+        return None
+    rows, ids = torch.tensor(pairs, device=device).unbind(1)
+    return Entries(rows, ids)
+
+
+def _unless_all(values: list[float], off: float, device: torch.device) -> Tensor | None:
+    """[rows] float32; None where every row has it off."""
+    return None if all(value == off for value in values) else torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _ends_with(tail: tuple[int, ...], prefix: tuple[int, ...]) -> bool:
+    return not prefix or tail[-len(prefix) :] == prefix

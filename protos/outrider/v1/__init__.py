@@ -1,0 +1,1 @@
+"""Generated protocol stubs of the package outrider.v1."""

@@ -1,0 +1,70 @@
+from outrider.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ProposeRequest(_message.Message):
+    __slots__ = ("header", "messages")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.FrameHeader
+    messages: _containers.RepeatedCompositeFieldContainer[DraftCommand]
+    def __init__(self, header: _Optional[_Union[_common_pb2.FrameHeader, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[DraftCommand, _Mapping]]] = ...) -> None: ...
+
+class DraftCommand(_message.Message):
+    __slots__ = ("open", "open_slice", "commit", "credit", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SLICE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: _common_pb2.Open
+    open_slice: _common_pb2.OpenSlice
+    commit: _common_pb2.Commit
+    credit: _common_pb2.Credit
+    close: _common_pb2.Close
+    def __init__(self, open: _Optional[_Union[_common_pb2.Open, _Mapping]] = ..., open_slice: _Optional[_Union[_common_pb2.OpenSlice, _Mapping]] = ..., commit: _Optional[_Union[_common_pb2.Commit, _Mapping]] = ..., credit: _Optional[_Union[_common_pb2.Credit, _Mapping]] = ..., close: _Optional[_Union[_common_pb2.Close, _Mapping]] = ...) -> None: ...
+
+class ProposeResponse(_message.Message):
+    __slots__ = ("header", "messages")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.FrameHeader
+    messages: _containers.RepeatedCompositeFieldContainer[DraftEvent]
+    def __init__(self, header: _Optional[_Union[_common_pb2.FrameHeader, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[DraftEvent, _Mapping]]] = ...) -> None: ...
+
+class DraftEvent(_message.Message):
+    __slots__ = ("piece", "closed", "failure")
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    piece: _common_pb2.Piece
+    closed: _common_pb2.Closed
+    failure: _common_pb2.Failure
+    def __init__(self, piece: _Optional[_Union[_common_pb2.Piece, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Closed, _Mapping]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class GetDraftInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftMethod(_message.Message):
+    __slots__ = ("name", "needs_features", "can_run_ahead")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    CAN_RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    needs_features: bool
+    can_run_ahead: bool
+    def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ...) -> None: ...
+
+class GetDraftInfoResponse(_message.Message):
+    __slots__ = ("model", "methods")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
+    model: _common_pb2.ModelInfo
+    methods: _containers.RepeatedCompositeFieldContainer[DraftMethod]
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,64 @@
+from outrider.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("header", "messages")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.FrameHeader
+    messages: _containers.RepeatedCompositeFieldContainer[TargetCommand]
+    def __init__(self, header: _Optional[_Union[_common_pb2.FrameHeader, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[TargetCommand, _Mapping]]] = ...) -> None: ...
+
+class TargetCommand(_message.Message):
+    __slots__ = ("open", "open_slice", "piece", "credit", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SLICE_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: _common_pb2.Open
+    open_slice: _common_pb2.OpenSlice
+    piece: _common_pb2.Piece
+    credit: _common_pb2.Credit
+    close: _common_pb2.Close
+    def __init__(self, open: _Optional[_Union[_common_pb2.Open, _Mapping]] = ..., open_slice: _Optional[_Union[_common_pb2.OpenSlice, _Mapping]] = ..., piece: _Optional[_Union[_common_pb2.Piece, _Mapping]] = ..., credit: _Optional[_Union[_common_pb2.Credit, _Mapping]] = ..., close: _Optional[_Union[_common_pb2.Close, _Mapping]] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("header", "messages")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.FrameHeader
+    messages: _containers.RepeatedCompositeFieldContainer[TargetEvent]
+    def __init__(self, header: _Optional[_Union[_common_pb2.FrameHeader, _Mapping]] = ..., messages: _Optional[_Iterable[_Union[TargetEvent, _Mapping]]] = ...) -> None: ...
+
+class TargetEvent(_message.Message):
+    __slots__ = ("commit", "closed", "failure", "prompt_logprobs")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    commit: _common_pb2.Commit
+    closed: _common_pb2.Closed
+    failure: _common_pb2.Failure
+    prompt_logprobs: _common_pb2.PromptLogprobs
+    def __init__(self, commit: _Optional[_Union[_common_pb2.Commit, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Closed, _Mapping]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+
+class GetTargetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTargetInfoResponse(_message.Message):
+    __slots__ = ("model", "max_window", "load")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    model: _common_pb2.ModelInfo
+    max_window: int
+    load: _common_pb2.Load
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ...) -> None: ...

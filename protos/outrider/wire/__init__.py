@@ -1,0 +1,1 @@
+"""What crosses a process: messages, codec, frames, streams, errors, servers, channels and traces. No torch."""

@@ -1,0 +1,216 @@
+"""What crosses a process, as frozen dataclasses: the words of the draft and target streams. Positions are
+absolute indices into a sequence's tokens (prompt first). See the protocol notes in protos/outrider/v1/*.proto
+for each field's meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """What one drafted token was drawn from: positive integer weights of a few ids, their sum below 2^24."""
+
+    ids: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Starts a sequence. Slicing of long prompts is the codec's business; here the ids are whole."""
+
+    sequence_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_ids: tuple[int, ...] = ()
+    fork_of: int | None = None  # prompt_ids are then empty: the parent's are taken
+    completion: int = 0
+    acceptance: AcceptanceRule = AcceptanceRule.REJECTION
+    seed: int = 0
+    timeout_ms: int = 0  # 0: none
+    first_chain: int = 0
+    priority: int = 0
+    features: bool = False
+    salt: str = ""
+    traceparent: str = ""
+    one_hot: bool = False
+    method: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Ends a sequence; answered by Closed."""
+
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Confirms that a sequence was released."""
+
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Ends one sequence with an error. `code` is a gRPC status code's number, `reason` a machine-readable word
+    (ErrorInfo)."""
+
+    sequence_id: int
+    code: int
+    message: str
+    reason: str = ""
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a chain of drafted tokens."""
+
+    sequence_id: int
+    chain: int
+    position: int  # of the first id
+    ids: tuple[int, ...]
+    weights: tuple[TokenWeights | None, ...] = ()  # shorter than ids, or None: one-hot there
+    parent: int | None = None
+    more: bool = False
+    parents: tuple[int, ...] = ()  # a tree: index of the parent in ids plus one; 0 is the root
+    draft_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """How far a peer may go."""
+
+    sequence_id: int
+    until: int
+    max_window: int
+    patience_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One candidate at one position; rank is 1-based."""
+
+    id: int
+    logprob: float
+    rank: int
+
+
+PositionLogprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most probable ones
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """One round's times inside the target, in microseconds."""
+
+    queue_us: int = 0
+    verify_us: int = 0
+    sample_us: int = 0
+    num_rows: int = 0
+    num_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a target is."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Appends tokens to a sequence."""
+
+    sequence_id: int
+    position: int
+    ids: tuple[int, ...]
+    origins: tuple[TokenOrigin, ...] = ()
+    chain: int | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    features: bytes = b""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    dropped: tuple[int, ...] = ()
+    timings: StepTimings = field(default_factory=StepTimings)
+    load: Load = field(default_factory=Load)
+    num_cached_ids: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of prompt positions from `position` on."""
+
+    sequence_id: int
+    position: int
+    logprobs: tuple[PositionLogprobs, ...]
+
+
+DraftCommand = Open | Commit | Credit | Close  # gateway -> draft
+DraftEvent = Piece | Closed | Failure  # draft -> gateway
+TargetCommand = Open | Piece | Credit | Close  # gateway -> target
+TargetEvent = Commit | PromptLogprobs | Closed | Failure  # target -> gateway
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Leads every frame; `held_us` is how long the frame `last_seen` was held before this one left."""
+
+    number: int
+    last_seen: int = 0
+    held_us: int = 0
+    step_age_ms: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model, so that a pair can be checked before it is used."""
+
+    name: str
+    digest: str
+    vocab_size: int
+    max_model_len: int
+    num_tokens: int = 0
+    tokenizer_fingerprint: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    default_sampling: SamplingParams = field(default_factory=SamplingParams)
+    dtype: str = "float32"
+    device: str = "cpu"
+    batch_invariant: bool = False
+    num_blocks: int = 0
+    block_size: int = 16
+    protocol_major: int = 1
+    protocol_minor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """One way of drafting."""
+
+    name: str
+    needs_features: bool = False
+    can_run_ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """What a draft service says of itself; the first method is the default."""
+
+    model: ModelInfo
+    methods: tuple[DraftMethod, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a target service says of itself."""
+
+    model: ModelInfo
+    max_window: int
+    load: Load = field(default_factory=Load)

@@ -1,0 +1,149 @@
+"""A grpc.aio server as all three services run it: bounded, with health, errors with details, optional reflection,
+and a graceful end on SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from outrider.wire.address import listen_target, with_port
+from outrider.wire.channel import MAX_MESSAGE_BYTES
+from outrider.wire.errors import Unavailable
+from outrider.wire.health import HealthMonitor
+from outrider.wire.interceptor import ErrorInterceptor
+
+log = logging.getLogger(__name__)
+
+_FORCED_EXIT = 130  # what a shell reports for a program ended by an interrupt
+_HEALTH_SERVICE = "grpc.health.v1.Health"
+# Peers (health watchers, reconnecting gateways) see the new state before the server goes away.
+_SETTLE_S = 0.1
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """The options of every server."""
+    return [
+        # What a peer may make this process allocate. The gateway's clients need far less than a gateway's target.
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Headers hold a trace context and a token; no caller may make us buffer more.
+        ("grpc.max_metadata_size", 8 * 1024),
+        ("grpc.absolute_max_metadata_size", 16 * 1024),
+        # Clients ping every 20 s; gRPC's default minimum of 5 minutes would drop them as abusive.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client that vanished without a FIN frees its sequences and streams.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Per connection; the whole server is bounded by maximum_concurrent_rpcs.
+        ("grpc.max_concurrent_streams", 1024),
+        # Two servers on one port would share its connections at random; the second is to fail at start.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+@dataclass(slots=True)
+class Server:
+    """A server that is bound and not yet started. `address` holds the port that was bound."""
+
+    grpc_server: Any
+    address: str
+    port: int
+    health: HealthMonitor
+
+    async def start(self) -> None:
+        """Accepts calls."""
+        await self.grpc_server.start()
+        await self.health.start()
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """NOT_SERVING at once, no new calls, running calls ended after the grace period (None: now)."""
+        await self.health.drain()
+        await self.grpc_server.stop(grace_s)
+
+
+def build_server(
+    address: str,
+    services: Sequence[str],
+    register: Callable[[Any], object],
+    *,
+    health: HealthMonitor | None = None,
+    enable_reflection: bool = False,
+    max_concurrent_rpcs: int = 1024,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[Any] = (),
+) -> Server:
+    """Binds "host:port", ":port" or "unix:path" (port 0: any free port). `register` adds the servicers; `services`
+    are their full names, for health and reflection. Unavailable if the address cannot be bound."""
+    grpc_server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(), *interceptors],
+        options=server_options(max_message_bytes),
+        maximum_concurrent_rpcs=max_concurrent_rpcs,  # above it: RESOURCE_EXHAUSTED, before a handler runs
+    )
+    register(grpc_server)
+    health = health or HealthMonitor(services)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, grpc_server)
+    if enable_reflection:  # off by default: it tells every caller what there is
+        reflection.enable_server_reflection((*services, _HEALTH_SERVICE, reflection.SERVICE_NAME), grpc_server)
+    port = _bind(grpc_server, address, credentials)
+    return Server(grpc_server, with_port(address, port), port, health)
+
+
+def _bind(grpc_server: Any, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    target = listen_target(address)
+    try:
+        if credentials is None:
+            return int(grpc_server.add_insecure_port(target))
+        return int(grpc_server.add_secure_port(target, credentials))
+    except RuntimeError as error:
+        raise Unavailable(f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE") from error
+
+
+async def serve_until_signal(
+    server: Server,
+    *,
+    name: str,
+    grace_s: float = 30.0,
+    on_drain: Callable[[], None] | None = None,
+    on_stopped: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Starts, prints where, and serves until SIGTERM or SIGINT. Then: NOT_SERVING at once, `on_drain` (streams say
+    that they drain and refuse new sequences), wait for running calls up to the grace period, stop. A second signal
+    ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            log.warning("%s: second signal, ending at once", name)
+            os._exit(_FORCED_EXIT)  # nothing may hold it up: not a step under way, not an atexit handler
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await server.start()
+        print(f"{name} listening on {server.address}", flush=True)
+        await stop.wait()
+        log.info("%s: draining, for at most %g s", name, grace_s)
+        await server.health.drain()
+        if on_drain is not None:
+            on_drain()
+        await asyncio.sleep(_SETTLE_S)
+        await server.stop(grace_s)
+        if on_stopped is not None:
+            await on_stopped()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,307 @@
+"""FrameStream: one side of a draft or target stream over grpc.aio. It coalesces what is sent in one turn of the event
+loop into one frame, sends a heartbeat when idle, notices a peer that is silent or whose device is stuck, and
+estimates the round trip. All methods belong to the event loop; the device thread uses call_soon_threadsafe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import grpc.aio
+
+from outrider.wire.codec_frames import Message, StreamKind
+from outrider.wire.errors import Internal, OutriderError, Unavailable, from_rpc_error, to_failure
+from outrider.wire.frame_assembler import FrameAssembler
+from outrider.wire.frame_packer import FramePacker
+from outrider.wire.messages import Closed, FrameHeader, Open
+from outrider.wire.round_trip import RoundTrip
+from outrider.wire.sequence_table import SequenceTable
+from outrider.wire.transport import ClientTransport, FrameTransport, ServerTransport
+
+log = logging.getLogger(__name__)
+
+Batch = list[Message]  # what one frame brought: it holds together
+_MAX_STEP_AGE_MS = (1 << 32) - 1
+_LAST_WRITE_S = 1.0  # for a write to a peer that may not be reading any more
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """Times and bounds of a stream; both sides use the defaults."""
+
+    heartbeat_s: float = 0.5
+    silence_s: float = 3.0
+    device_timeout_s: float = 30.0
+    max_pending_bytes: int = 64 << 20  # short messages unsent; a peer that reads too slowly for this is broken
+    max_inbox: int = 1024  # frames received and not yet taken by the iterator; then the peer is held up
+
+
+def client_stream(kind: StreamKind, call: Any, **options: Any) -> FrameStream:
+    """The gateway's side of a call; options as for FrameStream."""
+    return FrameStream(kind, ClientTransport(call), client=True, **options)
+
+
+def server_stream(kind: StreamKind, context: Any, **options: Any) -> FrameStream:
+    """A service's side of a call; options as for FrameStream."""
+    return FrameStream(kind, ServerTransport(context), client=False, **options)
+
+
+class FrameStream:
+    """Use as `async with stream:`, then `send(...)` and `async for batch in stream`, or give `on_messages`, which is
+    called with each batch as it arrives (one task switch less), and `await stream.wait_closed()`.
+
+    The end is seen by all: iteration and `wait_closed` raise the OutriderError that broke the stream, and stop
+    quietly if the peer ended it or this side closed it. A draining service refuses each Open with UNAVAILABLE and
+    ends the stream after its last sequence."""
+
+    def __init__(
+        self,
+        kind: StreamKind,
+        transport: FrameTransport,
+        *,
+        client: bool,
+        config: StreamConfig | None = None,
+        on_messages: Callable[[Batch], None] | None = None,
+        on_peer_change: Callable[[], None] | None = None,
+        step_age_ms: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        outgoing, incoming = (kind.commands, kind.events) if client else (kind.events, kind.commands)
+        self.round_trip = RoundTrip()
+        self._config = config or StreamConfig()
+        self._transport, self._clock, self._step_age_ms, self._client = transport, clock, step_age_ms, client
+        self._on_messages, self._on_peer_change = on_messages, on_peer_change
+        self._outgoing = outgoing
+        self._table = SequenceTable()
+        self._packer = FramePacker(outgoing, self._table)
+        self._assembler = FrameAssembler(incoming, self._table)
+        self._number = 0
+        self._last_sent_at = self._last_received_at = self._last_tick_at = clock()
+        self._draining = self._heartbeat_due = self._writing = self._held_up = False
+        self._peer_state = (False, False)  # draining, device dead
+        self._inbox: deque[Batch] = deque()
+        self._wake, self._arrived, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._finished = asyncio.Event()
+        self._error: OutriderError | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> FrameStream:
+        self._heartbeat_due = True  # the first frame says at once that the peer is there
+        self._tasks = [asyncio.create_task(loop()) for loop in (self._read_loop, self._write_loop, self._tick_loop)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def peer_draining(self) -> bool:
+        """Whether the peer refuses new sequences."""
+        return self._peer_state[0]
+
+    @property
+    def device_dead(self) -> bool:
+        """Whether the peer's device has been in one step for longer than the device timeout."""
+        return self._peer_state[1]
+
+    @property
+    def round_trip_us(self) -> float:
+        """The smoothed round trip, without the time that the peer held a frame; 0 before the first measurement."""
+        return self.round_trip.smoothed_us
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has ended, for whatever reason."""
+        return self._finished.is_set()
+
+    @property
+    def error(self) -> OutriderError | None:
+        """What broke the stream."""
+        return self._error
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that are open on this stream."""
+        return self._table.num_active
+
+    def active_ids(self) -> tuple[int, ...]:
+        """Their ids: what a service releases when the stream ends."""
+        return self._table.active_ids()
+
+    def send(self, *messages: Message) -> None:
+        """Queues messages and returns at once. After the end of the stream nothing is sent and nothing raised: the
+        reader of this stream learns of the end."""
+        if self.closed:
+            return
+        for message in messages:
+            self._packer.push(message)
+        self._wake.set()
+        self._report_vanished()
+        if self._packer.pending_bytes > self._config.max_pending_bytes:
+            self._finish(Unavailable("the peer reads too slowly", reason="SLOW_PEER"))
+
+    def drain(self) -> None:
+        """Says that no new sequence is welcome; a service's stream ends after its last one."""
+        self._draining = self._heartbeat_due = True
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Ends the stream; what is unsent is lost, and the peer releases every sequence."""
+        self._finish(None)
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=_LAST_WRITE_S)
+            for task in stuck:
+                task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Waits for the end; raises what broke the stream."""
+        await self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+    def __aiter__(self) -> FrameStream:
+        return self
+
+    async def __anext__(self) -> Batch:
+        while not self._inbox:
+            if self.closed:
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._taken.set()
+        return self._inbox.popleft()
+
+    def tick(self) -> None:
+        """What is due by the clock: a heartbeat, the verdict on a silent peer, the end of a drained stream."""
+        now = self._clock()
+        if now - self._last_tick_at > self._config.silence_s / 2:
+            self._last_received_at = now  # this process was stopped: the silence is not the peer's
+        self._last_tick_at = now
+        if now - self._last_received_at > self._config.silence_s and not self._held_up:
+            self._finish(Unavailable(f"no frame for {self._config.silence_s:g} s", reason="SILENT_PEER"))
+        elif self._draining and not self._client and not self._table.num_active and self._quiet:
+            self._finish(None)
+        elif now - self._last_sent_at >= self._config.heartbeat_s:
+            self._heartbeat_due = True
+            self._wake.set()
+
+    @property
+    def _quiet(self) -> bool:
+        return self._packer.idle and not self._writing and not self._heartbeat_due
+
+    async def _read_loop(self) -> None:
+        try:
+            while (frame := await self._transport.read()) is not None:
+                self._receive(frame)
+                while len(self._inbox) >= self._config.max_inbox:
+                    self._held_up = True
+                    self._taken.clear()
+                    await self._taken.wait()
+                self._held_up = False
+        except asyncio.CancelledError:
+            self._finish(Unavailable("the call was cancelled"))  # unless it is our own doing: then this is too late
+            raise
+        except OutriderError as error:
+            self._finish(error)
+        except grpc.aio.AioRpcError as error:
+            self._finish(from_rpc_error(error))
+        except Exception as error:  # a bug in on_messages must end the stream, not leave it mute
+            self._fail(error)
+        self._finish(None)
+
+    async def _write_loop(self) -> None:
+        try:
+            while not self.closed:
+                entries = self._packer.next_frame()
+                self._report_vanished()
+                if entries is None and not self._heartbeat_due:
+                    self._wake.clear()
+                    await self._wake.wait()  # runs in the next turn: all that this turn pushes makes one frame
+                    continue
+                self._writing = True
+                await self._transport.write(self._build(entries or ()))
+                self._writing = False
+        except grpc.aio.AioRpcError as error:
+            self._finish(from_rpc_error(error))
+        except (grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError) as error:
+            self._finish(Unavailable(f"the stream is gone ({type(error).__name__})"))
+        except Exception as error:
+            self._fail(error)
+
+    async def _tick_loop(self) -> None:
+        interval = min(self._config.heartbeat_s, self._config.silence_s) / 5
+        while not self.closed:
+            await asyncio.sleep(interval)
+            self.tick()
+
+    def _build(self, entries: Sequence[Any]) -> Any:
+        now = self._clock()
+        self._number += 1
+        self._last_sent_at, self._heartbeat_due = now, False
+        last_seen, held_us = self.round_trip.sending(self._number, now)
+        step_age_ms = min(max(0, self._step_age_ms()), _MAX_STEP_AGE_MS)
+        header = FrameHeader(self._number, last_seen, held_us, step_age_ms, self._draining)
+        return self._outgoing.build(header, entries)
+
+    def _receive(self, frame: Any) -> None:
+        now = self._last_received_at = self._clock()
+        received = self._assembler.accept(frame)
+        header = received.header
+        self.round_trip.received(header.number, header.last_seen, header.held_us, now)
+        if received.replies:
+            self.send(*received.replies)
+        messages = self._refuse_opens(received.messages) if self._draining else received.messages
+        if messages:
+            self._deliver(messages)
+        peer_state = (header.draining, header.step_age_ms > self._config.device_timeout_s * 1000)
+        if peer_state != self._peer_state:
+            self._peer_state = peer_state
+            if self._on_peer_change is not None:
+                self._on_peer_change()
+
+    def _refuse_opens(self, messages: Batch) -> Batch:
+        refusal = Unavailable("the service is draining", reason="DRAINING")
+        refused = {message.sequence_id for message in messages if isinstance(message, Open)}
+        self.send(*(to_failure(sequence_id, refusal) for sequence_id in refused))
+        return [message for message in messages if message.sequence_id not in refused]
+
+    def _deliver(self, messages: Batch) -> None:
+        if self._on_messages is not None:
+            self._on_messages(messages)
+        else:
+            self._inbox.append(messages)
+            self._arrived.set()
+
+    def _report_vanished(self) -> None:
+        if self._packer.vanished:
+            closed: Batch = [Closed(sequence_id) for sequence_id in self._packer.vanished]
+            self._packer.vanished.clear()
+            asyncio.get_running_loop().call_soon(self._deliver, closed)  # never from within the caller's send
+
+    def _fail(self, error: Exception) -> None:
+        log.error("a stream ends by an unexpected error", exc_info=error)
+        self._finish(Internal(f"unexpected {type(error).__name__}; see the log"))
+
+    def _finish(self, error: OutriderError | None) -> None:
+        if self.closed:
+            return
+        self._error = error
+        self._finished.set()
+        self._arrived.set()
+        self._transport.abort()
+        # gRPC cannot send a call's status while a write of it is under way, cancelled or not: a service lets its last
+        # write end, so that the peer learns why the stream ended.
+        spared = self._tasks[1:2] if self._writing and not self._client else []
+        for task in self._tasks:
+            if task is not asyncio.current_task() and task not in spared:
+                task.cancel()
