@@ -70,8 +70,8 @@ def token_bytes(backend: Backend) -> tuple[bytes | None, ...]:
 
 
 def fingerprint(table: Sequence[bytes | None]) -> str:
-    """SHA-256, in hex, over the tokens by ascending id: the id and the length of the token as 4 little-endian bytes each,
-    then its bytes."""
+    """SHA-256, in hex, over the tokens by ascending id: the id and the length of the token as 4 little-endian bytes
+    each, then its bytes."""
     digest = hashlib.sha256()
     for token_id, token in enumerate(table):
         if token is not None:

@@ -1,0 +1,2 @@
+"""The target service: verifies drafted tokens in ragged batches and commits only what the target model would have
+produced."""

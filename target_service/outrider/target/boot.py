@@ -1,0 +1,140 @@
+"""Puts a target service together: model, engine, device thread, servicer, server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.checkpoint import read_tensors, weight_files
+from outrider.engine.device_thread import DeviceThread, set_switch_interval
+from outrider.engine.loader import LoadedModel, build_decoder, load_model
+from outrider.engine.runner import ModelRunner, blocks_for_memory
+from outrider.target.admission import TargetLimits
+from outrider.target.engine import EngineCommand, TargetEngine
+from outrider.target.servicer import SERVICE, TargetServicer, register
+from outrider.target.settings import TargetSettings
+from outrider.target.tracing import StepTracer
+from outrider.wire.health import HealthMonitor
+from outrider.wire.messages import ModelInfo, TargetInfo
+from outrider.wire.outbox import Outboxes
+from outrider.wire.sampling import SamplingParams
+from outrider.wire.server import build_server, serve_until_signal
+from outrider.wire.tracing import setup_tracing
+from outrider.wire.vocabulary import read_vocabulary
+
+log = logging.getLogger(__name__)
+
+
+async def serve(settings: TargetSettings) -> None:
+    """Loads, serves, drains."""
+    set_switch_interval()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    stop_tracing = setup_tracing("outrider-target", settings.trace_file)
+    loaded = await asyncio.to_thread(load, settings)
+    memory = settings.cache_mb << 20
+    runner = ModelRunner(loaded.model, settings.num_blocks or blocks_for_memory(loaded.model, memory))
+    limits = limits_of(settings, loaded, runner)
+    outboxes = Outboxes(asyncio.get_running_loop())
+    tracer = StepTracer.if_enabled()
+    engine = TargetEngine(
+        runner,
+        limits,
+        prefix_cache=settings.prefix_cache,
+        max_rows=settings.max_rows,
+        flush=outboxes.flush,
+        on_step=tracer.on_step if tracer is not None else None,
+    )
+    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "target-device", settings.threads)
+    servicer = TargetServicer(engine, thread, outboxes, info_of(settings, loaded, limits))
+
+    async def probe() -> None:
+        await asyncio.wrap_future(thread.call(lambda: runner.forward([BatchEntry([0], 0, [0], 1)])))
+
+    server = build_server(
+        settings.listen,
+        [SERVICE],
+        lambda grpc_server: register(servicer, grpc_server),
+        health=HealthMonitor([SERVICE], probe=probe, is_alive=lambda: thread.is_alive),
+        enable_reflection=settings.reflection,
+    )
+    log.info("%s: %d blocks of %d tokens", settings.model, limits.num_blocks, limits.block_size)
+    try:
+        await serve_until_signal(server, name="target", grace_s=settings.grace_s, on_drain=servicer.drain)
+    finally:
+        await asyncio.to_thread(thread.stop)
+        await asyncio.to_thread(stop_tracing)
+
+
+def load(settings: TargetSettings) -> LoadedModel:
+    """The checkpoint, or its function-preserving expansion."""
+    if settings.expand:
+        return load_expanded(settings)
+    return load_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        batch_invariant=settings.batch_invariant,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def load_expanded(settings: TargetSettings) -> LoadedModel:
+    """The same function computed by a large network, built in memory: a large target's cost with a real acceptance."""
+    from outrider.pairs.expansion import expand_llama
+
+    folder = Path(settings.model)
+    small = load_model(folder, dtype="float32", max_model_len=settings.max_model_len)
+    config = json.loads((folder / "config.json").read_text())
+    wide_config, wide_state = expand_llama(config, read_tensors(weight_files(folder)))
+    large = build_decoder(
+        wide_config,
+        wide_state,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        batch_invariant=settings.batch_invariant,
+    )
+    return replace(small, model=large.model)
+
+
+def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner) -> TargetLimits:
+    """What the engine may hold."""
+    return TargetLimits(
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        eos_ids=loaded.eos_token_ids,
+        num_blocks=runner.cache.num_blocks,
+        block_size=runner.block_size,
+        max_window=settings.max_window,
+        max_sequences=settings.max_sequences,
+        untrusted_draft=settings.untrusted_draft,
+    )
+
+
+def info_of(settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits) -> TargetInfo:
+    """What GetTargetInfo answers."""
+    vocabulary = read_vocabulary(Path(settings.model))
+    model = ModelInfo(
+        name=settings.name or Path(settings.model).resolve().name,
+        digest=loaded.digest,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        num_tokens=vocabulary.num_tokens if vocabulary is not None else 0,
+        tokenizer_fingerprint=vocabulary.fingerprint if vocabulary is not None else "",
+        eos_token_ids=loaded.eos_token_ids,
+        default_sampling=SamplingParams(**loaded.default_sampling),  # type: ignore[arg-type]
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        device=settings.device,
+        batch_invariant=settings.batch_invariant,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+    )
+    return TargetInfo(model, limits.max_window)

@@ -1,0 +1,163 @@
+"""Continuous batching over ragged windows: which sequences run in the next step, with how many rows, and who gives
+up blocks.
+
+Every step takes each sequence that may run, with its window or one plain token; what is left of the token budget
+goes to chunks of prompts. There is no prefill phase: a sequence only has tokens that are not computed yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.blocks import OutOfBlocks
+from outrider.engine.sequence import SequenceCache
+from outrider.target.chains import EMPTY_WINDOW, Window
+from outrider.target.state import SequenceKey, TargetSequence
+from outrider.wire.sampling import AcceptanceRule
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """What one sequence does in a step."""
+
+    target: TargetSequence
+    committed: int  # the committed length before the step
+    start: int  # position of the first row
+    num_rows: int
+    window: Window
+    takes_next: bool  # draws a token after the window: bonus, plain, or where a drafted one is refused
+    num_logits: int  # rows from the end that want logits
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sequence's last committed token is computed in this step, so that tokens can be committed."""
+        return self.start + self.num_rows >= self.committed
+
+    @property
+    def num_judging(self) -> int:
+        """Rows, at the end, that judge the window or give the next token; the others belong to the prompt."""
+        return self.start + self.num_rows - self.committed + 1 if self.samples else 0
+
+    def batch_entry(self) -> BatchEntry:
+        """The rows as the runner takes them; the sequence's tokens include the window by then."""
+        sequence = self.target.sequence
+        ids = sequence.tokens[self.start : self.start + self.num_rows]
+        return BatchEntry(ids, self.start, sequence.block_table, self.num_logits)
+
+
+class Scheduler:
+    """Owns the running sequences of a target and chooses each step."""
+
+    def __init__(self, cache: SequenceCache, max_rows: int = 512, max_window: int = 128) -> None:
+        self.cache = cache
+        self.max_rows = max_rows
+        self.max_window = max_window
+        self.sequences: dict[SequenceKey, TargetSequence] = {}
+
+    def add(self, target: TargetSequence) -> None:
+        """Takes a new sequence."""
+        self.sequences[target.key] = target
+
+    def remove(self, target: TargetSequence) -> None:
+        """Releases a sequence's blocks and forgets it."""
+        self.cache.release(target.sequence)
+        self.sequences.pop(target.key, None)
+
+    def next_due(self, now: float) -> float | None:
+        """When the earliest sequence may run; None when all are without credit."""
+        dues = [due for target in self.sequences.values() if (due := target.due(now)) is not None]
+        return min(dues, default=None)
+
+    def plan(self, now: float) -> list[StepEntry]:
+        """The next step. Windows come first, oldest first, then prompts; blocks are reserved and windows appended."""
+        entries: list[StepEntry] = []
+        budget = self.max_rows
+        for target in self._runnable(now):
+            if budget <= 0:
+                break
+            entry = self._enter(target, budget, entries, now)
+            if entry is not None:
+                entries.append(entry)
+                budget -= entry.num_rows
+        return entries
+
+    def _runnable(self, now: float) -> list[TargetSequence]:
+        ready = [t for t in self.sequences.values() if (due := t.due(now)) is not None and due <= now]
+        computing: dict[SequenceKey, int] = {}  # per group of forks the oldest whose prompt is not computed
+        for target in self.sequences.values():
+            if (
+                target.group is not None
+                and target.has_credit
+                and target.sequence.num_computed_tokens < target.prompt_len - 1
+            ):
+                computing[target.group] = min(target.arrival, computing.get(target.group, target.arrival))
+        # The others of a group wait for the oldest and then find its prompt in the prefix cache.
+        ready = [t for t in ready if t.group is None or t.arrival <= computing.get(t.group, t.arrival)]
+
+        def order(target: TargetSequence) -> tuple[bool, int, int]:
+            prefilling = target.committed - target.sequence.num_computed_tokens > self.max_window
+            return (prefilling or not target.admitted, target.open.priority, target.arrival)
+
+        return sorted(ready, key=order)
+
+    def _enter(self, target: TargetSequence, budget: int, entries: Iterable[StepEntry], now: float) -> StepEntry | None:
+        """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
+        if not target.admitted:
+            found = self.cache.admit(target.sequence, use_prefix=target.open.sampling.prompt_logprobs is None)
+            target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
+            target.admitted = True
+        if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
+            # This round decodes a plain token because the wait ran out; it is not repeated until a piece arrives.
+            target.patience_spent = True
+        entry = self._shape(target, budget)
+        in_step = {e.target.key for e in entries} | {target.key}
+        while True:
+            try:
+                self.cache.extend(target.sequence, entry.window.ids, entry.start + entry.num_rows)
+                return entry
+            except OutOfBlocks:
+                if not self._preempt_for(target, in_step):
+                    if not target.sequence.num_computed_tokens:
+                        self._preempt(target)
+                    return None
+
+    def _shape(self, target: TargetSequence, budget: int) -> StepEntry:
+        """How many rows: a chunk of what is not computed, or all of it and the window."""
+        start = target.sequence.num_computed_tokens
+        missing = target.committed - start  # at least 1: the last token's logits are always to come
+        wants_prompt = target.wants_prompt_logprobs
+        if missing > budget:
+            return StepEntry(
+                target, target.committed, start, budget, EMPTY_WINDOW, False, budget if wants_prompt else 0
+            )
+        room = min(target.until - target.committed, target.tokens_left)
+        window = target.chains.window(min(target.max_window, self.max_window, room, budget - missing))
+        num_drafted = len(window.ids)
+        takes_next = room > num_drafted and not (
+            num_drafted > 0
+            and window.goes_on
+            and target.open.acceptance == AcceptanceRule.REJECTION
+            and not target.greedy
+        )
+        # Without a bonus the last drafted token's row is not needed: it is computed with the next step.
+        num_rows = missing + num_drafted - (0 if takes_next else 1)
+        num_logits = num_rows if wants_prompt else num_rows - missing + 1
+        return StepEntry(target, target.committed, start, num_rows, window, takes_next, num_logits)
+
+    def _preempt_for(self, target: TargetSequence, in_step: set[SequenceKey]) -> bool:
+        """Takes the blocks of one other sequence: without credit first, then lowest priority, then youngest. Of the
+        rest the oldest always advances, so a sequence never preempts one that is ahead of it."""
+        holders = [t for t in self.sequences.values() if t.sequence.block_table and t.key not in in_step]
+        idle = [t for t in holders if not t.has_credit]
+        behind = [t for t in holders if (t.open.priority, t.arrival) > (target.open.priority, target.arrival)]
+        victims = idle or behind
+        if not victims:
+            return False
+        self._preempt(max(victims, key=lambda t: (t.open.priority, t.arrival)))
+        return True
+
+    def _preempt(self, target: TargetSequence) -> None:
+        self.cache.release(target.sequence)
+        target.admitted = False

@@ -1,0 +1,80 @@
+"""TargetService over gRPC: frames to commands of the device thread, its answers back to frames. No logic of its own."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from outrider.engine.device_thread import DeviceThread
+from outrider.target.engine import EngineCommand, StreamCommand, StreamEnded, TargetEngine
+from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.wire.codec_info import encode_target_info
+from outrider.wire.errors import InvalidArgument, to_failure
+from outrider.wire.frames import TARGET_STREAM
+from outrider.wire.messages import Credit, Piece, TargetCommand, TargetInfo
+from outrider.wire.outbox import Outboxes
+from outrider.wire.stream import Batch, FrameStream, server_stream
+from outrider.wire.validate import validate_credit, validate_piece
+
+SERVICE = "outrider.v1.TargetService"
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """One engine, many gateways' streams."""
+
+    def __init__(
+        self, engine: TargetEngine, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: TargetInfo
+    ) -> None:
+        self._engine, self._thread, self._outboxes, self._info = engine, thread, outboxes, info
+        self._streams: dict[int, FrameStream] = {}
+        self._numbers = itertools.count(1)
+
+    async def Verify(self, request_iterator: Any, context: Any) -> None:
+        """Serves one stream until it ends; then everything that it opened is released."""
+        number = next(self._numbers)
+
+        def on_messages(batch: Batch) -> None:
+            for message in batch:
+                self._submit(number, stream, message)
+
+        stream = server_stream(TARGET_STREAM, context, on_messages=on_messages, step_age_ms=self._step_age_ms)
+        self._streams[number] = stream
+        try:
+            async with stream:
+                await stream.wait_closed()
+        finally:
+            del self._streams[number]
+            self._thread.submit(StreamEnded(number))
+
+    async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:
+        """Describes the model and its limits."""
+        return encode_target_info(self._info)
+
+    def drain(self) -> None:
+        """No new sequences; every stream ends after its last one."""
+        for stream in self._streams.values():
+            stream.drain()
+
+    def _submit(self, number: int, stream: FrameStream, message: Any) -> None:
+        try:
+            _validate(message)
+        except InvalidArgument as error:
+            stream.send(to_failure(message.sequence_id, error))
+            return
+        self._thread.submit(StreamCommand(number, message, lambda event: self._outboxes.put(stream, event)))
+
+    def _step_age_ms(self) -> int:
+        return round(self._thread.step_age_s() * 1000)
+
+
+def _validate(message: TargetCommand) -> None:
+    """Bounds of what is not an Open; an Open is judged by the engine, which knows the vocabulary and its parent."""
+    if isinstance(message, Piece):
+        validate_piece(message)
+    elif isinstance(message, Credit):
+        validate_credit(message)
+
+
+def register(servicer: TargetServicer, server: Any) -> None:
+    """Adds the servicer to a grpc.aio server."""
+    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)

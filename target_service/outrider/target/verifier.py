@@ -1,0 +1,168 @@
+"""From the logits of a step to verdicts: which drafted tokens hold, and the target's own token after them.
+
+Greedy, coupled and rejection sequences of a batch are each judged together. The acceptance rules themselves are
+kernels; here rows are matched with sequences, random counters with positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs
+from outrider.engine.sampling import SamplingRows, assemble, process, process_greedy
+from outrider.kernels.coupled import coupled_accept, coupled_choice
+from outrider.kernels.logits_to_probs import logits_to_probs
+from outrider.kernels.philox import Purpose, as_int64, exponential_noise, words
+from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
+from outrider.target.scheduler import StepEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target says of one window. `ids` are the accepted tokens and, if there is one, its own token after
+    them."""
+
+    entry: StepEntry
+    ids: tuple[int, ...]
+    num_accepted: int
+    invalid: bool  # a row that mattered held NaN, +inf or no allowed token: an error, never a token
+    logprobs: tuple[RowLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One sequence of a step with the rows that judge its window."""
+
+    entry: StepEntry
+    rows: range  # rows of the step's logits
+
+    @property
+    def plan(self) -> SamplingRows:
+        """The sampling state at every row."""
+        drafted = self.entry.window.ids
+        return SamplingRows(self.entry.target.sampler, drafted if self.entry.takes_next else drafted[:-1])
+
+
+@torch.inference_mode()
+def verify(logits: Tensor, judged: Sequence[Judged]) -> list[Verdict]:
+    """Judges every window; logits are [rows of the step that want logits, vocab] float32. Verdicts are in no fixed
+    order."""
+    verdicts: list[Verdict] = []
+    for rule, members in _by_rule(judged).items():
+        rows = [row for member in members for row in member.rows]
+        chosen = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+        accepted, next_ids, invalid = rule(chosen, members)
+        verdicts += _verdicts(chosen, members, accepted, next_ids, invalid)
+    return verdicts
+
+
+Judgement = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
+Rule = Callable[[Tensor, Sequence[Judged]], Judgement]
+
+
+def _by_rule(judged: Sequence[Judged]) -> dict[Rule, list[Judged]]:
+    groups: dict[Rule, list[Judged]] = {}
+    for member in judged:
+        target = member.entry.target
+        rule = _judge_greedy if target.greedy else _judge_coupled if target.coupled else _judge_rejection
+        groups.setdefault(rule, []).append(member)
+    return groups
+
+
+def _judge_greedy(logits: Tensor, members: Sequence[Judged]) -> Judgement:
+    choices, invalid = process_greedy(logits, [member.plan for member in members])
+    accepted, next_ids = coupled_accept(choices.masked_fill(invalid, -1), _windows(members), _draft_ids(members))
+    return accepted, next_ids, invalid
+
+
+def _judge_coupled(logits: Tensor, members: Sequence[Judged]) -> Judgement:
+    probs, invalid = process(logits, [member.plan for member in members])
+    seeds, positions, completions = _counters(members, [len(member.rows) for member in members])
+    noise = exponential_noise(seeds, positions, completions, logits.shape[1])  # [rows, vocab]
+    accepted, next_ids = coupled_accept(coupled_choice(probs, noise), _windows(members), _draft_ids(members))
+    return accepted, next_ids, invalid
+
+
+def _judge_rejection(logits: Tensor, members: Sequence[Judged]) -> Judgement:
+    target_probs, invalid = process(logits, [member.plan for member in members])  # [rows, vocab]
+    windows, draft_ids = _windows(members), _draft_ids(members)
+    counters = _counters(members, [len(member.entry.window.ids) for member in members])
+    coins = accept_uniforms(words(counters[0], counters[1], Purpose.ACCEPT, counters[2]))  # [drafted] float64
+    weights = DraftWeights.of(
+        [(w.ids, w.weights) if w is not None else None for member in members for w in member.entry.window.weights]
+    )
+    accepted, next_weights = accept(target_probs, windows, draft_ids, weights, coins)
+    return accepted, draw(next_weights, _next_words(members, accepted, windows)), invalid
+
+
+def _next_words(members: Sequence[Judged], accepted: Tensor, windows: Windows) -> Tensor:
+    """The random words of each window's next token, [n, 4] int64: bonus (or plain) after a full window, else
+    recovered. The counter is the absolute position of the token that is drawn."""
+    seeds = torch.tensor([as_int64(member.entry.target.open.seed) for member in members])
+    starts = torch.tensor([member.entry.committed for member in members])
+    completions = torch.tensor([member.entry.target.open.completion for member in members])
+    purposes = torch.where(accepted == windows.num_drafted, int(Purpose.BONUS), int(Purpose.RECOVERED))
+    return words(seeds, starts + accepted, purposes, completions)
+
+
+def _windows(members: Sequence[Judged]) -> Windows:
+    return Windows.of([len(m.entry.window.ids) for m in members], [len(m.rows) for m in members])
+
+
+def _draft_ids(members: Sequence[Judged]) -> Tensor:
+    return torch.tensor([token for member in members for token in member.entry.window.ids], dtype=torch.int64)
+
+
+def _counters(members: Sequence[Judged], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeds, absolute positions and completions of the first `counts` positions of every window, [sum of counts]
+    int64 each."""
+    seeds: list[int] = []
+    positions: list[int] = []
+    completions: list[int] = []
+    for member, count in zip(members, counts, strict=True):
+        target = member.entry.target
+        seeds += [as_int64(target.open.seed)] * count
+        positions += range(member.entry.committed, member.entry.committed + count)
+        completions += [target.open.completion] * count
+    columns = torch.tensor([seeds, positions, completions], dtype=torch.int64)  # [3, sum of counts]
+    return columns[0], columns[1], columns[2]
+
+
+def _verdicts(
+    logits: Tensor, members: Sequence[Judged], accepted: Tensor, next_ids: Tensor, invalid: Tensor
+) -> list[Verdict]:
+    first_row = 0
+    verdicts = []
+    flags = invalid.tolist()
+    for member, num_accepted, next_id in zip(members, accepted.tolist(), next_ids.tolist(), strict=True):
+        num_rows = len(member.rows)
+        used = min(num_accepted + 1, num_rows)
+        bad = any(flags[first_row : first_row + used]) or (next_id < 0 and num_accepted < num_rows)
+        ids = (*member.entry.window.ids[:num_accepted], *((next_id,) if next_id >= 0 else ()))
+        logprobs: tuple[RowLogprobs, ...] = ()
+        if not bad and member.entry.target.open.sampling.logprobs is not None:
+            logprobs = _logprobs(logits[first_row : first_row + len(ids)], member, ids)
+        verdicts.append(Verdict(member.entry, ids, num_accepted, bad, logprobs))
+        first_row += num_rows
+    return verdicts
+
+
+def _logprobs(logits: Tensor, member: Judged, ids: Sequence[int]) -> tuple[RowLogprobs, ...]:
+    """Of the committed tokens; logits are [committed, vocab]."""
+    target = member.entry.target
+    sampling = assemble([SamplingRows(target.sampler, ids[:-1])], logits.device)
+    mode = target.open.sampling.logprobs_mode.value
+    probs = logits_to_probs(logits, sampling)[0] if mode.startswith("processed") else logits
+    values = reported_values(mode, logits, sampling, probs)
+    return tuple(top_logprobs(values, ids, [target.open.sampling.logprobs or 0] * len(ids)))
+
+
+@torch.inference_mode()
+def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], count: int, mode: str) -> list[RowLogprobs]:
+    """Of the prompt tokens that follow each row, [rows, vocab]; processors do not apply to a prompt."""
+    values = torch.log_softmax(logits.float(), dim=-1) if mode.endswith("logprobs") else logits.float()
+    return top_logprobs(values, next_ids, [count] * len(next_ids))

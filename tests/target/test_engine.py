@@ -1,0 +1,233 @@
+"""The target engine against transformers, and speculative against plain decoding."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from target_harness import COUPLED, REJECTION, VOCAB, Harness, hf_greedy, opened, oracle, speculate, tiny_model
+
+from outrider.engine.loader import LoadedModel
+from outrider.wire.messages import Close, Closed, Credit, Piece
+from outrider.wire.sampling import FinishReason, TokenOrigin
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, LoadedModel]:
+    return tiny_model()
+
+
+def prompt_of(seed: int, length: int = 20) -> list[int]:
+    return [random.Random(seed).randrange(3, VOCAB) for _ in range(length)]
+
+
+def test_plain_greedy_equals_generate(models: tuple[Any, LoadedModel]) -> None:
+    hf, loaded = models
+    harness = Harness.of(loaded)
+    for number, length in enumerate((1, 15, 16, 17, 40), start=1):
+        prompt = prompt_of(number, length)
+        assert harness.decode_plain(number, opened(number, prompt, max_tokens=24)) == hf_greedy(hf, prompt, 24)
+        assert {o for c in harness.commits(number) for o in c.origins} == {TokenOrigin.PLAIN}
+        assert harness.commits(number)[-1].finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("k", range(9))
+@pytest.mark.parametrize("acceptance", [REJECTION, COUPLED])
+def test_greedy_with_any_draft_equals_plain(models: tuple[Any, LoadedModel], k: int, acceptance: Any) -> None:
+    hf, loaded = models
+    prompt = prompt_of(k)
+    reference = hf_greedy(hf, prompt, 48)
+    harness = Harness.of(loaded)
+    request = opened(1, prompt, max_tokens=48, acceptance=acceptance)
+    assert speculate(harness, request, k, oracle(reference, len(prompt), random.Random(k))) == reference
+    if k:
+        origins = [o for c in harness.commits(1) for o in c.origins]
+        assert TokenOrigin.ACCEPTED in origins and TokenOrigin.RECOVERED in origins
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 12, "min_p": 0.01},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"temperature": 0.9, "logit_bias": {5: 4.0}, "bad_words_ids": ((5, 6), (7,)), "min_tokens": 8},
+        {"temperature": 0.0, "repetition_penalty": 1.8, "frequency_penalty": 1.0},
+    ],
+)
+def test_coupled_output_depends_on_no_draft(models: tuple[Any, LoadedModel], sampling: dict[str, Any]) -> None:
+    _, loaded = models
+    prompt = prompt_of(99)
+    options = {"max_tokens": 40, "acceptance": COUPLED, "seed": 1234567890123, **sampling}
+    plain = Harness.of(loaded).decode_plain(1, opened(1, prompt, **options))
+    for k in (1, 4, 8):
+        draft = oracle(plain, len(prompt), random.Random(k))
+        harness = Harness.of(loaded)
+        assert speculate(harness, opened(1, prompt, **options), k, draft) == plain
+        assert sum(c.num_accepted for c in harness.commits(1)) > 5
+
+
+def test_batch_and_chunks_and_preemption_change_nothing(models: tuple[Any, LoadedModel]) -> None:
+    """Sixteen sequences of all lengths share few blocks and a small row budget: chunked, preempted, prefix-shared."""
+    _, loaded = models
+    requests = [
+        opened(n, prompt_of(n % 5, 5 + 3 * n), max_tokens=20, temperature=float(n % 2), acceptance=COUPLED, seed=n)
+        for n in range(1, 17)
+    ]
+    alone = {r.sequence_id: Harness.of(loaded).decode_plain(r.sequence_id, r) for r in requests}
+    harness = Harness.of(loaded, num_blocks=14, max_rows=24)
+    for request in requests:
+        harness.send(request, Credit(request.sequence_id, 1 << 20, 0))
+    harness.run()
+    assert {r.sequence_id: harness.output(r.sequence_id) for r in requests} == alone
+    assert harness.engine.cache.pool.num_free == 14
+
+
+def test_rejection_window_takes_no_bonus_while_the_chain_goes_on(models: tuple[Any, LoadedModel]) -> None:
+    _, loaded = models
+    prompt = prompt_of(3)
+    for more, acceptance, last in (
+        (True, REJECTION, TokenOrigin.ACCEPTED),
+        (False, REJECTION, TokenOrigin.BONUS),
+        (True, COUPLED, TokenOrigin.BONUS),
+    ):
+        plain = Harness.of(loaded).decode_plain(
+            1, opened(1, prompt, temperature=0.01, max_tokens=8, acceptance=COUPLED, seed=5)
+        )
+        harness = Harness.of(loaded)
+        request = opened(1, prompt, temperature=0.01, max_tokens=8, acceptance=acceptance, seed=5)
+        harness.send(request, Piece(1, 0, len(prompt), tuple(plain[:3]), more=more), Credit(1, len(prompt) + 4, 3, 1000))
+        harness.run(max_steps=3 if last != TokenOrigin.ACCEPTED else 10)
+        commit = harness.commits(1)[0]
+        assert commit.num_accepted == 3 and commit.origins[-1] == last, (more, acceptance)
+        target = next(iter(harness.engine.scheduler.sequences.values()))
+        assert target.sequence.num_computed_tokens == len(target.sequence) - 1
+
+
+def test_stop_id_inside_a_window_cuts_there(models: tuple[Any, LoadedModel]) -> None:
+    hf, loaded = models
+    prompt = prompt_of(4)
+    reference = hf_greedy(hf, prompt, 30)
+    for offset in range(5):
+        stop = reference[10 + offset]
+        cut = reference[: reference.index(stop) + 1]
+        harness = Harness.of(loaded)
+        request = opened(1, prompt, max_tokens=30, stop_token_ids=(stop,))
+        got = speculate(harness, request, 4, oracle(reference, len(prompt), random.Random(1), hit=1.0))
+        assert got == cut
+        assert harness.commits(1)[-1].finish_reason == FinishReason.STOP
+        assert harness.commits(1)[-1].stop_token_id == stop
+        assert not harness.engine.scheduler.sequences
+
+
+def test_eos_ends_unless_ignored_or_before_min_tokens(models: tuple[Any, LoadedModel]) -> None:
+    hf, loaded = models
+    prompt = prompt_of(5)
+    reference = hf_greedy(hf, prompt, 20)
+    eos = reference[6]
+    first = reference.index(eos)
+    harness = Harness.of(loaded, eos_ids=(eos,))
+    assert harness.decode_plain(1, opened(1, prompt, max_tokens=20)) == reference[: first + 1]
+    assert harness.commits(1)[-1].stop_token_id is None
+    assert harness.decode_plain(2, opened(2, prompt, max_tokens=20, ignore_eos=True)) == reference
+    assert eos not in harness.decode_plain(3, opened(3, prompt, max_tokens=20, min_tokens=20))
+
+
+def test_logprobs_and_prompt_logprobs(models: tuple[Any, LoadedModel]) -> None:
+    import torch
+
+    hf, loaded = models
+    prompt = prompt_of(6, 30)
+    reference = hf_greedy(hf, prompt, 12)
+    harness = Harness.of(loaded, max_rows=7)
+    request = opened(1, prompt, max_tokens=12, logprobs=3, prompt_logprobs=2)
+    speculate(harness, request, 4, oracle(reference, len(prompt), random.Random(2)))
+    with torch.inference_mode():
+        expected = torch.log_softmax(hf(torch.tensor([prompt + reference])).logits[0], dim=-1)
+    rows = [row for commit in harness.commits(1) for row in commit.logprobs]
+    for index, row in enumerate(rows):
+        assert row[0].id == reference[index] and row[0].rank == 1 and len(row) == 3
+        assert abs(row[0].logprob - float(expected[len(prompt) + index - 1, reference[index]])) < 1e-3
+    (prompts,) = harness.prompt_logprobs(1)
+    assert len(prompts.logprobs) == len(prompt) and prompts.logprobs[0] == ()
+    for position in range(1, len(prompt)):
+        chosen = prompts.logprobs[position][0]
+        assert chosen.id == prompt[position]
+        assert abs(chosen.logprob - float(expected[position - 1, prompt[position]])) < 1e-3
+
+
+def test_fork_shares_the_prompt_and_outlives_its_parent(models: tuple[Any, LoadedModel]) -> None:
+    _, loaded = models
+    prompt = prompt_of(7, 40)
+    options = {"temperature": 1.0, "max_tokens": 12, "acceptance": COUPLED, "seed": 77}
+    alone = Harness.of(loaded).decode_plain(1, opened(1, prompt, completion=1, **options))
+    harness = Harness.of(loaded)
+    harness.send(opened(1, prompt, **options), opened(2, (), fork_of=1, completion=1, **options), Close(1))
+    assert harness.events[1] == [Closed(1)]
+    harness.send(Credit(2, 1 << 20, 0))
+    harness.run()
+    assert harness.output(2) == alone
+    # A living parent computes the prompt once; the child finds whole blocks of it.
+    harness = Harness.of(loaded)
+    harness.send(opened(1, prompt, **options), opened(2, (), fork_of=1, completion=1, **options))
+    harness.send(Credit(1, 1 << 20, 0), Credit(2, 1 << 20, 0))
+    harness.run()
+    assert harness.output(2) == alone and harness.output(1) != alone
+    assert harness.commits(2)[0].num_cached_ids == 32
+    harness.send(opened(3, (), fork_of=1, completion=1, **options))
+    assert harness.failures(3)[0].reason == "PARENT_GONE"
+
+
+def test_resume_goes_on_where_it_ended(models: tuple[Any, LoadedModel]) -> None:
+    _, loaded = models
+    prompt = prompt_of(8)
+    options = {
+        "temperature": 1.0, "max_tokens": 30, "acceptance": COUPLED, "seed": 3, "frequency_penalty": 0.8, "min_tokens": 20,
+    }  # fmt: skip
+    whole = Harness.of(loaded).decode_plain(1, opened(1, prompt, **options))
+    resumed = Harness.of(loaded).decode_plain(1, opened(1, prompt, output_ids=tuple(whole[:13]), **options))
+    assert whole[:13] + resumed == whole
+
+
+def test_bad_requests_fail_alone(models: tuple[Any, LoadedModel]) -> None:
+    _, loaded = models
+    harness = Harness.of(loaded, num_blocks=8)
+    harness.send(
+        opened(1, [VOCAB], max_tokens=4),
+        opened(2, prompt_of(1), max_tokens=200),
+        opened(3, prompt_of(1), max_tokens=4, top_p=1.5),
+        opened(4, prompt_of(1), max_tokens=4, acceptance=0),
+        opened(5, prompt_of(1), max_tokens=4),
+        Credit(5, 100, 0),
+    )
+    harness.run()
+    assert "prompt_ids" in harness.failures(1)[0].message
+    assert harness.failures(2)[0].reason == "DOES_NOT_FIT"
+    assert "top_p" in harness.failures(3)[0].message
+    assert "acceptance" in harness.failures(4)[0].message
+    assert len(harness.output(5)) == 4
+
+
+def test_deadline_ends_a_waiting_sequence(models: tuple[Any, LoadedModel]) -> None:
+    _, loaded = models
+    harness = Harness.of(loaded)
+    harness.send(opened(1, prompt_of(1), max_tokens=4, timeout_ms=500))
+    assert harness.run() == pytest.approx(0.5)
+    harness.now = 0.6
+    harness.run()
+    assert harness.failures(1)[0].code == 4 and not harness.engine.scheduler.sequences
+
+
+def test_nan_logits_are_an_error_and_never_a_token(models: tuple[Any, LoadedModel], monkeypatch: Any) -> None:
+    _, loaded = models
+    harness = Harness.of(loaded)
+    harness.send(opened(1, prompt_of(1), max_tokens=4), Credit(1, 100, 0))
+    runner = harness.engine._runner
+    forward = runner.forward
+    monkeypatch.setattr(runner, "forward", lambda entries: forward(entries) * float("nan"))
+    harness.run()
+    assert harness.failures(1)[0].reason == "INVALID_LOGITS" and not harness.output(1)
+    monkeypatch.undo()
+    assert len(harness.decode_plain(2, opened(2, prompt_of(1), max_tokens=4))) == 4

@@ -1,0 +1,86 @@
+"""Small random Hugging Face checkpoints, for tests of every part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+}
+
+
+def tiny_config(family: str = "llama", **options: Any) -> dict[str, Any]:
+    """The contents of a config.json; options override any key."""
+    return {**TINY, **FAMILIES[family], **options}
+
+
+def tiny_hf_model(family: str = "llama", seed: int = 0, **options: Any) -> Any:
+    """A random transformers model (float32, eager attention) whose norms and biases are no identities."""
+    config = tiny_config(family, **options)
+    hf = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf, attn_implementation="eager", dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.3)
+                else:
+                    parameter.normal_(0.0, 0.12)
+    return model.eval()
+
+
+def tiny_state(model: Any) -> dict[str, Tensor]:
+    """The state dict as a checkpoint would hold it: without a tied head."""
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    return state
+
+
+def save_tiny(
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    shard_size: str = "5GB",
+    generation: dict[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Writes a checkpoint (config.json, safetensors, generation_config.json) and returns its folder."""
+    model = tiny_hf_model(family, seed, **options)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def hf_logits(model: Any, token_ids: list[int]) -> Tensor:  # [tokens, vocab] float32
+    """What transformers itself computes for one whole sequence."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits.float()
