@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,11 +24,26 @@ from outrider.wire.health import HealthMonitor
 from outrider.wire.messages import ModelInfo, TargetInfo
 from outrider.wire.outbox import Outboxes
 from outrider.wire.sampling import SamplingParams
-from outrider.wire.server import build_server, serve_until_signal
+from outrider.wire.server import Server, build_server, serve_until_signal
 from outrider.wire.tracing import setup_tracing
 from outrider.wire.vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetService:
+    """A target that is bound and not yet serving."""
+
+    server: Server
+    servicer: TargetServicer
+    engine: TargetEngine
+    thread: DeviceThread[EngineCommand]
+
+    async def stop(self) -> None:
+        """Ends the server and the device thread at once."""
+        await self.server.stop()
+        await asyncio.to_thread(self.thread.stop)
 
 
 async def serve(settings: TargetSettings) -> None:
@@ -37,7 +52,17 @@ async def serve(settings: TargetSettings) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     stop_tracing = setup_tracing("outrider-target", settings.trace_file)
-    loaded = await asyncio.to_thread(load, settings)
+    service = build(settings, await asyncio.to_thread(load, settings))
+    try:
+        on_drain = service.servicer.drain
+        await serve_until_signal(service.server, name="target", grace_s=settings.grace_s, on_drain=on_drain)
+    finally:
+        await asyncio.to_thread(service.thread.stop)
+        await asyncio.to_thread(stop_tracing)
+
+
+def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
+    """Puts the parts together on the running event loop; the device thread starts here."""
     memory = settings.cache_mb << 20
     runner = ModelRunner(loaded.model, settings.num_blocks or blocks_for_memory(loaded.model, memory))
     limits = limits_of(settings, loaded, runner)
@@ -52,7 +77,7 @@ async def serve(settings: TargetSettings) -> None:
         on_step=tracer.on_step if tracer is not None else None,
     )
     thread: DeviceThread[EngineCommand] = DeviceThread(engine, "target-device", settings.threads)
-    servicer = TargetServicer(engine, thread, outboxes, info_of(settings, loaded, limits))
+    servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits))
 
     async def probe() -> None:
         await asyncio.wrap_future(thread.call(lambda: runner.forward([BatchEntry([0], 0, [0], 1)])))
@@ -65,11 +90,7 @@ async def serve(settings: TargetSettings) -> None:
         enable_reflection=settings.reflection,
     )
     log.info("%s: %d blocks of %d tokens", settings.model, limits.num_blocks, limits.block_size)
-    try:
-        await serve_until_signal(server, name="target", grace_s=settings.grace_s, on_drain=servicer.drain)
-    finally:
-        await asyncio.to_thread(thread.stop)
-        await asyncio.to_thread(stop_tracing)
+    return TargetService(server, servicer, engine, thread)
 
 
 def load(settings: TargetSettings) -> LoadedModel:

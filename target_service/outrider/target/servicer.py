@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 from outrider.engine.device_thread import DeviceThread
-from outrider.target.engine import EngineCommand, StreamCommand, StreamEnded, TargetEngine
+from outrider.target.engine import EngineCommand, StreamCommand, StreamEnded
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.codec_info import encode_target_info
 from outrider.wire.errors import InvalidArgument, to_failure
 from outrider.wire.frames import TARGET_STREAM
-from outrider.wire.messages import Credit, Piece, TargetCommand, TargetInfo
+from outrider.wire.messages import Close, Credit, Piece, TargetCommand, TargetInfo
 from outrider.wire.outbox import Outboxes
 from outrider.wire.stream import Batch, FrameStream, server_stream
 from outrider.wire.validate import validate_credit, validate_piece
@@ -22,10 +22,8 @@ SERVICE = "outrider.v1.TargetService"
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """One engine, many gateways' streams."""
 
-    def __init__(
-        self, engine: TargetEngine, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: TargetInfo
-    ) -> None:
-        self._engine, self._thread, self._outboxes, self._info = engine, thread, outboxes, info
+    def __init__(self, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: TargetInfo) -> None:
+        self._thread, self._outboxes, self._info = thread, outboxes, info
         self._streams: dict[int, FrameStream] = {}
         self._numbers = itertools.count(1)
 
@@ -60,6 +58,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             _validate(message)
         except InvalidArgument as error:
             stream.send(to_failure(message.sequence_id, error))
+            self._thread.submit(StreamCommand(number, Close(message.sequence_id), _ignore))
             return
         self._thread.submit(StreamCommand(number, message, lambda event: self._outboxes.put(stream, event)))
 
@@ -73,6 +72,10 @@ def _validate(message: TargetCommand) -> None:
         validate_piece(message)
     elif isinstance(message, Credit):
         validate_credit(message)
+
+
+def _ignore(event: object) -> None:
+    """The sink of a sequence that was told of its end already."""
 
 
 def register(servicer: TargetServicer, server: Any) -> None:

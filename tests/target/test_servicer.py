@@ -1,0 +1,140 @@
+"""The target service over real gRPC: frames in, commits out, release with the stream, draining, health, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from target_harness import VOCAB, opened
+from tiny import save_tiny
+
+from outrider.target.boot import TargetService, build, load
+from outrider.target.servicer import SERVICE
+from outrider.target.settings import TargetSettings
+from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.wire.channel import connect
+from outrider.wire.codec_info import decode_target_info
+from outrider.wire.frames import TARGET_STREAM
+from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, Piece
+from outrider.wire.stream import FrameStream, client_stream
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> TargetSettings:
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"), generation={"eos_token_id": 2, "temperature": 0.6})
+    return TargetSettings(model=folder, listen="127.0.0.1:0", num_blocks=64, threads=1, batch_invariant=True)
+
+
+@pytest.fixture
+async def service(settings: TargetSettings) -> AsyncIterator[TargetService]:
+    running = build(settings, load(settings))
+    await running.server.start()
+    yield running
+    await running.stop()
+
+
+async def receive(stream: FrameStream, count: int) -> list[Any]:
+    """The next `count` messages."""
+    messages: list[Any] = []
+    while len(messages) < count:
+        messages += await asyncio.wait_for(anext(stream), 20)
+    return messages
+
+
+async def test_two_sequences_on_one_stream(service: TargetService) -> None:
+    channel = connect(service.server.address)
+    stub = target_pb2_grpc.TargetServiceStub(channel)
+    async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
+        for number in (1, 2):
+            stream.send(opened(number, range(3, 30 + number), max_tokens=6), Credit(number, 100, 0))
+        tokens: dict[int, list[int]] = {1: [], 2: []}
+        finished = 0
+        while finished < 2:
+            for message in await receive(stream, 1):
+                assert isinstance(message, Commit)
+                tokens[message.sequence_id] += message.ids
+                finished += message.finish_reason is not None
+        assert [len(ids) for ids in tokens.values()] == [6, 6]
+        assert message.timings.verify_us > 0
+    await channel.close()
+
+
+async def test_bad_messages_fail_one_sequence(service: TargetService) -> None:
+    channel = connect(service.server.address)
+    stub = target_pb2_grpc.TargetServiceStub(channel)
+    async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
+        stream.send(opened(1, [VOCAB + 3], max_tokens=6))
+        stream.send(opened(2, [5, 6], max_tokens=6), Piece(2, 0, 2, (7,) * 5000), Credit(2, 100, 4))
+        failures = {m.sequence_id: m for m in await receive(stream, 2) if isinstance(m, Failure)}
+        assert failures[1].code == 3 and "prompt_ids" in failures[1].message
+        assert failures[2].code == 3 and "ids" in failures[2].message
+        stream.send(opened(3, [5, 6], max_tokens=1), Credit(3, 100, 0))
+        (commit,) = await receive(stream, 1)
+        assert isinstance(commit, Commit) and commit.sequence_id == 3
+    await channel.close()
+
+
+async def test_the_end_of_a_stream_releases_everything(service: TargetService) -> None:
+    channel = connect(service.server.address)
+    stub = target_pb2_grpc.TargetServiceStub(channel)
+    pool = service.engine.cache.pool
+    async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
+        stream.send(opened(1, range(3, 60), max_tokens=100), Credit(1, 60, 0))
+        await receive(stream, 1)
+        assert pool.num_free < pool.num_blocks
+    for _ in range(100):
+        if pool.num_free == pool.num_blocks:
+            break
+        await asyncio.sleep(0.02)
+    assert pool.num_free == pool.num_blocks
+    await channel.close()
+
+
+async def test_close_draining_and_health(service: TargetService) -> None:
+    channel = connect(service.server.address)
+    health = health_pb2_grpc.HealthStub(channel)
+    for _ in range(100):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            break
+        await asyncio.sleep(0.02)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    stub = target_pb2_grpc.TargetServiceStub(channel)
+    async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
+        stream.send(opened(1, range(3, 9), max_tokens=50), Credit(1, 7, 0))
+        await receive(stream, 1)
+        service.servicer.drain()
+        stream.send(opened(2, range(3, 9), max_tokens=50))
+        (refused,) = await receive(stream, 1)
+        assert isinstance(refused, Failure) and refused.reason == "DRAINING"
+        stream.send(Close(1))
+        assert await receive(stream, 1) == [Closed(1)]
+        await asyncio.wait_for(stream.wait_closed(), 10)  # its last sequence is gone
+    await channel.close()
+
+
+async def test_a_dead_device_thread_is_not_healthy(service: TargetService) -> None:
+    channel = connect(service.server.address)
+    health = health_pb2_grpc.HealthStub(channel)
+    await asyncio.to_thread(service.thread.stop)
+    for _ in range(150):
+        answer = await health.Check(health_pb2.HealthCheckRequest())
+        if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+            break
+        await asyncio.sleep(0.02)
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await channel.close()
+
+
+async def test_info(service: TargetService, settings: TargetSettings) -> None:
+    channel = connect(service.server.address)
+    stub = target_pb2_grpc.TargetServiceStub(channel)
+    info = decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+    assert info.model.vocab_size == VOCAB and info.model.eos_token_ids == (2,)
+    assert info.model.default_sampling.temperature == pytest.approx(0.6) and info.model.num_blocks == 64
+    assert info.model.name == Path(settings.model).name and info.max_window == 32
+    await channel.close()
