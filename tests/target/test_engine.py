@@ -98,7 +98,9 @@ def test_rejection_window_takes_no_bonus_while_the_chain_goes_on(models: tuple[A
         )
         harness = Harness.of(loaded)
         request = opened(1, prompt, temperature=0.01, max_tokens=8, acceptance=acceptance, seed=5)
-        harness.send(request, Piece(1, 0, len(prompt), tuple(plain[:3]), more=more), Credit(1, len(prompt) + 4, 3, 1000))
+        harness.send(
+            request, Piece(1, 0, len(prompt), tuple(plain[:3]), more=more), Credit(1, len(prompt) + 4, 3, 1000)
+        )
         harness.run(max_steps=3 if last != TokenOrigin.ACCEPTED else 10)
         commit = harness.commits(1)[0]
         assert commit.num_accepted == 3 and commit.origins[-1] == last, (more, acceptance)
@@ -183,9 +185,8 @@ def test_fork_shares_the_prompt_and_outlives_its_parent(models: tuple[Any, Loade
 def test_resume_goes_on_where_it_ended(models: tuple[Any, LoadedModel]) -> None:
     _, loaded = models
     prompt = prompt_of(8)
-    options = {
-        "temperature": 1.0, "max_tokens": 30, "acceptance": COUPLED, "seed": 3, "frequency_penalty": 0.8, "min_tokens": 20,
-    }  # fmt: skip
+    options = {"temperature": 1.0, "max_tokens": 30, "acceptance": COUPLED, "seed": 3}
+    options |= {"frequency_penalty": 0.8, "min_tokens": 20}
     whole = Harness.of(loaded).decode_plain(1, opened(1, prompt, **options))
     resumed = Harness.of(loaded).decode_plain(1, opened(1, prompt, output_ids=tuple(whole[:13]), **options))
     assert whole[:13] + resumed == whole

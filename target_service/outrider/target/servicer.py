@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from typing import Any
 
-from outrider.engine.device_thread import DeviceThread
+from outrider.engine.device_thread import DeviceStopped, DeviceThread
 from outrider.target.engine import EngineCommand, StreamCommand, StreamEnded
 from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.codec_info import encode_target_info
-from outrider.wire.errors import InvalidArgument, to_failure
+from outrider.wire.errors import InvalidArgument, Unavailable, to_failure
 from outrider.wire.frames import TARGET_STREAM
 from outrider.wire.messages import Close, Credit, Piece, TargetCommand, TargetInfo
 from outrider.wire.outbox import Outboxes
@@ -26,6 +27,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._thread, self._outboxes, self._info = thread, outboxes, info
         self._streams: dict[int, FrameStream] = {}
         self._numbers = itertools.count(1)
+        self._draining = False
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
         """Serves one stream until it ends; then everything that it opened is released."""
@@ -39,10 +41,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._streams[number] = stream
         try:
             async with stream:
+                if self._draining:
+                    stream.drain()
                 await stream.wait_closed()
         finally:
             del self._streams[number]
-            self._thread.submit(StreamEnded(number))
+            with suppress(DeviceStopped):
+                self._thread.submit(StreamEnded(number))
 
     async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:
         """Describes the model and its limits."""
@@ -50,6 +55,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def drain(self) -> None:
         """No new sequences; every stream ends after its last one."""
+        self._draining = True
         for stream in self._streams.values():
             stream.drain()
 
@@ -58,9 +64,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             _validate(message)
         except InvalidArgument as error:
             stream.send(to_failure(message.sequence_id, error))
-            self._thread.submit(StreamCommand(number, Close(message.sequence_id), _ignore))
-            return
-        self._thread.submit(StreamCommand(number, message, lambda event: self._outboxes.put(stream, event)))
+            command = StreamCommand(number, Close(message.sequence_id), _ignore)
+        else:
+            command = StreamCommand(number, message, lambda event: self._outboxes.put(stream, event))
+        try:
+            self._thread.submit(command)
+        except DeviceStopped as error:
+            raise Unavailable("the target's device thread has ended", reason="DEVICE_DEAD") from error
 
     def _step_age_ms(self) -> int:
         return round(self._thread.step_age_s() * 1000)

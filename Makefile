@@ -1,0 +1,56 @@
+# The whole project from a clone: make demo, make test, make check.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The newest Python that the project runs on.
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+QUIET := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+# From the command line only: shells have variables of these names. The recipe's shell reads the values, so that they
+# may hold spaces and quotes.
+given = $(filter command,$(origin $(1)))
+DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
+DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
+
+.PHONY: help demo test check protos install clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo [PROMPT="def main():"] [MAX_TOKENS=200] [ARGS=--plain]   three services, one completion, the numbers'
+	@echo 'make test [ARGS="-k gateway"]                                     every test'
+	@echo 'make check                                                        style, types, protos, import rules'
+	@echo 'make protos                                                       the gRPC stubs, anew'
+	@echo 'make install                                                      $(VENV) with everything in it'
+	@echo 'make clean                                                        removes what make made'
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo 'Python 3.11, 3.12 or 3.13 is needed, and none was found' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@exec $(BIN)/outrider demo $(DEMO_PROMPT) $(DEMO_MAX_TOKENS) $(ARGS)
+
+test: $(STAMP)
+	$(QUIET) $(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHON=$(CURDIR)/$(BIN)/python protos/lint.sh
+	$(QUIET) $(BIN)/python -m pytest -q tests/test_stubs_fresh.py tests/test_layout.py
+
+protos: $(STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The draft service: runs ahead of a target and proposes tokens for many sequences."""

@@ -1,0 +1,115 @@
+"""Puts a draft service together: methods, engine, device thread, servicer, server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import torch
+
+from outrider.draft.engine import DraftEngine, EngineCommand
+from outrider.draft.opening import ModelMethod, make_methods
+from outrider.draft.servicer import SERVICE, DraftServicer, register
+from outrider.draft.settings import DraftSettings
+from outrider.draft.tracing import installed_tracer
+from outrider.engine.blocks import BlockPool
+from outrider.engine.device_thread import DeviceThread, set_switch_interval
+from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.runner import ModelRunner, blocks_for_memory
+from outrider.engine.sequence import SequenceCache
+from outrider.proposers.base import TokenProposer
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.ngram import NgramProposer
+from outrider.wire.health import HealthMonitor
+from outrider.wire.messages import DraftInfo, DraftMethod, ModelInfo
+from outrider.wire.outbox import Outboxes
+from outrider.wire.sampling import SamplingParams
+from outrider.wire.server import build_server, serve_until_signal
+from outrider.wire.tracing import setup_tracing
+from outrider.wire.vocabulary import read_vocabulary
+
+logger = logging.getLogger(__name__)
+
+DEVICE_TIMEOUT_S = 30.0
+
+
+async def serve(settings: DraftSettings) -> None:
+    """Loads, serves, drains."""
+    set_switch_interval()
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    stop_tracing = setup_tracing("outrider-draft", settings.trace_file)
+    methods, info = await asyncio.to_thread(load_methods, settings)
+    engine = DraftEngine(make_methods(methods), settings.max_sequences, settings.max_rows, tracer=installed_tracer())
+    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "draft-device", settings.threads)
+    servicer = DraftServicer(thread, Outboxes(asyncio.get_running_loop()), info)
+    try:
+        server = build_server(
+            settings.listen,
+            [SERVICE],
+            lambda grpc_server: register(servicer, grpc_server),
+            health=build_health(engine, thread),
+            enable_reflection=settings.reflection,
+        )
+        await serve_until_signal(server, name="draft", grace_s=settings.grace_s, on_drain=servicer.drain)
+    finally:
+        await asyncio.to_thread(thread.stop)
+        await asyncio.to_thread(stop_tracing)
+
+
+def build_health(engine: DraftEngine, thread: DeviceThread[EngineCommand]) -> HealthMonitor:
+    """SERVING once the model answered a forward, and while no step hangs."""
+
+    async def probe() -> None:
+        await asyncio.wrap_future(thread.call(engine.probe))
+
+    return HealthMonitor(
+        [SERVICE], probe=probe, is_alive=lambda: thread.is_alive and thread.step_age_s() < DEVICE_TIMEOUT_S
+    )
+
+
+def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
+    """The methods to offer, the default first, and what GetDraftInfo answers."""
+    methods: list[ModelMethod | TokenProposer] = [NgramProposer(settings.prompt_lookup_min, settings.prompt_lookup_max)]
+    model = ModelInfo(name=settings.name or settings.method, digest="", vocab_size=0, max_model_len=0, dtype="")
+    if settings.model is not None:
+        if not settings.model.is_dir():
+            raise FileNotFoundError(f"there is no folder {settings.model}")
+        loaded = load_model(
+            settings.model, dtype=settings.dtype, device=settings.device, max_model_len=settings.max_model_len
+        )
+        method = build_model_method(loaded, settings.num_blocks, settings.cache_mb << 20)
+        methods.append(method)
+        model = model_info(settings, loaded, method)
+    methods.sort(key=lambda method: method.name != settings.method)
+    logger.info("methods: %s", ", ".join(method.name for method in methods))
+    return methods, DraftInfo(model, tuple(DraftMethod(method.name) for method in methods))
+
+
+def build_model_method(loaded: LoadedModel, num_blocks: int | None = None, memory: int = 256 << 20) -> ModelMethod:
+    """The model over a cache of `num_blocks` blocks, or of as many as `memory` bytes hold."""
+    runner = ModelRunner(loaded.model, num_blocks or blocks_for_memory(loaded.model, memory))
+    cache = SequenceCache(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
+    return ModelMethod(DraftModelProposer(runner), cache, loaded.eos_token_ids)
+
+
+def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod) -> ModelInfo:
+    """The model's part of the handshake."""
+    folder = settings.model
+    vocabulary = read_vocabulary(folder) if folder is not None else None
+    info = ModelInfo(
+        name=settings.name or (folder.resolve().name if folder is not None else settings.method),
+        digest=loaded.digest,
+        vocab_size=loaded.vocab_size,
+        max_model_len=method.capacity,
+        eos_token_ids=loaded.eos_token_ids,
+        default_sampling=SamplingParams(**loaded.default_sampling),  # type: ignore[arg-type]
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        device=settings.device,
+        num_blocks=method.cache.pool.num_blocks,
+        block_size=method.cache.block_size,
+    )
+    if vocabulary is None:
+        return info
+    return replace(info, num_tokens=vocabulary.num_tokens, tokenizer_fingerprint=vocabulary.fingerprint)

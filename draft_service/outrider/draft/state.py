@@ -1,0 +1,162 @@
+"""One sequence in the draft: the committed tokens, the chain drafted past them, credit, and what is not sent yet.
+
+Committed tokens are one append-only list that only the target extends. A commit that agrees with the chain lets it go
+on; one that parts from it, runs past its end or names it as dropped starts a new chain at the committed length. What is
+in the cache of their common prefix stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Link
+
+from outrider.engine.sampling import SequenceSampler
+from outrider.engine.sequence import Sequence, SequenceCache
+from outrider.proposers.base import ProposerState
+from outrider.proposers.draft_model import DraftLaw, DraftRows
+from outrider.wire.errors import FailedPrecondition
+from outrider.wire.messages import Commit, Credit, Piece, TokenWeights
+
+SequenceKey = tuple[int, int]  # stream number, sequence id
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What drafting with the model needs beside the tokens."""
+
+    sampler: SequenceSampler  # counts the committed tokens
+    law: DraftLaw
+
+
+@dataclass(slots=True, eq=False)
+class DraftSequence:
+    """`sequence.tokens` are the committed tokens, then those of the chain."""
+
+    key: SequenceKey
+    sequence: Sequence
+    prompt_len: int
+    chain: int
+    capacity: int  # positions at or past it are never drafted
+    method: ModelState | ProposerState  # a token-only method's state holds the same tokens
+    arrival: int = 0  # order of arrival, for fairness and preemption
+    priority: int = 0
+    deadline: float | None = None  # on the device thread's clock
+    parent: DraftSequence | None = None  # whose prompt this one shares
+    link: Link | None = None  # the request's span
+    committed: int = field(init=False)
+    until: int = 0
+    piece_len: int = 0
+    admitted: bool = False  # has looked into the prefix cache since it last held no blocks
+    ended: bool = False  # the chain cannot go on
+    finished: bool = False  # the target commits nothing more
+    released: bool = False
+    draft_us: int = 0  # device time since the last piece
+    _sent: int = field(init=False)  # tokens below it left in a piece, or are committed
+    _weights: list[TokenWeights | None] = field(default_factory=list)  # of the tokens not sent
+    _idle_at: int = -1  # the committed length at which an empty piece was sent
+
+    def __post_init__(self) -> None:
+        self.committed = self._sent = len(self.sequence)
+
+    @property
+    def limit(self) -> int:
+        """Positions below it may be drafted now."""
+        return min(self.until, self.capacity) if self.piece_len else 0
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether one more token is to be drafted."""
+        return len(self.sequence) < self.limit and not (self.ended or self.finished)
+
+    @property
+    def prompt_is_computed(self) -> bool:
+        """Whether the prompt can be shared."""
+        return self.sequence.num_computed_tokens >= self.prompt_len - 1
+
+    def rows(self, num_rows: int) -> DraftRows | None:
+        """A step of this sequence with the model; None where it drafts without."""
+        if not isinstance(self.method, ModelState):
+            return None
+        sampler, law = self.method.sampler, self.method.law
+        return DraftRows(self.sequence, num_rows, self.committed, sampler, law, self.limit)
+
+    def grant(self, credit: Credit) -> None:
+        """Applies a credit at once; `until` never falls."""
+        self.until = max(self.until, credit.until)
+        self.piece_len = credit.max_window
+
+    def on_commit(self, commit: Commit, cache: SequenceCache) -> None:
+        """Takes committed tokens; what is known already is ignored. FailedPrecondition if some are missing."""
+        if commit.position > self.committed:
+            message = f"commit at {commit.position}, {self.committed} tokens are committed here"
+            raise FailedPrecondition(message, reason="COMMIT_GAP")
+        new = commit.ids[self.committed - commit.position :]
+        agreed = _common_prefix(new, self.sequence.tokens[self.committed :])
+        if agreed < len(new):
+            self._restart(self.committed + agreed, new[agreed:], cache)
+        elif self.chain in commit.dropped:
+            self._restart(self.committed + agreed, (), cache)
+        self.committed += len(new)
+        if isinstance(self.method, ModelState):
+            self.method.sampler.append(new)
+        self.finished = self.finished or commit.finish_reason is not None
+
+    def add_weights(self, weights: TokenWeights | None) -> None:
+        """Notes what the token just appended to `sequence` was drawn from; None is one-hot."""
+        self._weights.append(weights)
+
+    def take_pieces(self) -> Iterator[Piece]:
+        """The pieces that are due: full ones, and the rest when nothing more will come without another message."""
+        while unsent := 0 if self.finished else len(self.sequence) - self._sent:
+            if unsent < self.piece_len and self.wants_tokens:
+                return
+            count = min(unsent, self.piece_len or unsent)
+            yield self._piece(count, more=unsent > count or self.wants_tokens)
+        if self._is_idle:
+            self._idle_at = self.committed
+            yield Piece(self.key[1], self.chain, self.committed, ())
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the target has to be told, once per commit, that there is nothing to wait for."""
+        has_credit = self.piece_len > 0 and self.until > self.committed and not self.finished
+        at_end = len(self.sequence) == self.committed and not self.wants_tokens
+        return has_credit and at_end and self._idle_at != self.committed
+
+    def _piece(self, count: int, more: bool) -> Piece:
+        position, taken = self._sent, self._weights[:count]
+        ids = tuple(self.sequence.tokens[position : position + count])
+        weights = tuple(taken) if any(entry is not None for entry in taken) else ()
+        piece = Piece(self.key[1], self.chain, position, ids, weights, more=more, draft_us=self.draft_us)
+        self._sent += count
+        del self._weights[:count]
+        self.draft_us = 0
+        return piece
+
+    def _restart(self, length: int, ids: Many[int], cache: SequenceCache) -> None:
+        """Keeps the first `length` tokens, appends committed ones, and starts a new chain after them."""
+        if ids:
+            # Up to `length` all may be computed: the token after it is replaced, not truncated and computed again.
+            cache.truncate(self.sequence, length + 1)
+            self.sequence.tokens[length:] = ids
+        else:
+            cache.truncate(self.sequence, length)
+        if not isinstance(self.method, ModelState):
+            self.method.truncate(length)
+            self.method.append(ids)
+        self.chain += 1
+        self._sent = len(self.sequence)
+        self._weights.clear()
+        self.draft_us = 0
+        self.ended = False
+
+
+def _common_prefix(new: Many[int], drafted: Many[int]) -> int:
+    """How many tokens at the start are equal."""
+    for index, (left, right) in enumerate(zip(new, drafted, strict=False)):
+        if left != right:
+            return index
+    return min(len(new), len(drafted))

@@ -1,0 +1,138 @@
+"""Service processes of this machine: started, watched until they listen, and ended together, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+LISTENING = re.compile(r"^\S+ listening on (\S+)$", re.MULTILINE)
+POLL_S = 0.05
+TERMINATE_S = 4.0  # then SIGKILL
+TAIL_LINES = 12
+
+
+class ServiceFailed(Exception):
+    """A service did not start, or died; the message holds the end of its log."""
+
+
+class Service:
+    """One process that runs `outrider COMMAND ...`, with its output in a file."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path) -> None:
+        self.name = name
+        self.address = ""  # known when it listens
+        self._log_path = log_path
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "outrider.commands.attached", *arguments],
+                stdin=subprocess.PIPE,  # held open and never written: its end is ours (see attached)
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends them in order
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also its group's."""
+        return self._process.pid
+
+    def poll(self) -> bool:
+        """Whether it listens by now. Raises ServiceFailed if it has ended."""
+        self.check()
+        if not self.address and (found := LISTENING.search(self._log())):
+            self.address = found[1]
+        return bool(self.address)
+
+    def check(self) -> None:
+        """Raises ServiceFailed if the process has ended."""
+        status = self._process.poll()
+        if status is not None:
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise ServiceFailed(f"the {self.name} {how}. Its last lines:\n{self.tail()}")
+
+    def tail(self) -> str:
+        """The last lines of its output."""
+        lines = self._log().splitlines()[-TAIL_LINES:]
+        return "\n".join(f"  {line}" for line in lines) or "  (none)"
+
+    def terminate(self) -> None:
+        """Asks the process group to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self, wait_s: float) -> None:
+        """Waits for the end, and makes it after `wait_s`."""
+        try:
+            self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def _log(self) -> str:
+        return self._log_path.read_text(encoding="utf-8", errors="replace")
+
+
+class Services:
+    """The processes that a command starts. Leaving the context ends all of them."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
+        self._running: list[Service] = []
+        self._num_started = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(*self._running)
+        self._folder.cleanup()
+
+    def start(self, name: str, arguments: Sequence[str]) -> Service:
+        """Starts a process; it does not listen yet."""
+        self._num_started += 1
+        service = Service(name, arguments, Path(self._folder.name) / f"{self._num_started}-{name}.log")
+        self._running.append(service)
+        return service
+
+    def wait(self, service: Service, timeout_s: float) -> str:
+        """Waits until a service listens, and returns its address. Raises ServiceFailed if any of them ends."""
+        end = time.monotonic() + timeout_s
+        while not service.poll():
+            self.check()
+            if time.monotonic() > end:
+                raise ServiceFailed(
+                    f"the {service.name} did not listen within {timeout_s:g} s. Its last lines:\n{service.tail()}"
+                )
+            time.sleep(POLL_S)
+        return service.address
+
+    def check(self) -> None:
+        """Raises ServiceFailed if one of them has ended."""
+        for service in self._running:
+            service.check()
+
+    def stop(self, *services: Service) -> None:
+        """Ends services: all are asked at once; those that do not follow are killed."""
+        for service in reversed(services):
+            service.terminate()
+        end = time.monotonic() + TERMINATE_S
+        for service in services:
+            service.kill(max(0.0, end - time.monotonic()))
+        self._running = [service for service in self._running if service not in services]

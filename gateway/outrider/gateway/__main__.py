@@ -1,0 +1,157 @@
+"""The gateway's process: `python -m outrider.gateway --target HOST:PORT --draft HOST:PORT --tokenizer DIR`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from outrider.gateway.backends import Drafter
+from outrider.gateway.local_ngram import LocalNgramDrafter
+from outrider.gateway.pair import check_pair, check_tokenizer
+from outrider.gateway.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.service import EngineConfig, GenerationEngine
+from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.gateway.tokenizer import Tokenizer
+from outrider.wire.config import ServiceSettings, parse_settings
+from outrider.wire.errors import FailedPrecondition, OutriderError
+from outrider.wire.health import HealthMonitor
+from outrider.wire.messages import DraftInfo, TargetInfo
+from outrider.wire.server import Server, build_server, serve_until_signal
+from outrider.wire.tracing import setup_tracing
+from outrider.wire.validate import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS
+
+log = logging.getLogger(__name__)
+
+LOCAL_NGRAM = "ngram"
+STREAMS_BESIDE = 64  # calls beside generation that are always let in: health, reflection, info
+
+
+class GatewaySettings(ServiceSettings):
+    """What the gateway's command line sets."""
+
+    section: ClassVar[str] = "gateway"
+
+    target: list[str] = Field(min_length=1, description="Address of a target service")
+    draft: list[str] = Field(
+        default_factory=list, description=f'Address of a draft service, or "{LOCAL_NGRAM}" for prompt lookup in process'
+    )
+    tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer")
+    draft_tokenizer: Path | None = Field(
+        default=None, description="Folder of the draft's checkpoint, to pair models whose tokenizers differ a little"
+    )
+    listen: str = Field(default="127.0.0.1:50050", description="Address to serve on")
+    num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
+    draft_patience_ms: int = Field(
+        default=500, ge=0, le=MAX_PATIENCE_MS, description="How long a round waits for its draft, at most"
+    )
+    max_active: int = Field(default=64, ge=1, description="Requests that run at once")
+    max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; more are refused")
+    model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
+    grace_s: float = Field(default=30.0, ge=0, description="How long running requests may go on after SIGTERM")
+    reflection: bool = Field(default=False, description="Describe the service to any caller")
+    trace_file: Path | None = Field(default=None, description="File to append traces to, as OTLP JSON lines")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> int:
+    """Runs the gateway until SIGTERM; 2 if the models are no pair or the tokenizer is not theirs."""
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = parse_settings(GatewaySettings, arguments, prog, "Serves generation over a target and a draft.")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sys.setswitchinterval(0.0005)
+    stop_tracing = setup_tracing("outrider-gateway", settings.trace_file)
+    try:
+        asyncio.run(_serve(settings))
+    except (OutriderError, FileNotFoundError, ValueError) as error:
+        sys.stderr.write(f"{prog}: error: {error}\n")
+        return 2
+    finally:
+        stop_tracing()
+    return 0
+
+
+async def _serve(settings: GatewaySettings) -> None:
+    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer)
+    targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info))
+    drafts = _drafts(settings, tokenizer, targets)
+    config = EngineConfig(
+        num_draft_tokens=settings.num_draft_tokens if drafts is not None else 0,
+        draft_patience_ms=settings.draft_patience_ms,
+        max_active=settings.max_active,
+        max_waiting=settings.max_waiting,
+        model_name=settings.model_name,
+    )
+    server = _build(settings, GenerationEngine(tokenizer, targets, drafts, config), targets)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(targets)
+        startup = asyncio.create_task(_start_peers(stack, targets, drafts))
+        serving = asyncio.create_task(serve_until_signal(server, name="gateway", grace_s=settings.grace_s))
+        try:
+            await asyncio.wait((startup, serving), return_when=asyncio.FIRST_COMPLETED)
+            if startup.done():
+                startup.result()  # raises where the models are no pair
+            await serving
+        finally:
+            for task in (startup, serving):
+                task.cancel()
+            await asyncio.gather(startup, serving, return_exceptions=True)
+            await server.stop(0)
+
+
+def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteTargets) -> Server:
+    health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_alive=lambda: targets.usable)
+    return build_server(
+        settings.listen,
+        [SERVICE_NAME],
+        GenerationServicer(engine).register,
+        health=health,
+        enable_reflection=settings.reflection,
+        max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
+    )
+
+
+def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, targets: RemoteTargets) -> Drafter | None:
+    if not settings.draft:
+        return None
+    if LOCAL_NGRAM in settings.draft:
+        if len(settings.draft) > 1:
+            raise ValueError(f'--draft: "{LOCAL_NGRAM}" runs in process; allowed: it alone, or addresses')
+        return LocalNgramDrafter()
+    other = None if settings.draft_tokenizer is None else Tokenizer.load(settings.draft_tokenizer)
+    tokenizers = None if other is None else (tokenizer, other)
+
+    def check(info: DraftInfo) -> None:
+        if warning := check_pair(targets.info.model, info.model, tokenizers):
+            log.warning("%s", warning)
+
+    return RemoteDrafts(settings.draft, check)
+
+
+def _check_target(tokenizer: Tokenizer, info: TargetInfo) -> None:
+    if warning := check_tokenizer(tokenizer, info.model):
+        log.warning("%s", warning)
+
+
+async def _start_peers(stack: AsyncExitStack, targets: RemoteTargets, drafts: Drafter | None) -> None:
+    """Connects to the drafts once a target has answered; FailedPrecondition for a peer that must not be used. Later
+    such peers count as absent."""
+    _require(await targets.wait_admitted())
+    _require(await targets.wait_attempted())
+    if isinstance(drafts, RemoteDrafts):
+        await stack.enter_async_context(drafts)
+        _require(await drafts.wait_attempted())
+
+
+def _require(refusal: FailedPrecondition | None) -> None:
+    if refusal is not None:
+        raise refusal
+
+
+if __name__ == "__main__":
+    sys.exit(main())

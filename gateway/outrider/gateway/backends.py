@@ -1,0 +1,76 @@
+"""What the loop talks to: a drafter and a verifier, each opening one link per sequence. In process, over gRPC and as
+scripted fakes these are the same two protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.wire.messages import (
+    Commit,
+    Credit,
+    DraftEvent,
+    DraftInfo,
+    Open,
+    Piece,
+    TargetEvent,
+    TargetInfo,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The peer is gone: the stream broke, the process died or its device did. Every sequence on it has to be opened
+    elsewhere."""
+
+    reason: str
+
+
+class VerifierLink(Protocol):
+    """One sequence at a target. Messages carry no sequence id of their own; the link sets it."""
+
+    def send(self, *messages: Piece | Credit) -> None:
+        """Sends in order, in one frame where they fit; never blocks."""
+
+    def close(self) -> None:
+        """Ends the sequence; no event follows."""
+
+
+class DrafterLink(Protocol):
+    """One sequence at a draft."""
+
+    def send(self, *messages: Commit | Credit) -> None:
+        """Sends in order, in one frame where they fit; never blocks."""
+
+    def close(self) -> None:
+        """Ends the sequence; no event follows."""
+
+
+class Verifier(Protocol):
+    """A target service, or several behind one name."""
+
+    @property
+    def info(self) -> TargetInfo:
+        """What the target said of itself."""
+
+    def open(
+        self, request: Open, on_event: Callable[[TargetEvent | Lost], None], fork_of: VerifierLink | None = None
+    ) -> VerifierLink | None:
+        """Starts a sequence; None if no target can take one now. With `fork_of` a link of the same peer shares its
+        prompt."""
+
+
+class Drafter(Protocol):
+    """A draft service, or several behind one name."""
+
+    @property
+    def info(self) -> DraftInfo | None:
+        """What the draft said of itself; None while none is reached."""
+
+    @property
+    def round_trip_us(self) -> float:
+        """The smoothed round trip to the draft; 0 in process and before the first measurement."""
+
+    def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
+        """Starts a sequence; None if no draft can take one now."""

@@ -1,0 +1,294 @@
+"""The loop's sans-I/O core for one sequence: events in, effects out, the clock an argument.
+
+The policy is expressed by credit and patience alone. Sequential: the draft gets credit for k tokens past the
+committed length, the target waits for them with patience, and every commit renews both. Without a draft the target
+gets credit for a few plain tokens ahead. The core owns the journal (prompt, committed tokens, seed, pieces under
+way), so a target that dies is replaced by an Open elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from outrider.gateway.backends import Lost
+from outrider.gateway.rounds import Round
+from outrider.wire.messages import Commit, Credit, DraftEvent, Failure, Open, Piece, PromptLogprobs, TargetEvent
+
+UNAVAILABLE = 14  # gRPC's number; the core knows no grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How far each side may go."""
+
+    num_draft_tokens: int  # k; 0: plain decoding
+    patience_ms: int = 500  # how long the target waits for a chain
+    plain_ahead: int = 16  # plain tokens that the target may commit beyond what the gateway has seen
+    max_unread: int = 256  # committed tokens that a slow client may leave unread before credit stops
+    max_target_opens: int = 4  # times a sequence is opened before a lost target ends the request
+    reopen_s: float = 5.0  # how long a sequence whose target was lost waits for another
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """Open the sequence at a target (again: with the tokens generated so far), then send the messages."""
+
+    request: Open
+    messages: tuple[Piece | Credit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDraft:
+    """Open the sequence at a draft, then send the messages."""
+
+    request: Open
+    messages: tuple[Credit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToTarget:
+    """Send to the target, in one frame."""
+
+    messages: tuple[Piece | Credit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToDraft:
+    """Send to the draft, in one frame."""
+
+    messages: tuple[Commit | Credit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Committed tokens for the client."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class EmitPrompt:
+    """Log probabilities of the prompt for the client."""
+
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class CloseDraft:
+    """The draft is not needed any more; `reason` is for the log, empty at the normal end. `may_return` says that
+    another attempt makes sense later."""
+
+    reason: str = ""
+    may_return: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends with an error."""
+
+    failure: Failure
+
+
+Effect = OpenTarget | OpenDraft | ToTarget | ToDraft | Emit | EmitPrompt | CloseDraft | Fail
+
+
+@dataclass(slots=True)
+class SpeculationCore:
+    """One sequence's journal and credit. Every method returns the effects to apply, in order."""
+
+    request: Open  # as first sent; sequence ids are the links'
+    policy: Policy
+    bounded_by_reader: bool = False  # stop strings: credit reaches at most one window past the text examined
+    committed: list[int] = field(init=False)
+    drafting: bool = field(init=False)
+    finished: bool = field(init=False, default=False)
+    prompt_len: int = field(init=False)
+    _read: int = field(init=False)  # position up to which the client (and the stop strings) have seen tokens
+    _target_until: int = field(init=False, default=0)
+    _draft_until: int = field(init=False, default=0)
+    _target_credit: Credit | None = field(init=False, default=None)
+    _journal: list[Piece] = field(init=False, default_factory=list)
+    _last_chain: int = field(init=False, default=-1)
+    _target_opens: int = field(init=False, default=0)
+    _round_start: float = field(init=False, default=0.0)
+    _draft_us: int = field(init=False, default=0)
+    _num_rounds: int = field(init=False, default=0)
+    _started: float = field(init=False, default=0.0)
+    _now: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.committed = [*self.request.prompt_ids, *self.request.output_ids]
+        self.prompt_len = len(self.request.prompt_ids)
+        self.drafting = self.policy.num_draft_tokens > 0
+        self._read = len(self.committed)
+        self._last_chain = self.request.first_chain - 1
+
+    def start(self, now: float) -> list[Effect]:
+        """Opens and credits both sides at the same time."""
+        self._round_start = self._started = self._now = now
+        effects: list[Effect] = []
+        if self.drafting:
+            effects.append(self._open_draft())
+        effects.append(self._open_target())
+        return effects
+
+    def on_target(self, event: TargetEvent | Lost, now: float) -> list[Effect]:
+        """A commit extends the sequence and renews both credits; a lost target is replaced."""
+        if self.finished:
+            return []
+        self._now = now
+        match event:
+            case Commit():
+                return self._on_commit(event)
+            case PromptLogprobs():
+                return [EmitPrompt(event)]
+            case Failure():
+                return self._on_target_failure(event)
+            case Lost():
+                return self._on_target_failure(Failure(0, UNAVAILABLE, f"target lost: {event.reason}", "TARGET_LOST"))
+            case _:
+                return []
+
+    def on_draft(self, event: DraftEvent | Lost) -> list[Effect]:
+        """Pieces are relayed; a draft that fails means plain decoding."""
+        if self.finished or not self.drafting:
+            return []
+        match event:
+            case Piece():
+                self._last_chain = max(self._last_chain, event.chain)
+                self._draft_us += event.draft_us
+                if event.ids:
+                    self._journal.append(event)
+                return [ToTarget((event,))]
+            case Failure():
+                return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE)
+            case Lost():
+                return self.stop_drafting(event.reason, may_return=True)
+            case _:
+                return []
+
+    def stop_drafting(self, reason: str, may_return: bool = False) -> list[Effect]:
+        """Goes on without a draft: no patience, plain tokens ahead."""
+        if not self.drafting:
+            return []
+        self.drafting = False
+        return [CloseDraft(reason, may_return), *self._credit_target()]
+
+    def resume_drafting(self) -> list[Effect]:
+        """A draft is there again: it gets the sequence as it stands, with chain numbers that were never used."""
+        if self.drafting or self.finished or self.policy.num_draft_tokens == 0:
+            return []
+        self.drafting = True
+        return [self._open_draft(), *self._credit_target()]
+
+    def retry_target(self, now: float) -> list[Effect]:
+        """No target could take the sequence when it was to be opened again; this attempt counts as the same one."""
+        if self.finished:
+            return []
+        self._now = now
+        self._target_opens -= 1
+        return [self._open_target()]
+
+    def give_up(self, failure: Failure) -> list[Effect]:
+        """Ends the request with an error."""
+        if self.finished:
+            return []
+        self.finished = True
+        return [CloseDraft(), Fail(failure)]
+
+    def on_read(self, position: int) -> list[Effect]:
+        """The client has taken (and the stop strings were looked for in) every token below `position`."""
+        self._read = max(self._read, position)
+        return [] if self.finished else [*self._credit_draft(()), *self._credit_target()]
+
+    def _on_commit(self, commit: Commit) -> list[Effect]:
+        if commit.position != len(self.committed):
+            message = f"commit at {commit.position}, journal has {len(self.committed)} tokens"
+            return self._on_target_failure(Failure(0, UNAVAILABLE, message, "OUT_OF_STEP"))
+        effects: list[Effect] = []
+        if commit.ids or commit.finish_reason is not None:
+            self.committed.extend(commit.ids)
+            self._prune_journal()
+            effects.append(Emit(self._close_round(commit)))
+        if commit.finish_reason is not None:
+            self.finished = True
+            return [*effects, CloseDraft()]
+        return [*self._credit_draft((commit,)), *self._credit_target(), *effects]
+
+    def _close_round(self, commit: Commit) -> Round:
+        closed = Round(
+            index=self._num_rounds,
+            commit=commit,
+            num_draft_tokens=self.policy.num_draft_tokens if self.drafting else 0,
+            started=self._round_start,
+            ended=self._now,
+            draft_us=self._draft_us if commit.num_drafted else 0,
+        )
+        self._num_rounds += 1
+        self._round_start, self._draft_us = self._now, 0
+        return closed
+
+    def _on_target_failure(self, failure: Failure) -> list[Effect]:
+        if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
+            return [self._open_target()]
+        self.finished = True
+        return [CloseDraft(), Fail(failure)]
+
+    def _open_target(self) -> OpenTarget:
+        """The journal holds all that another target needs: prompt, output and the pieces that reach past the
+        committed length."""
+        self._target_opens += 1
+        self._target_credit = None
+        return OpenTarget(self._open_request(), (self._renewed_target_credit(), *self._journal))
+
+    def _open_draft(self) -> OpenDraft:
+        self._draft_until = 0
+        request = replace(self._open_request(), first_chain=self._last_chain + 1)
+        return OpenDraft(request, self._renewed_draft_credit())
+
+    def _open_request(self) -> Open:
+        timeout_ms = self.request.timeout_ms
+        if timeout_ms:
+            timeout_ms = max(1, timeout_ms - round((self._now - self._started) * 1000))
+        return replace(self.request, output_ids=tuple(self.committed[self.prompt_len :]), timeout_ms=timeout_ms)
+
+    def _prune_journal(self) -> None:
+        length = len(self.committed)
+        kept = [piece for piece in self._journal if piece.position + len(piece.ids) > length]
+        parents = {piece.parent for piece in kept if piece.parent is not None}
+        self._journal = [piece for piece in self._journal if piece in kept or piece.chain in parents]
+
+    def _reader_bound(self, ahead: int) -> int:
+        """A slow client is granted no credit; with stop strings at most one window past the text examined."""
+        return self._read + (ahead if self.bounded_by_reader else self.policy.max_unread)
+
+    def _renewed_target_credit(self) -> Credit:
+        k = self.policy.num_draft_tokens if self.drafting else 0
+        ahead = k + 1 if self.drafting else self.policy.plain_ahead
+        until = min(len(self.committed) + ahead, self._reader_bound(ahead))
+        self._target_until = max(self._target_until, until)
+        return Credit(0, self._target_until, k, self.policy.patience_ms if self.drafting else 0)
+
+    def _credit_target(self) -> list[Effect]:
+        credit = self._renewed_target_credit()
+        if credit == self._target_credit:
+            return []
+        self._target_credit = credit
+        return [ToTarget((credit,))]
+
+    def _renewed_draft_credit(self) -> tuple[Credit, ...]:
+        k = self.policy.num_draft_tokens
+        last = self.prompt_len + self.request.sampling.max_tokens  # nothing past it can be committed
+        until = min(len(self.committed) + k, last, self._reader_bound(k + 1))
+        if until <= self._draft_until:
+            return ()
+        self._draft_until = until
+        return (Credit(0, until, k),)
+
+    def _credit_draft(self, news: tuple[Commit, ...]) -> list[Effect]:
+        """A commit and the credit that follows from it travel in one frame."""
+        if not self.drafting:
+            return []
+        slim = tuple(replace(commit, logprobs=(), features=b"") for commit in news)
+        messages: tuple[Commit | Credit, ...] = (*slim, *self._renewed_draft_credit())
+        return [ToDraft(messages)] if messages else []

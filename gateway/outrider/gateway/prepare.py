@@ -1,0 +1,174 @@
+"""A request becomes prompt ids and resolved parameters. Everything is checked here, by the one validator, before
+anything is opened; a refusal names the field as the protocol does."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from dataclasses import dataclass, replace
+
+from outrider.gateway.generation import GenerationRequest
+from outrider.gateway.tokenizer import Tokenizer
+from outrider.wire.errors import InvalidArgument, Violation
+from outrider.wire.messages import DraftInfo, ModelInfo, Open, TargetInfo
+from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.wire.validate import validate_generation, validate_length, validate_prompt_ids, validate_sampling
+
+LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
+MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that may run."""
+
+    request: GenerationRequest
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams  # as the text sees it: stop strings included
+    num_draft_tokens: int
+    acceptance: AcceptanceRule
+    seed: int
+
+    def output_ids(self, index: int) -> tuple[int, ...]:
+        """What the client already has of a completion."""
+        return self.request.output_ids[index] if self.request.output_ids else ()
+
+    def open(self, index: int, timeout_ms: int, traceparent: str) -> Open:
+        """The Open of one completion: without what only concerns text."""
+        sampling = replace(self.sampling, stop=(), bad_words=(), truncate_prompt_tokens=None, seed=None)
+        if index > 0:
+            sampling = replace(sampling, prompt_logprobs=None)
+        return Open(
+            sequence_id=0,
+            prompt_ids=self.prompt_ids,
+            sampling=sampling,
+            output_ids=self.output_ids(index),
+            completion=index,
+            acceptance=self.acceptance,
+            seed=self.seed,
+            timeout_ms=timeout_ms,
+            priority=self.request.priority,
+            salt=self.request.salt,
+            traceparent=traceparent,
+            one_hot=self.sampling.greedy,
+            method=self.request.speculation.method,
+        )
+
+
+async def prepare(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    target: TargetInfo,
+    draft: DraftInfo | None,
+    default_num_draft_tokens: int,
+) -> Prepared:
+    """Checks a request and resolves what it leaves open. InvalidArgument names the field."""
+    model, speculation = target.model, request.speculation
+    validate_generation(
+        n=request.n,
+        num_draft_tokens=speculation.num_draft_tokens,
+        request_id=request.request_id,
+        salt=request.salt,
+        method=speculation.method,
+        priority=request.priority,
+        output_ids=request.output_ids,
+        vocab_size=model.vocab_size,
+    )
+    _check_method(speculation.method, draft)
+    sampling = request.sampling or model.default_sampling
+    capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
+    validate_sampling(capped, model.vocab_size, model.max_model_len)
+    prompt_ids = await _prompt_ids(request, capped, tokenizer, model)
+    sampling = _with_length(request, capped, len(prompt_ids), model.max_model_len)
+    sampling = _with_bad_words(sampling, tokenizer)
+    k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
+    rule = speculation.acceptance
+    return Prepared(
+        request=request,
+        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        num_draft_tokens=min(k, target.max_window) if speculation.enabled else 0,
+        acceptance=AcceptanceRule.REJECTION if rule is AcceptanceRule.AUTO else rule,
+        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+    )
+
+
+def _invalid(field: str, problem: str) -> InvalidArgument:
+    return InvalidArgument.of([Violation(field, problem)])
+
+
+def _check_method(method: str, draft: DraftInfo | None) -> None:
+    if not method or draft is None:
+        return
+    names = [known.name for known in draft.methods if not known.needs_features]
+    if method not in names:
+        raise _invalid("speculation.method", f"is unknown to the draft; allowed: {', '.join(names)}")
+
+
+async def _prompt_ids(
+    request: GenerationRequest, sampling: SamplingParams, tokenizer: Tokenizer, model: ModelInfo
+) -> tuple[int, ...]:
+    field, ids = await _encoded(request, tokenizer, model.max_model_len)
+    keep = sampling.truncate_prompt_tokens
+    if keep is not None and keep > 0:
+        ids = ids[-keep:]
+    validate_prompt_ids(ids, model.vocab_size, model.max_model_len, field)
+    return ids
+
+
+async def _encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> tuple[str, tuple[int, ...]]:
+    """The input's field and its ids."""
+    given = [name for name in ("text", "token_ids", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise _invalid("input", f"sets {len(given)} of text, token_ids and chat; allowed: exactly one")
+    if request.token_ids is not None:
+        return "token_ids.ids", request.token_ids
+    if request.messages is None:
+        return "text", await _tokenize("text", request.text or "", tokenizer, max_model_len, add_special_tokens=True)
+    try:
+        text = tokenizer.render_chat(request.messages, request.add_generation_prompt)
+    except ValueError as error:
+        raise _invalid("chat", str(error)) from error
+    return "chat", await _tokenize("chat", text, tokenizer, max_model_len, add_special_tokens=False)
+
+
+async def _tokenize(
+    field: str, text: str, tokenizer: Tokenizer, max_model_len: int, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    if len(text) > MAX_CHARS_PER_TOKEN * max_model_len:
+        allowed = f"a prompt of at most {max_model_len - 1} tokens"
+        raise _invalid(field, f"has {len(text)} characters; allowed: {allowed}")
+    if len(text) > LONG_TEXT:
+        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+    return tuple(tokenizer.encode(text, add_special_tokens))
+
+
+def _capped(sampling: SamplingParams, room: int) -> SamplingParams:
+    most = max(1, min(sampling.max_tokens, room))
+    return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+
+
+def _with_length(
+    request: GenerationRequest, sampling: SamplingParams, prompt_len: int, max_model_len: int
+) -> SamplingParams:
+    if not request.max_tokens_given:
+        sampling = _capped(sampling, max_model_len - prompt_len)
+    validate_length(prompt_len, sampling.max_tokens, max_model_len)
+    for index, ids in enumerate(request.output_ids):
+        if len(ids) > sampling.max_tokens:
+            allowed = f"at most max_tokens ({sampling.max_tokens})"
+            raise _invalid(f"output_ids[{index}].ids", f"has {len(ids)} entries; allowed: {allowed}")
+    return sampling
+
+
+def _with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    if not sampling.bad_words:
+        return sampling
+    try:
+        ids = tokenizer.bad_words_ids(sampling.bad_words)
+    except ValueError as error:
+        raise _invalid("sampling.bad_words", str(error).removeprefix("bad_words: ")) from error
+    return replace(sampling, bad_words_ids=(*sampling.bad_words_ids, *ids))

@@ -1,0 +1,182 @@
+"""The gateway's one entry point: a request in, the deltas of its completions out. gRPC, HTTP and the in-process LLM
+call the same method."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from opentelemetry import trace
+
+from outrider.gateway.admission import Admission
+from outrider.gateway.backends import Drafter, Verifier
+from outrider.gateway.completion import Completion, RequestRun
+from outrider.gateway.core import Policy
+from outrider.gateway.generation import GenerationDelta, GenerationRequest
+from outrider.gateway.prepare import Prepared, prepare
+from outrider.gateway.tokenizer import Tokenizer
+from outrider.gateway.tracing import RequestTrace
+from outrider.wire.errors import DeadlineExceeded, to_failure
+from outrider.wire.validate import MAX_PATIENCE_MS
+
+log = logging.getLogger(__name__)
+
+MAX_REASONS = 256
+_EXPIRED = "the request's time ran out"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What holds for every request."""
+
+    num_draft_tokens: int = 4
+    draft_patience_ms: int = 500
+    max_active: int = 64
+    max_waiting: int = 256
+    model_name: str = ""  # empty: the target's
+
+
+class GenerationEngine:
+    """Generates with a verifier and, where there is one, a drafter."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        verifier: Verifier,
+        drafter: Drafter | None = None,
+        config: EngineConfig | None = None,
+        tracer: trace.Tracer | None = None,
+    ) -> None:
+        self.tokenizer, self.verifier, self.drafter = tokenizer, verifier, drafter
+        self.config = config or EngineConfig()
+        self.admission = Admission(self.config.max_active, self.config.max_waiting)
+        self._tracer = tracer or trace.get_tracer("outrider.gateway")
+        self._draft_warnings = _OnceWarnings()
+
+    @property
+    def model_name(self) -> str:
+        """The name that the model is served under."""
+        return self.config.model_name or self.verifier.info.model.name
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+        """Yields the deltas of all completions as they are committed. Raises OutriderError. Closing the iterator ends
+        every sequence at once; what is not asked for is not generated far ahead."""
+        began = asyncio.get_running_loop().time()
+        self.admission.require_room()
+        draft = None if self.drafter is None else self.drafter.info
+        prepared = await prepare(request, self.tokenizer, self.verifier.info, draft, self.config.num_draft_tokens)
+        deadline = None if request.timeout_s is None else began + request.timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.admission.enter(request.priority)
+        except TimeoutError:
+            raise DeadlineExceeded(_EXPIRED) from None
+        try:
+            async with aclosing(self._run(prepared, deadline)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.admission.leave()
+
+    async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:
+        loop = asyncio.get_running_loop()
+        root = RequestTrace(self._tracer, prepared, self.model_name)
+        run = self._new_run(prepared, root, 0 if deadline is None else max(1, round((deadline - loop.time()) * 1000)))
+        timer = None if deadline is None else loop.call_at(deadline, _expire, run)
+        error: BaseException | None = None
+        try:
+            merged = _merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
+            async with aclosing(merged):
+                async for delta in merged:
+                    root.add_delta(delta)
+                    yield delta
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            root.end(error)
+
+    def _new_run(self, prepared: Prepared, root: RequestTrace, timeout_ms: int) -> RequestRun:
+        k = prepared.num_draft_tokens if self.drafter is not None else 0
+        return RequestRun(
+            prepared=prepared,
+            tokenizer=self.tokenizer,
+            drafter=self.drafter if k else None,
+            verifier=self.verifier,
+            policy=Policy(num_draft_tokens=k, patience_ms=self._patience_ms()),
+            timeout_ms=timeout_ms,
+            trace=root,
+            eos_token_ids=self.verifier.info.model.eos_token_ids,
+            on_draft_stop=self._draft_warnings.warn,
+        )
+
+    def _patience_ms(self) -> int:
+        """At least the measured round trip to the draft."""
+        measured = 0.0 if self.drafter is None else self.drafter.round_trip_us
+        return min(MAX_PATIENCE_MS, max(self.config.draft_patience_ms, math.ceil(measured / 1000)))
+
+
+class _OnceWarnings:
+    """Warns of each reason once, whatever numbers it holds."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def warn(self, reason: str) -> None:
+        """A draft was lost or never there."""
+        key = re.sub(r"\d+", "#", reason)
+        if key in self._seen or len(self._seen) >= MAX_REASONS:
+            return
+        self._seen.add(key)
+        log.warning("decoding goes on without a draft: %s (not said again)", reason)
+
+
+def _expire(run: RequestRun) -> None:
+    for driver in run.drivers:
+        driver.fail(to_failure(0, DeadlineExceeded(_EXPIRED)))
+
+
+async def _merge(completions: list[AsyncGenerator[GenerationDelta, None]]) -> AsyncGenerator[GenerationDelta, None]:
+    """The deltas of all completions as they come; the first error ends all. One completion needs no task of its own."""
+    if len(completions) == 1:
+        async with aclosing(completions[0]) as only:
+            async for delta in only:
+                yield delta
+        return
+    queue: asyncio.Queue[GenerationDelta | Exception | None] = asyncio.Queue(len(completions))
+    tasks = [asyncio.create_task(_forward(completion, queue)) for completion in completions]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(
+    completion: AsyncGenerator[GenerationDelta, None], queue: asyncio.Queue[GenerationDelta | Exception | None]
+) -> None:
+    """Moves deltas to the queue, None at the end. A full queue holds the completion, and so its credit, up."""
+    try:
+        async with aclosing(completion):
+            async for delta in completion:
+                await queue.put(delta)
+    except Exception as error:  # the reader raises it
+        await queue.put(error)
+    else:
+        await queue.put(None)

@@ -1,0 +1,140 @@
+"""The gRPC face of the gateway: decode, generate, encode."""
+
+from __future__ import annotations
+
+import math
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions
+from outrider.gateway.rounds import SpeculationTally
+from outrider.gateway.service import GenerationEngine
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc
+from outrider.wire.codec_info import encode_model_info
+from outrider.wire.codec_parts import encode_position_logprobs
+from outrider.wire.codec_sampling import decode_sampling
+from outrider.wire.errors import InvalidArgument, Violation
+from outrider.wire.sampling import AcceptanceRule, SamplingParams
+
+SERVICE_NAME = "outrider.v1.GenerationService"
+TRACEPARENT = "traceparent"
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Serves GenerationService with an engine."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+
+    def register(self, server: Any) -> None:
+        """Adds this servicer to a server."""
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, server)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
+        generation = decode_request(request, self._engine.verifier.info.model.default_sampling)
+        generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context))
+        async with aclosing(self._engine.generate(generation)) as deltas:
+            async for delta in deltas:
+                await context.write(encode_delta(delta))
+
+    async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
+        """Describes the gateway and its peers."""
+        engine = self._engine
+        draft = None if engine.drafter is None else engine.drafter.info
+        target = replace(engine.verifier.info.model, name=engine.model_name)
+        return pb.GetGatewayInfoResponse(
+            target=encode_model_info(target),
+            draft=None if draft is None else encode_model_info(draft.model),
+            num_draft_tokens=engine.config.num_draft_tokens,
+            methods=() if draft is None else [method.name for method in draft.methods],
+        )
+
+
+def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> GenerationRequest:
+    """The request, what it leaves open taken from the model's defaults."""
+    kind = message.WhichOneof("input")
+    chat = message.chat.messages
+    try:
+        sampling = decode_sampling(message.sampling, defaults)
+        speculation = _decode_speculation(message.speculation)
+    except ValueError as error:  # a number that no enum has
+        field, _, problem = str(error).rpartition(": ")
+        raise InvalidArgument.of(
+            [Violation(f"sampling.{field}" if field else "speculation.acceptance", problem)]
+        ) from None
+    return GenerationRequest(
+        text=message.text if kind == "text" else None,
+        token_ids=tuple(message.token_ids.ids) if kind == "token_ids" else None,
+        messages=tuple({"role": entry.role, "content": entry.content} for entry in chat) if kind == "chat" else None,
+        add_generation_prompt=not message.chat.omit_generation_prompt,
+        sampling=sampling,
+        max_tokens_given=message.sampling.HasField("max_tokens"),
+        speculation=speculation,
+        request_id=message.request_id,
+        n=message.n or 1,
+        priority=message.priority,
+        output_ids=tuple(tuple(entry.ids) for entry in message.output_ids),
+        salt=message.salt,
+    )
+
+
+def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
+    """One response."""
+    out = pb.GenerateResponse(
+        request_id=delta.request_id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        origins=map(int, delta.origins),  # type: ignore[arg-type]  # the numbers are the protocol's
+        logprobs=map(encode_position_logprobs, delta.logprobs),
+        finish_reason=int(delta.finish_reason or 0),  # type: ignore[arg-type]
+        seed=delta.seed,
+        prompt_token_ids=delta.prompt_token_ids,
+        prompt_logprobs=map(encode_position_logprobs, delta.prompt_logprobs),
+    )
+    if delta.stop_string is not None:
+        out.stop_string = delta.stop_string
+    elif delta.stop_token_id is not None:
+        out.stop_token_id = delta.stop_token_id
+    if delta.usage is not None:
+        out.usage.prompt_tokens = delta.usage.prompt_tokens
+        out.usage.completion_tokens = delta.usage.completion_tokens
+        out.usage.cached_tokens = delta.usage.cached_tokens
+    if delta.tally is not None:
+        out.speculation.CopyFrom(_encode_tally(delta.tally, delta.acceptance))
+    return out
+
+
+def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:
+    return SpeculationOptions(
+        enabled=message.enabled if message.HasField("enabled") else True,
+        num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
+        method=message.method,
+        acceptance=AcceptanceRule(message.acceptance),
+    )
+
+
+def _encode_tally(tally: SpeculationTally, acceptance: AcceptanceRule) -> pb.SpeculationStats:
+    return pb.SpeculationStats(
+        num_rounds=tally.num_rounds,
+        num_drafts=tally.num_drafts,
+        num_draft_tokens=tally.num_draft_tokens,
+        num_accepted_tokens=tally.num_accepted_tokens,
+        num_accepted_per_position=tally.accepted_per_position,
+        num_tested_per_position=tally.tested_per_position,
+        acceptance=int(acceptance),  # type: ignore[arg-type]  # the numbers are the protocol's
+        overhead_us=tally.overhead_us,
+    )
+
+
+def _remaining_s(context: Any) -> float | None:
+    """What remains of the call's deadline; gRPC reports none as none, or as a time beyond all use."""
+    remaining = context.time_remaining()
+    return None if remaining is None or not math.isfinite(remaining) or remaining > 1e9 else max(0.0, remaining)
+
+
+def _traceparent(context: Any) -> str:
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")

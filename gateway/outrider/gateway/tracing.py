@@ -1,0 +1,145 @@
+"""The gateway's spans: one for a request, one for each round, and in a round what its time went to. Without an
+installed tracer provider, or for a request that is not sampled, nothing is built."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+
+from outrider.gateway.generation import GenerationDelta
+from outrider.gateway.prepare import Prepared
+from outrider.gateway.rounds import Round
+from outrider.wire import tracing_names as names
+from outrider.wire.sampling import TokenOrigin
+from outrider.wire.tracing import context_from_traceparent, inject_traceparent
+
+Attribute = str | int | float | bool | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSpan:
+    """A span that is over; seconds on the monotonic clock."""
+
+    name: str
+    start: float
+    end: float
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+
+
+def spans_for(closed: Round) -> tuple[TimedSpan, ...]:
+    """The round's span, then its parts in the order in which they end. Parts are durations without a clock of their
+    own: they are laid from the end backwards, and cut at the round's start where they overlapped the one before."""
+    commit, timings = closed.commit, closed.commit.timings
+    attributes: dict[str, Attribute] = {
+        names.ROUND_INDEX: closed.index,
+        names.ROUND_K: closed.num_draft_tokens,
+        names.ROUND_POSITION: commit.position,
+        names.ROUND_DRAFTED: commit.num_drafted,
+        names.ROUND_ACCEPTED: commit.num_accepted,
+        names.ROUND_EMITTED: len(commit.ids),
+        names.ROUND_BONUS: TokenOrigin.BONUS in commit.origins,
+        names.ROUND_OVERHEAD_US: closed.overhead_us,
+        names.BATCH_ROWS: timings.num_rows,
+        names.BATCH_SEQUENCES: timings.num_sequences,
+    }
+    if commit.chain is not None:
+        attributes[names.ROUND_CHAIN] = commit.chain
+    parts = (
+        (names.SPAN_SAMPLE, timings.sample_us),
+        (names.SPAN_VERIFY, timings.verify_us),
+        (names.SPAN_QUEUE, timings.queue_us),
+        (names.SPAN_WIRE, closed.wire_us),
+        (names.SPAN_DRAFT, closed.draft_us),
+    )
+    end, laid = closed.ended, []
+    for name, duration_us in parts:
+        if duration_us > 0 and end > closed.started:
+            start = max(closed.started, end - duration_us * 1e-6)
+            laid.append(TimedSpan(name, start, end))
+            end = start
+    return (TimedSpan(names.SPAN_ROUND, closed.started, closed.ended, attributes), *reversed(laid))
+
+
+class RequestTrace:
+    """The root span of one request. `recording` is false where nothing is to be built."""
+
+    def __init__(self, tracer: Tracer, prepared: Prepared, model_name: str) -> None:
+        request, sampling = prepared.request, prepared.sampling
+        operation = names.OPERATION_TEXT_COMPLETION if request.messages is None else names.OPERATION_CHAT
+        self._tracer = tracer
+        self._clock_offset = time.time() - time.monotonic()
+        self._started = time.monotonic()
+        self._num_chunks = self._num_output = 0
+        self._finish_reasons: list[str] = []
+        parent = context_from_traceparent(request.traceparent)
+        self.span: Span = tracer.start_span(f"{operation} {model_name}", context=parent, kind=SpanKind.SERVER)
+        self._context = trace.set_span_in_context(self.span)
+        self.traceparent = inject_traceparent(self._context)
+        self.recording = self.span.is_recording()
+        if self.recording:
+            self.span.set_attributes(
+                {
+                    names.GEN_AI_OPERATION_NAME: operation,
+                    names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+                    names.GEN_AI_REQUEST_MODEL: model_name,
+                    names.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
+                    names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
+                    names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
+                    names.GEN_AI_REQUEST_TOP_K: sampling.top_k,
+                    names.GEN_AI_REQUEST_STREAM: True,
+                    names.GEN_AI_RESPONSE_MODEL: model_name,
+                    names.GEN_AI_USAGE_INPUT_TOKENS: len(prepared.prompt_ids),
+                    names.REQUEST_ID: prepared.request_id,
+                    names.REQUEST_ACCEPTANCE: prepared.acceptance.name.lower(),
+                    names.REQUEST_METHOD: request.speculation.method,
+                }
+            )
+
+    def add_round(self, closed: Round, completion: int) -> None:
+        """One round with its parts."""
+        if not self.recording:
+            return
+        whole, *parts = spans_for(closed)
+        span = self._start(whole, self._context)
+        span.set_attribute(names.REQUEST_COMPLETION, completion)
+        inner = trace.set_span_in_context(span)
+        for part in parts:
+            self._start(part, inner).end(self._ns(part.end))
+        span.end(self._ns(whole.end))
+
+    def add_delta(self, delta: GenerationDelta) -> None:
+        """What the client got."""
+        if not self.recording:
+            return
+        if delta.token_ids and not self._num_chunks:
+            seconds = time.monotonic() - self._started
+            self.span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, seconds)
+        self._num_chunks += bool(delta.token_ids)
+        self._num_output += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._finish_reasons.append(delta.finish_reason.name.lower())
+        if delta.usage is not None:
+            self.span.set_attribute(names.GEN_AI_USAGE_CACHED_TOKENS, delta.usage.cached_tokens)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the root span."""
+        if self.recording:
+            self.span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, self._num_output)
+            self.span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, tuple(self._finish_reasons))
+            if error is not None:
+                self.span.set_attribute(names.ERROR_TYPE, type(error).__name__)
+                self.span.set_status(Status(StatusCode.ERROR))
+        self.span.end()
+
+    def _start(self, timed: TimedSpan, context: Context) -> Span:
+        return self._tracer.start_span(
+            timed.name, context=context, attributes=timed.attributes, start_time=self._ns(timed.start)
+        )
+
+    def _ns(self, monotonic: float) -> int:
+        return round((monotonic + self._clock_offset) * 1e9)

@@ -1,0 +1,190 @@
+"""The same function as a small Llama, computed by a large one that is built from it in memory.
+
+No large checkpoint comes with the package, and speculation pays only where a step of the target is expensive. The
+expansion has a large model's cost, shapes and weight traffic, and the small model's logits:
+
+* The residual stream is padded with channels that stay exactly zero: nothing writes to them, so whatever reads them
+  may be random. A norm's mean of squares shrinks by d/D; its weights and its epsilon are rescaled to undo it.
+* Padding heads and MLP channels read the stream with random weights, and their outputs are multiplied by zero.
+* Further layers are random up to their last products, which are zero.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+NOISE_STD = 0.02
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What a block's expansion needs to know of the large model."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    query_slots: tuple[int, ...]  # the large model's query head of each small one
+    kv_sources: tuple[tuple[int, int], ...]  # (the large model's key/value head, the small one's that it copies)
+
+
+class _Noise:
+    """Random weights that every number format of half precision or more holds exactly."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        weights = torch.empty(rows, columns).normal_(0.0, NOISE_STD, generator=self._generator)
+        return weights.bfloat16().to(self.dtype)
+
+    def norm(self, size: int) -> Tensor:
+        return 1.0 + torch.empty(size).normal_(0.0, NOISE_STD, generator=self._generator)
+
+
+def expand_llama(
+    config: dict[str, Any],
+    state: dict[str, Tensor],
+    *,
+    hidden_size: int = 1024,
+    intermediate_size: int = 4096,
+    num_layers: int = 20,
+    num_heads: int = 16,
+    num_kv_heads: int = 8,
+    seed: int = 0,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and state dict of a Llama of the given sizes whose logits are those of the given small one.
+
+    Both sides have Hugging Face's names (LlamaForCausalLM). Matrices keep their type; norms are float32, because
+    their rescaled weights are not exact in bfloat16. The output matrix is no longer tied to the embedding.
+    """
+    sizes = _plan(config, hidden_size, intermediate_size, num_heads, num_kv_heads)
+    if num_layers < config["num_hidden_layers"]:
+        raise ValueError(f"num_layers is {num_layers}; the small model has {config['num_hidden_layers']}")
+    embedding = state["model.embed_tokens.weight"]  # [vocabulary, small hidden]
+    noise = _Noise(seed, embedding.dtype)
+    output = state.get("lm_head.weight", embedding)
+    expanded = {
+        "model.embed_tokens.weight": _pad(embedding, torch.zeros(len(embedding), hidden_size, dtype=noise.dtype)),
+        "model.norm.weight": _expand_norm(state["model.norm.weight"], sizes, noise),
+        "lm_head.weight": _pad(output, noise.matrix(len(output), hidden_size)),
+    }
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        small = {name.removeprefix(prefix): weight for name, weight in state.items() if name.startswith(prefix)}
+        block = _random_block(sizes, noise)
+        if small:
+            _write_block(block, small, sizes, noise)
+        expanded.update({prefix + name: weight for name, weight in block.items()})
+    return _expand_config(config, sizes, num_layers), expanded
+
+
+def write_expanded(source: Path, destination: Path, **sizes: int) -> None:
+    """Save the expansion of the Hugging Face folder `source` as the folder `destination`, tokenizer included."""
+    config = json.loads((source / CONFIG_FILE).read_text())
+    new_config, new_state = expand_llama(config, load_file(source / WEIGHTS_FILE), **sizes)
+    destination.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.glob("*.json")):
+        if path.name != CONFIG_FILE:
+            shutil.copyfile(path, destination / path.name)
+    (destination / CONFIG_FILE).write_text(json.dumps(new_config, indent=2) + "\n")
+    save_file(new_state, destination / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _plan(config: dict[str, Any], hidden: int, intermediate: int, heads: int, kv_heads: int) -> _Sizes:
+    """Give every small head its place in the large model; refuse sizes that cannot hold the small model."""
+    small_heads, small_kv = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // small_heads
+    if hidden < config["hidden_size"] or intermediate < config["intermediate_size"]:
+        raise ValueError(f"sizes {hidden} and {intermediate} are smaller than the model's own")
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not divide into {kv_heads} groups")
+    query_slots, kv_sources = _place_heads(small_heads // small_kv, small_kv, heads // kv_heads)
+    if len(kv_sources) > kv_heads:
+        raise ValueError(f"{small_heads} heads in {small_kv} groups do not fit {heads} heads in {kv_heads} groups")
+    return _Sizes(hidden, intermediate, heads, kv_heads, head_dim, query_slots, kv_sources)
+
+
+def _place_heads(small_group: int, small_kv: int, group: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Fill the large model's groups with the query heads of one small group at a time, copying its key/value head."""
+    query_slots: list[int] = []
+    kv_sources: list[tuple[int, int]] = []
+    for kv_head in range(small_kv):
+        for member in range(small_group):
+            if member % group == 0:
+                kv_sources.append((len(kv_sources), kv_head))
+            query_slots.append(kv_sources[-1][0] * group + member % group)
+    return tuple(query_slots), tuple(kv_sources)
+
+
+def _random_block(sizes: _Sizes, noise: _Noise) -> dict[str, Tensor]:
+    """A layer that adds nothing to the stream: random, but for the products that write to it, which are zero."""
+    query, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    return {
+        "input_layernorm.weight": noise.norm(sizes.hidden),
+        "post_attention_layernorm.weight": noise.norm(sizes.hidden),
+        "self_attn.q_proj.weight": noise.matrix(query, sizes.hidden),
+        "self_attn.k_proj.weight": noise.matrix(kv, sizes.hidden),
+        "self_attn.v_proj.weight": noise.matrix(kv, sizes.hidden),
+        "self_attn.o_proj.weight": torch.zeros(sizes.hidden, query, dtype=noise.dtype),
+        "mlp.gate_proj.weight": noise.matrix(sizes.intermediate, sizes.hidden),
+        "mlp.up_proj.weight": noise.matrix(sizes.intermediate, sizes.hidden),
+        "mlp.down_proj.weight": torch.zeros(sizes.hidden, sizes.intermediate, dtype=noise.dtype),
+    }
+
+
+def _write_block(block: dict[str, Tensor], small: dict[str, Tensor], sizes: _Sizes, noise: _Noise) -> None:
+    """Write a small layer into a random block, its heads to their places."""
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        block[name] = _expand_norm(small[name], sizes, noise)
+    for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"):
+        _pad(small[name], block[name])
+    dim = sizes.head_dim
+    width = small["self_attn.q_proj.weight"].shape[1]
+    for head, slot in enumerate(sizes.query_slots):
+        rows, place = slice(head * dim, (head + 1) * dim), slice(slot * dim, (slot + 1) * dim)
+        block["self_attn.q_proj.weight"][place, :width] = small["self_attn.q_proj.weight"][rows]
+        block["self_attn.o_proj.weight"][:width, place] = small["self_attn.o_proj.weight"][:, rows]
+    for slot, head in sizes.kv_sources:
+        rows, place = slice(head * dim, (head + 1) * dim), slice(slot * dim, (slot + 1) * dim)
+        for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+            block[name][place, :width] = small[name][rows]
+
+
+def _expand_norm(weight: Tensor, sizes: _Sizes, noise: _Noise) -> Tensor:
+    """The norm's weights for the padded stream; those of the padding meet zeros."""
+    expanded = noise.norm(sizes.hidden)
+    expanded[: len(weight)] = weight.float() * (len(weight) / sizes.hidden) ** 0.5
+    return expanded
+
+
+def _pad(small: Tensor, large: Tensor) -> Tensor:
+    """Write the matrix `small` to the upper left corner of `large`, in place."""
+    large[: small.shape[0], : small.shape[1]] = small
+    return large
+
+
+def _expand_config(config: dict[str, Any], sizes: _Sizes, num_layers: int) -> dict[str, Any]:
+    expanded = config | {
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "rms_norm_eps": config["rms_norm_eps"] * config["hidden_size"] / sizes.hidden,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    expanded.pop("torch_dtype", None)
+    return expanded

@@ -1,0 +1,1 @@
+"""How drafts are made, one file per method."""

@@ -1,0 +1,161 @@
+"""Drafting with a model: one batched forward per drafted token, for many sequences at once.
+
+A sequence brings the rows it has not computed yet: one in the middle of a chain, two after a bonus token, a chunk of a
+prompt at the start. Drafts are drawn from the logits after the same processors as the target's: under rejection from
+integer weights that travel with the token, under coupling by the noise that both sides share, else by the arg max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.runner import ModelRunner
+from outrider.engine.sampling import SamplingRows, SequenceSampler, process, process_greedy
+from outrider.engine.sequence import Sequence
+from outrider.kernels.coupled import coupled_choice
+from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
+from outrider.proposers.random_ahead import RandomAhead, RandomKey, noise_rows, word_rows
+
+
+class DraftRule(IntEnum):
+    """How a token is drawn from the draft's probabilities."""
+
+    ARGMAX = 0  # greedy requests, and one-hot drafts of sampled ones: the likeliest to be accepted
+    REJECTION = 1
+    COUPLED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """How one sequence draws, and its random numbers."""
+
+    rule: DraftRule
+    key: RandomKey
+    ahead: RandomAhead = field(default_factory=RandomAhead)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """What one sequence computes in a step: its next `num_rows` tokens. If these are all, it draws the next one."""
+
+    sequence: Sequence
+    num_rows: int
+    num_committed: int  # tokens past these are drafted
+    sampler: SequenceSampler  # counts the committed tokens
+    law: DraftLaw
+    limit: int  # positions below it will be drawn without another message
+
+    @property
+    def draws(self) -> bool:
+        """Whether the last token is computed, so that the next one can be drawn."""
+        return self.sequence.num_computed_tokens + self.num_rows == len(self.sequence)
+
+    @property
+    def position(self) -> int:
+        """Where the next token will stand."""
+        return len(self.sequence)
+
+    def batch_entry(self) -> BatchEntry:
+        """The rows as the runner takes them."""
+        sequence, start = self.sequence, self.sequence.num_computed_tokens
+        ids = sequence.tokens[start : start + self.num_rows]
+        return BatchEntry(ids, start, sequence.block_table, num_logits=int(self.draws))
+
+    def sampling_rows(self) -> SamplingRows:
+        """The row after the chain, processed as if the chain were committed."""
+        chain = self.sequence.tokens[self.num_committed :]
+        return SamplingRows(self.sampler, chain, first=len(chain))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A drafted token and, under rejection, the integer weights that it was drawn from."""
+
+    token_id: int
+    ids: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+
+
+class DraftModelProposer:
+    """Steps the chains of many sequences. Their blocks must hold the rows of the step."""
+
+    name = "draft_model"
+
+    def __init__(self, runner: ModelRunner, mass: float = DEFAULT_MASS) -> None:
+        self.runner = runner
+        self._mass = mass
+
+    @torch.inference_mode()
+    def step(self, rows: Many[DraftRows]) -> list[Drafted | None]:
+        """One forward. Returns what each sequence drew, in the order of `rows`: None for a chunk of a prompt, and where
+        the logits are not finite. Tokens drawn are appended to their sequences."""
+        order = sorted(range(len(rows)), key=lambda index: _group(rows[index]))
+        logits = self.runner.forward([rows[index].batch_entry() for index in order])  # [rows that draw, vocab]
+        drafted: list[Drafted | None] = [None] * len(rows)
+        start = 0
+        for group, members in groupby(order, key=lambda index: _group(rows[index])):
+            indices = list(members)
+            if group != _NO_DRAW:
+                drawn = self._draw(DraftRule(group), logits[start : start + len(indices)], [rows[i] for i in indices])
+                start += len(indices)
+                for index, token in zip(indices, drawn, strict=True):
+                    drafted[index] = token
+        for row, token in zip(rows, drafted, strict=True):
+            _advance(row, token)
+        return drafted
+
+    def _draw(self, rule: DraftRule, logits: Tensor, rows: list[DraftRows]) -> list[Drafted | None]:
+        """`logits` are [rows, vocab]."""
+        plans = [row.sampling_rows() for row in rows]
+        if rule is DraftRule.ARGMAX:
+            ids, invalid = process_greedy(logits, plans)  # [rows] each
+            return _without_weights(ids, invalid)
+        probs, invalid = process(logits, plans)  # [rows, vocab], [rows]
+        if rule is DraftRule.COUPLED:
+            noise = noise_rows([(row.law.key, row.law.ahead, row.position, row.limit) for row in rows], probs)
+            return _without_weights(coupled_choice(probs, noise), invalid)
+        return self._draw_weighted(probs, invalid, rows)
+
+    def _draw_weighted(self, probs: Tensor, invalid: Tensor, rows: list[DraftRows]) -> list[Drafted | None]:
+        """`probs` are [rows, vocab], `invalid` [rows]."""
+        if bool(invalid.any()):
+            probs[invalid] = 1.0 / probs.shape[1]  # drawn like the others, and not used
+        words = word_rows([(row.law.key, row.law.ahead, row.position, row.limit) for row in rows], probs.device)
+        samples = draft_sample(probs, words, self._mass)
+        tokens, bad, starts = samples.token_ids.tolist(), invalid.tolist(), samples.entry_starts.tolist()
+        ids, weights = tuple(samples.entry_ids.tolist()), tuple(samples.entry_weights.tolist())
+        return [
+            None
+            if bad[row] or token < 0
+            else Drafted(token, ids[starts[row] : starts[row + 1]], weights[starts[row] : starts[row + 1]])
+            for row, token in enumerate(tokens)
+        ]
+
+
+_NO_DRAW = len(DraftRule)  # a group of its own, after the rules: these rows have no logits
+
+
+def _group(row: DraftRows) -> int:
+    return int(row.law.rule) if row.draws else _NO_DRAW
+
+
+def _without_weights(ids: Tensor, invalid: Tensor) -> list[Drafted | None]:
+    """Both are [rows]."""
+    return [
+        None if bad or token < 0 else Drafted(token) for token, bad in zip(ids.tolist(), invalid.tolist(), strict=True)
+    ]
+
+
+def _advance(row: DraftRows, drafted: Drafted | None) -> None:
+    sequence = row.sequence
+    computed = sequence.num_computed_tokens + row.num_rows
+    if drafted is not None:
+        sequence.tokens.append(drafted.token_id)
+    sequence.num_computed_tokens = min(computed, len(sequence) - 1)

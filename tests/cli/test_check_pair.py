@@ -1,0 +1,86 @@
+"""`outrider check-pair`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.command import outrider, succeed
+from outrider.commands.check_pair import tokens_per_round
+from outrider.pairs import pair_path
+from tiny import save_tiny
+from tokenizer_factory import train_byte_level
+
+TEXT = "the quick brown fox jumps over the lazy dog; def main(): return 42\n" * 3
+
+
+def checkpoint(folder: Path, seed: int = 0, vocab_size: int = 400, tokens: int = 400) -> Path:
+    save_tiny(folder, seed=seed, vocab_size=vocab_size)
+    train_byte_level(tokens).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_a_model_is_its_own_best_draft(tmp_path: Path, text: Path) -> None:
+    folder = str(checkpoint(tmp_path / "one"))
+    out = succeed("check-pair", "--target", folder, "--draft", folder, "--text", str(text))
+    assert "100.0% alike, identical" in out
+    assert "1.000 greedy (same argmax), 1.000 at temperature 1" in out
+    assert "5.00 greedy, 5.00 at temperature 1 (estimates for 4 drafted tokens" in out
+
+
+def test_padded_vocabularies_are_a_pair(tmp_path: Path, text: Path) -> None:
+    target = checkpoint(tmp_path / "target", vocab_size=416)
+    draft = checkpoint(tmp_path / "draft", seed=1, vocab_size=408)
+    out = succeed("check-pair", "--target", str(target), "--draft", str(draft), "--text", str(text))
+    assert "416 and 408 logits" in out
+
+
+def test_without_a_text_no_model_is_loaded(tmp_path: Path) -> None:
+    target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft")
+    for folder in (target, draft):
+        (folder / "model.safetensors").unlink()
+    assert "give --text FILE" in succeed("check-pair", "--target", str(target), "--draft", str(draft))
+
+
+def test_a_mismatch_names_both(tmp_path: Path) -> None:
+    target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft", tokens=300)
+    done = outrider("check-pair", "--target", str(target), "--draft", str(draft))
+    assert done.returncode == 1 and "not a pair" in done.stderr
+    assert str(target) in done.stderr and str(draft) in done.stderr
+
+
+def test_ids_beyond_the_logits_are_named(tmp_path: Path, text: Path) -> None:
+    target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft", vocab_size=280)
+    done = outrider("check-pair", "--target", str(target), "--draft", str(draft), "--text", str(text))
+    assert done.returncode == 1 and f"{draft} has 280 logits" in done.stderr
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    done = outrider("check-pair", "--target", str(tmp_path / "no"), "--draft", str(tmp_path / "no"))
+    assert done.returncode == 1 and "is not a folder" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_embedded_pair(repository: Path) -> None:
+    pair = pair_path()
+    held_out = repository / "tests/pairs/data/held_out_sched.txt"
+    out = succeed("check-pair", "--target", str(pair.target), "--draft", str(pair.draft), "--text", str(held_out))
+    loss = next(line for line in out.splitlines() if line.startswith("loss")).split()
+    assert float(loss[1]) < float(loss[3])
+    assert json.loads((pair.target / "config.json").read_text())["vocab_size"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "tokens", "expected"),
+    [([0.0] * 8, 4, 1.0), ([1.0] * 8, 4, 5.0), ([0.5] * 8, 2, 1.75), ([1.0, 0.0] * 4, 1, 11 / 8), ([1.0], 4, 2.0)],
+)
+def test_tokens_per_round(acceptance: list[float], tokens: int, expected: float) -> None:
+    assert tokens_per_round(acceptance, tokens) == pytest.approx(expected, abs=0.07)

@@ -1,0 +1,95 @@
+"""Help and complaints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cli.command import outrider, succeed
+from outrider.cli import COMMANDS, complaint
+
+
+def test_help_names_every_command() -> None:
+    text = succeed("--help")
+    for name, command in COMMANDS.items():
+        assert name in text and command.summary in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_answers_at_once() -> None:
+    """The best of three: the machine may be busy. Nothing but the standard library may be loaded."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        succeed("--help")
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.3
+    script = "import sys, outrider.cli as c; c.main(['--help']); print(sorted({'torch', 'grpc', 'pydantic'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    text = succeed(name, "--help")
+    assert text.startswith(f"usage: outrider {name} ")
+    assert "--config PATH" in text and f"OUTRIDER_{name.replace('-', '_').upper()}__" in text
+
+
+def test_no_command_shows_the_help_and_is_an_error() -> None:
+    done = outrider()
+    assert done.returncode == 2 and "commands:" in done.stdout
+
+
+def test_the_version() -> None:
+    assert succeed("--version").split()[0] == "outrider"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("targte", "target"), ("check_pair", "check-pair"), ("generat", "generate"), ("demos", "demo")]
+)
+def test_an_unknown_command_names_the_near_miss(name: str, meant: str) -> None:
+    assert complaint(name) == f"unknown command {name}: did you mean {meant}?"
+
+
+def test_an_unknown_command_ends_with_status_2() -> None:
+    done = outrider("genrate", "Hello")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "outrider: error: unknown command genrate: did you mean generate?\nSee outrider --help.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("generate", "Hi", "--temprature", "1"), "unknown flag --temprature: did you mean --temperature?"),
+        (("demo", "--max-token", "1"), "unknown flag --max-token: did you mean --max-tokens?"),
+        (("target", "--modle", "x"), "unknown flag --modle: did you mean --model?"),
+        (("draft", "--listn", "x"), "unknown flag --listn: did you mean --listen?"),
+        (("gateway", "--tokenzier", "x"), "unknown flag --tokenzier: did you mean --tokenizer?"),
+        (("check-pair", "--traget", "x"), "unknown flag --traget: did you mean --target?"),
+        (("convert", "a", "b", "c"), "unexpected argument c"),
+        (("generate",), "give one prompt"),
+        (("generate", "Hi", "--token-ids", "1"), "give one prompt"),
+        (("generate", "--token-ids", "1,x"), "--token-ids: input should be a valid integer"),
+        (("generate", "Hi", "--logit-bias", "{"), "--logit-bias: must be JSON"),
+        (("generate", "Hi", "--structured-output", '{"regexp": "a"}'), "structured_output has no regexp"),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(arguments: tuple[str, ...], meant: str) -> None:
+    done = outrider(*arguments)
+    assert done.returncode == 2
+    assert meant in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"See outrider {arguments[0]} --help.\n")
+
+
+def test_a_variable_and_a_file_are_settings_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = tmp_path / "settings.yaml"
+    config.write_text("check_pair:\n  target: nowhere\n  drafft: nowhere\n")
+    done = outrider("check-pair", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
+    assert done.returncode == 2 and "did you mean draft?" in done.stderr
+    config.write_text("check_pair:\n  target: nowhere\n")
+    done = outrider("check-pair", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
+    assert done.returncode == 1 and "nowhere" in done.stderr

@@ -1,0 +1,41 @@
+"""What every test runs under: few threads, no network, and a seed that a failure shows."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+# Before anything imports torch, transformers or tokenizers; children of the tests inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+for variable in [name for name in os.environ if name.startswith(("OUTRIDER_", "OTEL_"))]:
+    del os.environ[variable]  # what the caller's shell sets is no part of a test
+
+import numpy  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+SEED = int(os.environ.get("TEST_SEED", "0"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(2)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"torch {torch.__version__} with {torch.get_num_threads()} threads, TEST_SEED={SEED}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Every test starts from the same state of the global generators; none should need it."""
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return Path(__file__).parents[1]

@@ -1,0 +1,140 @@
+"""Draft, target and gateway as three processes: greedy tokens equal transformers' own for every k and batch, a draft
+that is killed in mid-stream costs speed only, and coupled text depends on no draft."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from target_harness import hf_greedy
+from tiny import save_tiny, tiny_hf_model
+from tokenizer_factory import train_byte_level
+
+from outrider.commands.processes import Service, Services
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc
+from outrider.wire.channel import connect
+
+VOCAB = 300
+START_S = 60.0
+
+
+@dataclass
+class Trio:
+    """The three services of a module."""
+
+    services: Services
+    draft: Service
+    target: Service
+    gateway: Service
+
+    @property
+    def address(self) -> str:
+        return self.gateway.address
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target = save_tiny(tmp_path_factory.mktemp("target"), seed=1, vocab_size=VOCAB)
+    draft = save_tiny(tmp_path_factory.mktemp("draft"), seed=1, vocab_size=VOCAB, num_hidden_layers=1)
+    for folder in (target, draft):
+        train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def trio(folders: tuple[Path, Path]) -> Iterator[Trio]:
+    target_folder, draft_folder = folders
+    with Services() as services:
+        draft = start(services, "draft", "--model", str(draft_folder), "--threads", "1")
+        target = start(services, "target", "--model", str(target_folder), "--batch-invariant", "--threads", "1")
+        services.wait(draft, START_S)
+        services.wait(target, START_S)
+        arguments = ["--target", target.address, "--draft", draft.address, "--tokenizer", str(target_folder)]
+        gateway = start(services, "gateway", *arguments)
+        services.wait(gateway, START_S)
+        yield Trio(services, draft, target, gateway)
+
+
+def start(services: Services, name: str, *arguments: str) -> Service:
+    return services.start(name, [name, "--listen", "127.0.0.1:0", *arguments])
+
+
+@pytest.fixture
+async def stub(trio: Trio) -> AsyncIterator[Any]:
+    channel = connect(trio.address)
+    yield generation_pb2_grpc.GenerationServiceStub(channel)
+    await channel.close()
+
+
+async def generate(stub: Any, prompt: list[int], count: int, k: int | None = None, **sampling: Any) -> list[Any]:
+    """All responses of a request."""
+    sampling = {"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **sampling}
+    request = pb.GenerateRequest(token_ids={"ids": prompt}, sampling=sampling)
+    if k is not None:
+        request.speculation.num_draft_tokens = k
+        request.speculation.enabled = k > 0
+    return [response async for response in stub.Generate(request, timeout=60, wait_for_ready=True)]
+
+
+def tokens_of(responses: list[Any]) -> list[int]:
+    return [token for response in responses for token in response.token_ids]
+
+
+@pytest.mark.parametrize("k", range(9))
+async def test_greedy_equals_generate(stub: Any, k: int) -> None:
+    hf = tiny_hf_model("llama", 1, vocab_size=VOCAB)
+    rng = random.Random(k)
+    batch = (1, 2, 4, 8, 16)[k % 5]
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(batch)]
+    results = await asyncio.gather(*(generate(stub, prompt, 32, k) for prompt in prompts))
+    for prompt, responses in zip(prompts, results, strict=True):
+        assert tokens_of(responses) == hf_greedy(hf, prompt, 32)
+        last = responses[-1]
+        assert last.usage.completion_tokens == 32 and last.usage.prompt_tokens == len(prompt)
+        assert (last.speculation.num_draft_tokens > 0) == (k > 0)
+
+
+async def test_coupled_text_depends_on_no_draft(stub: Any) -> None:
+    outputs = []
+    for k in (0, 1, 4, 8):
+        request = pb.GenerateRequest(
+            text="def f(x):\n", sampling={"max_tokens": 40, "temperature": 1.0, "seed": 99, "ignore_eos": True}
+        )
+        request.speculation.num_draft_tokens = k
+        request.speculation.acceptance = 2
+        responses = [r async for r in stub.Generate(request, timeout=60)]
+        outputs.append((tokens_of(responses), "".join(r.text for r in responses)))
+    assert all(output == outputs[0] for output in outputs)
+
+
+async def test_completions_differ_and_share_the_prompt(stub: Any) -> None:
+    request = pb.GenerateRequest(
+        token_ids={"ids": list(range(5, 70))}, n=3, sampling={"max_tokens": 12, "temperature": 1.0, "seed": 5}
+    )
+    responses = [r async for r in stub.Generate(request, timeout=60)]
+    texts = {index: tokens_of([r for r in responses if r.index == index]) for index in range(3)}
+    assert len({tuple(ids) for ids in texts.values()}) == 3
+    assert max(r.usage.cached_tokens for r in responses) >= 48
+
+
+async def test_a_draft_killed_in_mid_stream_costs_speed_only(stub: Any, trio: Trio) -> None:
+    """Runs last: it takes the module's draft away."""
+    hf = tiny_hf_model("llama", 1, vocab_size=VOCAB)
+    prompt = list(range(10, 30))
+    request = pb.GenerateRequest(
+        token_ids={"ids": prompt}, sampling={"max_tokens": 300, "temperature": 0.0, "ignore_eos": True}
+    )
+    tokens: list[int] = []
+    async for response in stub.Generate(request, timeout=90):
+        tokens += response.token_ids
+        if len(tokens) >= 20 and trio.draft in trio.services._running:
+            trio.services.stop(trio.draft)
+    assert tokens == hf_greedy(hf, prompt, 300)
+    again = await generate(stub, prompt, 8, 4)
+    assert tokens_of(again) == tokens[:8] and again[-1].speculation.num_drafts == 0

@@ -1,0 +1,191 @@
+"""Our decoder against transformers' own logits: every family and option, in every way of cutting a sequence into
+steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import hf_logits, tiny_config, tiny_hf_model, tiny_state
+from torch import Tensor
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.loader import build_decoder
+from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.runner import ModelRunner
+
+ROPE = {"rope_theta": 10000.0}
+LONGROPE = {
+    **ROPE,
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "num_attention_heads": 2, "head_dim": 24}),
+    "llama-all-kv-heads": ("llama", {"num_key_value_heads": 4, "head_dim": None}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": {**ROPE, **LLAMA3}}),
+    "llama-old-rope-layout": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500.0}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 3.0}}),
+    "llama-yarn-rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "mistral-window": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3-window-biases": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_bias": True,
+        },
+    ),
+}
+LENGTH = 90  # beyond every window, and beyond the length from which long-RoPE takes its long factors
+
+
+class Case:
+    """A model of ours, and what transformers says of three sequences."""
+
+    def __init__(self, name: str) -> None:
+        family, options = MODELS[name]
+        model = tiny_hf_model(family, **options)
+        self.runner = ModelRunner(build_decoder(tiny_config(family, **options), tiny_state(model)).model, num_blocks=40)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = [torch.randint(0, 97, (LENGTH,), generator=generator).tolist() for _ in range(3)]
+        self.expected = [hf_logits(model, ids) for ids in self.ids]
+        self.tables = [list(range(start, start + 6)) for start in (30, 3, 17)]
+
+    def entry(self, index: int, start: int, end: int, ids: list[int] | None = None) -> BatchEntry:
+        """Rows start to end of a sequence, all of which want logits."""
+        tokens = (self.ids[index] if ids is None else ids)[start:end]
+        return BatchEntry(tokens, start, self.tables[index], len(tokens))
+
+    def check(self, entries: list[tuple[int, int, int]]) -> None:
+        """Runs (sequence, start, end) in one batch and compares every row."""
+        logits = self.runner.forward([self.entry(*entry) for entry in entries])
+        expected = torch.cat([self.expected[index][start:end] for index, start, end in entries])
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+def test_whole_prefill(case: Case) -> None:
+    case.check([(0, 0, LENGTH)])
+
+
+def test_chunked_prefill_then_one_by_one(case: Case) -> None:
+    for start, end in ((0, 7), (7, 40), (40, 80), *((at, at + 1) for at in range(80, LENGTH))):
+        case.check([(1, start, end)])
+
+
+def test_ragged_batch_of_several_sequences(case: Case) -> None:
+    case.check([(0, 0, 50), (1, 0, 3), (2, 0, 33)])
+    case.check([(0, 50, 51), (1, 3, 40), (2, 33, 38)])
+    case.check([(1, 40, 41), (2, 38, 39), (0, 51, 56)])
+
+
+def test_rejected_window_leaves_no_trace(case: Case) -> None:
+    case.check([(2, 0, 70)])
+    for start in range(70, 86, 2):
+        wrong = case.ids[2][: start + 1] + [(token + 1) % 97 for token in case.ids[2][start + 1 : start + 5]]
+        logits = case.runner.forward([case.entry(2, start, start + 5, wrong)])
+        torch.testing.assert_close(logits[0], case.expected[2][start], atol=1e-4, rtol=1e-4)
+        case.check([(2, start + 1, start + 2)])
+
+
+def test_only_the_rows_asked_for_have_logits() -> None:
+    case = Case("llama")
+    whole = case.runner.forward([case.entry(0, 0, 20), case.entry(1, 0, 9)])
+    entries = [BatchEntry(case.ids[0][:20], 0, case.tables[0], 0), BatchEntry(case.ids[1][:9], 0, case.tables[1], 2)]
+    logits: Tensor = case.runner.forward(entries)
+    assert logits.shape == (2, 97)
+    torch.testing.assert_close(logits, whole[-2:], atol=1e-5, rtol=1e-5)
+
+
+def test_longrope_factors_follow_max_model_len_alone() -> None:
+    options = {"rope_parameters": LONGROPE}
+    model = tiny_hf_model(**options)
+    ids = list(range(40))  # short: transformers takes the short factors
+    short = build_decoder(tiny_config(**options), tiny_state(model), max_model_len=64).model
+    long = build_decoder(tiny_config(**options), tiny_state(model), max_model_len=65).model
+    entry = BatchEntry(ids, 0, [0, 1, 2], 40)
+    expected = hf_logits(model, ids)
+    torch.testing.assert_close(ModelRunner(short, 4).forward([entry]), expected, atol=1e-4, rtol=1e-4)
+    assert (ModelRunner(long, 4).forward([entry]) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bfloat16_is_close(family: str) -> None:
+    model = tiny_hf_model(family)
+    runner = ModelRunner(build_decoder(tiny_config(family), tiny_state(model), dtype="bfloat16").model, 8)
+    ids = list(range(30))
+    logits = runner.forward([BatchEntry(ids, 0, [0, 1], 30)])
+    assert logits.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(logits, hf_logits(model, ids)).min() > 0.995
+
+
+def test_dynamic_rope_is_refused_by_name() -> None:
+    config = tiny_config(rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(UnsupportedModel, match="'dynamic'"):
+        build_decoder(config, tiny_state(tiny_hf_model()))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba"}, "'mamba'"),
+        (tiny_config(hidden_act="gelu"), "gelu"),
+        (tiny_config(num_attention_heads=3), "multiple of the number of attention heads"),
+        (tiny_config(quantization_config={"quant_method": "gptq"}), "quantized"),
+    ],
+)
+def test_unsupported_configurations_are_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        build_decoder(config, {})
+
+
+def test_wrong_tensors_are_named() -> None:
+    state = tiny_state(tiny_hf_model())
+    state["model.layers.7.extra"] = state.pop("model.norm.weight")
+    state["lm_head.weight"] = torch.zeros(3, 64)
+    with pytest.raises(WrongCheckpoint) as error:
+        build_decoder(tiny_config(), state)
+    for part in ("missing model.norm.weight", "unexpected model.layers.7.extra", r"lm_head.weight has shape (3, 64)"):
+        assert part in str(error.value)
+
+
+def test_max_model_len_is_bounded_by_the_positions() -> None:
+    with pytest.raises(UnsupportedModel, match="513"):
+        build_decoder(tiny_config(), tiny_state(tiny_hf_model()), max_model_len=513)

@@ -1,0 +1,176 @@
+"""The device thread: commands between steps, waits, errors, the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from outrider.engine.device_thread import DeviceStopped, DeviceThread
+
+TIMEOUT = 10.0
+
+
+class Recorder:
+    """A worker that does what the test says and remembers what happened."""
+
+    def __init__(self, step: Callable[[int], float | None] = lambda count: None) -> None:
+        self.commands: list[object] = []
+        self.errors: list[Exception] = []
+        self.steps = 0
+        self.stepped = threading.Event()
+        self.fatal = False
+        self._step = step
+
+    def handle(self, command: object) -> None:
+        if isinstance(command, Exception):
+            raise command
+        self.commands.append(command)
+
+    def step(self, now: float) -> float | None:
+        self.steps += 1
+        try:
+            return self._step(self.steps)
+        finally:
+            self.stepped.set()
+
+    def on_error(self, error: Exception) -> None:
+        self.errors.append(error)
+        if self.fatal:
+            raise error
+
+
+def settle(thread: DeviceThread[object]) -> None:
+    """Waits until everything submitted before is handled."""
+    thread.call(lambda: None).result(TIMEOUT)
+
+
+def test_commands_arrive_in_order_and_an_idle_worker_sleeps() -> None:
+    worker = Recorder()
+    thread = DeviceThread[object](worker, "device")
+    for number in range(50):
+        thread.submit(number)
+    settle(thread)
+    steps = worker.steps
+    time.sleep(0.02)
+    assert worker.commands == list(range(50))
+    assert worker.steps - steps <= 1
+    thread.stop(TIMEOUT)
+    assert not thread.is_alive
+
+
+def test_zero_steps_again_at_once_and_none_ends_it() -> None:
+    worker = Recorder(lambda count: 0.0 if count < 100 else None)
+    thread = DeviceThread[object](worker, "device")
+    thread.submit("go")
+    deadline = time.monotonic() + TIMEOUT
+    while worker.steps < 100 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert worker.steps >= 100
+    thread.stop(TIMEOUT)
+
+
+def test_a_wait_ends_by_time_or_by_a_command() -> None:
+    worker = Recorder(lambda count: 0.01 if count < 3 else 60.0)
+    thread = DeviceThread[object](worker, "device")
+    thread.submit("go")
+    deadline = time.monotonic() + TIMEOUT
+    while worker.steps < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert worker.steps == 3  # two waits ran out
+    worker.stepped.clear()
+    thread.submit("wake")
+    assert worker.stepped.wait(TIMEOUT)  # long before 60 s
+    thread.stop(TIMEOUT)
+
+
+def test_call_runs_on_the_thread_and_carries_exceptions() -> None:
+    thread = DeviceThread[object](Recorder(), "device", num_threads=1)
+    assert thread.call(lambda: threading.current_thread().name).result(TIMEOUT) == "device"
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 // 0).result(TIMEOUT)
+    assert thread.is_alive
+    thread.stop(TIMEOUT)
+
+
+def test_step_age_is_that_of_the_step_under_way() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def step(count: int) -> float | None:
+        if count == 1:
+            entered.set()
+            leave.wait(TIMEOUT)
+        return None
+
+    thread = DeviceThread[object](Recorder(step), "device")
+    assert thread.step_age_s() == 0.0
+    thread.submit("go")
+    assert entered.wait(TIMEOUT)
+    time.sleep(0.01)
+    assert thread.step_age_s() >= 0.01
+    leave.set()
+    thread.stop(TIMEOUT)
+    assert thread.step_age_s() == 0.0
+
+
+def test_errors_are_logged_and_given_to_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    def step(count: int) -> float | None:
+        if count == 1:
+            raise ValueError("step broke")
+        return None
+
+    worker = Recorder(step)
+    thread = DeviceThread[object](worker, "device")
+    with caplog.at_level(logging.ERROR):
+        thread.submit(KeyError("command broke"))
+        deadline = time.monotonic() + TIMEOUT
+        while len(worker.errors) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert [str(error) for error in worker.errors] == ["'command broke'", "step broke"]
+    assert "step broke" in caplog.text
+    assert thread.is_alive
+    thread.stop(TIMEOUT)
+
+
+def test_an_error_handler_that_raises_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    worker = Recorder()
+    worker.fatal = True
+    thread = DeviceThread[object](worker, "device")
+    thread.submit(ValueError("no way on"))
+    deadline = time.monotonic() + TIMEOUT
+    while thread.is_alive and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not thread.is_alive
+    with pytest.raises(DeviceStopped):
+        thread.submit("late")
+    with pytest.raises(DeviceStopped):
+        thread.call(lambda: None)
+    thread.stop(TIMEOUT)
+
+
+def test_calls_queued_behind_the_end_fail() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    worker = Recorder()
+    worker.fatal = True
+    thread = DeviceThread[object](worker, "device")
+    thread.call(lambda: (entered.set(), leave.wait(TIMEOUT)))
+    assert entered.wait(TIMEOUT)
+    thread.submit(ValueError("fatal"))
+    left_over = thread.call(lambda: None)
+    leave.set()
+    with pytest.raises(DeviceStopped):
+        left_over.result(TIMEOUT)
+    thread.stop(TIMEOUT)
+
+
+def test_stop_takes_what_was_submitted_before_and_may_be_repeated() -> None:
+    worker = Recorder()
+    thread = DeviceThread[object](worker, "device")
+    for number in range(10):
+        thread.submit(number)
+    thread.stop(TIMEOUT)
+    thread.stop(TIMEOUT)
+    assert worker.commands == list(range(10))

@@ -1,0 +1,101 @@
+"""Checkpoint folders: what is read, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import hf_logits, save_tiny, tiny_config, tiny_hf_model, tiny_state
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.loader import LoadedModel, build_decoder, load_model
+from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.runner import ModelRunner
+
+IDS = [5, 17, 3, 44, 96, 0, 12]
+
+
+def logits_of(loaded: LoadedModel) -> torch.Tensor:
+    return ModelRunner(loaded.model, 2).forward([BatchEntry(IDS, 0, [1], len(IDS))])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generation = {"eos_token_id": [2, 9], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+    return save_tiny(tmp_path_factory.mktemp("tiny"), generation=generation)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("mistral", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {})],
+)
+def test_saved_checkpoints_give_transformers_logits(family: str, options: dict[str, bool], tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, **options)
+    expected = hf_logits(tiny_hf_model(family, **options), IDS)
+    torch.testing.assert_close(logits_of(load_model(tmp_path)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_shards_are_read(tmp_path: Path) -> None:
+    save_tiny(tmp_path, shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    torch.testing.assert_close(logits_of(load_model(tmp_path)), hf_logits(tiny_hf_model(), IDS), atol=1e-4, rtol=1e-4)
+    next(iter(tmp_path.glob("*.safetensors"))).unlink()
+    with pytest.raises(WrongCheckpoint, match="names files that are not beside it"):
+        load_model(tmp_path)
+
+
+def test_facts(folder: Path) -> None:
+    loaded = load_model(folder, max_model_len=100)
+    assert loaded.eos_token_ids == (2, 9)
+    assert loaded.default_sampling == {"temperature": 0.6, "top_p": 0.9}
+    assert (loaded.vocab_size, loaded.max_model_len, loaded.model.hidden_size) == (97, 100, 64)
+    assert loaded.model.dtype == torch.float32
+
+
+def test_digest_follows_config_and_headers(folder: Path, tmp_path: Path) -> None:
+    digest = load_model(folder).digest
+    assert len(bytes.fromhex(digest)) == 32
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert load_model(copy).digest == digest
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
+    assert load_model(copy).digest != digest
+
+
+def test_pickled_weights_are_refused_with_the_way_out(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"no \.safetensors"):
+        load_model(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(UnsupportedModel, match="outrider convert"):
+        load_model(tmp_path)
+
+
+def test_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
+        load_model(tmp_path)
+
+
+def test_unknown_model_type_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    with pytest.raises(UnsupportedModel, match="no_such_model"):
+        load_model(copy)
+    with pytest.raises(UnsupportedModel, match="no_such_model"):
+        load_model(copy, batch_invariant=True)
+
+
+def test_dtype_by_name(folder: Path) -> None:
+    assert load_model(folder, dtype="bfloat16").model.dtype == torch.bfloat16
+    with pytest.raises(UnsupportedModel, match="float8"):
+        load_model(folder, dtype="float8")
+
+
+def test_built_in_memory_equals_loaded(folder: Path) -> None:
+    built = build_decoder(tiny_config(), tiny_state(tiny_hf_model()))
+    assert torch.equal(logits_of(built), logits_of(load_model(folder)))
+    assert built.eos_token_ids == (2,)
+    assert built.digest == build_decoder(tiny_config(), tiny_state(tiny_hf_model(seed=5))).digest

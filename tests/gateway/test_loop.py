@@ -1,0 +1,295 @@
+"""The core and its loop with scripted peers: whatever the draft does, the output is the target's."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from gateway.toys import EOS, ToyDraft, ToyTarget, arithmetic, expected, scripted, until
+
+from outrider.gateway.backends import Lost
+from outrider.gateway.core import (
+    CloseDraft,
+    Emit,
+    Fail,
+    OpenDraft,
+    OpenTarget,
+    Policy,
+    SpeculationCore,
+    ToDraft,
+    ToTarget,
+)
+from outrider.gateway.loop import speculate
+from outrider.gateway.rounds import Round, SpeculationTally
+from outrider.wire.errors import OutriderError, Unavailable
+from outrider.wire.messages import Commit, Credit, Failure, Open, Piece
+from outrider.wire.sampling import FinishReason, SamplingParams
+
+PROMPT = (11, 12, 13)
+K4 = Policy(4, patience_ms=50)
+
+
+def request(max_tokens: int = 30, **fields: object) -> Open:
+    return Open(0, PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
+
+
+async def collect(drafter: ToyDraft | None, target: ToyTarget, opened: Open, policy: Policy = K4) -> list[Round]:
+    rounds = []
+    async for item in speculate(drafter, target, opened, policy):
+        assert isinstance(item, Round)
+        rounds.append(item)
+    return rounds
+
+
+def ids_of(rounds: list[Round]) -> list[int]:
+    return [token for closed in rounds for token in closed.commit.ids]
+
+
+@pytest.mark.parametrize("wrong_every", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+async def test_output_is_the_targets(wrong_every: int, k: int) -> None:
+    draft, target = ToyDraft(wrong_every=wrong_every), ToyTarget()
+    rounds = await collect(draft, target, request(), Policy(k, patience_ms=50))
+    assert ids_of(rounds) == expected(PROMPT, 30)
+    assert [closed.index for closed in rounds] == list(range(len(rounds)))
+    assert all(closed.commit.num_drafted <= k for closed in rounds)
+    if k == 8 and wrong_every == 0:
+        assert len(rounds) <= 6 and target.num_patiences == 0
+    assert not any(link.open and link.sequence.over is False for link in draft.links)
+
+
+async def test_the_first_token_waits_for_no_draft() -> None:
+    draft, target = ToyDraft(mute=True), ToyTarget()
+    async with aclosing(speculate(draft, target, request(), Policy(4, patience_ms=60_000))) as rounds:
+        async with asyncio.timeout(1):
+            first = await anext(rounds)
+    assert isinstance(first, Round) and first.commit.num_drafted == 0
+    assert target.num_closed == draft.num_closed == 1
+
+
+async def test_a_mute_draft_costs_one_patience() -> None:
+    draft, target = ToyDraft(mute=True), ToyTarget()
+    assert ids_of(await collect(draft, target, request(), Policy(4, patience_ms=5))) == expected(PROMPT, 30)
+    assert target.num_patiences == 1
+
+
+@pytest.mark.parametrize("available", [True, False])
+async def test_an_absent_or_failing_draft_means_plain_decoding(available: bool) -> None:
+    draft, target = ToyDraft(available=available, mute=True), ToyTarget(step_s=0.001)
+    task = asyncio.create_task(collect(draft, target, request(), Policy(4, patience_ms=60_000)))
+    if available:
+        await until(lambda: len(target.links) == 1 and len(draft.links) == 1)
+        draft.links[0].emit(Failure(0, 9, "longer than the draft's context", "CONTEXT"))
+    rounds = await asyncio.wait_for(task, 2)
+    assert ids_of(rounds) == expected(PROMPT, 30) and target.num_patiences == 0
+    credits = [message for message in target.links[0].sent if isinstance(message, Credit)]
+    assert credits[-1].max_window == 0 and credits[-1].patience_ms == 0
+
+
+async def test_a_draft_that_dies_mid_stream_and_returns() -> None:
+    draft, target = ToyDraft(wrong_every=3), ToyTarget(step_s=0.001)
+    rounds = []
+    async for item in speculate(draft, target, request(60), K4):
+        assert isinstance(item, Round)
+        rounds.append(item)
+        if len(rounds) == 5:
+            draft.links[0].lose()
+    assert ids_of(rounds) == expected(PROMPT, 60)
+    assert rounds[-1].num_draft_tokens == 0
+
+
+async def test_a_lost_target_is_replaced_with_prompt_output_and_journal() -> None:
+    draft, target = ToyDraft(wrong_every=4), ToyTarget(step_s=0.001)
+    rounds = []
+    async for item in speculate(draft, target, request(40, seed=9), K4):
+        assert isinstance(item, Round)
+        rounds.append(item)
+        if len(rounds) in (3, 6):
+            target.links[-1].lose()
+    assert ids_of(rounds) == expected(PROMPT, 40)
+    assert len(target.opens) == 3
+    for again in target.opens[1:]:
+        assert again.prompt_ids == PROMPT and again.seed == 9
+        assert list(again.output_ids) == expected(PROMPT, len(again.output_ids)) and again.output_ids
+    assert isinstance(target.links[1].sent[0], Credit)
+    assert len(draft.opens) == 1  # the draft goes on
+
+
+async def test_a_target_that_returns_after_a_while() -> None:
+    target = ToyTarget(step_s=0.001)
+    rounds = []
+    async for item in speculate(None, target, request(40), Policy(0)):
+        assert isinstance(item, Round)
+        rounds.append(item)
+        if len(rounds) == 3:
+            target.available = False
+            asyncio.get_running_loop().call_later(0.25, setattr, target, "available", True)
+            target.links[-1].lose()
+    assert ids_of(rounds) == expected(PROMPT, 40)
+
+
+async def test_no_target_ends_the_request() -> None:
+    with pytest.raises(Unavailable, match="no target can take"):
+        await collect(None, ToyTarget(available=False), request())
+    target = ToyTarget(step_s=0.001)
+    with pytest.raises(Unavailable, match="no target can take"):
+        async for _ in speculate(None, target, request(200), Policy(0, reopen_s=0.15)):
+            target.available = False
+            if target.links[-1].open:
+                target.links[-1].lose()
+
+
+async def test_a_targets_own_error_reaches_the_caller() -> None:
+    target = ToyTarget(step_s=0.001)
+    with pytest.raises(OutriderError, match="NaN in a row") as raised:
+        async for _ in speculate(None, target, request(200), Policy(0)):
+            target.links[0].emit(Failure(0, 13, "NaN in a row"))
+    assert raised.value.code.value[0] == 13
+
+
+async def test_a_target_that_is_lost_again_and_again_is_given_up() -> None:
+    target = ToyTarget(step_s=0.001)
+    with pytest.raises(Unavailable, match="target lost"):
+        async for _ in speculate(None, target, request(200), Policy(0)):
+            target.links[-1].lose()
+    assert len(target.opens) == Policy(0).max_target_opens
+
+
+async def test_resume_continues_where_it_stopped() -> None:
+    whole = expected(PROMPT, 30)
+    target = ToyTarget()
+    rounds = await collect(ToyDraft(wrong_every=3), target, request(output_ids=tuple(whole[:7])))
+    assert ids_of(rounds) == whole[7:]
+    assert rounds[0].commit.position == len(PROMPT) + 7
+
+
+async def test_a_slow_client_gets_no_credit() -> None:
+    target = ToyTarget()
+    policy = Policy(0, plain_ahead=4, max_unread=8)
+    async with aclosing(speculate(None, target, request(100), policy)) as rounds:
+        await anext(rounds)
+        await asyncio.sleep(0.05)
+        assert len(target.links[0].sequence.tokens) <= len(PROMPT) + 8
+        assert len(ids_of([item async for item in rounds if isinstance(item, Round)])) == 99
+
+
+async def test_stop_strings_bound_the_credit() -> None:
+    target = ToyTarget()
+    policy = Policy(0, plain_ahead=4)
+    async with aclosing(speculate(None, target, request(100), policy, examines_text=True)) as rounds:
+        await anext(rounds)
+        await asyncio.sleep(0.05)
+        assert len(target.links[0].sequence.tokens) <= len(PROMPT) + 4
+
+
+async def test_closing_the_iterator_closes_both_links_at_once() -> None:
+    draft, target = ToyDraft(), ToyTarget()
+    rounds = speculate(draft, target, request(), K4)
+    await anext(rounds)
+    await rounds.aclose()
+    assert target.num_closed == draft.num_closed == 1
+
+
+async def test_an_error_in_one_sequence_does_not_reach_the_stream() -> None:
+    target = ToyTarget(step_s=0.001)
+    with pytest.raises(OutriderError, match="unexpected TypeError"):
+        async for _ in speculate(None, target, request(200), Policy(0)):
+            target.links[0].on_event(Commit(0, None, (1,)))  # type: ignore[arg-type]
+            target.links[0].on_event(Commit(0, len(target.links[0].sequence.tokens), None))  # type: ignore[arg-type]
+
+
+async def test_tally_counts_as_vllm_does() -> None:
+    rounds = await collect(ToyDraft(wrong_every=5), ToyTarget(), request())
+    tally = SpeculationTally()
+    for closed in rounds:
+        tally.add(closed)
+    drafted = [closed.commit for closed in rounds if closed.commit.num_drafted]
+    assert tally.num_rounds == len(rounds) and tally.num_drafts == len(drafted)
+    assert tally.num_accepted_tokens == sum(commit.num_accepted for commit in drafted)
+    assert sum(tally.accepted_per_position) == tally.num_accepted_tokens
+    assert tally.tested_per_position[0] == tally.num_drafts
+
+
+def test_eos_in_a_window_ends_it() -> None:
+    rounds = asyncio.run(collect(ToyDraft(rule=scripted([5, 6, 7])), ToyTarget(rule=scripted([5, 6, 7])), request()))
+    assert ids_of(rounds) == [5, 6, 7, EOS]
+    assert rounds[-1].commit.finish_reason is FinishReason.STOP
+
+
+# The core alone.
+
+
+def core(**fields: object) -> SpeculationCore:
+    made = SpeculationCore(request(), K4, **fields)  # type: ignore[arg-type]
+    made.start(0.0)
+    return made
+
+
+def commit(position: int, *ids: int, **fields: object) -> Commit:
+    return Commit(0, position, ids, **fields)  # type: ignore[arg-type]
+
+
+def test_start_credits_both_sides_at_the_same_time() -> None:
+    effects = SpeculationCore(request(), K4).start(0.0)
+    assert [type(effect) for effect in effects] == [OpenDraft, OpenTarget]
+    assert effects[0].messages == (Credit(0, 7, 4),)  # type: ignore[union-attr]
+    assert effects[1].messages == (Credit(0, 8, 4, 50),)  # type: ignore[union-attr]
+
+
+def test_a_commit_and_its_credit_travel_in_one_frame_before_the_client_sees_it() -> None:
+    effects = core().on_target(commit(3, 1, 2, logprobs=(((),), ((),))), 0.1)
+    assert [type(effect) for effect in effects] == [ToDraft, ToTarget, Emit]
+    sent = effects[0].messages  # type: ignore[union-attr]
+    assert sent[0].ids == (1, 2) and sent[0].logprobs == () and sent[1] == Credit(0, 9, 4)
+
+
+def test_the_journal_is_append_only() -> None:
+    made = core()
+    made.on_target(commit(3, 1, 2), 0.1)
+    effects = made.on_target(commit(4, 9), 0.2)  # out of step: the target is replaced, the journal stands
+    assert isinstance(effects[0], OpenTarget) and effects[0].request.output_ids == (1, 2)
+    assert made.committed == [*PROMPT, 1, 2]
+
+
+def test_pieces_past_the_committed_length_follow_a_target_that_dies() -> None:
+    made = core()
+    made.on_draft(Piece(0, 0, 3, (1, 2)))
+    made.on_draft(Piece(0, 0, 5, (3, 4)))
+    made.on_draft(Piece(0, 2, 6, (8,), parent=0))
+    made.on_target(commit(3, 1, 2), 0.1)
+    effects = made.on_target(Lost("x"), 0.2)
+    assert isinstance(effects[0], OpenTarget)
+    pieces = [message for message in effects[0].messages if isinstance(message, Piece)]
+    assert [(piece.chain, piece.position) for piece in pieces][-2:] == [(0, 5), (2, 6)]
+
+
+def test_chain_numbers_are_never_reused() -> None:
+    made = core()
+    made.on_draft(Piece(0, 6, 3, (1, 2)))
+    made.stop_drafting("gone", may_return=True)
+    effects = made.resume_drafting()
+    assert isinstance(effects[0], OpenDraft) and effects[0].request.first_chain == 7
+
+
+def test_a_finish_without_ids_ends_the_request() -> None:
+    effects = core().on_target(commit(3, finish_reason=FinishReason.ABORT), 0.1)
+    assert [type(effect) for effect in effects] == [Emit, CloseDraft]
+
+
+def test_what_remains_of_the_deadline_is_sent() -> None:
+    made = SpeculationCore(request(timeout_ms=1000), K4)
+    made.start(10.0)
+    effects = made.on_target(Lost("x"), 10.4)
+    assert isinstance(effects[0], OpenTarget) and effects[0].request.timeout_ms == 600
+
+
+def test_nothing_follows_the_end() -> None:
+    made = core()
+    assert [type(effect) for effect in made.give_up(Failure(0, 4, "late"))] == [CloseDraft, Fail]
+    assert not made.on_target(commit(3, 1), 0.1) and not made.on_draft(Piece(0, 0, 3, (1,)))
+    assert not made.on_read(9) and not made.give_up(Failure(0, 4, "late"))
+
+
+def test_toy_rule_is_the_one_expected() -> None:
+    assert expected(PROMPT, 2)[0] == arithmetic(PROMPT, 3)

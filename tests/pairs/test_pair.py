@@ -1,0 +1,103 @@
+"""The embedded pair loads with transformers, knows its language, and expands to the same function at any size."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.pairs import PairPaths, pair_path
+from outrider.pairs.expansion import expand_llama, write_expanded
+
+# A part of sched.py, one of the library's files that no training saw.
+HELD_OUT = Path(__file__).parent / "data" / "held_out_sched.txt"
+PAIR_BYTES = 24_000_000
+TARGET_LOSS = 3.3  # nats per token
+SMALL_EXPANSION = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def pair() -> PairPaths:
+    return pair_path()
+
+
+@pytest.fixture(scope="module")
+def held_out_ids(pair: PairPaths) -> torch.Tensor:
+    ids = AutoTokenizer.from_pretrained(pair.target)(HELD_OUT.read_text())["input_ids"]
+    return torch.tensor([ids])
+
+
+def load(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@torch.no_grad()
+def loss(model: PreTrainedModel, ids: torch.Tensor) -> float:
+    return F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).item()
+
+
+def test_unknown_pair_is_refused_with_the_known_ones_named() -> None:
+    with pytest.raises(ValueError, match=r"'fortran'.*python"):
+        pair_path("fortran")
+
+
+def test_pair_is_small_and_complete(pair: PairPaths) -> None:
+    files = [path for folder in (pair.target, pair.draft) for path in folder.iterdir()]
+    assert sum(path.stat().st_size for path in files) <= PAIR_BYTES
+    for folder in (pair.target, pair.draft):
+        assert all(weight.dtype == torch.bfloat16 for weight in load_file(folder / "model.safetensors").values())
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+        assert AutoConfig.from_pretrained(folder).vocab_size == 4096
+
+
+def test_both_models_share_one_tokenizer(pair: PairPaths) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (pair.target / name).read_bytes() == (pair.draft / name).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(pair.draft)
+    text = HELD_OUT.read_text()
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    assert chat == "<|user|>x<|assistant|>"
+    assert len(tokenizer) == 4096 and tokenizer.eos_token == "<|endoftext|>" and tokenizer.eos_token_id == 0
+
+
+def test_target_knows_held_out_text_better_than_the_draft(pair: PairPaths, held_out_ids: torch.Tensor) -> None:
+    target_loss = loss(load(pair.target), held_out_ids)
+    assert target_loss < TARGET_LOSS
+    assert target_loss < loss(load(pair.draft), held_out_ids) - 0.25
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 4), (8, 8), (12, 3)])
+def test_expansion_computes_the_same_logits(
+    pair: PairPaths, held_out_ids: torch.Tensor, num_heads: int, num_kv_heads: int
+) -> None:
+    small = load(pair.target)
+    sizes = SMALL_EXPANSION | {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    config, state = expand_llama(json.loads((pair.target / "config.json").read_text()), small.state_dict(), **sizes)
+    large = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    large.load_state_dict(state)
+    with torch.no_grad():
+        difference = large(held_out_ids).logits - small(held_out_ids).logits
+    assert difference.abs().max() < 1e-4
+
+
+def test_expansion_is_written_as_a_folder_that_loads(
+    pair: PairPaths, held_out_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    write_expanded(pair.target, tmp_path / "large", **SMALL_EXPANSION)
+    with torch.no_grad():
+        difference = load(tmp_path / "large")(held_out_ids).logits - load(pair.target)(held_out_ids).logits
+    assert difference.abs().max() < 1e-4
+    assert AutoTokenizer.from_pretrained(tmp_path / "large").eos_token_id == 0
+
+
+def test_expansion_refuses_sizes_that_cannot_hold_the_model(pair: PairPaths) -> None:
+    config = json.loads((pair.target / "config.json").read_text())
+    state = load_file(pair.target / "model.safetensors")
+    for sizes in ({"hidden_size": 64}, {"num_layers": 2}, {"num_kv_heads": 1, "num_heads": 4}, {"num_heads": 9}):
+        with pytest.raises(ValueError):
+            expand_llama(config, state, **sizes)

@@ -1,0 +1,182 @@
+"""The dependency rules of the source roots, read from the syntax trees. Imports inside functions count, too, but for
+the command line's, which is made of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+ROOTS = (
+    "protos", "kernels", "engine", "proposers", "draft_service", "target_service", "gateway", "models", "training",
+)  # fmt: skip
+
+WIRE = {"wire", "v1"}
+MODEL = {"kernels", "engine", "proposers"}
+ALLOWED: dict[str, set[str]] = {
+    "v1": set(),
+    "wire": {"v1"},
+    "kernels": set(),
+    "engine": {"kernels"},
+    "proposers": {"kernels", "engine"},
+    "draft": MODEL | WIRE,
+    "target": MODEL | WIRE | {"pairs"},  # --expand builds a large network from a small one
+    "gateway": WIRE | {"proposers"},  # of the proposers only TOKEN_ONLY
+    "llm": MODEL | WIRE | {"gateway", "draft", "target", "pairs"},
+    "client": WIRE,
+    "cli": MODEL | WIRE | {"commands", "gateway", "draft", "target", "pairs", "training", "llm", "client"},
+    "commands": MODEL | WIRE | {"cli", "gateway", "pairs", "client"},  # services run in processes of their own
+    "pairs": set(),
+    "training": MODEL | {"pairs"},
+}
+TOKEN_ONLY = {"base", "ngram", "suffix"}
+FORBIDDEN: dict[str, set[str]] = {
+    "wire": {"torch", "transformers"},
+    "kernels": {"grpc"},
+    "engine": {"grpc"},
+    "gateway": {"torch"},
+    "client": {"torch", "transformers"},
+}
+# Who may know protobuf; everybody else sees dataclasses.
+KNOWS_PROTOBUF = ("gateway/remote.py", "client.py")
+KNOWS_STATUS = ("errors.py", *KNOWS_PROTOBUF)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, as `a.b.c`; `from a.b import c` gives both a.b and a.b.c."""
+
+    path: Path
+    line: int
+    name: str
+
+    @property
+    def package(self) -> str:
+        """The part of the namespace that the importing file belongs to: "engine", "llm", ..."""
+        return package_of(self.path)
+
+    @property
+    def parts(self) -> list[str]:
+        return self.name.split(".")
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(REPOSITORY)}:{self.line} imports {self.name}"
+
+
+def package_of(path: Path) -> str:
+    parts = path.parts[path.parts.index("outrider", len(REPOSITORY.parts)) + 1 :]
+    return parts[0].removesuffix(".py")
+
+
+def sources() -> list[Path]:
+    return sorted(path for root in ROOTS for path in (REPOSITORY / root / "outrider").rglob("*.py"))
+
+
+def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
+    """All nodes; without those inside functions unless `lazy`."""
+    for child in ast.iter_child_nodes(tree):
+        yield child
+        if lazy or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from nodes(child, lazy=lazy)
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    for node in nodes(tree, lazy=package_of(path) != "cli"):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(path, node.lineno, alias.name)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield Import(path, node.lineno, node.module or "")
+            for alias in node.names:
+                yield Import(path, node.lineno, f"{node.module}.{alias.name}")
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[Import]:
+    return [
+        found
+        for path in sources()
+        if package_of(path) != "v1"  # generated
+        for found in imports_of(path)
+    ]
+
+
+def test_the_namespace_has_no_init() -> None:
+    assert not [root for root in ROOTS if (REPOSITORY / root / "outrider/__init__.py").exists()]
+    assert any(package_of(path) == "wire" for path in sources())
+
+
+def test_every_part_is_known_and_imports_are_absolute() -> None:
+    assert {package_of(path) for path in sources()} <= ALLOWED.keys()
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}:{node.lineno} is relative"
+
+
+def test_dependencies_point_one_way(imports: list[Import]) -> None:
+    wrong = [
+        found
+        for found in imports
+        if found.parts[0] == "outrider"
+        and len(found.parts) > 1
+        and found.parts[1] not in ALLOWED[found.package] | {found.package}
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_forbidden_libraries(imports: list[Import]) -> None:
+    wrong = [found for found in imports if found.parts[0] in FORBIDDEN.get(found.package, ())]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_gateway_takes_only_token_only_proposers(imports: list[Import]) -> None:
+    wrong = [
+        found
+        for found in imports
+        if found.package == "gateway"
+        and found.parts[:2] == ["outrider", "proposers"]
+        and not (len(found.parts) > 2 and found.parts[2] in TOKEN_ONLY)
+    ]
+    # `from outrider.proposers import ngram` also names the package itself, which is empty and harmless.
+    wrong = [found for found in wrong if found.name != "outrider.proposers"]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_token_only_proposers_import_no_other_root(imports: list[Import]) -> None:
+    mine = [found for found in imports if found.package == "proposers" and found.path.stem in TOKEN_ONLY]
+    wrong = [found for found in mine if found.parts[0] in {"torch", "numpy", "grpc", "transformers"}]
+    wrong += [
+        found
+        for found in mine
+        if found.parts[0] == "outrider"
+        and found.name not in {"outrider", "outrider.proposers"}
+        and (found.parts[1] != "proposers" or found.parts[2] not in TOKEN_ONLY)
+    ]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def knows_protobuf(path: Path) -> bool:
+    relative = path.as_posix()
+    in_wire = package_of(path) == "wire"
+    return (
+        (in_wire and path.name.startswith("codec")) or path.name == "servicer.py" or relative.endswith(KNOWS_PROTOBUF)
+    )
+
+
+def test_only_codecs_servicers_and_clients_know_protobuf(imports: list[Import]) -> None:
+    wrong = [
+        found
+        for found in imports
+        if (found.name.startswith("outrider.v1") and not knows_protobuf(found.path))
+        or (
+            found.name.startswith("google.rpc")
+            and not knows_protobuf(found.path)
+            and not found.path.as_posix().endswith(KNOWS_STATUS)
+        )
+    ]
+    assert not wrong, "\n".join(map(str, wrong))

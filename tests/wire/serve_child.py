@@ -1,0 +1,30 @@
+"""A server in a process of its own, for the tests of signals: serve_child.py [HOLD_S]"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from outrider.v1 import target_pb2, target_pb2_grpc
+from outrider.wire.server import build_server, serve_until_signal
+
+
+class Slow(target_pb2_grpc.TargetServiceServicer):
+    async def GetTargetInfo(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(float(sys.argv[1]))
+        return target_pb2.GetTargetInfoResponse(max_window=7)
+
+
+async def main() -> None:
+    server = build_server(
+        "localhost:0",
+        ["outrider.v1.TargetService"],
+        lambda grpc_server: target_pb2_grpc.add_TargetServiceServicer_to_server(Slow(), grpc_server),
+        enable_reflection=True,
+    )
+    await serve_until_signal(server, name="child", grace_s=5, on_drain=lambda: print("draining", flush=True))
+    print("stopped", flush=True)
+
+
+asyncio.run(main())

@@ -1,0 +1,82 @@
+"""Every message survives the wire, byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from wire.strategies import INFOS, MESSAGES, SAMPLING
+
+from outrider.v1 import common_pb2 as pb
+from outrider.wire import codec, codec_info, codec_parts, codec_sampling
+from outrider.wire.messages import Commit, Failure, TokenLogprob
+from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
+
+FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("name", [*MESSAGES, *INFOS])
+@FEW
+@given(data=st.data())
+def test_a_message_survives_the_wire(name: str, data: st.DataObject) -> None:
+    module = next(m for m in (codec, codec_parts, codec_info) if hasattr(m, f"encode_{name}"))
+    message = data.draw((MESSAGES | INFOS)[name])
+    encoded = getattr(module, f"encode_{name}")(message)
+    parsed = type(encoded).FromString(encoded.SerializeToString())
+    assert getattr(module, f"decode_{name}")(parsed) == message
+
+
+@FEW
+@given(params=SAMPLING)
+def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
+    encoded = codec_sampling.encode_sampling(params)
+    defaults = SamplingParams(seed=params.seed, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs)
+    assert codec_sampling.decode_sampling(encoded) == params
+    # Whatever the receiver's defaults are, only what the sender left absent (None) is taken from them.
+    other = dataclasses.replace(defaults, temperature=0.5, top_k=7, max_tokens=3, detokenize=False)
+    assert codec_sampling.decode_sampling(encoded, other) == params
+
+
+def test_absent_fields_come_from_the_defaults_and_present_zeros_do_not() -> None:
+    defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=16)
+    assert codec_sampling.decode_sampling(pb.SamplingParams(), defaults) == defaults
+    zeros = codec_sampling.decode_sampling(pb.SamplingParams(temperature=0.0, top_k=0, seed=0), defaults)
+    assert (zeros.temperature, zeros.top_k, zeros.top_p, zeros.seed) == (0.0, 0, 0.95, 0)
+    assert codec_sampling.decode_sampling(pb.SamplingParams()).max_tokens == 16
+
+
+def test_every_field_of_the_dataclasses_is_encoded() -> None:
+    """A field added to SamplingParams and forgotten in the codec would silently take its default."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_a_number_that_no_field_or_enum_holds_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="logprobs_mode"):
+        codec_sampling.decode_logprobs_mode(9)
+    with pytest.raises(ValueError, match="TokenOrigin"):
+        codec.decode_commit(pb.Commit(ids=[1], origins=[77]))
+    with pytest.raises(ValueError):
+        codec.encode_commit(Commit(1, -1, ()))
+
+
+def test_small_codecs_of_parts() -> None:
+    for mode in LogprobsMode:
+        assert codec_sampling.decode_logprobs_mode(codec_sampling.encode_logprobs_mode(mode)) is mode
+    assert codec_sampling.decode_logprobs_mode(0) is LogprobsMode.RAW_LOGPROBS
+    empty = StructuredOutput(choice=())
+    encoded = codec_sampling.encode_structured_output(empty)
+    assert codec_sampling.decode_structured_output(encoded) == empty
+    candidate = TokenLogprob(1, -0.5, 2)
+    assert codec_parts.decode_token_logprob(codec_parts.encode_token_logprob(candidate)) == candidate
+
+
+def test_a_failure_is_a_rich_status() -> None:
+    encoded = codec.encode_failure(Failure(3, 8, "no blocks", "NO_BLOCKS", 250))
+    assert encoded.status.code == 8
+    assert [detail.TypeName() for detail in encoded.status.details] == [
+        "google.rpc.ErrorInfo",
+        "google.rpc.RetryInfo",
+    ]

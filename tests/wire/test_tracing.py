@@ -1,0 +1,106 @@
+"""Traces: OTLP/JSON lines, an OTLP sink over gRPC, trace contexts in messages, and nothing when off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from outrider.wire import tracing
+from outrider.wire import tracing_names as names
+from outrider.wire.tracing import TraceFileExporter, build_provider, context_from_traceparent, inject_traceparent
+
+
+def record(provider: Any) -> tuple[str, str]:
+    """A request with one round, linked to itself; (trace id, round's span id) in hex."""
+    tracer = provider.get_tracer("test")
+    with tracer.start_as_current_span("chat tiny") as root:
+        link = trace.Link(root.get_span_context())
+        with tracer.start_as_current_span(names.SPAN_ROUND, links=[link]) as span:
+            span.set_attribute(names.ROUND_DRAFTED, 4)
+            context = span.get_span_context()
+    return f"{context.trace_id:032x}", f"{context.span_id:016x}"
+
+
+def test_a_trace_file_holds_otlp_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "trace.jsonl"
+    provider = build_provider("outrider-test", [TraceFileExporter(path)])
+    trace_id, span_id = record(provider)
+    provider.force_flush()
+    record(provider)
+    provider.shutdown()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 2
+    resource = lines[0]["resourceSpans"][0]
+    attributes = {a["key"]: a["value"] for a in resource["resource"]["attributes"]}
+    assert attributes["service.name"] == {"stringValue": "outrider-test"}
+    spans = {span["name"]: span for span in resource["scopeSpans"][0]["spans"]}
+    span, root = spans[names.SPAN_ROUND], spans["chat tiny"]
+    assert (span["traceId"], span["spanId"]) == (trace_id, span_id)
+    assert span["parentSpanId"] == root["spanId"] == span["links"][0]["spanId"]
+    assert span["startTimeUnixNano"].isdigit() and span["kind"] == 1
+    assert span["attributes"] == [{"key": "outrider.round.drafted", "value": {"intValue": "4"}}]
+
+
+async def test_spans_reach_a_collector_over_grpc() -> None:
+    received: list[Any] = []
+
+    class Sink(trace_service_pb2_grpc.TraceServiceServicer):
+        async def Export(self, request: Any, context: Any) -> Any:
+            received.append(request)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Sink(), server)
+    port = server.add_insecure_port("localhost:0")
+    await server.start()
+    provider = build_provider("t", [OTLPSpanExporter(endpoint=f"http://localhost:{port}", insecure=True)])
+    record(provider)
+    await asyncio.to_thread(provider.shutdown)
+    await server.stop(None)
+    assert sorted(s.name for r in received for s in r.resource_spans[0].scope_spans[0].spans) == [
+        "chat tiny",
+        names.SPAN_ROUND,
+    ]
+
+
+def test_the_trace_context_travels_in_a_message(tmp_path: Path) -> None:
+    assert inject_traceparent() == ""
+    provider = build_provider("t", [])
+    tracer = provider.get_tracer("test")
+    with tracer.start_as_current_span("root") as root:
+        header = inject_traceparent()
+    context = root.get_span_context()
+    assert header == f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    child = tracer.start_span("child", context=context_from_traceparent(header))
+    assert child.get_span_context().trace_id == context.trace_id
+    for nonsense in ("", "garbage", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
+        span = trace.get_current_span(context_from_traceparent(nonsense))
+        assert not span.get_span_context().is_valid
+    provider.shutdown()
+
+
+def test_off_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[Any] = []
+    monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
+    for name in tracing.ENDPOINT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    tracing.setup_tracing("t")()
+    assert installed == []
+
+
+def test_setup_installs_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed: list[Any] = []
+    monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "from-the-environment")
+    shutdown = tracing.setup_tracing("t", tmp_path / "t.jsonl")
+    record(installed[0])
+    shutdown()
+    assert "from-the-environment" in (tmp_path / "t.jsonl").read_text()

@@ -1,0 +1,153 @@
+"""Make an embedded model pair from the standard library's sources: `python -m outrider.training.pair`.
+
+The whole story in order: read the corpus, train the tokenizer, train the target on the text, teach it not to repeat
+itself, distil the draft from it on the text and on what the target writes, export both, and measure them on the
+held-out files. The defaults are
+those of the pair that comes with the package. Every stage that trains goes on from its checkpoint in `--work`.
+"""
+
+import argparse
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outrider.training.corpus import Corpus, read_sources, split_sources, standard_library, tokenize
+from outrider.training.distill import (
+    DistillWeights,
+    WrittenPlan,
+    distillation_loss,
+    mixed_batches,
+    write_pool,
+)
+from outrider.training.evaluate import Report, evaluate
+from outrider.training.export import export, read_weights
+from outrider.training.model import Llama, LlamaShape
+from outrider.training.repetition import RepetitionPlan, unlearn_repetition
+from outrider.training.tokenizer import train_tokenizer
+from outrider.training.train import Loss, TrainPlan, corpus_batches, text_loss, train
+
+logger = logging.getLogger(__name__)
+
+TARGET_SHAPE = LlamaShape(320, 896, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=64)
+DRAFT_SHAPE = LlamaShape(160, 512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32)
+TARGET_PLAN = TrainPlan(steps=1400, decay_steps=600, phases=((0, 256), (1150, 512), (1320, 1024)))
+REPETITION_PLAN = RepetitionPlan(
+    TrainPlan(
+        steps=180,
+        decay_steps=175,
+        phases=((0, 192),),
+        warmup_steps=5,
+        tokens_per_step=4096,
+        matrix_lr=0.004,
+        vector_lr=0.0006,
+        seed=100,
+    )
+)
+WRITTEN_PLAN = WrittenPlan(pool_windows=2048, fresh_from=1400)
+DRAFT_PLAN = TrainPlan(
+    steps=2900, decay_steps=1450, phases=((0, 256), (2700, 512)), tokens_per_step=4096, vector_lr=0.004, seed=1
+)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where a run reads, keeps its checkpoints and writes, and whether it compiles the losses."""
+
+    library: Path
+    work: Path
+    output: Path
+    compile: bool
+
+    def prepare(self, loss: Loss) -> Loss:
+        """The loss, compiled if this run compiles."""
+        compiled: Loss = torch.compile(loss, dynamic=False) if self.compile else loss
+        return compiled
+
+
+def make_corpus(library: Path) -> tuple[Tokenizer, Corpus]:
+    """The tokenizer, trained on the training files alone, and both sides' token ids."""
+    training_files, held_out_files = split_sources(read_sources(library))
+    tokenizer = train_tokenizer(file.text for file in training_files)
+    corpus = tokenize(tokenizer, training_files, held_out_files)
+    logger.info("%d training tokens, %d held out", corpus.train.numel(), corpus.num_held_out_tokens)
+    return tokenizer, corpus
+
+
+def make_target(shop: Workshop, stream: Tensor) -> Llama:
+    """The target, trained on the text and then against repeating itself."""
+    target = Llama(TARGET_SHAPE, seed=0)
+    batches = corpus_batches(TARGET_PLAN, stream)
+    train(target, shop.prepare(text_loss(target)), TARGET_PLAN, batches, shop.work / "target.pt")
+    settled = shop.work / "settled.pt"
+    if settled.exists():
+        target.load_state_dict(torch.load(settled, weights_only=True))
+    else:
+        unlearn_repetition(target, stream, REPETITION_PLAN, shop.prepare)
+        torch.save(target.state_dict(), settled)
+    return target
+
+
+def make_draft(shop: Workshop, target: Llama, stream: Tensor) -> Llama:
+    """The draft, distilled from the exported target on the corpus and on what the target writes."""
+    draft = Llama(DRAFT_SHAPE, seed=1)
+    pool = _pool(shop.work / "written.pt", target, stream)
+    corpus = corpus_batches(DRAFT_PLAN, stream)
+    batches = mixed_batches(corpus, pool, target, stream, WRITTEN_PLAN, DRAFT_PLAN.tokens_per_step)
+    loss = distillation_loss(draft, target, DistillWeights())
+    train(draft, shop.prepare(loss), DRAFT_PLAN, batches, shop.work / "draft.pt")
+    return draft
+
+
+def make_pair(shop: Workshop) -> Report:
+    """The whole pair below `shop.output`, and what it measures."""
+    tokenizer, corpus = make_corpus(shop.library)
+    export(make_target(shop, corpus.train), tokenizer, shop.output / "target")
+    target = read_weights(shop.output / "target", TARGET_SHAPE, torch.bfloat16)
+    draft = make_draft(shop, target, corpus.train)
+    export(draft, tokenizer, shop.output / "draft")
+    return evaluate(shop.output / "target", shop.output / "draft", corpus.held_out)
+
+
+def main() -> None:
+    """The command line."""
+    options = _parse()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(options.threads)
+    shop = Workshop(options.library, options.work, options.output, options.compile)
+    report = make_pair(shop)
+    print(json.dumps(asdict(report) | _rates(report), indent=2))
+
+
+def _pool(path: Path, target: Llama, stream: Tensor) -> Tensor:
+    if not path.exists():
+        torch.save(write_pool(target, stream, WRITTEN_PLAN), path)
+    pool: Tensor = torch.load(path, weights_only=True)
+    return pool
+
+
+def _rates(report: Report) -> dict[str, float]:
+    return {
+        "greedy_accepted_per_tested": report.greedy.per_tested,
+        "greedy_accepted_per_drafted": report.greedy.per_drafted,
+        "sampled_accepted_per_tested": report.sampled.per_tested,
+        "sampled_accepted_per_drafted": report.sampled.per_drafted,
+    }
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m outrider.training.pair", description=__doc__)
+    parser.add_argument("--library", type=Path, default=standard_library(), help="folder of Python sources to read")
+    parser.add_argument("--work", type=Path, default=Path("build/pair/work"), help="folder of the checkpoints")
+    parser.add_argument("--output", type=Path, default=Path("build/pair/python"), help="folder to write the pair to")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the products")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
