@@ -45,7 +45,8 @@ def test_only_what_is_given_is_sent() -> None:
 def test_lists_and_mappings() -> None:
     settings = generate(
         "--token-ids", "1, 2,3", "--token-ids", "4", "--stop", "a,b", "--stop", "\n", "--stop-token-ids", "5,6",
-        "--bad-words-ids", "7,8", "--bad-words-ids", "9", "--logit-bias", '{"3": -1.5}', "--seed", "18446744073709551615",
+        "--bad-words-ids", "7,8", "--bad-words-ids", "9", "--logit-bias", '{"3": -1.5}',
+        "--seed", "18446744073709551615",
         "--logprobs-mode", "raw_logits", "--structured-output", '{"regex": "a+"}',
     )  # fmt: skip
     assert settings.token_ids == (1, 2, 3, 4) and settings.prompt is None

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
 from cli.command import outrider, succeed
-from outrider.engine.loader import load_model
+from safetensors.torch import load_file
 from tiny import save_tiny, tiny_hf_model, tiny_state
+
+from outrider.engine.loader import load_model
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The engine over a tiny model: drafts equal a naive draft's whatever happened before, and nothing is computed twice."""
+"""The engine over a tiny model: drafts equal a naive draft's after any history, and no row is computed twice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
 
 from outrider.draft.engine import Deliver, Detach
+from outrider.draft.state import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
 from outrider.engine.runner import ModelRunner
 from outrider.wire.messages import Close, Closed, Failure, Open, Piece
@@ -213,6 +214,9 @@ def test_ngrams_need_no_forward() -> None:
     assert harness.run(commit(1, 8, 8)) == [Piece(1, 2, 9, ())]
     assert harness.ids(commit(1, 9, 1, 2), credit(1, 15)) == [(3, 9, 8, 1)]
     assert not harness.batches
+    far = harness.run(credit(1, 2**32 - 1, 128))
+    assert sum(len(piece.ids) for piece in far if isinstance(piece, Piece)) == MAX_AHEAD - 4
+    assert [piece.more for piece in far if isinstance(piece, Piece)][-1] is False
 
 
 def failure_of(harness: Harness, *messages: Any) -> Failure:

@@ -20,7 +20,9 @@ PROMPT = [1, 2, 3, 4, 5]
 CHAIN = [10, 11, 12, 13]
 
 
-def drafted(ids: list[int], until: int = 100, max_window: int = 100, **options: Any) -> tuple[DraftSequence, SequenceCache]:
+def drafted(
+    ids: list[int], until: int = 100, max_window: int = 100, **options: Any
+) -> tuple[DraftSequence, SequenceCache]:
     """A sequence after PROMPT that has drafted `ids`; all but the last token are computed."""
     cache = SequenceCache(BlockPool(8), 4)
     matcher = NgramProposer(1, 1).open(PROMPT)

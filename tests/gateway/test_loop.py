@@ -194,9 +194,10 @@ async def test_closing_the_iterator_closes_both_links_at_once() -> None:
 async def test_an_error_in_one_sequence_does_not_reach_the_stream() -> None:
     target = ToyTarget(step_s=0.001)
     with pytest.raises(OutriderError, match="unexpected TypeError"):
-        async for _ in speculate(None, target, request(200), Policy(0)):
-            target.links[0].on_event(Commit(0, None, (1,)))  # type: ignore[arg-type]
-            target.links[0].on_event(Commit(0, len(target.links[0].sequence.tokens), None))  # type: ignore[arg-type]
+        async for item in speculate(None, target, request(200), Policy(0)):
+            assert isinstance(item, Round)
+            broken = Commit(0, item.commit.position + len(item.commit.ids), 7)  # type: ignore[arg-type]
+            target.links[0].on_event(broken)
 
 
 async def test_tally_counts_as_vllm_does() -> None:

@@ -1,4 +1,5 @@
-"""Toys for the gateway's tests: a target that follows an exact rule, a draft that guesses it, in process and over gRPC."""
+"""Toys for the gateway's tests: a target that follows an exact rule and a draft that guesses it; in process and over
+gRPC."""
 
 from __future__ import annotations
 
@@ -384,5 +385,5 @@ async def serving(servicer: Any, address: str = "127.0.0.1:0") -> AsyncIterator[
 async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     """Waits for something to become true."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 (a condition of another object)
             await asyncio.sleep(0.002)

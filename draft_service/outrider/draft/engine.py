@@ -99,7 +99,7 @@ class DraftEngine:
         if self._model and steps:
             self._draft(self._model, steps)
         self._flush()
-        if steps:
+        if steps or (self._model and self._prepare(self._model)):
             return 0.0
         if any(draft.wants_tokens for draft in self._sequences.values()):
             return STALLED_S
@@ -189,6 +189,15 @@ class DraftEngine:
         self._in_step = []
         if self._tracer is not None:
             record_step(self._tracer, steps, duration_us)
+
+    def _prepare(self, model: ModelMethod) -> bool:
+        """In a pause, draws one sequence's random numbers for after the verification under way; then commands get
+        their turn again."""
+        return any(
+            model.proposer.prepare(draft.method.law, draft.committed, len(draft.sequence) + draft.piece_len + 1)
+            for draft in self._sequences.values()
+            if isinstance(draft.method, ModelState) and draft.until > draft.committed and not draft.finished
+        )
 
     def _expire(self, now: float) -> None:
         late = [key for key, draft in self._sequences.items() if draft.deadline is not None and draft.deadline <= now]

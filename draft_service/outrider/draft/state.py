@@ -21,6 +21,7 @@ from outrider.wire.errors import FailedPrecondition
 from outrider.wire.messages import Commit, Credit, Piece, TokenWeights
 
 SequenceKey = tuple[int, int]  # stream number, sequence id
+MAX_AHEAD = 512  # tokens past the committed ones, whatever the credit: a target holds no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class DraftSequence:
     @property
     def limit(self) -> int:
         """Positions below it may be drafted now."""
-        return min(self.until, self.capacity) if self.piece_len else 0
+        return min(self.until, self.capacity, self.committed + MAX_AHEAD) if self.piece_len else 0
 
     @property
     def wants_tokens(self) -> bool:

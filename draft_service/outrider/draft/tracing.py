@@ -29,9 +29,11 @@ def installed_tracer() -> Tracer | None:
 
 
 def record_step(tracer: Tracer, steps: Sequence[tuple[DraftSequence, int]], duration_us: int) -> None:
-    """The span of a step that ends now, of sequences and their rows."""
-    end = time.time_ns()
+    """The span of a step that ends now, of sequences and their rows; none where no request is traced."""
     links = [draft.link for draft, _ in steps if draft.link is not None]
+    if not links:
+        return
+    end = time.time_ns()
     attributes = {names.BATCH_ROWS: sum(rows for _, rows in steps), names.BATCH_SEQUENCES: len(steps)}
     span = tracer.start_span(
         names.SPAN_DRAFT_BATCH, links=links, attributes=attributes, start_time=end - duration_us * 1000

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BaseModel
 
 from outrider.wire.config import ServiceSettings, parse_settings
 from outrider.wire.options import options
@@ -52,30 +52,27 @@ def name_bare(model: type[BaseModel], argv: Sequence[str], bare: Sequence[str], 
     return named
 
 
-def _split_ids(value: Any) -> Any:
-    """Ids from "1,2,3", or from several of these."""
+def split_ids(value: Any) -> Any:
+    """Ids from "1,2,3", or from several of these; what is no text is left to the model."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     if isinstance(value, list | tuple):
-        return [part for item in value for part in (_split_ids(item) if isinstance(item, str) else [item])]
+        return [part for item in value for part in (split_ids(item) if isinstance(item, str) else [item])]
     return value
 
 
-def _split_each(value: Any) -> Any:
-    """Lists of ids, one for each text."""
-    return [_split_ids(item) for item in value] if isinstance(value, list | tuple) else value
+def split_each(value: Any) -> Any:
+    """Lists of ids, one from each text."""
+    if isinstance(value, list | tuple):
+        return [split_ids(item) if isinstance(item, str) else item for item in value]
+    return value
 
 
-def _read_json(value: Any) -> Any:
+def read_json(value: Any) -> Any:
+    """What a JSON text holds."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"must be JSON ({error})") from error
-
-
-Ids = Annotated[tuple[int, ...], BeforeValidator(_split_ids)]
-IdLists = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_split_each)]
-Biases = Annotated[dict[int, float], BeforeValidator(_read_json)]
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_read_json)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 from outrider.wire.sampling import TokenOrigin
@@ -37,6 +38,11 @@ class Painter:
         self._out.write(self._paint(text.translate(_VISIBLE), COLOURS[origin]) if self.colours else text)
         self._out.flush()
 
+    def prompt(self, text: str) -> None:
+        """What the completion continues."""
+        self._out.write(self._paint(text, DIM) if self.colours else text)
+        self._out.flush()
+
     def note(self, text: str) -> None:
         """A line of ours, which is no model's text."""
         self._out.write((self._paint(text, DIM) if self.colours else text) + "\n")
@@ -47,11 +53,15 @@ class Painter:
         self._out.write("\n" + (self._paint(text, BOLD) if self.colours else text) + "\n")
         self._out.flush()
 
+    def lines(self, lines: Iterable[str]) -> None:
+        """Lines as they are."""
+        self._out.write("".join(f"{line}\n" for line in lines))
+        self._out.flush()
+
     def legend(self) -> None:
         """What the colours mean."""
         if self.colours:
-            lines = (f"  {self._paint(f'{o.name.lower():<10}', COLOURS[o])} {MEANINGS[o]}" for o in TokenOrigin)
-            self._out.write("\n".join(lines) + "\n")
+            self.lines(f"  {self._paint(f'{o.name.lower():<10}', COLOURS[o])} {MEANINGS[o]}" for o in TokenOrigin)
 
     def _paint(self, text: str, colour: str) -> str:
         return f"{colour}{text}{RESET}" if colour and text else text

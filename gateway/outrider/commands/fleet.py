@@ -35,7 +35,8 @@ class Fleet:
     def start(self, advance: Advance) -> str:
         """Starts the three services and returns the gateway's address."""
         self.draft = self._start("draft", "--model", str(self.folders.draft), "--threads", "1")
-        self.target = self._start_target()
+        self.target = self._start_target()  # both load at the same time
+        advance(f"draft listens on {self._wait(self.draft)}")
         return self._connect(advance, self.draft, self.target)
 
     def enlarge(self, advance: Advance) -> str:
@@ -47,9 +48,8 @@ class Fleet:
         return self._connect(advance, self.draft, self.target)
 
     def _connect(self, advance: Advance, draft: Service, target: Service) -> str:
-        """Waits for the two and starts a gateway in front of them."""
-        for service in (draft, target):
-            advance(f"{service.name} listens on {self._wait(service)}")
+        """Waits for the target and starts a gateway in front of the two."""
+        advance(f"target listens on {self._wait(target)}")
         self.gateway = self._start(
             "gateway", "--target", target.address, "--draft", draft.address, "--tokenizer", str(self.folders.target),
             "--num-draft-tokens", str(self.settings.num_draft_tokens), "--trace-file", str(self.settings.trace_file),

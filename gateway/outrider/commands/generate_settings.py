@@ -6,9 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from outrider.commands.arguments import Biases, IdLists, Ids, JsonObject
+from outrider.commands.arguments import read_json, split_each, split_ids
 from outrider.wire.config import ServiceSettings
 from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
 
@@ -25,14 +25,16 @@ class SamplingSettings(ServiceSettings):
     repetition_penalty: float | None = Field(None, description="divides the logits of tokens in prompt and output")
     presence_penalty: float | None = Field(None, description="subtracted from the logits of tokens in the output")
     frequency_penalty: float | None = Field(None, description="the same, times the token's count")
-    logit_bias: Biases | None = Field(None, description='added to logits, as in {"42": -1.5}')
-    allowed_token_ids: Ids | None = Field(None, description="the only ids that may come, as in 1,2,3")
+    logit_bias: dict[int, float] | None = Field(None, description='added to logits, as in {"42": -1.5}')
+    allowed_token_ids: tuple[int, ...] | None = Field(None, description="the only ids that may come, as in 1,2,3")
     bad_words: tuple[str, ...] | None = Field(None, description="a text that must not come")
-    bad_words_ids: IdLists | None = Field(None, description="ids that must not come in this order, as in 7,8")
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = Field(
+        None, description="ids that must not come in this order, as in 7,8"
+    )
     max_tokens: int | None = Field(None, description="most tokens of a completion (the gateway's default: 16)")
     min_tokens: int | None = Field(None, description="tokens before which nothing ends the output")
     stop: tuple[str, ...] | None = Field(None, description="a text that ends the output")
-    stop_token_ids: Ids | None = Field(None, description="ids that end the output, as in 1,2,3")
+    stop_token_ids: tuple[int, ...] | None = Field(None, description="ids that end the output, as in 1,2,3")
     ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
     include_stop_str_in_output: bool | None = Field(None, description="leave the stop text in the output")
     logprobs: int | None = Field(None, description="log probabilities of this many tokens a position (with --json)")
@@ -41,7 +43,7 @@ class SamplingSettings(ServiceSettings):
     skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text")
     spaces_between_special_tokens: bool | None = Field(None, description="spaces between special tokens")
     detokenize: bool | None = Field(None, description="make text; off: ids alone")
-    structured_output: JsonObject | None = Field(None, description='a constraint, as in {"regex": "[0-9]+"}')
+    structured_output: dict[str, Any] | None = Field(None, description='a constraint, as in {"regex": "[0-9]+"}')
     truncate_prompt_tokens: int | None = Field(None, description="keep only the prompt's last tokens")
     seed: int | None = Field(None, description="makes the output reproducible")
 
@@ -51,6 +53,10 @@ class SamplingSettings(ServiceSettings):
         if self.structured_output is not None:
             values["structured_output"] = StructuredOutput(**self.structured_output)
         return {name: value for name, value in values.items() if value is not None}
+
+    _ids = field_validator("allowed_token_ids", "stop_token_ids", mode="before")(split_ids)
+    _id_lists = field_validator("bad_words_ids", mode="before")(split_each)
+    _json = field_validator("logit_bias", "structured_output", mode="before")(read_json)
 
     @model_validator(mode="after")
     def _check_structured_output(self) -> SamplingSettings:
@@ -68,7 +74,7 @@ class GenerateSettings(SamplingSettings):
 
     gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
     prompt: str | None = Field(None, description="the text to continue; also the bare argument")
-    token_ids: Ids | None = Field(None, description="the prompt as ids, as in 1,2,3")
+    token_ids: tuple[int, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
     n: int = Field(1, description="completions of the prompt")
     num_draft_tokens: int | None = Field(None, description="tokens drafted a round (default: the gateway's)")
     method: str = Field("", description="how to draft (default: the draft service's)")
@@ -81,6 +87,8 @@ class GenerateSettings(SamplingSettings):
     request_id: str = Field("", description="name of the request in logs and traces")
     priority: int = Field(0, description="lower is served first under load")
     salt: str = Field("", description="separates prefix caches")
+
+    _prompt_ids = field_validator("token_ids", mode="before")(split_ids)
 
     @model_validator(mode="after")
     def _check_prompt(self) -> GenerateSettings:

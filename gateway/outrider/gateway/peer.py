@@ -135,7 +135,7 @@ class Peer(Generic[Info]):
                 if time.monotonic() - began >= STABLE_S:
                     backoff = MIN_BACKOFF_S
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-                backoff = min(2 * backoff, MAX_BACKOFF_S)
+                backoff = min(1.5 * backoff, MAX_BACKOFF_S)
         finally:
             self._lose("the gateway stops")
             await channel.close()

@@ -21,7 +21,7 @@ from outrider.engine.sampling import SamplingRows, SequenceSampler, process, pro
 from outrider.engine.sequence import Sequence
 from outrider.kernels.coupled import coupled_choice
 from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
-from outrider.proposers.random_ahead import RandomAhead, RandomKey, noise_rows, word_rows
+from outrider.proposers.random_ahead import Place, RandomAhead, RandomKey, noise_source, word_source
 
 
 class DraftRule(IntEnum):
@@ -62,6 +62,10 @@ class DraftRows:
         """Where the next token will stand."""
         return len(self.sequence)
 
+    def place(self) -> Place:
+        """Where its random numbers are."""
+        return self.law.key, self.law.ahead, self.position, self.limit
+
     def batch_entry(self) -> BatchEntry:
         """The rows as the runner takes them."""
         sequence, start = self.sequence, self.sequence.num_computed_tokens
@@ -91,6 +95,8 @@ class DraftModelProposer:
     def __init__(self, runner: ModelRunner, mass: float = DEFAULT_MASS) -> None:
         self.runner = runner
         self._mass = mass
+        self._words = word_source(runner.model.device)
+        self._noise = noise_source(runner.model.vocab_size, runner.model.device)
 
     @torch.inference_mode()
     def step(self, rows: Many[DraftRows]) -> list[Drafted | None]:
@@ -111,6 +117,15 @@ class DraftModelProposer:
             _advance(row, token)
         return drafted
 
+    @torch.inference_mode()
+    def prepare(self, law: DraftLaw, first: int, end: int) -> bool:
+        """Draws a sequence's random numbers of positions `first` to `end` - 1 while there is time; whether any were
+        missing."""
+        if law.rule is DraftRule.ARGMAX:
+            return False
+        source = self._noise if law.rule is DraftRule.COUPLED else self._words
+        return source.prepare((law.key, law.ahead, first, end))
+
     def _draw(self, rule: DraftRule, logits: Tensor, rows: list[DraftRows]) -> list[Drafted | None]:
         """`logits` are [rows, vocab]."""
         plans = [row.sampling_rows() for row in rows]
@@ -119,7 +134,7 @@ class DraftModelProposer:
             return _without_weights(ids, invalid)
         probs, invalid = process(logits, plans)  # [rows, vocab], [rows]
         if rule is DraftRule.COUPLED:
-            noise = noise_rows([(row.law.key, row.law.ahead, row.position, row.limit) for row in rows], probs)
+            noise = self._noise.rows([row.place() for row in rows])  # [rows, vocab]
             return _without_weights(coupled_choice(probs, noise), invalid)
         return self._draw_weighted(probs, invalid, rows)
 
@@ -127,7 +142,7 @@ class DraftModelProposer:
         """`probs` are [rows, vocab], `invalid` [rows]."""
         if bool(invalid.any()):
             probs[invalid] = 1.0 / probs.shape[1]  # drawn like the others, and not used
-        words = word_rows([(row.law.key, row.law.ahead, row.position, row.limit) for row in rows], probs.device)
+        words = self._words.rows([row.place() for row in rows])  # [rows, 4]
         samples = draft_sample(probs, words, self._mass)
         tokens, bad, starts = samples.token_ids.tolist(), invalid.tolist(), samples.entry_starts.tolist()
         ids, weights = tuple(samples.entry_ids.tolist()), tuple(samples.entry_weights.tolist())

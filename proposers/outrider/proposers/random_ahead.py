@@ -1,7 +1,8 @@
 """Random numbers ahead of the logits that they meet.
 
 They depend on seed, position and completion alone, and a call for many positions costs little more than for one: so a
-sequence draws those of its whole credit window at once and keeps them.
+sequence draws those of its whole credit window at once and keeps them, and draws those of the next window while it
+waits for the target.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from outrider.kernels.philox import Purpose, as_int64, exponential_noise, words
 
-MAX_WORD_ROWS = 64  # rows of four words
-MAX_NOISE_VALUES = 1 << 16  # of a sequence, over its rows
+MAX_WORD_ROWS = 64  # rows of four words that a sequence keeps
+MAX_NOISE_VALUES = 1 << 17  # that a sequence keeps, over its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,50 +39,76 @@ class RandomAhead:
         index = position - self._first
         return self._rows[index] if 0 <= index < len(self._rows) else None
 
-    def put(self, first: int, rows: Tensor) -> None:
-        """Keeps rows from position `first` on; earlier ones are forgotten."""
-        self._first, self._rows = first, rows.unbind(0)
+    def first_missing(self, position: int) -> int:
+        """The first position from `position` on that was not drawn."""
+        return position if self.get(position) is None else self._first + len(self._rows)
+
+    def put(self, first: int, rows: Tensor, most: int) -> None:
+        """Keeps rows from position `first` on, and earlier ones up to `most` if they join."""
+        joins = first == self._first + len(self._rows)
+        self._rows = ((*self._rows, *rows.unbind(0)) if joins else rows.unbind(0))[-most:]
+        self._first = first + len(rows) - len(self._rows)
 
 
-Wanted = tuple[RandomKey, RandomAhead, int, int]  # the position of the row, and up to where more will be wanted
+Place = tuple[RandomKey, RandomAhead, int, int]  # the position of the row, and up to where more will be wanted
 Generate = Callable[[Tensor, Tensor, Tensor], Tensor]  # of seeds, positions and completions, [n] each
 
 
-def word_rows(wanted: Sequence[Wanted], device: torch.device) -> Tensor:  # [rows, 4] int64
-    """The words under `draft`, one row per entry."""
+@dataclass(frozen=True, slots=True)
+class RandomSource:
+    """One kind of random rows, and how many of them a sequence keeps."""
+
+    generate: Generate
+    most: int
+    device: torch.device
+
+    def rows(self, places: Sequence[Place]) -> Tensor:  # [places, ...]
+        """The row of each place. Those that were not drawn before are drawn in one call, with those after them."""
+        lacking = [
+            (key, ahead, position, max(1, min(limit - position, self.most)))
+            for key, ahead, position, limit in places
+            if ahead.get(position) is None
+        ]
+        if lacking:
+            self._draw(lacking)
+        found = [ahead.get(position) for _, ahead, position, _ in places]
+        return torch.stack([row for row in found if row is not None])
+
+    def prepare(self, place: Place) -> bool:
+        """Draws what is missing of a place's rows, unless they are more than are kept; whether anything was drawn."""
+        key, ahead, first, limit = place
+        start = ahead.first_missing(first)
+        if start >= limit or limit - first > self.most:
+            return False
+        self._draw([(key, ahead, start, limit - start)])
+        return True
+
+    def _draw(self, wanted: Sequence[Place]) -> None:
+        """The last of a place is a count here."""
+        columns = [
+            (as_int64(key.seed), first + offset, key.completion)
+            for key, _, first, count in wanted
+            for offset in range(count)
+        ]
+        seeds, positions, completions = torch.tensor(columns, dtype=torch.int64, device=self.device).unbind(1)  # [n]
+        drawn = torch.split(self.generate(seeds, positions, completions), [count for *_, count in wanted])
+        for (_, ahead, first, _), rows in zip(wanted, drawn, strict=True):
+            ahead.put(first, rows, self.most)
+
+
+def word_source(device: torch.device) -> RandomSource:
+    """The words under `draft`: rows are [4] int64."""
 
     def generate(seeds: Tensor, positions: Tensor, completions: Tensor) -> Tensor:
         return words(seeds, positions, Purpose.DRAFT, completions)
 
-    return _rows(wanted, generate, MAX_WORD_ROWS, device)
+    return RandomSource(generate, MAX_WORD_ROWS, device)
 
 
-def noise_rows(wanted: Sequence[Wanted], like: Tensor) -> Tensor:  # [rows, vocab] float32
-    """Exponential noise under `bonus`, which both sides of coupling use, for probabilities [rows, vocab]."""
-    vocab_size = like.shape[1]
+def noise_source(vocab_size: int, device: torch.device) -> RandomSource:
+    """Exponential noise under `bonus`, which both sides of coupling use: rows are [vocab] float32."""
 
     def generate(seeds: Tensor, positions: Tensor, completions: Tensor) -> Tensor:
         return exponential_noise(seeds, positions, completions, vocab_size, Purpose.BONUS)
 
-    return _rows(wanted, generate, max(1, MAX_NOISE_VALUES // vocab_size), like.device)
-
-
-def _rows(wanted: Sequence[Wanted], generate: Generate, most: int, device: torch.device) -> Tensor:
-    """The wanted rows; those of all sequences that lack theirs are drawn in one call, `most` of each at the most."""
-    lacking = [
-        (key, ahead, position, max(1, min(limit - position, most)))
-        for key, ahead, position, limit in wanted
-        if ahead.get(position) is None
-    ]
-    if lacking:
-        columns = [
-            (as_int64(key.seed), position + offset, key.completion)
-            for key, _, position, count in lacking
-            for offset in range(count)
-        ]
-        seeds, positions, completions = torch.tensor(columns, dtype=torch.int64, device=device).unbind(1)  # [n] each
-        drawn = torch.split(generate(seeds, positions, completions), [count for *_, count in lacking])
-        for (_, ahead, position, _), rows in zip(lacking, drawn, strict=True):
-            ahead.put(position, rows)
-    found = [ahead.get(position) for _, ahead, position, _ in wanted]
-    return torch.stack([row for row in found if row is not None])
+    return RandomSource(generate, max(1, MAX_NOISE_VALUES // vocab_size), device)

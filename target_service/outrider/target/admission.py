@@ -8,6 +8,7 @@ from outrider.engine.blocks import BLOCK_SIZE
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence
 from outrider.target.chains import ChainBuffer
+from outrider.target.randomness import RandomRows
 from outrider.target.state import SequenceKey, Sink, TargetSequence
 from outrider.wire.errors import (
     FailedPrecondition,
@@ -75,6 +76,7 @@ def admit(
         sequence=sequence,
         sampler=sampler,
         chains=ChainBuffer(sequence.tokens, limits.vocab_size),
+        random=RandomRows(whole.seed, whole.completion, whole.acceptance == AcceptanceRule.COUPLED),
         sink=sink,
         arrival=arrival,
         deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,

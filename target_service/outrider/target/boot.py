@@ -30,6 +30,8 @@ from outrider.wire.vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
 
+DEVICE_TIMEOUT_S = 30.0  # a step that takes longer is a dead device; a long prefill below that is not
+
 
 @dataclass(frozen=True, slots=True)
 class TargetService:
@@ -86,7 +88,9 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
         settings.listen,
         [SERVICE],
         lambda grpc_server: register(servicer, grpc_server),
-        health=HealthMonitor([SERVICE], probe=probe, is_alive=lambda: thread.is_alive),
+        health=HealthMonitor(
+            [SERVICE], probe=probe, is_alive=lambda: thread.is_alive and thread.step_age_s() < DEVICE_TIMEOUT_S
+        ),
         enable_reflection=settings.reflection,
     )
     log.info("%s: %d blocks of %d tokens", settings.model, limits.num_blocks, limits.block_size)

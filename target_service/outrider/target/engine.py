@@ -15,6 +15,7 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sequence import SequenceCache
 from outrider.target.admission import Refused, TargetLimits, admit
 from outrider.target.outcome import Outcome, origins_of, outcome_of
+from outrider.target.randomness import prepare
 from outrider.target.reports import position_logprobs, report_prompt
 from outrider.target.scheduler import Scheduler, StepEntry
 from outrider.target.state import Sink, TargetSequence
@@ -118,7 +119,7 @@ class TargetEngine:
         self._expire(now)
         due = self.scheduler.next_due(now)
         if due is None or due > now:
-            return self._wait(due, now)
+            return 0.0 if self._prepare_ahead() else self._wait(due, now)
         entries = self.scheduler.plan(now)
         if not entries:
             return BLOCKED_S
@@ -181,6 +182,11 @@ class TargetEngine:
         for target in [t for t in self.scheduler.sequences.values() if t.deadline is not None and t.deadline <= now]:
             self._fail(target, grpc.StatusCode.DEADLINE_EXCEEDED, "the request's time ran out", "DEADLINE")
             self._flush()
+
+    def _prepare_ahead(self) -> bool:
+        """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
+        waiting = [t for t in self.scheduler.sequences.values() if t.has_credit and not t.greedy]
+        return prepare(((t.random, t.committed, t.max_window + 1) for t in waiting), self.limits.vocab_size)
 
     def _wait(self, due: float | None, now: float) -> float | None:
         deadlines = [t.deadline for t in self.scheduler.sequences.values() if t.deadline is not None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence
 from outrider.target.chains import ChainBuffer
+from outrider.target.randomness import RandomRows
 from outrider.wire.messages import Credit, Open, PositionLogprobs, TargetEvent
 from outrider.wire.sampling import AcceptanceRule
 
@@ -25,6 +26,7 @@ class TargetSequence:
     sequence: Sequence
     sampler: SequenceSampler
     chains: ChainBuffer
+    random: RandomRows
     sink: Sink
     arrival: int  # order of arrival, for fairness and preemption
     deadline: float | None  # on the scheduler's clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import Link, SpanKind
+from opentelemetry.trace import Link, SpanKind, Tracer
 
 from outrider.target.engine import StepReport
 from outrider.wire.tracing import context_from_traceparent
@@ -14,8 +14,8 @@ from outrider.wire.tracing import context_from_traceparent
 class StepTracer:
     """Writes a span for every step that holds a traced request."""
 
-    def __init__(self) -> None:
-        self._tracer = trace.get_tracer("outrider.target")
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer or trace.get_tracer("outrider.target")
 
     @classmethod
     def if_enabled(cls) -> StepTracer | None:

@@ -16,9 +16,12 @@ from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs
 from outrider.engine.sampling import SamplingRows, assemble, process, process_greedy
 from outrider.kernels.coupled import coupled_accept, coupled_choice
 from outrider.kernels.logits_to_probs import logits_to_probs
-from outrider.kernels.philox import Purpose, as_int64, exponential_noise, words
+from outrider.kernels.philox import Purpose
 from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
+from outrider.target.randomness import PURPOSES, prepare
 from outrider.target.scheduler import StepEntry
+
+_ACCEPT, _RECOVERED, _BONUS = (PURPOSES.index(p) for p in (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,7 @@ def _judge_greedy(logits: Tensor, members: Sequence[Judged]) -> Judgement:
 
 def _judge_coupled(logits: Tensor, members: Sequence[Judged]) -> Judgement:
     probs, invalid = process(logits, [member.plan for member in members])
-    seeds, positions, completions = _counters(members, [len(member.rows) for member in members])
-    noise = exponential_noise(seeds, positions, completions, logits.shape[1])  # [rows, vocab]
+    noise = _random_rows(members, logits.shape[1], [len(member.rows) for member in members])  # [rows, vocab]
     accepted, next_ids = coupled_accept(coupled_choice(probs, noise), _windows(members), _draft_ids(members))
     return accepted, next_ids, invalid
 
@@ -90,23 +92,25 @@ def _judge_coupled(logits: Tensor, members: Sequence[Judged]) -> Judgement:
 def _judge_rejection(logits: Tensor, members: Sequence[Judged]) -> Judgement:
     target_probs, invalid = process(logits, [member.plan for member in members])  # [rows, vocab]
     windows, draft_ids = _windows(members), _draft_ids(members)
-    counters = _counters(members, [len(member.entry.window.ids) for member in members])
-    coins = accept_uniforms(words(counters[0], counters[1], Purpose.ACCEPT, counters[2]))  # [drafted] float64
+    num_drafted = [len(member.entry.window.ids) for member in members]
+    # One more position than drafted tokens: a bonus (or plain) token has its own. [positions, 3, 4] int64
+    words = _random_rows(members, logits.shape[1], [count + 1 for count in num_drafted])
+    first = windows.draft_starts + torch.arange(len(members))  # [n]: each window's first row of words
+    coins = accept_uniforms(words[first[windows.window_of_draft] + windows.offset_of_draft, _ACCEPT])  # [drafted]
     weights = DraftWeights.of(
         [(w.ids, w.weights) if w is not None else None for member in members for w in member.entry.window.weights]
     )
     accepted, next_weights = accept(target_probs, windows, draft_ids, weights, coins)
-    return accepted, draw(next_weights, _next_words(members, accepted, windows)), invalid
+    purposes = torch.where(accepted == windows.num_drafted, _BONUS, _RECOVERED)  # [n]
+    return accepted, draw(next_weights, words[first + accepted, purposes]), invalid
 
 
-def _next_words(members: Sequence[Judged], accepted: Tensor, windows: Windows) -> Tensor:
-    """The random words of each window's next token, [n, 4] int64: bonus (or plain) after a full window, else
-    recovered. The counter is the absolute position of the token that is drawn."""
-    seeds = torch.tensor([as_int64(member.entry.target.open.seed) for member in members])
-    starts = torch.tensor([member.entry.committed for member in members])
-    completions = torch.tensor([member.entry.target.open.completion for member in members])
-    purposes = torch.where(accepted == windows.num_drafted, int(Purpose.BONUS), int(Purpose.RECOVERED))
-    return words(seeds, starts + accepted, purposes, completions)
+def _random_rows(members: Sequence[Judged], vocab_size: int, counts: Sequence[int]) -> Tensor:
+    """The random rows of the first `counts` positions of every window: noise or words. The counter is the absolute
+    position of the token that is judged or drawn."""
+    wanted = [(m.entry.target.random, m.entry.committed, count) for m, count in zip(members, counts, strict=True)]
+    prepare(wanted, vocab_size)
+    return torch.cat([rows.take(start, count) for rows, start, count in wanted])
 
 
 def _windows(members: Sequence[Judged]) -> Windows:
@@ -115,21 +119,6 @@ def _windows(members: Sequence[Judged]) -> Windows:
 
 def _draft_ids(members: Sequence[Judged]) -> Tensor:
     return torch.tensor([token for member in members for token in member.entry.window.ids], dtype=torch.int64)
-
-
-def _counters(members: Sequence[Judged], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Seeds, absolute positions and completions of the first `counts` positions of every window, [sum of counts]
-    int64 each."""
-    seeds: list[int] = []
-    positions: list[int] = []
-    completions: list[int] = []
-    for member, count in zip(members, counts, strict=True):
-        target = member.entry.target
-        seeds += [as_int64(target.open.seed)] * count
-        positions += range(member.entry.committed, member.entry.committed + count)
-        completions += [target.open.completion] * count
-    columns = torch.tensor([seeds, positions, completions], dtype=torch.int64)  # [3, sum of counts]
-    return columns[0], columns[1], columns[2]
 
 
 def _verdicts(

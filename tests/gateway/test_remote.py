@@ -1,0 +1,234 @@
+"""Remote peers over real gRPC on the loopback: what a broken stream, a stuck device or a draining service does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gateway.toys import (
+    QUICK,
+    DraftServicer,
+    TargetServicer,
+    ToyDraft,
+    ToyTarget,
+    draft_info,
+    expected,
+    serving,
+    target_info,
+    until,
+)
+
+from outrider.gateway.backends import Lost
+from outrider.gateway.core import Policy
+from outrider.gateway.loop import speculate
+from outrider.gateway.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.rounds import Round
+from outrider.wire.errors import FailedPrecondition, Unavailable
+from outrider.wire.messages import Commit, Credit, DraftInfo, Open
+from outrider.wire.sampling import SamplingParams
+
+PROMPT = (11, 12, 13)
+
+
+def request(max_tokens: int = 200, **fields: Any) -> Open:
+    return Open(0, PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens), **fields)
+
+
+async def generate(drafts: RemoteDrafts | None, targets: RemoteTargets, opened: Open, k: int = 4) -> list[int]:
+    rounds = speculate(drafts, targets, opened, Policy(k, patience_ms=200))
+    return [token async for item in rounds if isinstance(item, Round) for token in item.commit.ids]
+
+
+async def test_speculates_over_the_loopback() -> None:
+    target, draft = TargetServicer(ToyTarget()), DraftServicer(ToyDraft(wrong_every=3))
+    async with (
+        serving(target) as one,
+        serving(draft) as two,
+        RemoteTargets([one.address], stream_config=QUICK) as targets,
+    ):
+        with pytest.raises(Unavailable, match="no target has answered"):
+            _ = targets.info
+        await asyncio.wait_for(targets.wait_usable(), 5)
+        assert targets.info.model.name == "toy"
+        async with RemoteDrafts([two.address], stream_config=QUICK) as drafts:
+            assert drafts.info is None
+            assert await drafts.wait_attempted() is None and drafts.info == draft_info()
+            whole = expected(PROMPT, 100)
+            results = await asyncio.gather(
+                *(generate(drafts, targets, request(100, completion=number)) for number in range(8))
+            )
+            assert results == [whole] * 8
+            assert len(draft.opens) == 8 and len(target.streams) == len(draft.streams) == 1
+            await until(lambda: len(draft.closes) == 8)
+            assert targets.peers[0].num_sequences == drafts.peers[0].num_sequences == 0
+            assert targets.peers[0].round_trip_us > 0
+
+
+async def test_reconnects_and_the_sequence_goes_on() -> None:
+    target = TargetServicer(ToyTarget(step_s=0.002))
+    async with serving(target) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
+        await targets.wait_usable()
+        task = asyncio.create_task(generate(None, targets, request()))
+        await until(lambda: targets.peers[0].num_sequences == 1)
+        await asyncio.sleep(0.05)
+        await target.streams[0].close()
+        assert await asyncio.wait_for(task, 10) == expected(PROMPT, 200)
+        assert len(target.streams) == 2 and target.opens[1].output_ids
+
+
+async def test_a_server_that_was_not_there_yet() -> None:
+    async with serving(TargetServicer(ToyTarget())) as server:
+        address = server.address
+    async with RemoteTargets([address], stream_config=QUICK) as targets:
+        await asyncio.wait_for(targets.wait_attempted(), 5)
+        assert not targets.usable and targets.open(request(), print) is None
+        async with serving(TargetServicer(ToyTarget()), address):
+            await asyncio.wait_for(targets.wait_usable(), 10)
+
+
+async def test_a_lost_target_is_replaced_by_another_with_the_same_model() -> None:
+    one, two = TargetServicer(ToyTarget(step_s=0.002)), TargetServicer(ToyTarget(step_s=0.002))
+    async with (
+        serving(one) as first,
+        serving(two) as second,
+        RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
+    ):
+        await until(lambda: all(peer.usable for peer in targets.peers))
+        task = asyncio.create_task(generate(None, targets, request()))
+        await until(lambda: one.opens or two.opens)
+        await asyncio.sleep(0.05)
+        busy, idle = (one, two) if one.opens else (two, one)
+        await busy.streams[0].close()
+        assert await asyncio.wait_for(task, 10) == expected(PROMPT, 200)
+        assert len(idle.opens) == 1 and idle.opens[0].prompt_ids == PROMPT
+
+
+async def test_the_least_loaded_is_taken() -> None:
+    one, two = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
+    async with (
+        serving(one) as first,
+        serving(two) as second,
+        RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
+    ):
+        await until(lambda: all(peer.usable for peer in targets.peers))
+        links = [targets.open(request(), lambda event: None) for _ in range(6)]
+        assert [peer.num_sequences for peer in targets.peers] == [3, 3]
+        for link in links[::2]:
+            assert link is not None
+            link.close()
+        assert [peer.num_sequences for peer in targets.peers] == [0, 3]
+        targets.open(request(), lambda event: None)
+        assert [peer.num_sequences for peer in targets.peers] == [1, 3]
+        await until(lambda: len(one.opens) == 1 and len(two.opens) == 3)  # what was closed before it left vanished
+
+
+async def test_a_fork_goes_beside_its_parent_while_that_lives() -> None:
+    one, two = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
+    async with (
+        serving(one) as first,
+        serving(two) as second,
+        RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
+    ):
+        await until(lambda: all(peer.usable for peer in targets.peers))
+        parent = targets.open(request(), lambda event: None)
+        child = targets.open(request(completion=1), lambda event: None, parent)
+        assert parent is not None and child is not None
+        await until(lambda: len(one.opens) == 2)
+        assert one.opens[1].fork_of == one.opens[0].sequence_id and one.opens[1].prompt_ids == ()
+        parent.close()
+        targets.open(request(completion=2), lambda event: None, parent)
+        await until(lambda: len(two.opens) == 1)
+        assert two.opens[0].fork_of is None and two.opens[0].prompt_ids == PROMPT
+
+
+async def test_a_draining_peer_gets_no_new_sequences() -> None:
+    target = TargetServicer(ToyTarget(step_s=0.003))
+    async with serving(target) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
+        await targets.wait_usable()
+        task = asyncio.create_task(generate(None, targets, request(60)))
+        await until(lambda: len(target.opens) == 1)
+        target.streams[0].drain()
+        await until(lambda: not targets.usable)
+        assert targets.open(request(), print) is None
+        assert await asyncio.wait_for(task, 5) == expected(PROMPT, 60)  # its last sequence ends well
+
+
+async def test_a_stuck_device_loses_its_sequences() -> None:
+    target = TargetServicer(ToyTarget())
+    async with serving(target) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
+        await targets.wait_usable()
+        events: list[Any] = []
+        targets.open(request(), events.append)
+        target.step_age_ms = 2_000
+        await until(lambda: events)
+        assert isinstance(events[0], Lost) and "stuck" in events[0].reason and not targets.usable
+        await until(lambda: target.closes == [1])
+        target.step_age_ms = 0
+        await until(lambda: targets.usable)
+
+
+async def test_nothing_follows_a_close_and_stale_links_are_mute() -> None:
+    target = TargetServicer(ToyTarget())
+    async with serving(target) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
+        await targets.wait_usable()
+        events: list[Any] = []
+        old = targets.open(request(), events.append)
+        assert old is not None
+        await until(lambda: target.opens)
+        await target.streams[0].close()
+        await until(lambda: events and targets.usable)
+        new = targets.open(request(), events.append)
+        assert new is not None
+        old.close()  # has the same number as the new one
+        old.send(Credit(0, 99, 0))
+        new.send(Credit(0, 5, 0))
+        await until(lambda: any(isinstance(event, Commit) for event in events))
+        assert targets.peers[0].num_sequences == 1 and not target.closes
+
+
+async def test_another_protocol_or_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    strange = TargetServicer(ToyTarget(info=target_info(protocol_major=2)))
+    async with serving(strange) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
+        refusal = await asyncio.wait_for(targets.wait_admitted(), 5)
+        assert isinstance(refusal, FailedPrecondition) and "protocol 2" in str(refusal) and not targets.usable
+    one, two = TargetServicer(ToyTarget()), TargetServicer(ToyTarget(info=target_info(name="big", digest="d9")))
+    async with (
+        serving(one) as first,
+        serving(two) as second,
+        RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
+    ):
+        refusal = await asyncio.wait_for(targets.wait_attempted(), 5)
+        assert refusal is not None and "toy" in str(refusal) and "big" in str(refusal)
+
+
+async def test_a_draft_that_does_not_fit_counts_as_absent(caplog: pytest.LogCaptureFixture) -> None:
+    def check(info: DraftInfo) -> None:
+        raise FailedPrecondition(f"not a pair: {info.model.name}")
+
+    draft = DraftServicer(ToyDraft(info=replace(draft_info(), methods=())))
+    with caplog.at_level(logging.WARNING, "outrider.gateway"):
+        async with serving(draft) as server, RemoteDrafts([server.address], check, QUICK) as drafts:
+            refusal = await drafts.wait_attempted()
+            assert "not a pair" in str(refusal)
+            await asyncio.sleep(0.4)  # several attempts
+            assert drafts.info is None and drafts.open(request(), print) is None
+    assert sum("not a pair" in record.message for record in caplog.records) == 1
+
+
+async def test_a_draft_that_dies_costs_speed_only() -> None:
+    target, draft = TargetServicer(ToyTarget(step_s=0.002)), DraftServicer(ToyDraft(wrong_every=3))
+    async with (
+        serving(target) as one,
+        RemoteTargets([one.address], stream_config=QUICK) as targets,
+        serving(draft) as two,
+        RemoteDrafts([two.address], stream_config=QUICK) as drafts,
+    ):
+        await asyncio.gather(targets.wait_usable(), drafts.wait_usable())
+        task = asyncio.create_task(generate(drafts, targets, request()))
+        await until(lambda: draft.opens)
+        await asyncio.sleep(0.03)
+        await two.stop(0)
+        assert await asyncio.wait_for(task, 10) == expected(PROMPT, 200)
