@@ -80,7 +80,7 @@ def test_the_embedded_pair(repository: Path) -> None:
 
 @pytest.mark.parametrize(
     ("acceptance", "tokens", "expected"),
-    [([0.0] * 8, 4, 1.0), ([1.0] * 8, 4, 5.0), ([0.5] * 8, 2, 1.75), ([1.0, 0.0] * 4, 1, 11 / 8), ([1.0], 4, 2.0)],
+    [([0.0] * 8, 4, 1.0), ([1.0] * 8, 4, 5.0), ([0.5] * 8, 2, 1.75), ([1.0, 0.0] * 4, 1, 1.5), ([1.0], 4, 2.0)],
 )
 def test_tokens_per_round(acceptance: list[float], tokens: int, expected: float) -> None:
-    assert tokens_per_round(acceptance, tokens) == pytest.approx(expected, abs=0.07)
+    assert tokens_per_round(acceptance, tokens) == pytest.approx(expected)

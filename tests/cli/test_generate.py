@@ -29,7 +29,8 @@ def test_json_has_what_is_promised(trio: Trio) -> None:
     assert answer["usage"]["completion_tokens"] == 24
     assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode(PROMPT))
     stats = answer["speculation"]
-    assert 24 == stats["num_rounds"] + stats["num_accepted_tokens"]  # every round commits one token of the target's own
+    # A round commits what it accepted and one token of the target's own; the last one may end before it.
+    assert stats["num_rounds"] + stats["num_accepted_tokens"] in (24, 25)
     assert (
         stats["num_accepted_tokens"] == sum(stats["num_accepted_per_position"]) == answer["origins"].count("accepted")
     )
@@ -109,7 +110,6 @@ def test_variables_and_a_file(trio: Trio, tmp_path: Any) -> None:
         ((PROMPT, "--n", "1000"), "n: is 1000"),
         ((PROMPT, "--method", "magic"), "method"),
         (("--token-ids", "999999"), "999999"),
-        ((PROMPT, "--seed", "-1"), "seed"),
     ],
 )
 def test_a_refusal_is_one_line(trio: Trio, arguments: tuple[str, ...], complaint: str) -> None:

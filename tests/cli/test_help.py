@@ -75,6 +75,8 @@ def test_an_unknown_command_ends_with_status_2() -> None:
         (("generate",), "give one prompt"),
         (("generate", "Hi", "--token-ids", "1"), "give one prompt"),
         (("generate", "--token-ids", "1,x"), "--token-ids: input should be a valid integer"),
+        (("generate", "--token-ids", "1,-2"), "--token-ids: input should be greater than or equal to 0"),
+        (("generate", "Hi", "--seed", "-1"), "--seed: input should be greater than or equal to 0"),
         (("generate", "Hi", "--logit-bias", "{"), "--logit-bias: must be JSON"),
         (("generate", "Hi", "--structured-output", '{"regexp": "a"}'), "structured_output has no regexp"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_a_rounds_parts_fill_it() -> None:
     ]  # fmt: skip
     assert [round((part.end - part.start) * 1e6) for part in parts] == [100, 530, 50, 300, 20]
     assert parts[0].start == pytest.approx(10.0) and parts[-1].end == 10.001
-    assert all(left.end == right.start for left, right in zip(parts, parts[1:], strict=False))
+    assert all(left.end == right.start for left, right in itertools.pairwise(parts))
     attributes = whole.attributes
     assert attributes[names.ROUND_DRAFTED] == attributes[names.ROUND_ACCEPTED] == 2
     assert attributes[names.ROUND_EMITTED] == 3 and attributes[names.ROUND_BONUS] is True

@@ -14,6 +14,7 @@ from itertools import product
 
 import pytest
 import torch
+from packed import packed
 from torch import Tensor
 
 from outrider.kernels.rejection import DraftWeights, Windows, accept
@@ -83,7 +84,7 @@ def speculative_law(
         target_probs,
         Windows.of([NUM_DRAFTED] * len(cases), [num_rows] * len(cases)),
         torch.tensor([drafted for drafted, _, _ in cases]).flatten(),
-        DraftWeights.of(vectors),
+        DraftWeights.of(packed(vectors)),
         torch.tensor([coins for _, coins, _ in cases], dtype=torch.float64).flatten(),
     )
     outcomes: dict[tuple[tuple[int, ...], tuple[float, ...]], Fraction] = defaultdict(Fraction)

@@ -1,9 +1,10 @@
 """Edges of rejection acceptance, its ragged layout, and its law on a narrow vocabulary."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
+from packed import Vector, packed
 from scipy.stats import chi2
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from outrider.kernels.rejection import (
 )
 
 LAST_COIN = 1 - 2.0**-24
-Vector = tuple[Sequence[int], Sequence[int]] | None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def accept_one(
         torch.tensor(rows),
         Windows.of([len(drafted)], [len(rows)]),
         torch.tensor(drafted, dtype=torch.int64),
-        DraftWeights.of(vectors),
+        DraftWeights.of(packed(vectors)),
         torch.tensor(coins, dtype=torch.float64),
     )
     return int(num_accepted), weights[0].tolist()
@@ -151,14 +151,14 @@ def test_a_batch_of_windows_equals_each_alone() -> None:
         for draft in range(len(drafted))
     ]
     windows = Windows.of(num_drafted)
-    num_accepted, weights = accept(probs, windows, drafted, DraftWeights.of(vectors), coins)
+    num_accepted, weights = accept(probs, windows, drafted, DraftWeights.of(packed(vectors)), coins)
     for window, count in enumerate(num_drafted):
         row, start = int(windows.row_starts[window]), int(windows.draft_starts[window])
         alone = accept(
             probs[row : row + count + 1],
             Windows.of([count]),
             drafted[start : start + count],
-            DraftWeights.of(vectors[start : start + count]),
+            DraftWeights.of(packed(vectors[start : start + count])),
             coins[start : start + count],
         )
         assert alone[0].tolist() == num_accepted[window : window + 1].tolist()

@@ -89,7 +89,7 @@ def test_a_lost_piece_drops_what_follows_it() -> None:
 def test_branches_fork_from_held_tokens_and_the_lowest_live_chain_is_used() -> None:
     c = Committed()
     c.buffer.add(piece(0, 4, 1, 2, 3))
-    c.buffer.add(piece(1, 5, 7, 8, parent=0, weights=(TokenWeights((7,), (1,)), TokenWeights((8,), (1,)))))
+    c.buffer.add(piece(1, 5, 7, 8, parent=0, weights=(TokenWeights.of((7,), (1,)), TokenWeights.of((8,), (1,)))))
     c.buffer.add(piece(2, 7, 5, parent=0))
     assert c.buffer.window(8).chain == 0
     c.commit(1, 7)
@@ -102,7 +102,7 @@ def test_branches_fork_from_held_tokens_and_the_lowest_live_chain_is_used() -> N
 def test_a_branchs_first_id_is_one_hot_whatever_its_weights() -> None:
     c = Committed()
     c.buffer.add(piece(0, 4, 1, 2))
-    c.buffer.add(piece(1, 4, 3, 4, parent=0, weights=(TokenWeights((3,), (1,)), TokenWeights((4,), (1,)))))
+    c.buffer.add(piece(1, 4, 3, 4, parent=0, weights=(TokenWeights.of((3,), (1,)), TokenWeights.of((4,), (1,)))))
     c.buffer.add(piece(0, 4, 1, 2))
     c.buffer._bury(c.buffer._chains[0])
     assert c.buffer.window(8).ids == (3, 4) and c.buffer.window(8).weights[0] is None

@@ -47,7 +47,7 @@ def drafted(draft: torch.Tensor, seed: int) -> tuple[tuple[int, ...], tuple[Toke
         counter = torch.tensor([seed]), torch.tensor([len(PROMPT) + offset]), Purpose.DRAFT, torch.tensor([0])
         sample = draft_sample(row[None].float(), words(*counter))
         ids.append(int(sample.token_ids[0]))
-        weights.append(TokenWeights(tuple(sample.entry_ids.tolist()), tuple(sample.entry_weights.tolist())))
+        weights.append(TokenWeights.of(sample.entry_ids.tolist(), sample.entry_weights.tolist()))
     return tuple(ids), tuple(weights)
 
 

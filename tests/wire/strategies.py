@@ -57,7 +57,7 @@ SAMPLING = st.builds(
     truncate_prompt_tokens=st.none() | INT32,
     seed=st.none() | UINT64,
 )
-WEIGHTS = st.builds(m.TokenWeights, ids=tuples(UINT32, min_size=1), weights=tuples(UINT32, min_size=1))
+WEIGHTS = st.builds(m.TokenWeights.of, ids=tuples(UINT32, min_size=1), weights=tuples(UINT32, min_size=1))
 LOGPROBS = tuples(tuples(st.builds(m.TokenLogprob, id=UINT32, logprob=FLOATS, rank=UINT32)))
 TIMINGS = st.builds(m.StepTimings, *[UINT32] * 5)
 LOAD = st.builds(m.Load, *[UINT32] * 3)

@@ -130,7 +130,7 @@ def test_a_bad_open_is_refused_by_name(field: str, change: dict[str, Any]) -> No
     [
         ("piece.ids", Piece(1, 0, 4, (1,) * 1025)),
         ("piece.weights", Piece(1, 0, 4, (1,), (None, None))),
-        ("piece.weights[0]", Piece(1, 0, 4, (1,), (TokenWeights((1,) * 5000, (1,) * 5000),))),
+        ("piece.weights[0]", Piece(1, 0, 4, (1,), (TokenWeights.of((1,) * 5000, (1,) * 5000),))),
         ("piece.parents", Piece(1, 0, 4, (1, 2), parents=(0,))),
         ("piece.parents[1]", Piece(1, 0, 4, (1, 2), parents=(0, 2))),
         ("piece.parent", Piece(1, 3, 4, (1,), parent=3)),
@@ -142,7 +142,7 @@ def test_a_bad_piece_is_refused_by_name(field: str, piece: Piece) -> None:
 
 
 def test_ids_and_weights_of_a_piece_are_not_judged() -> None:
-    v.validate_piece(Piece(1, 0, 4, (2**32 - 1, 5), (TokenWeights((1, 1), (0,)), None), parents=(0, 1)))
+    v.validate_piece(Piece(1, 0, 4, (2**32 - 1, 5), (TokenWeights.of((1, 1), (0,)), None), parents=(0, 1)))
 
 
 def test_credits_commits_and_requests() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from outrider.commands.arguments import read_json, split_each, split_ids
 from outrider.wire.config import ServiceSettings
 from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
+
+# What the protocol's unsigned fields hold; whether a value makes sense is the gateway's to say.
+UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class SamplingSettings(ServiceSettings):
@@ -25,16 +28,18 @@ class SamplingSettings(ServiceSettings):
     repetition_penalty: float | None = Field(None, description="divides the logits of tokens in prompt and output")
     presence_penalty: float | None = Field(None, description="subtracted from the logits of tokens in the output")
     frequency_penalty: float | None = Field(None, description="the same, times the token's count")
-    logit_bias: dict[int, float] | None = Field(None, description='added to logits, as in {"42": -1.5}')
-    allowed_token_ids: tuple[int, ...] | None = Field(None, description="the only ids that may come, as in 1,2,3")
+    logit_bias: dict[UInt32, float] | None = Field(None, description='added to logits, as in {"42": -1.5}')
+    allowed_token_ids: tuple[UInt32, ...] | None = Field(None, description="the only ids that may come, as in 1,2,3")
     bad_words: tuple[str, ...] | None = Field(None, description="a text that must not come")
-    bad_words_ids: tuple[tuple[int, ...], ...] | None = Field(
+    bad_words_ids: tuple[tuple[UInt32, ...], ...] | None = Field(
         None, description="ids that must not come in this order, as in 7,8"
     )
-    max_tokens: int | None = Field(None, description="most tokens of a completion (the gateway's default: 16)")
-    min_tokens: int | None = Field(None, description="tokens before which nothing ends the output")
+    max_tokens: int | None = Field(
+        None, ge=0, lt=2**32, description="most tokens of a completion (the gateway's default: 16)"
+    )
+    min_tokens: int | None = Field(None, ge=0, lt=2**32, description="tokens before which nothing ends the output")
     stop: tuple[str, ...] | None = Field(None, description="a text that ends the output")
-    stop_token_ids: tuple[int, ...] | None = Field(None, description="ids that end the output, as in 1,2,3")
+    stop_token_ids: tuple[UInt32, ...] | None = Field(None, description="ids that end the output, as in 1,2,3")
     ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
     include_stop_str_in_output: bool | None = Field(None, description="leave the stop text in the output")
     logprobs: int | None = Field(None, description="log probabilities of this many tokens a position (with --json)")
@@ -45,7 +50,7 @@ class SamplingSettings(ServiceSettings):
     detokenize: bool | None = Field(None, description="make text; off: ids alone")
     structured_output: dict[str, Any] | None = Field(None, description='a constraint, as in {"regex": "[0-9]+"}')
     truncate_prompt_tokens: int | None = Field(None, description="keep only the prompt's last tokens")
-    seed: int | None = Field(None, description="makes the output reproducible")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="makes the output reproducible")
 
     def given(self) -> dict[str, Any]:
         """The sampling parameters that were given, as SamplingParams takes them."""
@@ -74,9 +79,11 @@ class GenerateSettings(SamplingSettings):
 
     gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
     prompt: str | None = Field(None, description="the text to continue; also the bare argument")
-    token_ids: tuple[int, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
-    n: int = Field(1, description="completions of the prompt")
-    num_draft_tokens: int | None = Field(None, description="tokens drafted a round (default: the gateway's)")
+    token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
+    n: int = Field(1, ge=0, lt=2**32, description="completions of the prompt")
+    num_draft_tokens: int | None = Field(
+        None, ge=0, lt=2**32, description="tokens drafted a round (default: the gateway's)"
+    )
     method: str = Field("", description="how to draft (default: the draft service's)")
     acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
     speculation: bool = Field(True, description="draft at all")

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> i
     stop_tracing = setup_tracing("outrider-gateway", settings.trace_file)
     try:
         asyncio.run(_serve(settings))
-    except (OutriderError, FileNotFoundError, ValueError) as error:
+    except OutriderError as error:
         sys.stderr.write(f"{prog}: error: {error}\n")
         return 2
     finally:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> i
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.tokenizer)
+    tokenizer = _load_tokenizer(settings.tokenizer)
     targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info))
     drafts = _drafts(settings, tokenizer, targets)
     config = EngineConfig(
@@ -104,6 +104,13 @@ async def _serve(settings: GatewaySettings) -> None:
             await server.stop(0)
 
 
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    try:
+        return Tokenizer.load(folder)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise FailedPrecondition(f"cannot load a tokenizer from {folder}: {error}") from error
+
+
 def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteTargets) -> Server:
     health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_alive=lambda: targets.usable)
     return build_server(
@@ -121,9 +128,9 @@ def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, targets: RemoteTarg
         return None
     if LOCAL_NGRAM in settings.draft:
         if len(settings.draft) > 1:
-            raise ValueError(f'--draft: "{LOCAL_NGRAM}" runs in process; allowed: it alone, or addresses')
+            raise FailedPrecondition(f'--draft: "{LOCAL_NGRAM}" runs in process; allowed: it alone, or addresses')
         return LocalNgramDrafter()
-    other = None if settings.draft_tokenizer is None else Tokenizer.load(settings.draft_tokenizer)
+    other = None if settings.draft_tokenizer is None else _load_tokenizer(settings.draft_tokenizer)
     tokenizers = None if other is None else (tokenizer, other)
 
     def check(info: DraftInfo) -> None:

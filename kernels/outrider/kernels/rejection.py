@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -64,16 +63,16 @@ class DraftWeights:
     draft_of: Tensor  # [entries] int64: the drafted token each belongs to
 
     @staticmethod
-    def of(
-        vectors: Sequence[tuple[Sequence[int], Sequence[int]] | None], device: torch.device | str = "cpu"
-    ) -> DraftWeights:
-        """Packs the ids and weights of each drafted token; None, or ids and weights of unequal number, is one-hot."""
+    def of(vectors: Sequence[tuple[bytes, bytes] | None], device: torch.device | str = "cpu") -> DraftWeights:
+        """Joins the ids and weights of each drafted token, both as packed little-endian uint32; None, or ids and weights
+        of unequal number, is one-hot."""
         present = [(draft, *vector) for draft, vector in enumerate(vectors) if vector is not None]
         present = [(draft, ids, weights) for draft, ids, weights in present if len(ids) == len(weights)]
+        present = [(draft, ids, weights) for draft, ids, weights in present if len(ids) % 4 == 0]
         columns = (
-            np.fromiter(chain.from_iterable(ids for _, ids, _ in present), dtype=np.int64),
-            np.fromiter(chain.from_iterable(weights for _, _, weights in present), dtype=np.int64),
-            np.array([draft for draft, _, _ in present], dtype=np.int64).repeat([len(ids) for _, ids, _ in present]),
+            np.frombuffer(b"".join(ids for _, ids, _ in present), dtype="<u4").astype(np.int64),
+            np.frombuffer(b"".join(weights for _, _, weights in present), dtype="<u4").astype(np.int64),
+            np.array([draft for draft, _, _ in present], np.int64).repeat([len(ids) // 4 for _, ids, _ in present]),
         )
         return DraftWeights(*(torch.from_numpy(column).to(device) for column in columns))
 

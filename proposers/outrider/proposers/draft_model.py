@@ -80,11 +80,12 @@ class DraftRows:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A drafted token and, under rejection, the integer weights that it was drawn from."""
+    """A drafted token and, under rejection, the integer weights that it was drawn from, as packed little-endian
+    uint32."""
 
     token_id: int
-    ids: tuple[int, ...] = ()
-    weights: tuple[int, ...] = ()
+    ids: bytes = b""
+    weights: bytes = b""
 
 
 class DraftModelProposer:
@@ -144,8 +145,9 @@ class DraftModelProposer:
             probs[invalid] = 1.0 / probs.shape[1]  # drawn like the others, and not used
         words = self._words.rows([row.place() for row in rows])  # [rows, 4]
         samples = draft_sample(probs, words, self._mass)
-        tokens, bad, starts = samples.token_ids.tolist(), invalid.tolist(), samples.entry_starts.tolist()
-        ids, weights = tuple(samples.entry_ids.tolist()), tuple(samples.entry_weights.tolist())
+        tokens, bad = samples.token_ids.tolist(), invalid.tolist()
+        starts = (4 * samples.entry_starts).tolist()  # in bytes
+        ids, weights = _packed(samples.entry_ids), _packed(samples.entry_weights)
         return [
             None
             if bad[row] or token < 0
@@ -159,6 +161,11 @@ _NO_DRAW = len(DraftRule)  # a group of its own, after the rules: these rows hav
 
 def _group(row: DraftRows) -> int:
     return int(row.law.rule) if row.draws else _NO_DRAW
+
+
+def _packed(values: Tensor) -> bytes:
+    """Values are [entries] int64 below 2^32."""
+    return values.cpu().numpy().astype("<u4").tobytes()
 
 
 def _without_weights(ids: Tensor, invalid: Tensor) -> list[Drafted | None]:

@@ -247,9 +247,9 @@ class TokenWeights(_message.Message):
     __slots__ = ("ids", "weights")
     IDS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    ids: _containers.RepeatedScalarFieldContainer[int]
-    weights: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
+    ids: bytes
+    weights: bytes
+    def __init__(self, ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("sequence_id", "chain", "parent", "position", "ids", "weights", "more", "parents", "draft_us")

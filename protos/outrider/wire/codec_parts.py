@@ -12,9 +12,8 @@ def encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
 
 
 def decode_weights(message: pb.TokenWeights) -> TokenWeights | None:
-    """One position's distribution. Lists of unequal length are kept: the verifier treats them as one-hot."""
-    ids, weights = tuple(message.ids), tuple(message.weights)
-    return TokenWeights(ids, weights) if ids or weights else None
+    """One position's distribution. Fields of unequal length are kept: the verifier treats them as one-hot."""
+    return TokenWeights(message.ids, message.weights) if message.ids or message.weights else None
 
 
 def encode_token_logprob(candidate: TokenLogprob) -> pb.TokenLogprob:

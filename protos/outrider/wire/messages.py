@@ -4,6 +4,8 @@ for each field's meaning."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
@@ -11,10 +13,16 @@ from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams,
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """What one drafted token was drawn from: positive integer weights of a few ids, their sum below 2^24."""
+    """What one drafted token was drawn from: positive integer weights of a few ids, their sum below 2^24. Both are
+    packed little-endian uint32, so that the gateway passes them on unread."""
 
-    ids: tuple[int, ...]
-    weights: tuple[int, ...]
+    ids: bytes
+    weights: bytes
+
+    @classmethod
+    def of(cls, ids: Sequence[int], weights: Sequence[int]) -> TokenWeights:
+        """Packs integers."""
+        return cls(struct.pack(f"<{len(ids)}I", *ids), struct.pack(f"<{len(weights)}I", *weights))
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,8 @@ def validate_piece(message: Piece) -> None:
     if len(message.weights) > count:
         found.add("weights", f"has {len(message.weights)} entries", f"at most as many as ids ({count})")
     for index, weights in enumerate(message.weights):
-        if weights is not None and max(len(weights.ids), len(weights.weights)) > MAX_WEIGHTS:
-            found.add(f"weights[{index}]", f"has {len(weights.ids)} ids", f"at most {MAX_WEIGHTS}")
+        if weights is not None and max(len(weights.ids), len(weights.weights)) > 4 * MAX_WEIGHTS:
+            found.add(f"weights[{index}]", f"has {len(weights.ids) // 4} ids", f"at most {MAX_WEIGHTS}")
             break
     if message.parents and len(message.parents) != count:
         found.add("parents", f"has {len(message.parents)} entries", f"none, or as many as ids ({count})")

@@ -51,7 +51,8 @@ def prepare(wanted: Iterable[tuple[RandomRows, int, int]], vocab_size: int) -> b
         chosen = [(rows, gap) for rows, gap in gaps if rows.coupled == coupled]
         if chosen:
             fresh = _noise(chosen, vocab_size) if coupled else _words(chosen)
-            for (rows, gap), part in zip(chosen, fresh.split([len(gap) for _, gap in chosen]), strict=True):
+            parts = torch.split(fresh, [len(gap) for _, gap in chosen])
+            for (rows, _), part in zip(chosen, parts, strict=True):
                 rows.rows = torch.cat((rows.rows, part)) if len(rows.rows) else part
     return bool(gaps)
 

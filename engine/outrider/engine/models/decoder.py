@@ -147,6 +147,8 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
-        """The language-model head of rows of the residual stream."""
+        """The language-model head of rows of the residual stream; a step of prompt chunks alone wants none."""
+        if hidden.shape[0] == 0:
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps, batch_invariant=self.batch_invariant)
         return self._head(normed).float()
