@@ -20,6 +20,7 @@ from outrider.commands.processes import ServiceFailed, Services
 START_S = 40
 END_S = 10
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "24", "--num-draft-tokens", "3"]
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
 
 def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -109,6 +110,7 @@ def read_terminal(leader: int) -> Iterator[bytes]:
         yield block
 
 
+@needs_proc
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
@@ -129,6 +131,7 @@ def test_no_process_is_left(tmp_path: Path, number: signal.Signals, status: int)
     assert not left
 
 
+@needs_proc
 def test_an_interrupt_while_the_services_start(tmp_path: Path) -> None:
     with subprocess.Popen([*DEMO, "--plain"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and "starting" in process.stdout.readline()
@@ -151,6 +154,7 @@ def test_a_service_that_dies_is_reported_with_its_last_lines() -> None:
             services.wait(service, START_S)
 
 
+@needs_proc
 def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with Services() as services:
         first = services.start("draft", ["draft", "--method", "ngram", "--listen", "127.0.0.1:0"])

@@ -9,17 +9,8 @@ import pytest
 from gateway.toys import EOS, ToyDraft, ToyTarget, arithmetic, expected, scripted, until
 
 from outrider.gateway.backends import Lost
-from outrider.gateway.core import (
-    CloseDraft,
-    Emit,
-    Fail,
-    OpenDraft,
-    OpenTarget,
-    Policy,
-    SpeculationCore,
-    ToDraft,
-    ToTarget,
-)
+from outrider.gateway.core import Policy, SpeculationCore
+from outrider.gateway.effects import CloseDraft, Emit, Fail, OpenDraft, OpenTarget, ToDraft, ToTarget
 from outrider.gateway.loop import speculate
 from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.errors import OutriderError, Unavailable

@@ -8,12 +8,11 @@ from tiny import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.blocks import BlockPool
 from outrider.engine.loader import build_decoder
+from outrider.engine.random_ahead import RandomAhead, RandomKey
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
-from outrider.kernels.philox import Purpose, as_int64, exponential_noise, words
 from outrider.proposers.draft_model import DraftLaw, DraftModelProposer, DraftRows, DraftRule
-from outrider.proposers.random_ahead import MAX_WORD_ROWS, RandomAhead, RandomKey, noise_source, word_source
 from outrider.wire.sampling import SamplingParams
 
 LOADED = build_decoder(tiny_config(), tiny_state(tiny_hf_model()), batch_invariant=True)
@@ -78,37 +77,8 @@ def test_rows_that_are_not_finite_draw_nothing(rule: DraftRule, value: float) ->
 CPU = torch.device("cpu")
 
 
-def test_random_numbers_ahead_are_those_of_each_position() -> None:
-    keys = [RandomKey(2**64 - 1, 0), RandomKey(5, 3)]
-    aheads = [RandomAhead(), RandomAhead()]
-    for first, second, limit in ((7, 90, 12), (8, 91, 12), (11, 200, 12), (9, 90, 12), (3, 90, 500)):
-        seeds = torch.tensor([as_int64(key.seed) for key in keys])
-        positions, completions = torch.tensor([first, second]), torch.tensor([0, 3])
-        places = [(keys[0], aheads[0], first, limit), (keys[1], aheads[1], second, 95)]
-        assert torch.equal(word_source(CPU).rows(places), words(seeds, positions, Purpose.DRAFT, completions))
-        fresh = [(key, RandomAhead(), position, 0) for key, _, position, _ in places]
-        expected = exponential_noise(seeds, positions, completions, VOCAB_SIZE)
-        assert torch.equal(noise_source(VOCAB_SIZE, CPU).rows(fresh), expected)
-
-
 def held(ahead: RandomAhead) -> list[int]:
     return [position for position in range(200) if ahead.get(position) is not None]
-
-
-def test_one_call_draws_the_window_and_a_pause_the_next_one() -> None:
-    source, key, ahead = word_source(CPU), RandomKey(1, 0), RandomAhead()
-    source.rows([(key, ahead, 10, 14)])
-    assert held(ahead) == list(range(10, 14))
-    assert source.prepare((key, ahead, 11, 18)) and not source.prepare((key, ahead, 12, 18))
-    assert held(ahead) == list(range(10, 18))
-    assert not source.prepare((key, ahead, 11, 11 + MAX_WORD_ROWS + 1))  # more than are kept
-    assert source.prepare((key, ahead, 17, 17 + MAX_WORD_ROWS))
-    assert held(ahead) == list(range(17, 17 + MAX_WORD_ROWS))
-    for position in held(ahead):
-        expected = words(torch.tensor([1]), torch.tensor([position]), Purpose.DRAFT, torch.tensor([0]))
-        assert torch.equal(source.rows([(key, ahead, position, 0)]), expected)
-    source.rows([(key, ahead, 5, 6)])
-    assert held(ahead) == [5]
 
 
 def test_a_prepared_window_draws_nothing_new() -> None:

@@ -14,7 +14,7 @@ from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.proposers.base import ProposerState, TokenProposer
 from outrider.proposers.draft_model import DraftLaw, DraftModelProposer, DraftRule
-from outrider.proposers.random_ahead import RandomKey
+from outrider.engine.random_ahead import RandomKey
 from outrider.wire.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.wire.messages import Open
 from outrider.wire.sampling import AcceptanceRule

@@ -11,6 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.backends import Lost
+from outrider.gateway.effects import (
+    CloseDraft,
+    Effect,
+    Emit,
+    EmitPrompt,
+    Fail,
+    OpenDraft,
+    OpenTarget,
+    ToDraft,
+    ToTarget,
+)
 from outrider.gateway.rounds import Round
 from outrider.wire.messages import Commit, Credit, DraftEvent, Failure, Open, Piece, PromptLogprobs, TargetEvent
 
@@ -27,69 +38,6 @@ class Policy:
     max_unread: int = 256  # committed tokens that a slow client may leave unread before credit stops
     max_target_opens: int = 4  # times a sequence is opened before a lost target ends the request
     reopen_s: float = 5.0  # how long a sequence whose target was lost waits for another
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTarget:
-    """Open the sequence at a target (again: with the tokens generated so far), then send the messages."""
-
-    request: Open
-    messages: tuple[Piece | Credit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenDraft:
-    """Open the sequence at a draft, then send the messages."""
-
-    request: Open
-    messages: tuple[Credit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ToTarget:
-    """Send to the target, in one frame."""
-
-    messages: tuple[Piece | Credit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ToDraft:
-    """Send to the draft, in one frame."""
-
-    messages: tuple[Commit | Credit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Committed tokens for the client."""
-
-    round: Round
-
-
-@dataclass(frozen=True, slots=True)
-class EmitPrompt:
-    """Log probabilities of the prompt for the client."""
-
-    logprobs: PromptLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class CloseDraft:
-    """The draft is not needed any more; `reason` is for the log, empty at the normal end. `may_return` says that
-    another attempt makes sense later."""
-
-    reason: str = ""
-    may_return: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request ends with an error."""
-
-    failure: Failure
-
-
-Effect = OpenTarget | OpenDraft | ToTarget | ToDraft | Emit | EmitPrompt | CloseDraft | Fail
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outrider.gateway.backends import Drafter, DrafterLink, Lost, Verifier, VerifierLink
-from outrider.gateway.core import (
-    UNAVAILABLE,
+from outrider.gateway.core import UNAVAILABLE, SpeculationCore
+from outrider.gateway.effects import (
     CloseDraft,
     Effect,
     Emit,
@@ -21,7 +21,6 @@ from outrider.gateway.core import (
     Fail,
     OpenDraft,
     OpenTarget,
-    SpeculationCore,
     ToDraft,
     ToTarget,
 )

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
+from outrider.engine.random_ahead import RandomAhead, RandomKey, Span, noise_source, word_source
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling import SamplingRows, SequenceSampler, process, process_greedy
 from outrider.engine.sequence import Sequence
 from outrider.kernels.coupled import coupled_choice
 from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
-from outrider.proposers.random_ahead import Place, RandomAhead, RandomKey, noise_source, word_source
 
 
 class DraftRule(IntEnum):
@@ -62,9 +62,9 @@ class DraftRows:
         """Where the next token will stand."""
         return len(self.sequence)
 
-    def place(self) -> Place:
+    def span(self) -> Span:
         """Where its random numbers are."""
-        return self.law.key, self.law.ahead, self.position, self.limit
+        return Span(self.law.key, self.law.ahead, self.position, 1, self.limit)
 
     def batch_entry(self) -> BatchEntry:
         """The rows as the runner takes them."""
@@ -125,7 +125,7 @@ class DraftModelProposer:
         if law.rule is DraftRule.ARGMAX:
             return False
         source = self._noise if law.rule is DraftRule.COUPLED else self._words
-        return source.prepare((law.key, law.ahead, first, end))
+        return source.prepare(Span(law.key, law.ahead, first, end - first, end))
 
     def _draw(self, rule: DraftRule, logits: Tensor, rows: list[DraftRows]) -> list[Drafted | None]:
         """`logits` are [rows, vocab]."""
@@ -135,7 +135,7 @@ class DraftModelProposer:
             return _without_weights(ids, invalid)
         probs, invalid = process(logits, plans)  # [rows, vocab], [rows]
         if rule is DraftRule.COUPLED:
-            noise = self._noise.rows([row.place() for row in rows])  # [rows, vocab]
+            noise = self._noise.rows([row.span() for row in rows])  # [rows, vocab]
             return _without_weights(coupled_choice(probs, noise), invalid)
         return self._draw_weighted(probs, invalid, rows)
 
@@ -143,7 +143,7 @@ class DraftModelProposer:
         """`probs` are [rows, vocab], `invalid` [rows]."""
         if bool(invalid.any()):
             probs[invalid] = 1.0 / probs.shape[1]  # drawn like the others, and not used
-        words = self._words.rows([row.place() for row in rows])  # [rows, 4]
+        words = self._words.rows([row.span() for row in rows])  # [rows, 4]
         samples = draft_sample(probs, words, self._mass)
         tokens, bad = samples.token_ids.tolist(), invalid.tolist()
         starts = (4 * samples.entry_starts).tolist()  # in bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.random_ahead import RandomKey
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence
 from outrider.target.chains import ChainBuffer
-from outrider.target.randomness import RandomRows
 from outrider.target.state import SequenceKey, Sink, TargetSequence
 from outrider.wire.errors import (
     FailedPrecondition,
@@ -76,7 +76,7 @@ def admit(
         sequence=sequence,
         sampler=sampler,
         chains=ChainBuffer(sequence.tokens, limits.vocab_size),
-        random=RandomRows(whole.seed, whole.completion, whole.acceptance == AcceptanceRule.COUPLED),
+        random_key=RandomKey(whole.seed, whole.completion),
         sink=sink,
         arrival=arrival,
         deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,

@@ -15,11 +15,10 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sequence import SequenceCache
 from outrider.target.admission import Refused, TargetLimits, admit
 from outrider.target.outcome import Outcome, origins_of, outcome_of
-from outrider.target.randomness import prepare
 from outrider.target.reports import position_logprobs, report_prompt
 from outrider.target.scheduler import Scheduler, StepEntry
 from outrider.target.state import Sink, TargetSequence
-from outrider.target.verifier import Judged, Verdict, verify
+from outrider.target.verifier import Judged, Verdict, Verifier
 from outrider.wire.messages import (
     Close,
     Closed,
@@ -91,6 +90,7 @@ class TargetEngine:
         self._on_step = on_step
         self._clock = clock
         self._arrivals = 0
+        self._verifier = Verifier(limits.vocab_size, runner.model.device)
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = SequenceCache(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
         self.scheduler = Scheduler(self.cache, max_rows, limits.max_window)
@@ -185,8 +185,8 @@ class TargetEngine:
 
     def _prepare_ahead(self) -> bool:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
-        waiting = [t for t in self.scheduler.sequences.values() if t.has_credit and not t.greedy]
-        return prepare(((t.random, t.committed, t.max_window + 1) for t in waiting), self.limits.vocab_size)
+        waiting = [target for target in self.scheduler.sequences.values() if target.has_credit]
+        return any(self._verifier.prepare(target) for target in waiting)
 
     def _wait(self, due: float | None, now: float) -> float | None:
         deadlines = [t.deadline for t in self.scheduler.sequences.values() if t.deadline is not None]
@@ -198,7 +198,7 @@ class TargetEngine:
         started_ns, started = time.time_ns(), self._clock()
         logits = self._runner.forward([entry.batch_entry() for entry in entries])
         forwarded = self._clock()
-        verdicts = verify(logits, self._judged(entries, logits))
+        verdicts = self._verifier.verify(logits, self._judged(entries, logits))
         sampled = self._clock()
         timings = StepTimings(
             verify_us=round((forwarded - started) * 1e6),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outrider.engine.random_ahead import RandomAhead, RandomKey
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence
 from outrider.target.chains import ChainBuffer
-from outrider.target.randomness import RandomRows
 from outrider.wire.messages import Credit, Open, PositionLogprobs, TargetEvent
 from outrider.wire.sampling import AcceptanceRule
 
@@ -26,10 +26,11 @@ class TargetSequence:
     sequence: Sequence
     sampler: SequenceSampler
     chains: ChainBuffer
-    random: RandomRows
+    random_key: RandomKey
     sink: Sink
     arrival: int  # order of arrival, for fairness and preemption
     deadline: float | None  # on the scheduler's clock
+    random_ahead: RandomAhead = field(default_factory=RandomAhead)
     group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
     admitted: bool = False  # holds blocks (or may take them); false when new or preempted
     until: int = 0

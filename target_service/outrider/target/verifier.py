@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs
+from outrider.engine.random_ahead import Span, noise_source
 from outrider.engine.sampling import SamplingRows, assemble, process, process_greedy
 from outrider.kernels.coupled import coupled_accept, coupled_choice
 from outrider.kernels.logits_to_probs import logits_to_probs
-from outrider.kernels.philox import Purpose
 from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
-from outrider.target.randomness import PURPOSES, prepare
+from outrider.target.randomness import ACCEPT, BONUS, RECOVERED, judging_source
 from outrider.target.scheduler import StepEntry
-
-_ACCEPT, _RECOVERED, _BONUS = (PURPOSES.index(p) for p in (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS))
+from outrider.target.state import TargetSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +49,64 @@ class Judged:
         return SamplingRows(self.entry.target.sampler, drafted if self.entry.takes_next else drafted[:-1])
 
 
-@torch.inference_mode()
-def verify(logits: Tensor, judged: Sequence[Judged]) -> list[Verdict]:
-    """Judges every window; logits are [rows of the step that want logits, vocab] float32. Verdicts are in no fixed
-    order."""
-    verdicts: list[Verdict] = []
-    for rule, members in _by_rule(judged).items():
-        rows = [row for member in members for row in member.rows]
-        chosen = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
-        accepted, next_ids, invalid = rule(chosen, members)
-        verdicts += _verdicts(chosen, members, accepted, next_ids, invalid)
-    return verdicts
-
-
 Judgement = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
 Rule = Callable[[Tensor, Sequence[Judged]], Judgement]
 
 
-def _by_rule(judged: Sequence[Judged]) -> dict[Rule, list[Judged]]:
-    groups: dict[Rule, list[Judged]] = {}
-    for member in judged:
-        target = member.entry.target
-        rule = _judge_greedy if target.greedy else _judge_coupled if target.coupled else _judge_rejection
-        groups.setdefault(rule, []).append(member)
-    return groups
+class Verifier:
+    """Judges windows of many sequences; holds nothing but the sources of random numbers."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._noise = noise_source(vocab_size, device)
+        self._words = judging_source(device)
+
+    @torch.inference_mode()
+    def verify(self, logits: Tensor, judged: Sequence[Judged]) -> list[Verdict]:
+        """Judges every window; logits are [rows of the step that want logits, vocab] float32. Verdicts are in no fixed
+        order."""
+        verdicts: list[Verdict] = []
+        for rule, members in self._by_rule(judged).items():
+            rows = [row for member in members for row in member.rows]
+            chosen = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+            accepted, next_ids, invalid = rule(chosen, members)
+            verdicts += _verdicts(chosen, members, accepted, next_ids, invalid)
+        return verdicts
+
+    @torch.inference_mode()
+    def prepare(self, target: TargetSequence) -> bool:
+        """Draws a sequence's random numbers of its next window while there is time; whether any were missing."""
+        if target.greedy:
+            return False
+        source = self._noise if target.coupled else self._words
+        first, count = target.committed, target.max_window + 1
+        return source.prepare(Span(target.random_key, target.random_ahead, first, count, first + count))
+
+    def _by_rule(self, judged: Sequence[Judged]) -> dict[Rule, list[Judged]]:
+        groups: dict[Rule, list[Judged]] = {}
+        for member in judged:
+            target = member.entry.target
+            rule = _judge_greedy if target.greedy else self._judge_coupled if target.coupled else self._judge_rejection
+            groups.setdefault(rule, []).append(member)
+        return groups
+
+    def _judge_coupled(self, logits: Tensor, members: Sequence[Judged]) -> Judgement:
+        probs, invalid = process(logits, [member.plan for member in members])
+        noise = self._noise.rows(_spans(members, [len(member.rows) for member in members]))  # [rows, vocab]
+        accepted, next_ids = coupled_accept(coupled_choice(probs, noise), _windows(members), _draft_ids(members))
+        return accepted, next_ids, invalid
+
+    def _judge_rejection(self, logits: Tensor, members: Sequence[Judged]) -> Judgement:
+        target_probs, invalid = process(logits, [member.plan for member in members])  # [rows, vocab]
+        windows, draft_ids = _windows(members), _draft_ids(members)
+        # One more position than drafted tokens: a bonus (or plain) token has its own.
+        counts = [len(member.entry.window.ids) + 1 for member in members]
+        words = self._words.rows(_spans(members, counts))  # [positions, 3, 4] int64
+        first = windows.draft_starts + torch.arange(len(members))  # [n]: each window's first row of words
+        coins = accept_uniforms(words[first[windows.window_of_draft] + windows.offset_of_draft, ACCEPT])  # [drafted]
+        vectors = [(w.ids, w.weights) if w is not None else None for m in members for w in m.entry.window.weights]
+        accepted, next_weights = accept(target_probs, windows, draft_ids, DraftWeights.of(vectors), coins)
+        purposes = torch.where(accepted == windows.num_drafted, BONUS, RECOVERED)  # [n]
+        return accepted, draw(next_weights, words[first + accepted, purposes]), invalid
 
 
 def _judge_greedy(logits: Tensor, members: Sequence[Judged]) -> Judgement:
@@ -82,35 +115,15 @@ def _judge_greedy(logits: Tensor, members: Sequence[Judged]) -> Judgement:
     return accepted, next_ids, invalid
 
 
-def _judge_coupled(logits: Tensor, members: Sequence[Judged]) -> Judgement:
-    probs, invalid = process(logits, [member.plan for member in members])
-    noise = _random_rows(members, logits.shape[1], [len(member.rows) for member in members])  # [rows, vocab]
-    accepted, next_ids = coupled_accept(coupled_choice(probs, noise), _windows(members), _draft_ids(members))
-    return accepted, next_ids, invalid
-
-
-def _judge_rejection(logits: Tensor, members: Sequence[Judged]) -> Judgement:
-    target_probs, invalid = process(logits, [member.plan for member in members])  # [rows, vocab]
-    windows, draft_ids = _windows(members), _draft_ids(members)
-    num_drafted = [len(member.entry.window.ids) for member in members]
-    # One more position than drafted tokens: a bonus (or plain) token has its own. [positions, 3, 4] int64
-    words = _random_rows(members, logits.shape[1], [count + 1 for count in num_drafted])
-    first = windows.draft_starts + torch.arange(len(members))  # [n]: each window's first row of words
-    coins = accept_uniforms(words[first[windows.window_of_draft] + windows.offset_of_draft, _ACCEPT])  # [drafted]
-    weights = DraftWeights.of(
-        [(w.ids, w.weights) if w is not None else None for member in members for w in member.entry.window.weights]
-    )
-    accepted, next_weights = accept(target_probs, windows, draft_ids, weights, coins)
-    purposes = torch.where(accepted == windows.num_drafted, _BONUS, _RECOVERED)  # [n]
-    return accepted, draw(next_weights, words[first + accepted, purposes]), invalid
-
-
-def _random_rows(members: Sequence[Judged], vocab_size: int, counts: Sequence[int]) -> Tensor:
-    """The random rows of the first `counts` positions of every window: noise or words. The counter is the absolute
-    position of the token that is judged or drawn."""
-    wanted = [(m.entry.target.random, m.entry.committed, count) for m, count in zip(members, counts, strict=True)]
-    prepare(wanted, vocab_size)
-    return torch.cat([rows.take(start, count) for rows, start, count in wanted])
+def _spans(members: Sequence[Judged], counts: Sequence[int]) -> list[Span]:
+    """The first `counts` positions of every window. The counter is the absolute position of the token that is judged or
+    drawn."""
+    return [
+        Span(
+            m.entry.target.random_key, m.entry.target.random_ahead, m.entry.committed, count, m.entry.committed + count
+        )
+        for m, count in zip(members, counts, strict=True)
+    ]
 
 
 def _windows(members: Sequence[Judged]) -> Windows:

@@ -43,14 +43,24 @@ class RandomAhead:
         """The first position from `position` on that was not drawn."""
         return position if self.get(position) is None else self._first + len(self._rows)
 
-    def put(self, first: int, rows: Tensor, most: int) -> None:
+    def put(self, first: int, rows: Sequence[Tensor], most: int) -> None:
         """Keeps rows from position `first` on, and earlier ones up to `most` if they join."""
         joins = first == self._first + len(self._rows)
-        self._rows = ((*self._rows, *rows.unbind(0)) if joins else rows.unbind(0))[-most:]
+        self._rows = ((*self._rows, *rows) if joins else tuple(rows))[-most:]
         self._first = first + len(rows) - len(self._rows)
 
 
-Place = tuple[RandomKey, RandomAhead, int, int]  # the position of the row, and up to where more will be wanted
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`count` positions of a sequence from `first` on, and up to where more will be wanted."""
+
+    key: RandomKey
+    ahead: RandomAhead
+    first: int
+    count: int
+    limit: int
+
+
 Generate = Callable[[Tensor, Tensor, Tensor], Tensor]  # of seeds, positions and completions, [n] each
 
 
@@ -62,38 +72,42 @@ class RandomSource:
     most: int
     device: torch.device
 
-    def rows(self, places: Sequence[Place]) -> Tensor:  # [places, ...]
-        """The row of each place. Those that were not drawn before are drawn in one call, with those after them."""
-        lacking = [
-            (key, ahead, position, max(1, min(limit - position, self.most)))
-            for key, ahead, position, limit in places
-            if ahead.get(position) is None
-        ]
-        if lacking:
-            self._draw(lacking)
-        found = [ahead.get(position) for _, ahead, position, _ in places]
-        return torch.stack([row for row in found if row is not None])
+    def rows(self, spans: Sequence[Span]) -> Tensor:  # [sum of counts, ...]
+        """The rows of every position of the spans. Those that were not drawn before are drawn in one call, with those
+        up to the limits as far as they are kept."""
+        gaps = []
+        for span in spans:
+            start = span.ahead.first_missing(span.first)
+            end = max(span.first + span.count, min(span.limit, span.first + self.most))
+            gaps.append(range(start, end) if start < span.first + span.count else range(start, start))
+        drawn = iter(self._draw([(span, gap) for span, gap in zip(spans, gaps, strict=True) if gap]))
+        found: list[Tensor] = []
+        for span, gap in zip(spans, gaps, strict=True):
+            fresh = next(drawn) if gap else ()
+            held = [span.ahead.get(position) for position in range(span.first, min(gap.start, span.first + span.count))]
+            found += [row for row in held if row is not None]
+            found += fresh[: span.first + span.count - gap.start]
+            if gap:
+                span.ahead.put(gap.start, fresh, self.most)
+        return torch.stack(found)
 
-    def prepare(self, place: Place) -> bool:
-        """Draws what is missing of a place's rows, unless they are more than are kept; whether anything was drawn."""
-        key, ahead, first, limit = place
-        start = ahead.first_missing(first)
-        if start >= limit or limit - first > self.most:
+    def prepare(self, span: Span) -> bool:
+        """Draws what is missing up to the limit, unless that is more than is kept; whether anything was drawn."""
+        start = span.ahead.first_missing(span.first)
+        if start >= span.limit or span.limit - span.first > self.most:
             return False
-        self._draw([(key, ahead, start, limit - start)])
+        (fresh,) = self._draw([(span, range(start, span.limit))])
+        span.ahead.put(start, fresh, self.most)
         return True
 
-    def _draw(self, wanted: Sequence[Place]) -> None:
-        """The last of a place is a count here."""
-        columns = [
-            (as_int64(key.seed), first + offset, key.completion)
-            for key, _, first, count in wanted
-            for offset in range(count)
-        ]
+    def _draw(self, gaps: Sequence[tuple[Span, range]]) -> list[tuple[Tensor, ...]]:
+        """The rows of every gap, all in one call."""
+        if not gaps:
+            return []
+        columns = [(as_int64(span.key.seed), position, span.key.completion) for span, gap in gaps for position in gap]
         seeds, positions, completions = torch.tensor(columns, dtype=torch.int64, device=self.device).unbind(1)  # [n]
-        drawn = torch.split(self.generate(seeds, positions, completions), [count for *_, count in wanted])
-        for (_, ahead, first, _), rows in zip(wanted, drawn, strict=True):
-            ahead.put(first, rows, self.most)
+        parts = torch.split(self.generate(seeds, positions, completions), [len(gap) for _, gap in gaps])
+        return [part.unbind(0) for part in parts]
 
 
 def word_source(device: torch.device) -> RandomSource:
