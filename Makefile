@@ -3,8 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The newest Python that the project runs on.
-PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+# A Python that the project runs on; python3 if it is one.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -58,10 +58,16 @@ def test_what_the_text_names_exists() -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("command", [command for command in MAKE if command not in BY_CI])
 def test_the_demo_as_it_stands(command: str, tmp_path: Path) -> None:
-    """With what is installed here, a shorter comparison, and its trace elsewhere; else word by word."""
+    """With what is installed here, a short comparison (once), and its trace elsewhere; else word by word."""
+    compares = command == "make demo"
     arguments = shlex.split(command)
     arguments[1:1] = ["-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
-    brief = {"TRACE_FILE": str(tmp_path / "trace.jsonl"), "REPEATS": "1", "COMPARE_TOKENS": "8"}
+    brief = {
+        "TRACE_FILE": str(tmp_path / "trace.jsonl"),
+        "REPEATS": "1",
+        "COMPARE_TOKENS": "10",
+        "EXPAND": str(compares),
+    }
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MAKE")
     }  # may be under make
@@ -74,7 +80,13 @@ def test_the_demo_as_it_stands(command: str, tmp_path: Path) -> None:
     assert (tmp_path / "trace.jsonl").stat().st_size
     if "PROMPT" in command:
         assert "def parse_args(argv):" in done.stdout and re.search(r"tokens +200 |then stop", done.stdout)
-    assert ("without" in done.stdout) is ("--no-expand" not in command)
+    figures = (
+        r"with speculation +\d+\.\d tokens/s",
+        r"without +\d+\.\d tokens/s",
+        r"ratio +\d+\.\d\d",
+        r"same tokens +yes|no",
+    )
+    assert all(bool(re.search(figure, done.stdout)) is compares for figure in figures)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.commands.processes import Services
+from outrider.commands.readiness import wait_for_draft
 from outrider.pairs import PairPaths, pair_path
 
 START_S = 60
@@ -37,4 +38,6 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
         addresses = [services.wait(draft, START_S), services.wait(target, START_S)]
         peers = ["--draft", addresses[0], "--target", addresses[1], "--tokenizer", str(pair.target)]
         gateway = services.start("gateway", ["gateway", *common, *peers, "--trace-file", str(trace_file)])
-        yield Trio(services.wait(gateway, START_S), addresses[1], addresses[0], pair, trace_file)
+        address = services.wait(gateway, START_S)
+        wait_for_draft(address, START_S, services.check)
+        yield Trio(address, addresses[1], addresses[0], pair, trace_file)

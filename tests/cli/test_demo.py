@@ -1,4 +1,4 @@
-"""`outrider demo` as a user runs it, and that nothing of it is left."""
+"""`outrider demo` as a user runs it, and that nothing of it is left. Its comparison runs in tests/test_readme.py."""
 
 from __future__ import annotations
 
@@ -73,16 +73,6 @@ def test_the_demo_without_the_expansion(tmp_path: Path) -> None:
     assert lines and all("resourceSpans" in json.loads(line) for line in lines)
 
 
-@pytest.mark.timeout(120)
-def test_the_comparison(tmp_path: Path) -> None:
-    done = demo("--plain", "--repeats", "1", "--compare-tokens", "10", "def main():", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"with speculation +\d+\.\d tokens/s", done.stdout)
-    assert re.search(r"without +\d+\.\d tokens/s", done.stdout)
-    assert re.search(r"ratio +\d+\.\d\d", done.stdout)
-    assert re.search(r"same tokens +(yes|no, they part at token)", done.stdout)
-
-
 def test_colours_on_a_terminal(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     environment = os.environ | {"TERM": "xterm"}
@@ -111,9 +101,7 @@ def read_terminal(leader: int) -> Iterator[bytes]:
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_no_process_is_left(tmp_path: Path, number: signal.Signals, status: int) -> None:
     """However the demo ends: by Ctrl-C in mid-stream, or killed."""
     with subprocess.Popen(

@@ -120,6 +120,4 @@ def naive(request: Open, tokens: Sequence[int], loaded: LoadedModel) -> tuple[in
     if request.acceptance == AcceptanceRule.COUPLED:
         return int(coupled_choice(probs, exponential_noise(*place, loaded.vocab_size))), None
     samples = draft_sample(probs, words(place[0], place[1], Purpose.DRAFT, place[2]))
-    return int(samples.token_ids), TokenWeights.of(
-        samples.entry_ids.tolist(), samples.entry_weights.tolist()
-    )
+    return int(samples.token_ids), TokenWeights.of(samples.entry_ids.tolist(), samples.entry_weights.tolist())

@@ -10,11 +10,11 @@ import grpc
 
 from outrider.draft.state import DraftSequence, ModelState, SequenceKey
 from outrider.draft.tracing import link_to
+from outrider.engine.random_ahead import RandomKey
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.proposers.base import ProposerState, TokenProposer
 from outrider.proposers.draft_model import DraftLaw, DraftModelProposer, DraftRule
-from outrider.engine.random_ahead import RandomKey
 from outrider.wire.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.wire.messages import Open
 from outrider.wire.sampling import AcceptanceRule

@@ -8,6 +8,7 @@ from pathlib import Path
 from outrider.commands.demo_settings import DemoSettings
 from outrider.commands.processes import Service, Services
 from outrider.commands.progress import Advance
+from outrider.commands.readiness import wait_for_draft
 
 LOOPBACK = "127.0.0.1:0"
 GRACE_S = "2"
@@ -55,6 +56,7 @@ class Fleet:
             "--num-draft-tokens", str(self.settings.num_draft_tokens), "--trace-file", str(self.settings.trace_file),
         )  # fmt: skip
         address = self._wait(self.gateway)
+        wait_for_draft(address, self.settings.start_timeout, self.services.check)
         advance(f"gateway listens on {address}")
         return address
 

@@ -64,7 +64,7 @@ class DraftWeights:
 
     @staticmethod
     def of(vectors: Sequence[tuple[bytes, bytes] | None], device: torch.device | str = "cpu") -> DraftWeights:
-        """Joins the ids and weights of each drafted token, both as packed little-endian uint32; None, or ids and weights
+        """Joins the ids and weights of each drafted token, both packed little-endian uint32; None, or ids and weights
         of unequal number, is one-hot."""
         present = [(draft, *vector) for draft, vector in enumerate(vectors) if vector is not None]
         present = [(draft, ids, weights) for draft, ids, weights in present if len(ids) == len(weights)]
