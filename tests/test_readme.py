@@ -16,6 +16,7 @@ from tiny import save_tiny, tiny_hf_model, tiny_state
 from tokenizer_factory import train_byte_level
 
 from outrider.commands.processes import Services
+from outrider.commands.readiness import wait_for_draft
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -118,6 +119,8 @@ def test_the_commands_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPat
                 arguments = [addresses.get(argument, argument) for argument in arguments]
                 service = services.start(name, [name, *arguments, "--grace-s", "1"])
                 addresses.setdefault(named, services.wait(service, START_S))
+                if name == "gateway":
+                    wait_for_draft(service.address, START_S, services.check)
             ran.add(name)
     assert ran >= {*SERVICES, "generate", "check-pair", "convert", "--help"}
     assert (folder / "models/converted/model.safetensors").is_file()

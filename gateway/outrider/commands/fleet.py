@@ -53,7 +53,7 @@ class Fleet:
         advance(f"target listens on {self._wait(target)}")
         self.gateway = self._start(
             "gateway", "--target", target.address, "--draft", draft.address, "--tokenizer", str(self.folders.target),
-            "--num-draft-tokens", str(self.settings.num_draft_tokens), "--trace-file", str(self.settings.trace_file),
+            "--num-draft-tokens", str(self.settings.num_draft_tokens),
         )  # fmt: skip
         address = self._wait(self.gateway)
         wait_for_draft(address, self.settings.start_timeout, self.services.check)
@@ -65,7 +65,8 @@ class Fleet:
         return self._start("target", "--model", str(self.folders.target), "--threads", threads, *more)
 
     def _start(self, name: str, *arguments: str) -> Service:
-        return self.services.start(name, [name, "--listen", LOOPBACK, "--grace-s", GRACE_S, *arguments])
+        common = ["--listen", LOOPBACK, "--grace-s", GRACE_S, "--trace-file", str(self.settings.trace_file)]
+        return self.services.start(name, [name, *common, *arguments])
 
     def _wait(self, service: Service) -> str:
         return self.services.wait(service, self.settings.start_timeout)
