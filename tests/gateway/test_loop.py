@@ -14,7 +14,7 @@ from outrider.gateway.effects import CloseDraft, Emit, Fail, OpenDraft, OpenTarg
 from outrider.gateway.loop import speculate
 from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.errors import OutriderError, Unavailable
-from outrider.wire.messages import Commit, Credit, Failure, Open, Piece
+from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
 from outrider.wire.sampling import FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
@@ -137,6 +137,16 @@ async def test_a_targets_own_error_reaches_the_caller() -> None:
         async for _ in speculate(None, target, request(200), Policy(0)):
             target.links[0].emit(Failure(0, 13, "NaN in a row"))
     assert raised.value.code.value[0] == 13
+
+
+def test_the_prompts_logprobs_are_asked_for_once() -> None:
+    core = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=9, prompt_logprobs=2)), Policy(0))
+    core.start(0.0)
+    (before,) = core.on_target(Lost("early"), 0.5)
+    assert isinstance(before, OpenTarget) and before.request.sampling.prompt_logprobs == 2
+    core.on_target(PromptLogprobs(0, 0, ((), (), ())), 1.0)
+    (after,) = core.on_target(Lost("late"), 2.0)
+    assert isinstance(after, OpenTarget) and after.request.sampling.prompt_logprobs is None
 
 
 async def test_a_target_that_is_lost_again_and_again_is_given_up() -> None:

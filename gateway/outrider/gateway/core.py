@@ -37,7 +37,7 @@ class Policy:
     plain_ahead: int = 16  # plain tokens that the target may commit beyond what the gateway has seen
     max_unread: int = 256  # committed tokens that a slow client may leave unread before credit stops
     max_target_opens: int = 4  # times a sequence is opened before a lost target ends the request
-    reopen_s: float = 5.0  # how long a sequence whose target was lost waits for another
+    reopen_s: float = 15.0  # how long a sequence whose target was lost waits for another
 
 
 @dataclass(slots=True)
@@ -61,6 +61,7 @@ class SpeculationCore:
     _round_start: float = field(init=False, default=0.0)
     _draft_us: int = field(init=False, default=0)
     _num_rounds: int = field(init=False, default=0)
+    _prompt_told: bool = field(init=False, default=False)  # log probabilities of the prompt are asked for once
     _started: float = field(init=False, default=0.0)
     _now: float = field(init=False, default=0.0)
 
@@ -89,6 +90,7 @@ class SpeculationCore:
             case Commit():
                 return self._on_commit(event)
             case PromptLogprobs():
+                self._prompt_told = True
                 return [EmitPrompt(event)]
             case Failure():
                 return self._on_target_failure(event)
@@ -198,7 +200,9 @@ class SpeculationCore:
         timeout_ms = self.request.timeout_ms
         if timeout_ms:
             timeout_ms = max(1, timeout_ms - round((self._now - self._started) * 1000))
-        return replace(self.request, output_ids=tuple(self.committed[self.prompt_len :]), timeout_ms=timeout_ms)
+        sampling = replace(self.request.sampling, prompt_logprobs=None) if self._prompt_told else self.request.sampling
+        output_ids = tuple(self.committed[self.prompt_len :])
+        return replace(self.request, output_ids=output_ids, timeout_ms=timeout_ms, sampling=sampling)
 
     def _prune_journal(self) -> None:
         length = len(self.committed)
