@@ -108,19 +108,19 @@ def accept(
     judged = target_probs[windows.row_of_draft, draft_ids.clamp(0, vocab_size - 1)].double() * inside  # [drafted]
     accepted = uniforms * drafted_weight < judged * total_weight  # [drafted]
     num_accepted = count_accepted(accepted, windows)
-    next_probs = target_probs.index_select(0, windows.next_rows(num_accepted)).double()  # [n, vocab]
-    next_probs[~windows.has_next(num_accepted)] = 0
+    rows = windows.next_rows(num_accepted)  # [n]
+    next_weights = target_probs.index_select(0, rows).double()  # [n, vocab]
+    has_next = windows.has_next(num_accepted)  # [n]
+    if not bool(has_next.all()):
+        next_weights[~has_next] = 0
     refused = _refused_drafts(windows, num_accepted)  # [refused]
-    if len(refused) == 0:
-        return num_accepted, next_probs
-    owners = windows.window_of_draft[refused]  # [refused]
-    residual = next_probs.index_select(0, owners) * total_weight[refused, None]  # [refused, vocab]
-    _subtract_weights(residual, refused, draft_weights, usable)
-    one_hot = (~usable & inside)[refused]  # [refused]
-    residual[one_hot, draft_ids[refused[one_hot]]] = 0
-    empty = residual.sum(dim=-1) == 0  # [refused]: nothing is left, so the target's own law holds
-    next_probs[owners[~empty]] = residual[~empty]
-    return num_accepted, next_probs
+    if len(refused):
+        owners = windows.window_of_draft[refused]  # [refused]
+        _leave_residual(next_weights, owners, refused, draft_ids, draft_weights, usable & inside, total_weight)
+        empty = owners[next_weights.index_select(0, owners).sum(dim=-1) == 0]  # nothing is left:
+        if len(empty):
+            next_weights[empty] = target_probs.index_select(0, rows[empty]).double()  # the target's own law holds
+    return num_accepted, next_weights
 
 
 def draw(
@@ -179,15 +179,29 @@ def _bad_entries(draft_weights: DraftWeights, vocab_size: int) -> Tensor:
     return bad
 
 
-def _subtract_weights(residual: Tensor, refused: Tensor, draft_weights: DraftWeights, usable: Tensor) -> None:
-    """Takes the draft's weights from the rows of refused tokens, down to 0; residual is [refused, vocab] float64."""
-    row_of_draft = torch.full((len(usable),), -1, device=refused.device)  # [drafted]
-    row_of_draft[refused] = torch.arange(len(refused), device=refused.device)
-    row_of_draft[~usable] = -1
-    rows = row_of_draft[draft_weights.draft_of]  # [entries]
-    concerned = (rows >= 0).nonzero().squeeze(1)  # [concerned]
-    index = (rows[concerned], draft_weights.ids[concerned])
-    residual[index] = (residual[index] - draft_weights.weights[concerned]).clamp_(min=0)
+def _leave_residual(
+    next_weights: Tensor,  # [n, vocab] float64: the target's law where each window ends; changed in place
+    owners: Tensor,  # [refused] int64: windows with a refused token
+    refused: Tensor,  # [refused] int64: that token's index
+    draft_ids: Tensor,  # [drafted] int64
+    draft_weights: DraftWeights,
+    usable: Tensor,  # [drafted] bool
+    total_weight: Tensor,  # [drafted] float64
+) -> None:
+    """Takes the draft's weights, down to 0, from `total_weight` times the target's law; a one-hot draft's id is left no
+    weight at all."""
+    next_weights[owners] *= total_weight[refused, None]
+    row_of_draft = torch.full((len(usable),), -1, device=owners.device)  # [drafted]
+    row_of_draft[refused] = owners
+    weighted = torch.where(usable, row_of_draft, -1)[draft_weights.draft_of]  # [entries]
+    concerned = (weighted >= 0).nonzero().squeeze(1)  # [concerned]
+    index = (weighted[concerned], draft_weights.ids[concerned])
+    next_weights[index] = (next_weights[index] - draft_weights.weights[concerned]).clamp_(min=0)
+    one_hot = ~usable[refused]  # [refused]
+    if bool(one_hot.any()):
+        ids = draft_ids[refused]
+        inside = one_hot & (ids >= 0) & (ids < next_weights.shape[1])
+        next_weights[owners[inside], ids[inside]] = 0
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
