@@ -11,7 +11,7 @@ Errors are OutriderError's classes, with what the gateway said: the fields that 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +22,7 @@ import grpc.aio
 from outrider.v1 import common_pb2, generation_pb2_grpc
 from outrider.v1 import generation_pb2 as pb
 from outrider.wire.address import dial_target
+from outrider.wire.background import Background
 from outrider.wire.channel import channel_options, connect
 from outrider.wire.codec_info import decode_model_info
 from outrider.wire.codec_parts import decode_position_logprobs
@@ -154,15 +155,22 @@ def generate(
     address: str, prompt: str | None = None, *, timeout: float | None = None, traceparent: str = "", **options: Any
 ) -> Iterator[Part]:
     """The same for callers without an event loop; one connection a call."""
-    with grpc.insecure_channel(dial_target(address), options=channel_options()) as channel:
-        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
-        call = stub.Generate(build_request(prompt, **options), timeout=timeout, metadata=_metadata(traceparent))
-        try:
-            yield from map(decode_response, call)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        finally:
-            call.cancel()
+    request, metadata = build_request(prompt, **options), _metadata(traceparent)
+
+    def iterate(on_stop: Callable[[Callable[[], object]], None]) -> Iterator[Part]:
+        with grpc.insecure_channel(dial_target(address), options=channel_options()) as channel:
+            call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
+                request, timeout=timeout, metadata=metadata
+            )
+            on_stop(call.cancel)
+            try:
+                yield from map(decode_response, call)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from error
+            finally:
+                call.cancel()
+
+    return Background(iterate).items()
 
 
 def build_request(
