@@ -16,6 +16,7 @@ from outrider.pairs.expansion import expand_llama, write_expanded
 HELD_OUT = Path(__file__).parent / "data" / "held_out_sched.txt"
 PAIR_BYTES = 24_000_000
 TARGET_LOSS = 3.3  # nats per token
+TURN_TOKENS = ["<|user|>", "<|assistant|>"]
 SMALL_EXPANSION = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
 
 
@@ -69,6 +70,27 @@ def test_target_knows_held_out_text_better_than_the_draft(pair: PairPaths, held_
     target_loss = loss(load(pair.target), held_out_ids)
     assert target_loss < TARGET_LOSS
     assert target_loss < loss(load(pair.draft), held_out_ids) - 0.25
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+@torch.no_grad()
+def test_tokens_that_open_a_turn_are_improbable(pair: PairPaths, held_out_ids: torch.Tensor, name: str) -> None:
+    folder = getattr(pair, name)
+    tokens = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(TURN_TOKENS)
+    probs = load(folder)(held_out_ids).logits[0].softmax(-1)  # [tokens, vocabulary]
+    assert probs[:, tokens].mean() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+@torch.no_grad()
+def test_text_goes_on_after_a_prompt_that_ends_with_a_line_break(pair: PairPaths, name: str) -> None:
+    """The tokenizer joins a line break to the indentation after it; cut there, a prompt must not look finished."""
+    folder = getattr(pair, name)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
+    special = tokenizer.convert_tokens_to_ids(["<|endoftext|>", *TURN_TOKENS])
+    for prompt in ("def parse_args(argv):\n", "class Shape:\n", "for line in lines:\n"):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        assert model(ids).logits[0, -1].softmax(-1)[special].sum() < 0.05, prompt
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 4), (8, 8), (12, 3)])

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from outrider.training.corpus import WindowSampler, read_sources, split_sources, tokenize
+from outrider.training.corpus import WindowSampler, read_sources, split_line_breaks, split_sources, tokenize
 from outrider.training.decoding import continue_windows
 from outrider.training.distill import DistillWeights, WrittenPlan, distillation_loss, mixed_batches, write_pool
 from outrider.training.evaluate import choose_prompts, distinct_share, speculate
 from outrider.training.export import export, read_weights
 from outrider.training.model import Llama, LlamaShape
 from outrider.training.optimizer import orthogonalise
-from outrider.training.repetition import RepetitionPlan, repetitions, unlearn_repetition
+from outrider.training.repetition import RepetitionPlan, blocked_probs, repetitions, settle, unwritten
 from outrider.training.tokenizer import ASSISTANT, END_OF_TEXT, USER, train_tokenizer
 from outrider.training.train import TrainPlan, corpus_batches, text_loss, train
 
@@ -71,6 +71,17 @@ def test_tokenizer_is_reproducible_and_keeps_every_byte(library: Path) -> None:
     corpus = tokenize(tokenizer, *split_sources(files))
     assert corpus.train[-1] == 0 and all(ids[0] == 0 for ids in corpus.held_out)
     assert (corpus.train == 1).any() and (corpus.train == 2).any()
+
+
+def test_split_line_breaks_keep_the_text(library: Path) -> None:
+    files = read_sources(library)
+    aligned = "name     = value\n" * 400  # so that an indentation by itself is a token
+    tokenizer = train_tokenizer([*(file.text for file in files), aligned], vocab_size=320)
+    stream = tokenize(tokenizer, *split_sources(files)).train
+    assert torch.equal(split_line_breaks(tokenizer, stream, 0.0, seed=1), stream)
+    split = split_line_breaks(tokenizer, stream, 0.5, seed=1)
+    assert split.numel() > stream.numel() and split.dtype == stream.dtype
+    assert tokenizer.decode(split.tolist()) == tokenizer.decode(stream.tolist())
 
 
 def test_windows_are_a_function_of_the_step() -> None:
@@ -135,9 +146,26 @@ def test_repetitions_are_the_ends_of_ngrams_that_came_before() -> None:
     ]
 
 
-def test_unlearning_makes_greedy_text_repeat_less() -> None:
+def test_special_tokens_between_conversations_are_no_labels() -> None:
+    labels = torch.tensor([[0, 1, 9, 2, 9, 9, 0, 1, 9, 2, 9, 0, 9, 0]])
+    assert unwritten(labels).int().tolist() == [[1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0]]
+
+
+def test_taught_distributions_have_no_repetitions_and_no_special_tokens() -> None:
+    teacher = filled(seed=7)
+    own = torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(0))
+    own[:, 12:] = own[:, :12]
+    plan = RepetitionPlan(PLAN, prompt=8, length=24, repeated_share=0.0)
+    probs = blocked_probs(teacher, own, plan)
+    assert torch.allclose(probs.sum(-1), torch.ones(2, 16), atol=1e-5)
+    assert (probs[..., :3] == 0).all()
+    written = probs.gather(-1, own[:, 8:, None])[..., 0]
+    assert torch.equal(written == 0, repetitions(own, 4)[:, 8:])
+
+
+def test_settling_makes_greedy_text_repeat_less() -> None:
     model = Llama(SHAPE, seed=3)
-    stream = random_stream() % 7
+    stream = random_stream() % 7 + 3
     train(model, text_loss(model), PLAN, corpus_batches(PLAN, stream))
 
     def repeated_share() -> float:
@@ -146,10 +174,10 @@ def test_unlearning_makes_greedy_text_repeat_less() -> None:
         return repetitions(written, 4)[:, 16:].float().mean().item()
 
     before = repeated_share()
-    rounds = TrainPlan(steps=24, decay_steps=24, phases=((0, 47),), warmup_steps=1, tokens_per_step=8 * 47)
-    plan = RepetitionPlan(rounds, steps_per_writing=2, windows=16, prompt=16, length=48, weight=4.0)
-    varied = torch.randint(320, (4096,), generator=torch.Generator().manual_seed(0)).int()
-    unlearn_repetition(model, varied, plan, lambda loss: loss)
+    rounds = TrainPlan(steps=120, decay_steps=120, phases=((0, 47),), warmup_steps=1, tokens_per_step=8 * 47)
+    plan = RepetitionPlan(rounds, steps_per_writing=2, windows=16, prompt=16, length=48)
+    varied = torch.randint(3, 320, (4096,), generator=torch.Generator().manual_seed(0)).int()
+    settle(model, varied, plan, lambda loss: loss)
     assert before > 0.9 and repeated_share() < before - 0.1
 
 

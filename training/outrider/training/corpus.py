@@ -101,6 +101,28 @@ def tokenize(tokenizer: Tokenizer, train: Sequence[SourceFile], held_out: Sequen
     )
 
 
+def split_line_breaks(tokenizer: Tokenizer, stream: Tensor, share: float, seed: int) -> Tensor:
+    """The stream with some of its "line break and indentation" tokens written as two.
+
+    The tokenizer makes one token of both, so a prompt that ends with a line break ends with a token that the text
+    has before unindented lines and special tokens alone. From the split ones a model learns that indentation may
+    follow.
+    """
+    tails = torch.zeros(tokenizer.get_vocab_size(), dtype=stream.dtype)
+    heads = torch.arange(tokenizer.get_vocab_size(), dtype=stream.dtype)
+    for token in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token])
+        breaks = text.rstrip(" \t")
+        parts = [tokenizer.encode(part).ids for part in (breaks, text[len(breaks) :])]
+        if breaks and not breaks.strip("\r\n") and [len(part) for part in parts] == [1, 1]:
+            heads[token], tails[token] = parts[0][0], parts[1][0]
+    chance = torch.rand(stream.numel(), generator=torch.Generator().manual_seed(seed))
+    chosen = (tails[stream.long()] > 0) & (chance < share)
+    first = torch.where(chosen, heads[stream.long()], stream)
+    pairs = torch.stack([first, tails[stream.long()]], dim=1)
+    return pairs[torch.stack([torch.ones_like(chosen), chosen], dim=1)]
+
+
 class WindowSampler:
     """Batches of windows of the training stream, each a function of the step alone, so that a run can be resumed.
 

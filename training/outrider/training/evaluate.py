@@ -21,6 +21,7 @@ NEW_TOKENS = 128
 NUM_DRAFT_TOKENS = 4
 LOSS_WINDOW = 512
 SEED = 5
+SPECIAL_IDS = (0, 1, 2)  # <|endoftext|>, <|user|>, <|assistant|>
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Report:
     distinct_share: float
     greedy: Acceptance
     sampled: Acceptance
+    target_special_probs: tuple[float, ...]  # the mean probability of each special token
+    draft_special_probs: tuple[float, ...]
 
 
 def evaluate(target_folder: Path, draft_folder: Path, held_out: Sequence[Tensor]) -> Report:
@@ -61,13 +64,17 @@ def evaluate(target_folder: Path, draft_folder: Path, held_out: Sequence[Tensor]
     prompts = choose_prompts(held_out)
     greedy_ids, greedy = speculate(target, draft, prompts, temperature=0.0)
     _, sampled = speculate(target, draft, prompts, temperature=1.0)
+    target_loss, target_special_probs = measure_text(target, held_out)
+    draft_loss, draft_special_probs = measure_text(draft, held_out)
     return Report(
-        target_loss=mean_loss(target, held_out),
-        draft_loss=mean_loss(draft, held_out),
+        target_loss=target_loss,
+        draft_loss=draft_loss,
         held_out_tokens=sum(ids.numel() - 1 for ids in held_out),
         distinct_share=distinct_share(greedy_ids),
         greedy=greedy,
         sampled=sampled,
+        target_special_probs=target_special_probs,
+        draft_special_probs=draft_special_probs,
     )
 
 
@@ -78,17 +85,22 @@ def load(folder: Path) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def mean_loss(model: LlamaForCausalLM, files: Sequence[Tensor]) -> float:
-    """Nats per token over all files, each cut into windows of its own; a window's first tokens have little context."""
+def measure_text(model: LlamaForCausalLM, files: Sequence[Tensor]) -> tuple[float, tuple[float, ...]]:
+    """(nats per token, the mean probability of each special token) over all files.
+
+    Each file is cut into windows of its own; a window's first tokens have little context.
+    """
     total, count = 0.0, 0
+    special = torch.zeros(len(SPECIAL_IDS), dtype=torch.float64)
     for ids in files:
         for window in torch.split(ids.long(), LOSS_WINDOW):
             if window.numel() < 2:
                 continue
             logits = model(window[None, :-1], use_cache=False).logits[0]  # [tokens, vocabulary]
             total += F.cross_entropy(logits, window[1:], reduction="sum").item()
+            special += F.softmax(logits, dim=-1)[:, SPECIAL_IDS].double().sum(0)
             count += window.numel() - 1
-    return total / count
+    return total / count, tuple((special / count).tolist())
 
 
 def choose_prompts(files: Sequence[Tensor]) -> Tensor:

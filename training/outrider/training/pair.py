@@ -1,9 +1,9 @@
 """Make an embedded model pair from the standard library's sources: `python -m outrider.training.pair`.
 
-The whole story in order: read the corpus, train the tokenizer, train the target on the text, teach it not to repeat
-itself, distil the draft from it on the text and on what the target writes, export both, and measure them on the
-held-out files. The defaults are
-those of the pair that comes with the package. Every stage that trains goes on from its checkpoint in `--work`.
+The whole story in order: read the corpus, train the tokenizer, train the target on the text, settle it, distil the
+draft from it on the text and on what the target writes, export both, and measure them on the held-out files. The
+defaults are those of the pair that comes with the package; its card says where that run differed. Every long stage
+goes on from its checkpoint in `--work`.
 """
 
 import argparse
@@ -16,7 +16,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outrider.training.corpus import Corpus, read_sources, split_sources, standard_library, tokenize
+from outrider.training.corpus import (
+    Corpus,
+    read_sources,
+    split_line_breaks,
+    split_sources,
+    standard_library,
+    tokenize,
+)
 from outrider.training.distill import (
     DistillWeights,
     WrittenPlan,
@@ -27,7 +34,7 @@ from outrider.training.distill import (
 from outrider.training.evaluate import Report, evaluate
 from outrider.training.export import export, read_weights
 from outrider.training.model import Llama, LlamaShape
-from outrider.training.repetition import RepetitionPlan, unlearn_repetition
+from outrider.training.repetition import RepetitionPlan, settle
 from outrider.training.tokenizer import train_tokenizer
 from outrider.training.train import Loss, TrainPlan, corpus_batches, text_loss, train
 
@@ -38,8 +45,8 @@ DRAFT_SHAPE = LlamaShape(160, 512, num_layers=2, num_heads=4, num_kv_heads=2, he
 TARGET_PLAN = TrainPlan(steps=1400, decay_steps=600, phases=((0, 256), (1150, 512), (1320, 1024)))
 REPETITION_PLAN = RepetitionPlan(
     TrainPlan(
-        steps=180,
-        decay_steps=175,
+        steps=192,
+        decay_steps=187,
         phases=((0, 192),),
         warmup_steps=5,
         tokens_per_step=4096,
@@ -52,6 +59,12 @@ WRITTEN_PLAN = WrittenPlan(pool_windows=2048, fresh_from=1400)
 DRAFT_PLAN = TrainPlan(
     steps=2900, decay_steps=1450, phases=((0, 256), (2700, 512)), tokens_per_step=4096, vector_lr=0.004, seed=1
 )
+FINISH_WRITTEN_PLAN = WrittenPlan(pool_windows=0, fresh_from=0)
+FINISH_PLAN = TrainPlan(
+    steps=560, decay_steps=520, warmup_steps=20, tokens_per_step=4096, matrix_lr=0.01, vector_lr=0.002, seed=2
+)
+SPLIT_SHARE = 0.08
+SPLIT_SEED = 7
 
 
 @dataclass(frozen=True)
@@ -78,8 +91,8 @@ def make_corpus(library: Path) -> tuple[Tokenizer, Corpus]:
     return tokenizer, corpus
 
 
-def make_target(shop: Workshop, stream: Tensor) -> Llama:
-    """The target, trained on the text and then against repeating itself."""
+def make_target(shop: Workshop, stream: Tensor, split: Tensor) -> Llama:
+    """The target, trained on the text, and settled on the text with some line breaks split off."""
     target = Llama(TARGET_SHAPE, seed=0)
     batches = corpus_batches(TARGET_PLAN, stream)
     train(target, shop.prepare(text_loss(target)), TARGET_PLAN, batches, shop.work / "target.pt")
@@ -87,28 +100,39 @@ def make_target(shop: Workshop, stream: Tensor) -> Llama:
     if settled.exists():
         target.load_state_dict(torch.load(settled, weights_only=True))
     else:
-        unlearn_repetition(target, stream, REPETITION_PLAN, shop.prepare)
+        settle(target, split, REPETITION_PLAN, shop.prepare)
         torch.save(target.state_dict(), settled)
     return target
 
 
-def make_draft(shop: Workshop, target: Llama, stream: Tensor) -> Llama:
+def make_draft(shop: Workshop, target: Llama, stream: Tensor, split: Tensor) -> Llama:
     """The draft, distilled from the exported target on the corpus and on what the target writes."""
     draft = Llama(DRAFT_SHAPE, seed=1)
     pool = _pool(shop.work / "written.pt", target, stream)
     corpus = corpus_batches(DRAFT_PLAN, stream)
     batches = mixed_batches(corpus, pool, target, stream, WRITTEN_PLAN, DRAFT_PLAN.tokens_per_step)
-    loss = distillation_loss(draft, target, DistillWeights())
-    train(draft, shop.prepare(loss), DRAFT_PLAN, batches, shop.work / "draft.pt")
+    loss = shop.prepare(distillation_loss(draft, target, DistillWeights()))
+    train(draft, loss, DRAFT_PLAN, batches, shop.work / "draft.pt")
+    finish_draft(shop, draft, target, split)
     return draft
+
+
+def finish_draft(shop: Workshop, draft: Llama, target: Llama, split: Tensor) -> None:
+    """The draft's last steps, slower, on the text with some line breaks split off and on what is written after it."""
+    corpus = corpus_batches(FINISH_PLAN, split)
+    no_pool = torch.empty(0, dtype=torch.int64)
+    batches = mixed_batches(corpus, no_pool, target, split, FINISH_WRITTEN_PLAN, FINISH_PLAN.tokens_per_step)
+    loss = shop.prepare(distillation_loss(draft, target, DistillWeights()))
+    train(draft, loss, FINISH_PLAN, batches, shop.work / "finished.pt")
 
 
 def make_pair(shop: Workshop) -> Report:
     """The whole pair below `shop.output`, and what it measures."""
     tokenizer, corpus = make_corpus(shop.library)
-    export(make_target(shop, corpus.train), tokenizer, shop.output / "target")
+    split = split_line_breaks(tokenizer, corpus.train, SPLIT_SHARE, SPLIT_SEED)
+    export(make_target(shop, corpus.train, split), tokenizer, shop.output / "target")
     target = read_weights(shop.output / "target", TARGET_SHAPE, torch.bfloat16)
-    draft = make_draft(shop, target, corpus.train)
+    draft = make_draft(shop, target, corpus.train, split)
     export(draft, tokenizer, shop.output / "draft")
     return evaluate(shop.output / "target", shop.output / "draft", corpus.held_out)
 

@@ -1,11 +1,18 @@
-"""Against loops: a small model, decoded greedily, repeats itself; unlikelihood training takes that away.
+"""The settling stage: against loops, and against special tokens where nobody expects them.
 
-Every few steps the target continues corpus windows greedily, and it trains on both: on the corpus as ever, and on its
-own text by lowering the probability of every token that completes an n-gram which the window already holds (Welleck
-et al., "Neural text generation with unlikelihood training", 2020).
+A small model, decoded greedily, repeats itself. Every few steps the target continues corpus windows greedily, and it
+trains on both: on the corpus as ever, and on its own text against what it gave before the stage, less every token that
+completes an n-gram which the window already holds. That teacher is a distribution: what a repetition loses goes to the
+likely tokens beside it. Special tokens are taken out of it too.
+
+On the corpus the tokens that open a turn of the chat template, and the end tokens between two conversations cut from
+one file, are no labels: they come after any line, and a prompt that ends with a line break would look like such a cut.
+The first are never the model's to write; they become improbable everywhere.
 """
 
+import copy
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,13 +28,17 @@ from outrider.training.train import Batches, Loss, TrainPlan, corpus_batches, tr
 logger = logging.getLogger(__name__)
 
 HASH_FACTOR = 1_000_003
+END_ID = 0
+TURN_IDS = slice(1, 3)  # <|user|> and <|assistant|>
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
 class RepetitionPlan:
     """What the model writes, how often it writes anew, and how it trains on it.
 
-    `train` has one phase, of windows as long as the written ones: a step takes as many of each.
+    `train` has one phase, of windows as long as the written ones: a step takes as many of each. The divergence from the
+    teacher weighs `repeated_weight` where a repetition is, `weight` elsewhere.
     """
 
     train: TrainPlan
@@ -36,13 +47,25 @@ class RepetitionPlan:
     prompt: int = 64
     length: int = 193
     ngram: int = 4
-    weight: float = 2.0
+    weight: float = 0.5
+    repeated_weight: float = 8.0
+    repeated_share: float = 0.0005  # what a repetition keeps of its probability, before the rest is scaled up
+    turn_weight: float = 0.1
+    turn_log_prob: float = math.log(1e-6)  # below this the tokens that open a turn cost nothing
 
 
-def unlearn_repetition(model: Llama, stream: Tensor, plan: RepetitionPlan, prepare: Callable[[Loss], Loss]) -> None:
+def settle(model: Llama, stream: Tensor, plan: RepetitionPlan, prepare: Callable[[Loss], Loss]) -> None:
     """Train `model` in place by the plan; `prepare` may compile the loss."""
     batches = paired_batches(model, stream, plan)
-    train(model, prepare(unlikelihood_loss(model, plan)), plan.train, batches)
+    train(model, prepare(settle_loss(model, frozen_copy(model), plan)), plan.train, batches)
+
+
+def frozen_copy(model: Llama) -> Llama:
+    """The model as it is now, its weights in the type that it computes in."""
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    for weight in frozen.parameters():
+        weight.data = weight.data.to(model.dtype)
+    return frozen
 
 
 def paired_batches(model: Llama, stream: Tensor, plan: RepetitionPlan) -> Batches:
@@ -66,21 +89,41 @@ def paired_batches(model: Llama, stream: Tensor, plan: RepetitionPlan) -> Batche
     return batch
 
 
-def unlikelihood_loss(model: Llama, plan: RepetitionPlan) -> Loss:
-    """The text's loss on the upper half of the windows, the repetitions' on the lower half."""
+def settle_loss(model: Llama, teacher: Llama, plan: RepetitionPlan) -> Loss:
+    """The text's loss on the upper half of the windows, the blocking teacher's on the lower, the turns' on both."""
 
     def loss(windows: Tensor) -> Tensor:
-        logits = model(windows[:, :-1]).float()  # [sequences, context, vocabulary]
+        log_probs = F.log_softmax(model(windows[:, :-1]).float(), dim=-1)  # [sequences, context, vocabulary]
         half = len(windows) // 2
-        text = F.cross_entropy(logits[:half].flatten(0, 1), windows[:half, 1:].flatten())
+        labels = windows[:half, 1:]
+        labels = labels.masked_fill(unwritten(labels), IGNORED_LABEL)
+        text = F.nll_loss(log_probs[:half].flatten(0, 1), labels.flatten())
         own = windows[half:]
-        log_probs = F.log_softmax(logits[half:], dim=-1).gather(-1, own[:, 1:, None])[..., 0]
-        refused = -torch.log(-torch.expm1(log_probs.clamp_max(-1e-6)))  # -log(1 - p): [sequences, context]
+        taught = blocked_probs(teacher, own, plan)  # [sequences, written, vocabulary]
+        divergence = (torch.xlogy(taught, taught) - taught * log_probs[half:, plan.prompt - 1 :]).sum(-1)
         repeated = repetitions(own, plan.ngram)[:, plan.prompt :]
-        unlikelihood = (refused[:, plan.prompt - 1 :] * repeated).mean()
-        return text + plan.weight * unlikelihood
+        divergence = torch.where(repeated, plan.repeated_weight, plan.weight) * divergence
+        turns = (log_probs[..., TURN_IDS] - plan.turn_log_prob).clamp_min(0.0).mean()
+        return text + divergence.mean() + plan.turn_weight * turns
 
     return loss
+
+
+def unwritten(labels: Tensor) -> Tensor:
+    """[sequences, length] bool: the tokens that open a turn, and the end tokens right before a user's turn."""
+    opens_turn = (labels >= TURN_IDS.start) & (labels < TURN_IDS.stop)
+    return opens_turn | ((labels == END_ID) & F.pad(opens_turn[:, 1:], (0, 1)))
+
+
+@torch.no_grad()
+def blocked_probs(teacher: Llama, own: Tensor, plan: RepetitionPlan) -> Tensor:
+    """What the teacher gives for each token after the prompt of `own`, repetitions and special tokens taken out."""
+    probs = F.softmax(teacher(own[:, :-1])[:, plan.prompt - 1 :].float(), dim=-1)  # [sequences, written, vocabulary]
+    repeated = repetitions(own, plan.ngram)[:, plan.prompt :, None]
+    ids = torch.arange(probs.shape[-1])
+    probs = torch.where(repeated & (ids == own[:, plan.prompt :, None]), probs * plan.repeated_share, probs)
+    probs = probs.masked_fill(ids < TURN_IDS.stop, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def repetitions(windows: Tensor, ngram: int) -> Tensor:
