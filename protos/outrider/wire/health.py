@@ -65,7 +65,7 @@ class HealthMonitor:
         while True:
             alive = self._is_alive()
             if alive != self._serving:
-                log.log(logging.INFO if alive else logging.ERROR, "health: %s", "serving" if alive else "device dead")
+                log.log(logging.INFO if alive else logging.ERROR, "health: %s", "serving" if alive else "not serving")
                 await self._set(alive)
             await asyncio.sleep(self._poll_s)
 
