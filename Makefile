@@ -16,13 +16,15 @@ given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test check protos install clean
+.PHONY: help demo test simulate check bench protos install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo [PROMPT="def main():"] [MAX_TOKENS=200] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
+	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
 	@echo 'make check                                                        style, types, protos, import rules'
+	@echo 'make bench [ARGS="--batches 1,4"]                                 the embedded pair against peers and the floor'
 	@echo 'make protos                                                       the gRPC stubs, anew'
 	@echo 'make install                                                      $(VENV) with everything in it'
 	@echo 'make clean                                                        removes what make made'
@@ -41,12 +43,18 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest $(ARGS)
 
+simulate: $(STAMP)
+	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHON=$(CURDIR)/$(BIN)/python protos/lint.sh
 	$(QUIET) $(BIN)/python -m pytest -q tests/test_stubs_fresh.py tests/test_layout.py
+
+bench: $(STAMP)
+	@exec $(BIN)/outrider bench $(ARGS)
 
 protos: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh

@@ -29,6 +29,7 @@ COMMANDS = {
     "gateway": Command("outrider.gateway.__main__", "serve clients: runs the loop between draft and target"),
     "generate": Command("outrider.commands.generate", "ask a gateway for completions"),
     "check-pair": Command("outrider.commands.check_pair", "say whether a draft fits a target, and how well"),
+    "bench": Command("outrider.commands.bench", "measure a pair of models against plain decoding, peers and the floor"),
     "convert": Command("outrider.commands.convert", "turn a checkpoint's .bin weights into safetensors"),
 }
 

@@ -1,0 +1,177 @@
+"""`outrider bench`: plain and speculative decoding here and elsewhere, on one pair and the same prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from outrider.commands.arguments import parse
+from outrider.commands.bench_compare import last_result, moved
+from outrider.commands.bench_fleet import Addresses, start_fleet, wait_for_draft
+from outrider.commands.bench_machine import Machine, describe, share_cores
+from outrider.commands.bench_prompts import read_prompts
+from outrider.commands.bench_result import COUPLED, PLAIN, REJECTION, Json, title
+from outrider.commands.bench_rounds import measure_rounds
+from outrider.commands.bench_run import Cell, GatewayWay, Way
+from outrider.commands.bench_schedule import Schedule
+from outrider.commands.bench_settings import BenchSettings
+from outrider.commands.bench_store import dump, store
+from outrider.commands.bench_table import render
+from outrider.commands.bench_worker import Worker, WorkerFailed
+from outrider.commands.bench_workers import start_floor, start_peers
+from outrider.commands.fleet import Folders
+from outrider.commands.processes import ServiceFailed, Services
+from outrider.gateway.core import Policy
+from outrider.gateway.tokenizer import Tokenizer
+from outrider.pairs import pair_path
+from outrider.wire.errors import OutriderError
+from outrider.wire.sampling import AcceptanceRule
+
+DESCRIPTION = (
+    "Measure a pair of models: plain decoding and speculation here, transformers' generate, and other peers where they "
+    "are installed, in random order on the same prompts, against the bare matrix products of the same steps."
+)
+ROUND_REPEATS = 3  # batches of which every round is looked at
+FAILURES = (ServiceFailed, WorkerFailed, OutriderError, OSError, ValueError)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int:
+    """Measures, prints, compares and stores; 1 if a process does not start or dies."""
+    settings = parse(BenchSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION).effective()
+    try:
+        finish(settings, run(settings))
+    except FAILURES as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(settings: BenchSettings) -> Json:
+    """Every cell."""
+    cores = share_cores()
+    machine = describe(cores)
+    with ExitStack() as stack:
+        folders, pair = _folders(settings, stack)
+        prompts = read_prompts(Tokenizer.load(folders.target), settings.prompts, max(settings.batches))
+        services = stack.enter_context(Services())
+        runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
+        _note("starting the services and the peers ...")
+        floor = start_floor(stack, folders.target, cores, settings.start_timeout)
+        peers = start_peers(stack, settings, folders, cores)
+        fleet = start_fleet(services, folders, cores, settings.num_draft_tokens, settings.start_timeout)
+        ways = [*our_ways(runner, fleet.gateway, settings.num_draft_tokens), *peers]
+        runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
+        result = _result(settings, machine, pair, len(prompts[0]))
+        for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
+            _note(title(asdict(cell)))
+            result["blocks"].append(_block(settings, cell, ways, floor, fleet, runner, prompts))
+    return result
+
+
+def our_ways(runner: asyncio.Runner, address: str, num_draft_tokens: int) -> list[Way]:
+    """Ours, by name."""
+    return [
+        GatewayWay(PLAIN, runner, address, 0),
+        GatewayWay(REJECTION, runner, address, num_draft_tokens, AcceptanceRule.REJECTION),
+        GatewayWay(COUPLED, runner, address, num_draft_tokens, AcceptanceRule.COUPLED),
+    ]
+
+
+def finish(settings: BenchSettings, result: Json) -> None:
+    """Prints the tables and what moved, and stores the result."""
+    print("\n".join(render(result)))
+    if settings.output is not None:
+        settings.output.write_text(dump(result), encoding="utf-8")
+    if not settings.store:
+        return
+    last = last_result(settings.results, result["machine"], result["setup"])
+    if last is None:
+        print("\nno stored result of this machine and setup to compare with")
+    else:
+        changes = moved(last, result) or ["nothing moved by more than the spread"]
+        print("\n" + "\n".join([f"since {last['when']}:", *(f"  {line}" for line in changes)]))
+    print(f"\nstored in {store(settings.results, result)}")
+
+
+def _block(
+    settings: BenchSettings,
+    cell: Cell,
+    ways: Sequence[Way],
+    floor: Worker,
+    fleet: Addresses,
+    runner: asyncio.Runner,
+    prompts: Sequence[Sequence[int]],
+) -> Json:
+    """One cell, and where our rounds' time goes."""
+    schedule = Schedule(
+        ways,
+        floor,
+        repeats=settings.repeats,
+        max_tokens=settings.max_tokens,
+        floor_passes=settings.floor_passes,
+        seed=settings.seed,
+    )
+    block = schedule.measure(cell, prompts, _note)
+    for way in ways:
+        if isinstance(way, GatewayWay) and way.name in block["ways"]:
+            measured = measure_rounds(
+                fleet,
+                cell,
+                prompts[: cell.batch],
+                Policy(way.num_draft_tokens),
+                way.acceptance,
+                settings.max_tokens,
+                range(settings.seed, settings.seed + min(ROUND_REPEATS, settings.repeats)),
+            )
+            block["ways"][way.name]["round_ms"] = runner.run(measured)
+    return block
+
+
+def _folders(settings: BenchSettings, stack: ExitStack) -> tuple[Folders, str]:
+    """The checkpoints, and what to call them. The expansion is written to a folder that ends with the bench, because
+    peers load folders."""
+    if settings.target is not None and settings.draft is not None:
+        return Folders(settings.target, settings.draft), f"{settings.target.name} with {settings.draft.name}"
+    pair = pair_path(settings.pair)
+    if not settings.expand:
+        return Folders(pair.target, pair.draft), f"the embedded pair {settings.pair}"
+    from outrider.pairs.expansion import write_expanded
+
+    _note("making the target large: the same function, about 300M parameters ...")
+    folder = Path(tempfile.mkdtemp(prefix="outrider-bench-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    write_expanded(pair.target, folder / "target")
+    return Folders(folder / "target", pair.draft), f"the expansion of the embedded pair {settings.pair}"
+
+
+def _result(settings: BenchSettings, machine: Machine, pair: str, prompt_tokens: int) -> Json:
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(machine) | {"flags": list(machine.flags)},
+        "setup": {
+            "pair": pair,
+            "k": settings.num_draft_tokens,
+            "max_tokens": settings.max_tokens,
+            "prompt_tokens": prompt_tokens,
+            "repeats": settings.repeats,
+            "seed": settings.seed,
+        },
+        "blocks": [],
+    }
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Processes that the bench asks for measurements: a JSON object a line in each direction, over pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import IO, Any, Self
+
+ANSWER_S = 900.0
+END_S = 10.0
+
+
+class WorkerFailed(Exception):
+    """A worker ended, said nothing in time, or answered with an error."""
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """What is started inside runs on these cores alone; without any, or where the system cannot, everywhere."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class Worker:
+    """One process. It ends when its input does, so it never outlives this one."""
+
+    def __init__(self, name: str, command: Sequence[str], cores: Sequence[int] = ()) -> None:
+        self.name = name
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        environment.pop("OMP_NUM_THREADS", None)
+        with on_cores(cores):
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def receive(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
+        """The next answer. Raises WorkerFailed."""
+        out = self._process.stdout
+        if out is None:
+            raise WorkerFailed(f"{self.name} has no output")
+        with selectors.DefaultSelector() as selector:
+            selector.register(out, selectors.EVENT_READ)
+            line = out.readline() if selector.select(timeout_s) else b""
+        if not line:
+            raise WorkerFailed(f"{self.name} did not answer. Its last lines:\n{self._tail()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerFailed(f"{self.name}: {answer['error']}")
+        return answer
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends a question and waits for the answer."""
+        if self._process.stdin is None:
+            raise WorkerFailed(f"{self.name} has no input")
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerFailed(f"{self.name} has ended. Its last lines:\n{self._tail()}") from error
+        return self.receive()
+
+    def close(self) -> None:
+        """Ends the process."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def _tail(self) -> str:
+        self._errors.seek(0)
+        return "\n".join(self._errors.read().decode(errors="replace").splitlines()[-8:])
+
+
+def answer_questions(make: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> int:
+    """The worker's side: makes the handler, says that it is ready, answers until the input ends. What libraries print
+    goes to standard error."""
+    sys.stdout.flush()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def send(answer: dict[str, Any]) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    try:
+        handle = make()
+        send({"ready": True})
+        for line in sys.stdin:
+            send(handle(json.loads(line)))
+    except Exception as error:
+        send({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0

@@ -1,0 +1,55 @@
+"""Starts the workers: the floor's on the target's cores, the peers' on all, one at a time."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from outrider.commands.bench_machine import Cores
+from outrider.commands.bench_run import Way, WorkerWay
+from outrider.commands.bench_settings import BenchSettings
+from outrider.commands.bench_worker import Worker, WorkerFailed
+from outrider.commands.fleet import Folders
+
+PEER_START_S = 600.0  # vllm compiles
+
+
+def start_floor(stack: ExitStack, target: Path, cores: Cores, timeout_s: float) -> Worker:
+    """The bare products and the probe."""
+    threads = str(cores.target_threads)
+    command = [sys.executable, "-m", "outrider.commands.bench_floor", str(target), threads]
+    worker = stack.enter_context(Worker("floor", command, cores.target))
+    worker.receive(timeout_s)
+    return worker
+
+
+def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders, cores: Cores) -> list[Way]:
+    """Those that are asked for."""
+    threads, k = str(cores.num_all), str(settings.num_draft_tokens)
+    models = [str(folders.target), str(folders.draft), threads, k]
+    ways: list[Way] = []
+    if settings.transformers:
+        command = [sys.executable, "-m", "outrider.commands.bench_transformers", *models]
+        worker = stack.enter_context(Worker("transformers", command))
+        worker.receive(settings.start_timeout)
+        ways.append(WorkerWay("transformers plain", worker, "plain"))
+        ways.append(WorkerWay("transformers assisted", worker, "assisted", max_batch=1))
+        ways.append(WorkerWay("transformers prompt-lookup", worker, "prompt-lookup", max_batch=1))
+    for name, python in (("vllm", settings.vllm_python), ("llama.cpp", settings.llama_python)):
+        if python is not None:
+            ways += _script_ways(stack, settings.peers_script, name, python, models)
+    return ways
+
+
+def _script_ways(stack: ExitStack, script: Path, name: str, python: Path, models: list[str]) -> list[Way]:
+    """A peer in a virtual environment of its own. It says which modes it has; a worker a mode, since an engine is
+    made for one."""
+    if not script.is_file():
+        raise WorkerFailed(f"{name}: there is no {script}; give --peers-script")
+    ways: list[Way] = []
+    for mode in ("plain", "draft"):
+        worker = stack.enter_context(Worker(name, [str(python), str(script), name, mode, *models]))
+        ready = worker.receive(PEER_START_S)
+        ways.append(WorkerWay(f"{name} {mode}", worker, mode, ready.get("max_batch")))
+    return ways

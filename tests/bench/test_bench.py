@@ -1,0 +1,111 @@
+"""The bench runs, prints its tables and writes JSON that says the same; nothing here judges a speed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from outrider.commands.bench_compare import last_result, moved
+from outrider.commands.bench_run import Run, steady
+from outrider.commands.bench_store import store
+from outrider.commands.bench_table import render
+from outrider.commands.bench_worker import Worker, WorkerFailed
+
+TIMEOUT_S = 180
+WAYS = {"outrider plain", "outrider rejection", "transformers plain", "transformers assisted"}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What --quick prints, and its result."""
+    path = tmp_path_factory.mktemp("bench") / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "outrider.cli", "bench", "--quick", "--output", str(path)],
+        cwd=path.parent,
+        env=os.environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing is stored
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_quick_measures_every_way(quick: tuple[str, dict[str, Any]]) -> None:
+    text, result = quick
+    greedy, sampled = result["blocks"]
+    assert greedy["ways"].keys() >= WAYS and sampled["ways"].keys() >= WAYS | {"outrider coupled"}
+    assert "outrider coupled" not in greedy["ways"]  # the same as rejection there
+    drafted = greedy["ways"]["outrider rejection"]
+    assert len(drafted["tested"]) == 4 and drafted["share_of_floor"]["median"] > 0
+    assert drafted["round_ms"].keys() == {"total", "draft", "wire", "queue", "verify", "sample", "gateway", "rows"}
+    assert drafted["round_ms"]["rows"] == 5
+    assert greedy["ratios"]["outrider rejection / outrider plain"]["median"] > 0
+    assert "1 stream, greedy" in text and "share of floor" in text and "accepted/tested" in text
+
+
+def test_a_result_names_no_place(quick: tuple[str, dict[str, Any]]) -> None:
+    text = json.dumps(quick[1])
+    assert str(Path.home()) not in text and os.uname().nodename not in text and "/" + "tmp" not in text
+
+
+def test_stored_plotted_compared(quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    result = quick[1]
+    path = store(tmp_path, result)
+    assert ElementTree.parse(path.with_suffix(".svg")).getroot().tag.endswith("svg")
+    found = last_result(tmp_path, result["machine"], result["setup"])
+    assert found == result
+    assert last_result(tmp_path, result["machine"] | {"cores": 999}, result["setup"]) is None
+    assert moved(result, result) == []
+
+
+def test_what_moved_beyond_the_spread_is_named(quick: tuple[str, dict[str, Any]]) -> None:
+    old, new = copy.deepcopy(quick[1]), copy.deepcopy(quick[1])
+    name = "outrider rejection / outrider plain"
+    old["blocks"][0]["ratios"][name] = {"median": 1.5, "min": 1.4, "max": 1.6, "values": [1.4, 1.5, 1.6]}
+    new["blocks"][0]["ratios"][name] = {"median": 1.2, "min": 1.1, "max": 1.3, "values": [1.1, 1.2, 1.3]}
+    assert moved(old, new) == [f"1 stream, greedy: {name}: 1.50 -> 1.20, worse"]
+    new["blocks"][0]["ratios"][name] = {"median": 1.45, "min": 1.1, "max": 1.5, "values": [1.1, 1.45, 1.5]}
+    assert moved(old, new) == []
+
+
+def test_the_table_has_a_line_for_every_way(quick: tuple[str, dict[str, Any]]) -> None:
+    lines = list(render(quick[1]))
+    for block in quick[1]["blocks"]:
+        for name in block["ways"]:
+            assert any(line.startswith(f"  {name} ") for line in lines)
+
+
+def test_steady_counts_while_all_streams_decode() -> None:
+    first = [(0.0, 1), (1.0, 3), (2.0, 2), (3.0, 4)]
+    second = [(0.5, 1), (1.5, 5), (2.5, 1)]
+    rate, per_round = steady([first, second])
+    assert rate == (3 + 2 + 5 + 1) / 2.0 and per_round == 11 / 4
+    assert steady([[(0.0, 1)], [(1.0, 1)]]) == (None, None)
+
+
+def test_share_of_the_floor() -> None:
+    run = Run(seconds=2.0, num_tokens=100, steady_tokens_per_s=60.0, tokens_per_round=3.0, products_ms=40.0)
+    assert run.tokens_per_s == 50.0
+    assert run.share_of_floor(1) == pytest.approx(0.8)  # 3 tokens in 40 ms would be 75 a second
+    assert run.share_of_floor(2) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])
+def test_a_peer_that_is_not_installed_says_so(repository: Path, tmp_path: Path, peer: str) -> None:
+    script = repository / "bench" / "peers.py"
+    command = [sys.executable, str(script), peer, "plain", str(tmp_path), str(tmp_path), "1", "4"]
+    with Worker(peer, command) as worker, pytest.raises(WorkerFailed, match=f"{peer}: ModuleNotFoundError: No module"):
+        worker.receive(TIMEOUT_S)

@@ -1,0 +1,211 @@
+"""The two services: the production engines on a virtual device, whose steps take time, fail, stall and crash."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from simulation.checks import require
+from simulation.clock import Clock, Event
+from simulation.network import Stream
+from simulation.tables import MAX_LEN, Table, TableRunner
+
+from outrider.draft.engine import Attach, Deliver, Detach, DraftEngine
+from outrider.draft.opening import ModelMethod, make_methods
+from outrider.engine.blocks import BlockPool
+from outrider.engine.sequence import SequenceCache
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.target.admission import TargetLimits
+from outrider.target.engine import StreamCommand, StreamEnded, TargetEngine
+
+RETRY_S = 0.05  # as the device thread's
+LEAST_WAIT_S = 1e-4  # a shorter wait could vanish in the clock's resolution
+
+
+class EngineHost:
+    """What both services share: an inbox, and turns of commands and one step, as a device thread takes them."""
+
+    def __init__(self, clock: Clock, dice: random.Random, table: Table, num_blocks: int, step_s: float) -> None:
+        self.clock, self.dice, self.table, self.num_blocks, self.step_s = clock, dice, table, num_blocks, step_s
+        self.notes: Counter[str] = Counter()
+        self.up = True
+        self.streams: dict[int, Stream] = {}
+        self._inbox: list[Callable[[], None]] = []
+        self._outbox: list[tuple[Stream, Sequence[Any]]] = []
+        self._turn_due: Event | None = None
+        self._busy = False
+        self._running: set[tuple[int, int]] = set()  # sequences that held blocks after the last turn
+        self.runner: TableRunner
+        self.engine: Any
+        self._boot()
+
+    def attach(self, stream: Stream) -> None:
+        """A stream begins."""
+        self.streams[stream.number] = stream
+
+    def detach(self, stream: Stream) -> None:
+        """A stream ended: what it opened is released."""
+        if self.streams.pop(stream.number, None) is not None:
+            self._put(lambda: self._detach(stream))
+
+    def deliver(self, stream: Stream, messages: Sequence[Any]) -> None:
+        """Messages arrive."""
+        if stream.number in self.streams:
+            self._put(lambda: self._handle(stream, messages))
+
+    def crash(self, down_s: float) -> None:
+        """Everything held is gone; another process starts later."""
+        self.up = False
+        self._inbox.clear()
+        self.streams.clear()
+        if self._turn_due is not None:
+            self._turn_due.cancel()
+        self._busy = False
+        self.clock.call_later(down_s, self._boot)
+
+    def stall(self, duration: float) -> None:
+        """The device does nothing for a while."""
+        if self.up:
+            self._wait(duration)
+            self._busy = True
+
+    def check_blocks(self) -> None:
+        """Raises Violation where block references and tables differ."""
+        try:
+            self.pool.check_integrity([held.sequence.block_table for held in self.sequences])
+        except ValueError as error:
+            require(False, f"blocks: {error}")
+
+    def check_empty(self) -> None:
+        """Raises Violation where something is left after everything has ended."""
+        require(not self.sequences, f"{type(self).__name__} still holds {len(self.sequences)} sequences")
+        self.check_blocks()
+        require(self.pool.num_free == self.num_blocks, f"{type(self).__name__} still holds blocks")
+
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's blocks."""
+        raise NotImplementedError
+
+    @property
+    def sequences(self) -> Sequence[Any]:
+        """What the engine holds."""
+        raise NotImplementedError
+
+    def _new_engine(self) -> Any:
+        raise NotImplementedError
+
+    def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def _detach(self, stream: Stream) -> None:
+        raise NotImplementedError
+
+    def _boot(self) -> None:
+        self._running.clear()
+        self.runner = TableRunner(self.table, self.num_blocks)
+        self.engine = self._new_engine()
+        self.up = True
+
+    def _put(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        if not self._busy:
+            self._wait(0.0)
+
+    def _wait(self, delay: float) -> None:
+        if self._turn_due is not None:
+            self._turn_due.cancel()
+        self._turn_due = self.clock.call_later(delay, self._turn)
+
+    def _turn(self) -> None:
+        """Takes every command, then one step; answers leave when the step is over."""
+        self._busy, self._turn_due = False, None
+        inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            command()
+        forwards = self.runner.num_forwards
+        try:
+            wait = self.engine.step(self.clock.now)
+        except Exception as error:
+            self.engine.on_error(error)
+            wait = RETRY_S
+        took = self.dice.uniform(0.2, 1.0) * self.step_s if self.runner.num_forwards > forwards else 0.0
+        self.check_blocks()
+        self._note_preempted()
+        outbox, self._outbox = self._outbox, []
+        for stream, events in outbox:
+            stream.down(events, took)
+        if wait is not None:
+            self._wait(max(took + wait, LEAST_WAIT_S))
+            self._busy = took > 0
+
+    def _note_preempted(self) -> None:
+        for held in self.sequences:
+            if not held.admitted and held.sequence.num_computed_tokens == 0 and held.key in self._running:
+                self.notes[f"{type(self).__name__} preempted"] += 1
+        self._running = {held.key for held in self.sequences if held.admitted}
+
+    def _send(self, stream: Stream, events: Sequence[Any]) -> None:
+        for event in events:
+            link = stream.all_links[event.sequence_id]
+            link.watch.on_departure(link, event, self.engine)
+        self._outbox.append((stream, events))
+
+
+class TargetHost(EngineHost):
+    """The target service."""
+
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's blocks."""
+        return self.engine.cache.pool
+
+    @property
+    def sequences(self) -> Sequence[Any]:
+        """What the engine holds."""
+        return list(self.engine.scheduler.sequences.values())
+
+    def _new_engine(self) -> TargetEngine:
+        limits = TargetLimits(self.table.vocab_size, MAX_LEN, (0,), self.num_blocks, max_window=8)
+        return TargetEngine(self.runner, limits, max_rows=24, clock=self.clock.monotonic)  # type: ignore[arg-type]
+
+    def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
+        for message in messages:
+            link = stream.all_links[message.sequence_id]
+            link.watch.on_delivery(link, message)
+            self.engine.handle(StreamCommand(stream.number, message, lambda event: self._send(stream, [event])))
+
+    def _detach(self, stream: Stream) -> None:
+        self.engine.handle(StreamEnded(stream.number))
+
+
+class DraftHost(EngineHost):
+    """The draft service, drafting with a model."""
+
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's blocks."""
+        return self._cache.pool
+
+    @property
+    def sequences(self) -> Sequence[Any]:
+        """What the engine holds."""
+        return list(self.engine.sequences.values())
+
+    def attach(self, stream: Stream) -> None:
+        """A stream begins."""
+        super().attach(stream)
+        self.engine.handle(Attach(stream.number, lambda events: self._send(stream, events)))
+
+    def _new_engine(self) -> DraftEngine:
+        self._cache = SequenceCache(BlockPool(self.num_blocks))
+        proposer = DraftModelProposer(self.runner)  # type: ignore[arg-type]
+        return DraftEngine(make_methods([ModelMethod(proposer, self._cache, (0,))]), max_rows=24)
+
+    def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
+        self.engine.handle(Deliver(stream.number, messages))
+
+    def _detach(self, stream: Stream) -> None:
+        self.engine.handle(Detach(stream.number))
