@@ -16,12 +16,13 @@ given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test simulate check bench protos install clean
+.PHONY: help demo test prove simulate check bench protos install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo [PROMPT="def main():"] [MAX_TOKENS=200] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
+	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
 	@echo 'make check                                                        style, types, protos, import rules'
 	@echo 'make bench [ARGS="--batches 1,4"]                                 the embedded pair against peers and the floor'
@@ -42,6 +43,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest $(ARGS)
+
+prove: $(STAMP)
+	$(QUIET) $(BIN)/python -m pytest --prove tests/exactness tests/kernels $(ARGS)
 
 simulate: $(STAMP)
 	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)

@@ -21,6 +21,24 @@ import torch  # noqa: E402
 SEED = int(os.environ.get("TEST_SEED", "0"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--prove", action="store_true", help="the long forms: more draws, prompts and cells")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked slow belongs to the long proof alone."""
+    if not config.getoption("--prove"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
+
+
+@pytest.fixture(scope="session")
+def prove(pytestconfig: pytest.Config) -> bool:
+    """Whether the long form of a proof is asked for (make prove)."""
+    return bool(pytestconfig.getoption("--prove"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2)
 

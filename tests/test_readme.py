@@ -69,9 +69,8 @@ def test_the_demo_as_it_stands(command: str, tmp_path: Path) -> None:
         "COMPARE_TOKENS": "10",
         "EXPAND": str(compares),
     }
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
-    }  # may be under make
+    outer = ("MAKE", "MFLAGS", "ARGS", "PROMPT", "MAX_TOKENS")  # this test may itself run under make
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     environment |= {f"OUTRIDER_DEMO__{name}": value for name, value in brief.items()}
     done = subprocess.run(
         arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=170, check=False
