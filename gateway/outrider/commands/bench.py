@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from outrider.commands.arguments import parse
+from outrider.commands.awake import CoresAwake
 from outrider.commands.bench_compare import last_result, moved
 from outrider.commands.bench_fleet import Addresses, start_fleet, wait_for_draft
 from outrider.commands.bench_machine import Machine, describe, share_cores
@@ -60,6 +61,7 @@ def run(settings: BenchSettings) -> Json:
     cores = share_cores()
     machine = describe(cores)
     with ExitStack() as stack:
+        stack.enter_context(CoresAwake(settings.keep_awake))
         folders, pair = _folders(settings, stack)
         prompts = read_prompts(Tokenizer.load(folders.target), settings.prompts, max(settings.batches))
         services = stack.enter_context(Services())
@@ -164,6 +166,7 @@ def _result(settings: BenchSettings, machine: Machine, pair: str, prompt_tokens:
             "prompt_tokens": prompt_tokens,
             "repeats": settings.repeats,
             "seed": settings.seed,
+            "cores_awake": settings.keep_awake,
         },
         "blocks": [],
     }

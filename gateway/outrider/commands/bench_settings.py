@@ -42,6 +42,7 @@ class BenchSettings(ServiceSettings):
     peers_script: Path = Field(Path("bench/peers.py"), description="what these two run")
     results: Path = Field(Path("bench/results"), description="folder of the stored results")
     store: bool = Field(True, description="store the result and its plot, after comparing with the last one there")
+    keep_awake: bool = Field(False, description="keep the cores out of their idle state (Linux), to wake at once")
     quick: bool = Field(False, description="one stream, one repeat, the small target: does it run? Stores nothing")
     output: Path | None = Field(None, description="file to write the result to as well, as JSON")
     start_timeout: float = Field(180.0, gt=0, description="seconds that a process may take to start")

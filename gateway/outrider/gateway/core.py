@@ -109,7 +109,7 @@ class SpeculationCore:
                 self._draft_us += event.draft_us
                 if event.ids:
                     self._journal.append(event)
-                return [ToTarget((event,))]
+                return [ToTarget((event, *self._due_credit()))]
             case Failure():
                 return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE)
             case Lost():
@@ -188,8 +188,8 @@ class SpeculationCore:
         """The journal holds all that another target needs: prompt, output and the pieces that reach past the
         committed length."""
         self._target_opens += 1
-        self._target_credit = None
-        return OpenTarget(self._open_request(), (self._renewed_target_credit(), *self._journal))
+        self._target_credit = self._renewed_target_credit()
+        return OpenTarget(self._open_request(), (self._target_credit, *self._journal))
 
     def _open_draft(self) -> OpenDraft:
         self._draft_until = 0
@@ -215,18 +215,28 @@ class SpeculationCore:
         return self._read + (ahead if self.bounded_by_reader else self.policy.max_unread)
 
     def _renewed_target_credit(self) -> Credit:
+        """With a draft for two windows: the second lets the credit wait for the next piece and share its frame."""
         k = self.policy.num_draft_tokens if self.drafting else 0
-        ahead = k + 1 if self.drafting else self.policy.plain_ahead
-        until = min(len(self.committed) + ahead, self._reader_bound(ahead))
+        ahead = 2 * (k + 1) if self.drafting else self.policy.plain_ahead
+        until = min(len(self.committed) + ahead, self._reader_bound(k + 1 if self.drafting else ahead))
         self._target_until = max(self._target_until, until)
         return Credit(0, self._target_until, k, self.policy.patience_ms if self.drafting else 0)
 
-    def _credit_target(self) -> list[Effect]:
+    def _due_credit(self) -> tuple[Credit, ...]:
+        """The target's credit, if it is not what the target has."""
         credit = self._renewed_target_credit()
         if credit == self._target_credit:
-            return []
+            return ()
         self._target_credit = credit
-        return [ToTarget((credit,))]
+        return (credit,)
+
+    def _credit_target(self) -> list[Effect]:
+        """Renews the target's credit; not while it has a whole window's and the next piece can bring it along."""
+        k, has = self.policy.num_draft_tokens, self._target_credit
+        if self.drafting and has is not None and has.max_window == k and has.until - len(self.committed) > k:
+            return []
+        credit = self._due_credit()
+        return [ToTarget(credit)] if credit else []
 
     def _renewed_draft_credit(self) -> tuple[Credit, ...]:
         k = self.policy.num_draft_tokens

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from outrider.engine.batch import BatchEntry
 from outrider.engine.checkpoint import read_tensors, weight_files
 from outrider.engine.device_thread import DeviceThread, set_switch_interval
 from outrider.engine.loader import LoadedModel, build_decoder, load_model
@@ -82,7 +81,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits))
 
     async def probe() -> None:
-        await asyncio.wrap_future(thread.call(lambda: runner.forward([BatchEntry([0], 0, [0], 1)])))
+        await asyncio.wrap_future(thread.call(engine.probe))
 
     server = build_server(
         settings.listen,

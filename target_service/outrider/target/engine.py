@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 import grpc
 from torch import Tensor
 
+from outrider.engine.batch import BatchEntry
 from outrider.engine.blocks import BlockPool
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sequence import SequenceCache
 from outrider.target.admission import Refused, TargetLimits, admit
+from outrider.target.gathering import Gathering
 from outrider.target.outcome import Outcome, origins_of, outcome_of
 from outrider.target.reports import position_logprobs, report_prompt
 from outrider.target.scheduler import Scheduler, StepEntry
@@ -44,6 +46,7 @@ class StreamCommand:
     stream: int
     message: TargetCommand
     sink: Sink
+    received: float | None = None  # on the engine's clock; a command waits while a step runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class TargetEngine:
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = SequenceCache(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
         self.scheduler = Scheduler(self.cache, max_rows, limits.max_window)
+        self._gathering = Gathering()
 
     def handle(self, command: EngineCommand) -> None:
         """Applies one command; nothing runs on the device."""
@@ -112,7 +116,7 @@ class TargetEngine:
             sink(Closed(message.sequence_id))
             self._flush()
         elif target is not None:  # else it finished or failed before this arrived
-            self._update(target, message)
+            self._update(target, message, self._clock() if command.received is None else command.received)
 
     def step(self, now: float) -> float | None:
         """Runs one ragged step, or says how long nothing is due."""
@@ -120,6 +124,8 @@ class TargetEngine:
         due = self.scheduler.next_due(now)
         if due is None or due > now:
             return 0.0 if self._prepare_ahead() else self._wait(due, now)
+        if hold := self._gathering.hold(self.scheduler.sequences.values(), now):
+            return 0.0 if self._prepare_ahead() else hold
         entries = self.scheduler.plan(now)
         if not entries:
             return BLOCKED_S
@@ -138,6 +144,14 @@ class TargetEngine:
         for target in list(self.scheduler.sequences.values()):
             self._fail(target, grpc.StatusCode.INTERNAL, "the engine failed; see the log", "ENGINE_FAILED")
         self._flush()
+
+    def probe(self) -> None:
+        """One forward of one row, as a sign of life, in a block of its own: sequences may be open by now."""
+        block = self.cache.pool.allocate(1)
+        try:
+            self._runner.forward([BatchEntry([0], 0, block, 1)])
+        finally:
+            self.cache.pool.release(block)
 
     def load(self) -> Load:
         """The present load."""
@@ -161,18 +175,18 @@ class TargetEngine:
         self._arrivals += 1
         self.scheduler.add(target)
 
-    def _update(self, target: TargetSequence, message: Piece | Credit) -> None:
+    def _update(self, target: TargetSequence, message: Piece | Credit, received: float) -> None:
         if isinstance(message, Credit):
             had_credit = target.has_credit
             target.grant(message)
             if not had_credit:
-                target.ready_since = self._clock()
+                target.ready_since = max(target.ready_since, received)
             return
         was_waiting = target.chains.live() is None
         target.chains.add(replace(message, weights=()) if self.limits.untrusted_draft else message)
         target.patience_spent = target.patience_spent and target.num_own_tokens == 0
         if was_waiting:
-            target.ready_since = self._clock()
+            target.ready_since = max(target.ready_since, received)
         if target.chains.has_dropped:
             dropped = target.chains.take_dropped()
             target.sink(Commit(message.sequence_id, target.committed, (), dropped=dropped, load=self.load()))
@@ -200,6 +214,7 @@ class TargetEngine:
         forwarded = self._clock()
         verdicts = self._verifier.verify(logits, self._judged(entries, logits))
         sampled = self._clock()
+        self._gathering.ran(sampled - started, chunked=any(not entry.samples for entry in entries))
         timings = StepTimings(
             verify_us=round((forwarded - started) * 1e6),
             sample_us=round((sampled - forwarded) * 1e6),

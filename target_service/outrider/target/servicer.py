@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -66,7 +67,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             stream.send(to_failure(message.sequence_id, error))
             command = StreamCommand(number, Close(message.sequence_id), _ignore)
         else:
-            command = StreamCommand(number, message, lambda event: self._outboxes.put(stream, event))
+            command = StreamCommand(number, message, lambda event: self._outboxes.put(stream, event), time.monotonic())
         try:
             self._thread.submit(command)
         except DeviceStopped as error:
