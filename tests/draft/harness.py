@@ -57,6 +57,9 @@ class Harness:
         self.engine.handle(Attach(STREAM, self._sink))
         self._forward = self.method.proposer.runner.forward
         self.method.proposer.runner.forward = self._watch  # type: ignore[method-assign]
+        grower = self.engine._grower
+        assert grower is not None
+        self._copy_blocks, grower._copy_blocks = grower._copy_blocks, self._copy
 
     def send(self, *messages: Any) -> None:
         self.engine.handle(Deliver(STREAM, messages))
@@ -74,7 +77,9 @@ class Harness:
         return [event.ids for event in self.run(*messages) if isinstance(event, Piece)]
 
     def check(self) -> None:
-        tables = [draft.sequence.block_table for draft in self.engine.sequences.values()]
+        drafts = self.engine.sequences.values()
+        lines = [line for draft in drafts for line in (draft.sequence, *(b.sequence for b in draft.branches))]
+        tables = [line.block_table for line in lines]
         self.method.cache.pool.check_integrity(tables)
 
     def _sink(self, events: Sequence[DraftEvent]) -> None:
@@ -91,6 +96,12 @@ class Harness:
                 self._slots[self._slot(entry, position)] = (*before, token)
         return self._forward(entries)
 
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for offset in range(16):
+                self._slots[target, offset] = self._slots.get((source, offset), ())
+        self._copy_blocks(pairs)
+
     @staticmethod
     def _slot(entry: BatchEntry, position: int) -> tuple[int, int]:
         return entry.block_table[position // 16], position % 16
@@ -100,8 +111,8 @@ def commit(sequence_id: int, position: int, *ids: int, **options: Any) -> Commit
     return Commit(sequence_id, position, ids, **options)
 
 
-def credit(sequence_id: int, until: int, max_window: int = 4) -> Credit:
-    return Credit(sequence_id, until, max_window)
+def credit(sequence_id: int, until: int, max_window: int = 4, max_branches: int = 0) -> Credit:
+    return Credit(sequence_id, until, max_window, max_branches=max_branches)
 
 
 def naive(request: Open, tokens: Sequence[int], loaded: LoadedModel) -> tuple[int, TokenWeights | None]:

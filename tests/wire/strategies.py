@@ -98,7 +98,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         parents=tuples(UINT32),
         draft_us=UINT32,
     ),
-    "credit": st.builds(m.Credit, *[UINT32] * 4),
+    "credit": st.builds(m.Credit, *[UINT32] * 5),
     "commit": st.builds(
         m.Commit,
         sequence_id=UINT32,

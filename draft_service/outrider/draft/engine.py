@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
+from outrider.draft.growing import Grower, Growth, rows_of
 from outrider.draft.opening import Methods, ModelMethod, build_sequence, check_ids
 from outrider.draft.scheduler import Scheduler
 from outrider.draft.state import DraftSequence, ModelState, SequenceKey
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[Sequence[DraftEvent]], None]  # called on the device thread
 RETRY_AFTER_MS = 1000
+MAX_GROWING = 64  # branches in one pass, over all sequences
 STALLED_S = 0.01  # pause when nothing could run though something wants to
 
 
@@ -67,6 +69,8 @@ class DraftEngine:
         # Token-only methods hold no blocks.
         self._cache = self._model.cache if self._model else SequenceCache(BlockPool(0), prefix_cache=False)
         self._scheduler = Scheduler(self._cache, max_rows)
+        copy_blocks = self._model.proposer.runner.cache.copy_blocks if self._model else None
+        self._grower = Grower(self._cache, copy_blocks) if copy_blocks else None
         self._max_sequences = max_sequences
         self._tracer = tracer
         self._sinks: dict[int, Sink] = {}
@@ -96,10 +100,11 @@ class DraftEngine:
         self._expire(now)
         self._match_tokens()
         steps = self._scheduler.plan(self._sequences.values()) if self._model else []
-        if self._model and steps:
-            self._draft(self._model, steps)
+        growing = self._grower.plan(self._sequences.values(), MAX_GROWING) if self._grower else []
+        if self._model and (steps or growing):
+            self._draft(self._model, steps, growing)
         self._flush()
-        if steps or (self._model and self._prepare(self._model)):
+        if steps or growing or (self._model and self._prepare(self._model)):
             return 0.0
         if any(draft.wants_tokens for draft in self._sequences.values()):
             return STALLED_S
@@ -172,18 +177,26 @@ class DraftEngine:
                 draft.add_weights(None)
             draft.ended = draft.wants_tokens  # nothing more is found until the tokens change
 
-    def _draft(self, model: ModelMethod, steps: list[tuple[DraftSequence, int]]) -> None:
-        self._in_step = [draft for draft, _ in steps]
+    def _draft(self, model: ModelMethod, steps: list[tuple[DraftSequence, int]], growing: list[Growth]) -> None:
+        """One pass: the next token of every chain, and of every branch."""
+        self._in_step = [*{draft: None for draft, _ in (*steps, *growing)}]
         started = time.perf_counter_ns()
         rows = [row for draft, num_rows in steps if (row := draft.rows(num_rows)) is not None]
+        rows += [row for draft, branch in growing if (row := rows_of(draft, branch)) is not None]
         draws = [row.draws for row in rows]
         drafted = model.proposer.step(rows)
         duration_us = (time.perf_counter_ns() - started) // 1000
-        for draft, drew, token in zip(self._in_step, draws, drafted, strict=True):
+        for (_, branch), token in zip(growing, drafted[len(steps) :], strict=True):
+            branch.ended = token is None
+            if token is not None:
+                branch.alternatives[len(branch.sequence) - 1] = token.alternatives
+        for (draft, _), drew, token in zip(steps, draws[: len(steps)], drafted[: len(steps)], strict=True):
             draft.draft_us += duration_us
             draft.ended = drew and token is None
             if token is not None:
                 draft.add_weights(_wire_weights(token))
+                if token.alternatives:
+                    draft.alternatives[len(draft.sequence) - 1] = token.alternatives
             # Less one: the last committed token may have to be computed again, so its block stays writable.
             self._cache.publish(draft.sequence, draft.committed - 1)
         self._in_step = []

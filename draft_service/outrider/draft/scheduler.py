@@ -34,6 +34,7 @@ class Scheduler:
 
     def release(self, sequence: DraftSequence) -> None:
         """Takes a sequence's blocks; it looks into the prefix cache before it computes again."""
+        sequence.drop_branches(self.cache)
         self.cache.release(sequence.sequence)
         sequence.admitted = False
 
@@ -55,10 +56,20 @@ class Scheduler:
                 self.cache.extend(sequence, num_tokens=sequence.num_computed_tokens + num_rows)
                 return num_rows
             except OutOfBlocks:
+                if self._drop_branches(everyone):
+                    continue
                 victim = _victim(draft, everyone, planned)
                 if victim is None:
                     return 0
                 self.release(victim)
+
+    def _drop_branches(self, everyone: Iterable[DraftSequence]) -> bool:
+        """Guesses go before anything else; whether there were any."""
+        holders = [draft for draft in everyone if draft.branches]
+        for draft in holders:
+            draft.drop_branches(self.cache)
+            draft.crowded_at = draft.committed
+        return bool(holders)
 
 
 def _may_run(draft: DraftSequence) -> bool:

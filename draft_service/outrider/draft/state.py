@@ -1,8 +1,9 @@
 """One sequence in the draft: the committed tokens, the chain drafted past them, credit, and what is not sent yet.
 
 Committed tokens are one append-only list that only the target extends. A commit that agrees with the chain lets it go
-on; one that parts from it, runs past its end or names it as dropped starts a new chain at the committed length. What is
-in the cache of their common prefix stays there.
+on; where it parts from it and a branch agrees, the branch takes the chain's place; else a new chain starts at the
+committed length, as when a commit runs past the chain's end or names it as dropped. What is in the cache of their
+common prefix stays there.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Link
 
+from outrider.draft.branches import MAX_ALTERNATIVES, Branch, OutcomeRates, rank_of, winner
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.proposers.base import ProposerState
-from outrider.proposers.draft_model import DraftLaw, DraftRows
+from outrider.proposers.draft_model import DraftLaw, DraftRows, DraftRule
 from outrider.wire.errors import FailedPrecondition
 from outrider.wire.messages import Commit, Credit, Piece, TokenWeights
 
@@ -55,12 +57,20 @@ class DraftSequence:
     finished: bool = False  # the target commits nothing more
     released: bool = False
     draft_us: int = 0  # device time since the last piece
+    max_branches: int = 0
+    crowded_at: int = -1  # the committed length at which branches had to make room; until it grows there are none
+    branches: list[Branch] = field(default_factory=list)  # of the chain, for other outcomes
+    alternatives: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of the chain's tokens, by position
+    rates: OutcomeRates = field(default_factory=OutcomeRates)
+    last_chain: int = field(init=False)  # the highest number given
     _sent: int = field(init=False)  # tokens below it left in a piece, or are committed
     _weights: list[TokenWeights | None] = field(default_factory=list)  # of the tokens not sent
+    _outlived: bool = False  # the last commit left the chain alive
     _idle_at: int = -1  # the committed length at which an empty piece was sent
 
     def __post_init__(self) -> None:
         self.committed = self._sent = len(self.sequence)
+        self.last_chain = self.chain
 
     @property
     def limit(self) -> int:
@@ -82,12 +92,28 @@ class DraftSequence:
         if not isinstance(self.method, ModelState):
             return None
         sampler, law = self.method.sampler, self.method.law
-        return DraftRows(self.sequence, num_rows, self.committed, sampler, law, self.limit)
+        return DraftRows(self.sequence, num_rows, self.committed, sampler, law, self.limit, self.num_alternatives)
+
+    @property
+    def num_alternatives(self) -> int:
+        """How many other tokens are noted at each position. A guess under rejection is hardly ever right."""
+        branching = self.max_branches and isinstance(self.method, ModelState)
+        return min(MAX_ALTERNATIVES, self.max_branches) if branching and not self._weighs else 0
+
+    @property
+    def _weighs(self) -> bool:
+        return isinstance(self.method, ModelState) and self.method.law.rule is DraftRule.REJECTION
+
+    @property
+    def window_is_drafted(self) -> bool:
+        """Whether the chain holds all that the next verification can take: what comes now is ahead of it."""
+        return self.ended or len(self.sequence) >= min(self.committed + self.piece_len, self.limit)
 
     def grant(self, credit: Credit) -> None:
         """Applies a credit at once; `until` never falls."""
         self.until = max(self.until, credit.until)
         self.piece_len = credit.max_window
+        self.max_branches = credit.max_branches
 
     def on_commit(self, commit: Commit, cache: SequenceCache) -> None:
         """Takes committed tokens; what is known already is ignored. FailedPrecondition if some are missing."""
@@ -95,12 +121,19 @@ class DraftSequence:
             message = f"commit at {commit.position}, {self.committed} tokens are committed here"
             raise FailedPrecondition(message, reason="COMMIT_GAP")
         new = commit.ids[self.committed - commit.position :]
+        self._observe(commit, new)
         agreed = _common_prefix(new, self.sequence.tokens[self.committed :])
-        if agreed < len(new):
+        chosen = winner(self.branches, self.committed, new) if agreed < len(new) else None
+        if chosen is not None and chosen.chain not in commit.dropped:
+            self._adopt(chosen, cache)
+        elif agreed < len(new):
             self._restart(self.committed + agreed, new[agreed:], cache)
         elif self.chain in commit.dropped:
             self._restart(self.committed + agreed, (), cache)
+        else:
+            self._outlived = bool(new)
         self.committed += len(new)
+        self._forget_decided(cache)
         if isinstance(self.method, ModelState):
             self.method.sampler.append(new)
         self.finished = self.finished or commit.finish_reason is not None
@@ -112,10 +145,12 @@ class DraftSequence:
     def take_pieces(self) -> Iterator[Piece]:
         """The pieces that are due: full ones, and the rest when nothing more will come without another message."""
         while unsent := 0 if self.finished else len(self.sequence) - self._sent:
-            if unsent < self.piece_len and self.wants_tokens:
-                return
+            if unsent < self.piece_len and self.wants_tokens and not self._awaited:
+                break
             count = min(unsent, self.piece_len or unsent)
             yield self._piece(count, more=unsent > count or self.wants_tokens)
+        self._outlived = False
+        yield from self._branch_pieces()
         if self._is_idle:
             self._idle_at = self.committed
             yield Piece(self.key[1], self.chain, self.committed, ())
@@ -137,6 +172,63 @@ class DraftSequence:
         self.draft_us = 0
         return piece
 
+    def _branch_pieces(self) -> Iterator[Piece]:
+        """A branch leaves as a whole: its guess and a window."""
+        for branch in self.branches:
+            if branch.sent < len(branch.sequence) and (branch.ended or len(branch.sequence) >= self.end_of(branch)):
+                position, first = branch.sent, branch.sent == branch.position
+                branch.sent = len(branch.sequence)
+                ids = tuple(branch.sequence.tokens[position:])
+                yield Piece(self.key[1], branch.chain, position, ids, parent=branch.parent if first else None)
+
+    def end_of(self, branch: Branch) -> int:
+        """Where a branch rests until it is chosen."""
+        return min(branch.position + 1 + self.piece_len, self.limit)
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether the target may be waiting for what is not sent: right after a commit that the chain outlived. Only a
+        chain without weights may leave early for that; with weights it would tell of tokens already drawn."""
+        return self._outlived and not self._weighs and self._sent < self.committed + self.piece_len
+
+    def _observe(self, commit: Commit, new: Many[int]) -> None:
+        """Learns from a verification of this chain's window, if its tokens are new here."""
+        if not commit.num_drafted or len(new) != len(commit.ids):
+            return
+        place = commit.position + commit.num_accepted
+        known = self.alternatives if commit.chain == self.chain else None
+        differs = (
+            place < len(self.sequence)
+            and commit.num_accepted < len(new)
+            and (new[commit.num_accepted] != self.sequence.tokens[place])
+        )
+        rank = rank_of(known, place, new[commit.num_accepted]) if known and differs else None
+        self.rates.observe(commit.num_drafted, commit.num_accepted, rank)
+
+    def _adopt(self, branch: Branch, cache: SequenceCache) -> None:
+        """A branch takes the chain's place; the chain and the other branches are given up."""
+        self.branches.remove(branch)
+        cache.release(self.sequence)
+        self.sequence, self.chain, self.alternatives = branch.sequence, branch.chain, branch.alternatives
+        self._sent, self.ended, self._outlived = branch.sent, branch.ended, True
+        self._weights = [None] * (len(self.sequence) - self._sent)
+        self.draft_us = 0
+        self.drop_branches(cache)
+
+    def _forget_decided(self, cache: SequenceCache) -> None:
+        """Gives up what the committed tokens have decided."""
+        self.alternatives = {at: others for at, others in self.alternatives.items() if at >= self.committed}
+        decided = [branch for branch in self.branches if branch.position < self.committed]
+        self.branches = [branch for branch in self.branches if branch.position >= self.committed]
+        for branch in decided:
+            cache.release(branch.sequence)
+
+    def drop_branches(self, cache: SequenceCache) -> None:
+        """Releases every branch."""
+        for branch in self.branches:
+            cache.release(branch.sequence)
+        self.branches.clear()
+
     def _restart(self, length: int, ids: Many[int], cache: SequenceCache) -> None:
         """Keeps the first `length` tokens, appends committed ones, and starts a new chain after them."""
         if ids:
@@ -148,7 +240,10 @@ class DraftSequence:
         if not isinstance(self.method, ModelState):
             self.method.truncate(length)
             self.method.append(ids)
-        self.chain += 1
+        self.drop_branches(cache)
+        self.alternatives = {}
+        self.last_chain += 1
+        self.chain, self._outlived = self.last_chain, False
         self._sent = len(self.sequence)
         self._weights.clear()
         self.draft_us = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,14 @@ class KVCache:
             values=tuple(tensor(layer.num_kv_heads, layer.value_dim or layer.head_dim) for layer in layers),
             block_size=block_size,
         )
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks in every layer, given as (from, to)."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)  # [pairs] each
+        for tensor in (*self.keys, *self.values):
+            tensor[targets] = tensor[sources]
 
     @property
     def num_blocks(self) -> int:

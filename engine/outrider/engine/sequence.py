@@ -65,6 +65,25 @@ class SequenceCache:
             sequence.block_table.extend(self.pool.allocate(missing))
         sequence.tokens.extend(new_ids)
 
+    def fork(self, sequence: Sequence, length: int) -> tuple[Sequence, tuple[int, int] | None]:
+        """A sequence with the first `length` tokens, all of them computed: it shares their full blocks and owns a copy
+        of the part-filled one. Returns it with the block to copy and where to. Raises OutOfBlocks and changes
+        nothing."""
+        if length > sequence.num_computed_tokens:
+            raise ValueError(f"{length} tokens to fork, {sequence.num_computed_tokens} are computed")
+        full = length // self.block_size
+        own = self.pool.allocate(1) if length % self.block_size else []
+        for block in sequence.block_table[:full]:
+            self.pool.share(block)
+        forked = Sequence(
+            sequence.tokens[:length],
+            sequence.salt,
+            length,
+            [*sequence.block_table[:full], *own],
+            sequence.block_keys[:full],
+        )
+        return forked, (sequence.block_table[full], own[0]) if own else None
+
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keeps the first `length` tokens. Slots past it are overwritten later; nothing is copied. The last token kept
         counts as not computed, because its logits are wanted next."""

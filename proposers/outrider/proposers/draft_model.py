@@ -7,6 +7,8 @@ integer weights that travel with the token, under coupling by the noise that bot
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -18,10 +20,11 @@ from torch import Tensor
 from outrider.engine.batch import BatchEntry
 from outrider.engine.random_ahead import RandomAhead, RandomKey, Span, noise_source, word_source
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import SamplingRows, SequenceSampler, process, process_greedy
+from outrider.engine.sampling import SamplingRows, SequenceSampler, assemble, process, process_greedy
 from outrider.engine.sequence import Sequence
 from outrider.kernels.coupled import coupled_choice
 from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
+from outrider.kernels.logits_to_probs import adjust_logits
 
 
 class DraftRule(IntEnum):
@@ -51,6 +54,7 @@ class DraftRows:
     sampler: SequenceSampler  # counts the committed tokens
     law: DraftLaw
     limit: int  # positions below it will be drawn without another message
+    num_alternatives: int = 0  # how many other tokens for the same position are wanted
 
     @property
     def draws(self) -> bool:
@@ -86,6 +90,7 @@ class Drafted:
     token_id: int
     ids: bytes = b""
     weights: bytes = b""
+    alternatives: tuple[int, ...] = ()  # what may stand there instead, most likely first
 
 
 class DraftModelProposer:
@@ -132,11 +137,13 @@ class DraftModelProposer:
         plans = [row.sampling_rows() for row in rows]
         if rule is DraftRule.ARGMAX:
             ids, invalid = process_greedy(logits, plans)  # [rows] each
-            return _without_weights(ids, invalid)
+            others = _alternatives(lambda: adjust_logits(logits, assemble(plans)), ids, rows)
+            return _without_weights(ids, invalid, others)
         probs, invalid = process(logits, plans)  # [rows, vocab], [rows]
         if rule is DraftRule.COUPLED:
             noise = self._noise.rows([row.span() for row in rows])  # [rows, vocab]
-            return _without_weights(coupled_choice(probs, noise), invalid)
+            ids = coupled_choice(probs, noise)
+            return _without_weights(ids, invalid, _alternatives(lambda: -noise / probs, ids, rows))
         return self._draw_weighted(probs, invalid, rows)
 
     def _draw_weighted(self, probs: Tensor, invalid: Tensor, rows: list[DraftRows]) -> list[Drafted | None]:
@@ -168,10 +175,27 @@ def _packed(values: Tensor) -> bytes:
     return values.cpu().numpy().astype("<u4").tobytes()
 
 
-def _without_weights(ids: Tensor, invalid: Tensor) -> list[Drafted | None]:
-    """Both are [rows]."""
+def _alternatives(score: Callable[[], Tensor], ids: Tensor, rows: Many[DraftRows]) -> list[tuple[int, ...]]:
+    """The tokens of the next best finite scores after the one that was drawn; [rows, vocab] and [rows]. Under coupling
+    the scores hold the noise that the target will meet, so that they rank what it will take instead."""
+    wanted = max(row.num_alternatives for row in rows)
+    if not wanted:
+        return [()] * len(rows)
+    scores = score()
+    best = scores.topk(min(wanted + 1, scores.shape[1]), dim=-1)  # [rows, wanted + 1]
+    columns = zip(best.indices.tolist(), best.values.tolist(), ids.tolist(), strict=True)
+    others = [
+        tuple(token for token, value in zip(tokens, values, strict=True) if token != own and math.isfinite(value))
+        for tokens, values, own in columns
+    ]
+    return [tokens[: row.num_alternatives] for tokens, row in zip(others, rows, strict=True)]
+
+
+def _without_weights(ids: Tensor, invalid: Tensor, alternatives: Many[tuple[int, ...]]) -> list[Drafted | None]:
+    """Ids and flags are [rows]."""
     return [
-        None if bad or token < 0 else Drafted(token) for token, bad in zip(ids.tolist(), invalid.tolist(), strict=True)
+        None if bad or token < 0 else Drafted(token, alternatives=others)
+        for token, bad, others in zip(ids.tolist(), invalid.tolist(), alternatives, strict=True)
     ]
 
 

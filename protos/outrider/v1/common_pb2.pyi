@@ -274,16 +274,18 @@ class Piece(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., chain: _Optional[int] = ..., parent: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[_Union[TokenWeights, _Mapping]]] = ..., more: bool = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class Credit(_message.Message):
-    __slots__ = ("sequence_id", "until", "max_window", "patience_ms")
+    __slots__ = ("sequence_id", "until", "max_window", "patience_ms", "max_branches")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BRANCHES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     until: int
     max_window: int
     patience_ms: int
-    def __init__(self, sequence_id: _Optional[int] = ..., until: _Optional[int] = ..., max_window: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
+    max_branches: int
+    def __init__(self, sequence_id: _Optional[int] = ..., until: _Optional[int] = ..., max_window: _Optional[int] = ..., patience_ms: _Optional[int] = ..., max_branches: _Optional[int] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queue_us", "verify_us", "sample_us", "num_rows", "num_sequences")

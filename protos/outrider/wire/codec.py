@@ -166,12 +166,13 @@ def encode_credit(message: Credit) -> pb.Credit:
         until=message.until,
         max_window=message.max_window,
         patience_ms=message.patience_ms,
+        max_branches=message.max_branches,
     )
 
 
 def decode_credit(message: pb.Credit) -> Credit:
     """How far a peer may go."""
-    return Credit(message.sequence_id, message.until, message.max_window, message.patience_ms)
+    return Credit(message.sequence_id, message.until, message.max_window, message.patience_ms, message.max_branches)
 
 
 def encode_prompt_logprobs(message: PromptLogprobs) -> pb.PromptLogprobs:

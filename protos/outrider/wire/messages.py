@@ -96,6 +96,7 @@ class Credit:
     until: int
     max_window: int
     patience_ms: int = 0
+    max_branches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ MAX_CHOICES = 1024
 MAX_PIECE_IDS = 1024  # a tree may hold more ids than a chain
 MAX_WEIGHTS = 4096
 MAX_PATIENCE_MS = 60_000
+MAX_BRANCHES = 64
 MAX_NAME_CHARS = 128
 # Below this, logits divided by it leave float32's range; 0 alone is greedy.
 MIN_DIVISOR = 1e-5
@@ -143,6 +144,7 @@ def validate_credit(message: Credit) -> None:
     found.integer("until", message.until, 0, _MAX_UINT32)
     found.integer("max_window", message.max_window, 0, MAX_DRAFT_TOKENS)
     found.integer("patience_ms", message.patience_ms, 0, MAX_PATIENCE_MS)
+    found.integer("max_branches", message.max_branches, 0, MAX_BRANCHES)
     found.raise_if_any()
 
 

@@ -1,0 +1,134 @@
+"""Branches: what a draft prepares while its window is verified, for other outcomes than full acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
+
+from outrider.draft.branches import Branch, Outcome, OutcomeRates, likeliest, rank_of, winner
+from outrider.engine.sequence import Sequence as EngineSequence
+from outrider.wire.messages import Open, Piece
+from outrider.wire.sampling import AcceptanceRule
+
+PROMPT = list(range(3, 24))  # the window's end crosses a block's
+K, BRANCHES = 4, 5
+REQUESTS = {
+    "greedy": new_open(1, PROMPT),
+    "coupled": new_open(1, PROMPT, SAMPLED, acceptance=AcceptanceRule.COUPLED, seed=7),
+}
+
+
+def branching(request: Open, **options: int) -> tuple[Harness, list[Piece]]:
+    harness = Harness(**options)
+    ahead = credit(1, len(PROMPT) + 2 * (K + 1), K, BRANCHES)
+    pieces = [event for event in harness.run(request, ahead) if isinstance(event, Piece)]
+    harness.check()
+    return harness, pieces
+
+
+def continuation(harness: Harness, request: Open, tokens: Sequence[int], count: int) -> list[int]:
+    """What a draft would draw after `tokens`, everything computed afresh."""
+    found = list(tokens)
+    for _ in range(count):
+        found.append(naive(request, found, harness.loaded)[0])
+    return found[len(tokens) :]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_branch_goes_on_from_its_guess(name: str) -> None:
+    request = REQUESTS[name]
+    harness, pieces = branching(request)
+    chain = [token for piece in pieces if piece.chain == 0 for token in piece.ids]
+    assert chain == continuation(harness, request, PROMPT, 2 * (K + 1))
+    branches = [piece for piece in pieces if piece.chain > 0]
+    assert len(branches) == BRANCHES and {piece.parent for piece in branches} == {0}
+    for piece in branches:
+        offset = piece.position - len(PROMPT)
+        assert 0 <= offset <= K and piece.ids[0] != chain[offset]
+        prefix = [*PROMPT, *chain[:offset], piece.ids[0]]
+        assert list(piece.ids[1:]) == continuation(harness, request, prefix, len(piece.ids) - 1)
+        assert len(piece.ids) == 1 + K
+    assert len({(piece.position, piece.ids[0]) for piece in branches}) == BRANCHES
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("index", range(BRANCHES))
+def test_the_outcome_that_comes_takes_the_chains_place(name: str, index: int) -> None:
+    request = REQUESTS[name]
+    harness, pieces = branching(request)
+    chain = [token for piece in pieces if piece.chain == 0 for token in piece.ids]
+    chosen = [piece for piece in pieces if piece.chain > 0][index]
+    held = chosen.position - len(PROMPT)
+    new = [*chain[:held], chosen.ids[0]]
+    length = len(PROMPT) + len(new)
+    told = commit(1, len(PROMPT), *new, chain=0, num_drafted=K, num_accepted=held)
+    later = harness.run(told, credit(1, length + 2 * (K + 1), K, BRANCHES))
+    harness.check()
+    ahead = [event for event in later if isinstance(event, Piece) and event.chain == chosen.chain]
+    assert ahead and ahead[0].position == chosen.position + len(chosen.ids)  # it goes on where it rested
+    drafted = [*chosen.ids[1:], *(token for piece in ahead for token in piece.ids)]
+    assert drafted == continuation(harness, request, [*PROMPT, *new], len(drafted))
+    assert all(event.chain >= chosen.chain for event in later if isinstance(event, Piece))
+
+
+def test_an_outcome_without_a_branch_starts_a_chain_of_a_new_number() -> None:
+    harness, pieces = branching(REQUESTS["greedy"])
+    taken = {piece.ids[0] for piece in pieces if piece.position == len(PROMPT)}
+    other = next(token for token in range(3, 90) if token not in taken)
+    later = harness.run(commit(1, len(PROMPT), other), credit(1, len(PROMPT) + 11, K, BRANCHES))
+    harness.check()
+    first = next(event for event in later if isinstance(event, Piece))
+    assert first.chain > max(piece.chain for piece in pieces) and first.position == len(PROMPT) + 1
+
+
+def test_weights_leave_no_guesses() -> None:
+    request = new_open(1, PROMPT, SAMPLED, acceptance=AcceptanceRule.REJECTION, seed=7)
+    _, pieces = branching(request)
+    assert {piece.chain for piece in pieces} == {0}
+
+
+def test_branches_yield_their_blocks() -> None:
+    """Another sequence needs the room: guesses go first."""
+    harness, _ = branching(REQUESTS["greedy"], num_blocks=9)
+    assert harness.engine.sequences[STREAM, 1].branches
+    harness.run(new_open(2, list(range(4, 70))), credit(2, 66 + K, K))
+    harness.check()
+    assert not harness.engine.sequences[STREAM, 1].branches
+    assert [event.ids for event in harness.events if isinstance(event, Piece) and event.sequence_id == 2]
+
+
+def test_what_has_survived_but_not_left_leaves_at_once() -> None:
+    """The target holds less than a window and waits: two tokens now are worth more than four later."""
+    harness = Harness()
+    harness.run(new_open(1, PROMPT, GREEDY), credit(1, len(PROMPT) + K, K, BRANCHES))
+    draft = harness.engine.sequences[STREAM, 1]
+    draft.grant(credit(1, len(PROMPT) + 2 * (K + 1), K, BRANCHES))
+    harness.engine.step(0.0)
+    harness.engine.step(0.0)  # two more tokens, not a piece yet
+    chain = draft.sequence.tokens[len(PROMPT) :]
+    assert len(chain) == K + 2
+    before = len(harness.flushes)
+    harness.send(commit(1, len(PROMPT), *chain[: K + 1], chain=0, num_drafted=K, num_accepted=K))
+    harness.engine.step(0.0)
+    first = harness.flushes[before][0]
+    assert isinstance(first, Piece) and first.position == len(PROMPT) + K and len(first.ids) >= 2
+
+
+def test_rates_and_ranks() -> None:
+    rates = OutcomeRates()
+    for _ in range(200):
+        rates.observe(4, 1, 2)  # always the second is refused, and the third alternative is right
+    assert rates.acceptance(0) > 0.9 and rates.acceptance(1) < 0.1
+    assert rates.chance(2) > 0.8 > rates.chance(0)
+    alternatives = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
+    assert likeliest(rates, alternatives, 10, 2, 1) == [Outcome(11, 6)]
+    assert len(likeliest(rates, alternatives, 10, 2, 99)) == 9
+    assert [rank_of(alternatives, 11, token) for token in (5, 99)] == [1, -1] and rank_of(alternatives, 20, 5) is None
+
+
+def test_the_lowest_number_wins() -> None:
+    branches = [Branch(number, 0, 2, EngineSequence([1, 2, 9, 8])) for number in (5, 3)]
+    chosen = winner(branches, 2, [9])
+    assert chosen is not None and chosen.chain == 3 and winner(branches, 2, [7]) is None
