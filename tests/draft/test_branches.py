@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
+from conftest import SEED
 from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
 
 from outrider.draft.branches import Branch, Outcome, OutcomeRates, likeliest, rank_of, winner
@@ -132,3 +134,32 @@ def test_the_lowest_number_wins() -> None:
     branches = [Branch(number, 0, 2, EngineSequence([1, 2, 9, 8])) for number in (5, 3)]
     chosen = winner(branches, 2, [9])
     assert chosen is not None and chosen.chain == 3 and winner(branches, 2, [7]) is None
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_rounds_of_every_kind(name: str) -> None:
+    """Whatever is committed, each chain says what a draft would draw after its own tokens."""
+    request, rng = REQUESTS[name], random.Random(SEED + 1)
+    harness, chains, committed = Harness(), dict[int, list[int]](), list(PROMPT)
+    events = harness.run(request, credit(1, len(committed) + 2 * (K + 1), K, BRANCHES))
+    for _ in range(25):
+        for piece in (event for event in events if isinstance(event, Piece) and event.ids):
+            start = chains.setdefault(piece.chain, list(committed) if piece.parent is None else chains[piece.parent])
+            prefix = start[: piece.position]
+            guess = piece.parent is not None
+            drafted = list(piece.ids[1:]) if guess else list(piece.ids)
+            prefix = [*prefix, piece.ids[0]] if guess else prefix
+            assert drafted == continuation(harness, request, prefix, len(drafted))
+            chains[piece.chain] = [*prefix, *drafted]
+        length = len(committed)
+        live = min(number for number, ids in chains.items() if ids[:length] == committed and len(ids) > length)
+        window = chains[live][length : length + K]
+        held = rng.randrange(len(window) + 1)
+        before = [*committed, *window[:held]]
+        others = [ids[len(before)] for ids in chains.values() if ids[: len(before)] == before and ids[len(before) :]]
+        token = rng.choice([*others, rng.randrange(3, 90)])
+        new = [*window[:held], token]
+        told = commit(1, length, *new, chain=live, num_drafted=len(window), num_accepted=held)
+        committed += new
+        events = harness.run(told, credit(1, len(committed) + 2 * (K + 1), K, BRANCHES))
+        harness.check()

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+import random
 
-from outrider.engine.random_ahead import MAX_WORD_ROWS, RandomAhead, RandomKey, Span, noise_source, word_source
+import torch
+from conftest import SEED
+
+from outrider.engine.random_ahead import (
+    MAX_WORD_ROWS,
+    RandomAhead,
+    RandomKey,
+    RandomSource,
+    Span,
+    noise_source,
+    word_source,
+)
 from outrider.kernels.philox import Purpose, as_int64, exponential_noise, words
 
 CPU = torch.device("cpu")
@@ -50,3 +61,17 @@ def test_one_call_draws_the_window_and_a_pause_the_next_one() -> None:
     assert held(ahead) == list(range(17, 17 + MAX_WORD_ROWS))
     source.rows([Span(key, ahead, 5, 1, 6)])
     assert held(ahead) == [5]
+
+
+def test_overlapping_spans_of_one_sequence_get_their_own_rows() -> None:
+    """Branches of a sequence ask for positions before and behind each other, more than are kept."""
+    rng, key = random.Random(SEED), RandomKey(5, 1)
+    for most in (1, 2, 5):
+        source, ahead = RandomSource(word_source(CPU).generate, most, CPU), RandomAhead()
+        for _ in range(60):
+            firsts = [rng.randrange(40) for _ in range(rng.randrange(1, 6))]
+            spans = [Span(key, ahead, first, rng.randrange(1, 4), first + rng.randrange(8)) for first in firsts]
+            positions = [position for span in spans for position in range(span.first, span.first + span.count)]
+            columns = [torch.full((len(positions),), value) for value in (key.seed, key.completion)]
+            expected = words(columns[0], torch.tensor(positions), Purpose.DRAFT, columns[1])
+            assert torch.equal(source.rows(spans), expected)

@@ -111,17 +111,22 @@ class Watch:
     def _check_piece(self, link: SimLink, piece: Piece, draft: Any) -> None:
         end = piece.position + len(piece.ids)
         require(end <= max(link.until, piece.position), f"{self.name}: drafted to {end}, credit ends at {link.until}")
-        require(len(piece.ids) <= link.max_window, f"{self.name}: a piece of {len(piece.ids)} tokens")
+        guesses = piece.parent is not None  # a branch's first token is not drawn, and its window follows
+        require(len(piece.ids) <= link.max_window + guesses, f"{self.name}: a piece of {len(piece.ids)} tokens")
+        self.notes["branch"] += guesses
         known = draft.sequence.tokens[: draft.committed]
         require(known == self.seen[: draft.committed], f"{self.name}: the draft's committed tokens are others")
         if self.is_honest is None:
             return
-        tokens = draft.sequence.tokens
+        lines = {branch.chain: branch.sequence for branch in draft.branches}
+        tokens = lines.get(piece.chain, draft.sequence).tokens
         state = self.draft_table.state_after(tokens[: piece.position])
         for index, token in enumerate(piece.ids):
             weights = piece.weights[index] if index < len(piece.weights) else None
-            honest = self.is_honest(piece.position + index, state, token, weights)
-            require(honest, f"{self.name}: {token} at {piece.position + index} was drafted in another context")
+            position = piece.position + index
+            guessed = (guesses and index == 0) or position < draft.committed  # a branch that was chosen sends its guess
+            honest = guessed or self.is_honest(position, state, token, weights)
+            require(honest, f"{self.name}: {token} at {position} was drafted in another context")
             state = self.draft_table.state_after((token,), state)
 
     def _check_commit(self, link: SimLink, commit: Commit, target: Any) -> None:

@@ -74,7 +74,8 @@ class EngineHost:
     def check_blocks(self) -> None:
         """Raises Violation where block references and tables differ."""
         try:
-            self.pool.check_integrity([held.sequence.block_table for held in self.sequences])
+            lines = [*self.sequences, *(branch for held in self.sequences for branch in getattr(held, "branches", ()))]
+            self.pool.check_integrity([line.sequence.block_table for line in lines])
         except ValueError as error:
             require(False, f"blocks: {error}")
 

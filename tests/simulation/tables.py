@@ -82,6 +82,12 @@ class TableRunner:
         states = [state for entry in entries for state in self._compute(entry)]
         return self.table.logits[torch.tensor(states, dtype=torch.int64)]
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the states of whole blocks."""
+        for source, target in pairs:
+            states = self._slots[source * BLOCK_SIZE : (source + 1) * BLOCK_SIZE]
+            self._slots[target * BLOCK_SIZE : (target + 1) * BLOCK_SIZE] = states
+
     def _compute(self, entry: BatchEntry) -> list[int]:
         before = self._slots[self._slot(entry, entry.start - 1)] if entry.start else FIRST_STATE
         if before is None:

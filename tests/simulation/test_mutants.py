@@ -8,7 +8,7 @@ from simulation.checks import Violation
 from simulation.mutants import MUTANTS, Mutant
 from simulation.settings import Mode
 
-MAX_WORLDS = {Mode.GREEDY: 120, Mode.COUPLED: 120, Mode.LAW: 64}
+MAX_WORLDS = {Mode.GREEDY: 300, Mode.COUPLED: 120, Mode.LAW: 64}
 REFUTED = 1e-6
 
 

@@ -98,7 +98,7 @@ class World:
 
     def _client(self, index: int, plan: Plan, plain: list[int] | None) -> Client:
         policy = plan.policy
-        window = max(policy.num_draft_tokens + 1, policy.plain_ahead)
+        window = max((1 + policy.windows_ahead) * (policy.num_draft_tokens + 1), policy.plain_ahead)
         watch = Watch(
             name=f"request {index}",
             request=plan.request,

@@ -104,7 +104,7 @@ def test_a_branchs_first_id_is_one_hot_whatever_its_weights() -> None:
     c.buffer.add(piece(0, 4, 1, 2))
     c.buffer.add(piece(1, 4, 3, 4, parent=0, weights=(TokenWeights.of((3,), (1,)), TokenWeights.of((4,), (1,)))))
     c.buffer.add(piece(0, 4, 1, 2))
-    c.buffer._bury(c.buffer._chains[0])
+    c.buffer._bury(0, 4)
     assert c.buffer.window(8).ids == (3, 4) and c.buffer.window(8).weights[0] is None
 
 
@@ -113,7 +113,7 @@ def test_a_branch_of_a_dead_or_unknown_parent() -> None:
     c.buffer.add(piece(0, 4, 1, 2, 3))
     c.commit(9)
     c.buffer.add(piece(1, 6, 4, parent=0))
-    assert c.window() == () and c.buffer.take_dropped() == (1,)
+    assert c.window() == () and c.buffer.take_dropped() == ()  # dead with its parent, and the draft knows
     c.buffer.add(piece(2, 5, 4, parent=0))  # starts at the committed length: needs no parent
     assert c.window() == (4,)
 
@@ -208,3 +208,31 @@ def test_tokens_without_credit_are_stored(loaded: LoadedModel, acceptance: Any) 
     harness.send(Credit(1, 8, 3, 0))
     harness.run()
     assert harness.commits(1)[0].num_drafted == 3
+
+
+def test_a_late_branch_past_the_difference_is_dead_with_its_parent() -> None:
+    """It starts at the committed length, but goes on from a token that was refused."""
+    c = Committed()
+    c.buffer.add(piece(0, 4, 1, 2, 3))
+    c.commit(1, 8)
+    c.buffer.add(piece(1, 6, 5, 5, parent=0))
+    c.buffer.add(piece(2, 7, 5, 5, parent=1))  # a branch of that branch
+    assert c.window() == () and not c.buffer.has_dropped
+
+
+def test_a_late_branch_at_the_difference_is_the_one_that_is_wanted() -> None:
+    c = Committed()
+    c.buffer.add(piece(0, 4, 1, 2, 3))
+    c.commit(1, 8)
+    c.buffer.add(piece(1, 5, 7, 6, 6, parent=0))  # another guess: dead
+    c.buffer.add(piece(2, 5, 8, 6, 7, parent=0))
+    assert c.window() == (6, 7) and c.buffer.window(8).chain == 2
+
+
+def test_only_so_many_dead_chains_are_remembered() -> None:
+    c = Committed()
+    for number in range(3000):
+        c.buffer.add(piece(number, 4, 1, 2))
+        c.buffer.add(piece(number, 6, 9))
+        c.commit() if number else c.commit(5)
+    assert len(c.buffer._dead) <= 1024

@@ -18,7 +18,7 @@ from outrider.draft.scheduler import Scheduler
 from outrider.draft.state import DraftSequence, ModelState, SequenceKey
 from outrider.draft.tracing import record_step
 from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BlockPool
+from outrider.engine.blocks import BlockPool, OutOfBlocks
 from outrider.engine.sequence import SequenceCache
 from outrider.proposers.draft_model import Drafted
 from outrider.wire.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, to_failure
@@ -69,7 +69,7 @@ class DraftEngine:
         # Token-only methods hold no blocks.
         self._cache = self._model.cache if self._model else SequenceCache(BlockPool(0), prefix_cache=False)
         self._scheduler = Scheduler(self._cache, max_rows)
-        copy_blocks = self._model.proposer.runner.cache.copy_blocks if self._model else None
+        copy_blocks = self._model.proposer.runner.copy_blocks if self._model else None
         self._grower = Grower(self._cache, copy_blocks) if copy_blocks else None
         self._max_sequences = max_sequences
         self._tracer = tracer
@@ -119,10 +119,13 @@ class DraftEngine:
         self._flush()
 
     def probe(self) -> None:
-        """One forward of one row, as a sign of life."""
+        """One forward of one row, as a sign of life; where sequences hold every block, their steps are the sign."""
         if self._model is None:
             return
-        block = self._cache.pool.allocate(1)
+        try:
+            block = self._cache.pool.allocate(1)
+        except OutOfBlocks:
+            return
         try:
             self._model.proposer.runner.forward([BatchEntry([0], 0, block, 1)])
         finally:

@@ -74,22 +74,23 @@ class RandomSource:
 
     def rows(self, spans: Sequence[Span]) -> Tensor:  # [sum of counts, ...]
         """The rows of every position of the spans. Those that were not drawn before are drawn in one call, with those
-        up to the limits as far as they are kept."""
-        gaps = []
+        up to the limits as far as they are kept. Spans of one sequence may overlap: its branches do."""
+        known: dict[tuple[RandomKey, int], Tensor | None] = {}  # None: is drawn in this call
+        gaps: list[tuple[Span, range]] = []
         for span in spans:
-            start = span.ahead.first_missing(span.first)
-            end = max(span.first + span.count, min(span.limit, span.first + self.most))
-            gaps.append(range(start, end) if start < span.first + span.count else range(start, start))
-        drawn = iter(self._draw([(span, gap) for span, gap in zip(spans, gaps, strict=True) if gap]))
-        found: list[Tensor] = []
-        for span, gap in zip(spans, gaps, strict=True):
-            fresh = next(drawn) if gap else ()
-            held = [span.ahead.get(position) for position in range(span.first, min(gap.start, span.first + span.count))]
-            found += [row for row in held if row is not None]
-            found += fresh[: span.first + span.count - gap.start]
-            if gap:
-                span.ahead.put(gap.start, fresh, self.most)
-        return torch.stack(found)
+            for position in range(span.first, span.first + span.count):
+                row = span.ahead.get(position)
+                if row is not None:
+                    known[span.key, position] = row
+                elif (span.key, position) not in known:
+                    end = max(span.first + span.count, min(span.limit, span.first + self.most))
+                    gaps.append((span, range(position, end)))
+                    known |= {(span.key, at): None for at in gaps[-1][1] if (span.key, at) not in known}
+        for (span, gap), fresh in zip(gaps, self._draw(gaps), strict=True):
+            known |= {(span.key, gap.start + index): row for index, row in enumerate(fresh)}
+            span.ahead.put(gap.start, fresh, self.most)
+        found = [known[span.key, span.first + offset] for span in spans for offset in range(span.count)]
+        return torch.stack([row for row in found if row is not None])
 
     def prepare(self, span: Span) -> bool:
         """Draws what is missing up to the limit, unless that is more than is kept; whether anything was drawn."""

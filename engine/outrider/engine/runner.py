@@ -37,6 +37,11 @@ class ModelRunner:
         return self.cache.block_size
 
     @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks of the cache, given as (from, to)."""
+        self.cache.copy_blocks(pairs)
+
+    @torch.inference_mode()
     def forward(self, entries: Sequence[BatchEntry]) -> Tensor:  # [rows that want logits, vocab] float32
         """Computes all rows of `entries`; the logits are in the entries' order. On an accelerator `last_forward_us` is
         the time to launch, until the caller reads the logits."""

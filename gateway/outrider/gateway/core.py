@@ -1,8 +1,9 @@
 """The loop's sans-I/O core for one sequence: events in, effects out, the clock an argument.
 
 The policy is expressed by credit and patience alone. Sequential: the draft gets credit for k tokens past the
-committed length, the target waits for them with patience, and every commit renews both. Without a draft the target
-gets credit for a few plain tokens ahead. The core owns the journal (prompt, committed tokens, seed, pieces under
+committed length, the target waits for them with patience, and every commit renews both. Pipelined: the draft's credit
+reaches a window and its own token further, so that it drafts during the verification, and it may hold branches for
+other outcomes. Without a draft the target gets credit for a few plain tokens ahead. The core owns the journal (prompt, committed tokens, seed, pieces under
 way), so a target that dies is replaced by an Open elsewhere.
 """
 
@@ -34,6 +35,8 @@ class Policy:
 
     num_draft_tokens: int  # k; 0: plain decoding
     patience_ms: int = 500  # how long the target waits for a chain
+    windows_ahead: int = 0  # drafted past the verification under way; 0: sequential
+    max_branches: int = 0  # that the draft may hold for other outcomes of it
     plain_ahead: int = 16  # plain tokens that the target may commit beyond what the gateway has seen
     max_unread: int = 256  # committed tokens that a slow client may leave unread before credit stops
     max_target_opens: int = 4  # times a sequence is opened before a lost target ends the request
@@ -54,6 +57,7 @@ class SpeculationCore:
     _read: int = field(init=False)  # position up to which the client (and the stop strings) have seen tokens
     _target_until: int = field(init=False, default=0)
     _draft_until: int = field(init=False, default=0)
+    _draft_credit: Credit | None = field(init=False, default=None)
     _target_credit: Credit | None = field(init=False, default=None)
     _journal: list[Piece] = field(init=False, default_factory=list)
     _last_chain: int = field(init=False, default=-1)
@@ -192,7 +196,7 @@ class SpeculationCore:
         return OpenTarget(self._open_request(), (self._target_credit, *self._journal))
 
     def _open_draft(self) -> OpenDraft:
-        self._draft_until = 0
+        self._draft_until, self._draft_credit = 0, None
         request = replace(self._open_request(), first_chain=self._last_chain + 1)
         return OpenDraft(request, self._renewed_draft_credit())
 
@@ -240,12 +244,15 @@ class SpeculationCore:
 
     def _renewed_draft_credit(self) -> tuple[Credit, ...]:
         k = self.policy.num_draft_tokens
+        ahead = k + self.policy.windows_ahead * (k + 1)  # after a whole window comes the target's own token
         last = self.prompt_len + self.request.sampling.max_tokens  # nothing past it can be committed
-        until = min(len(self.committed) + k, last, self._reader_bound(k + 1))
-        if until <= self._draft_until:
+        until = min(len(self.committed) + ahead, last, self._reader_bound(ahead + 1))
+        self._draft_until = max(self._draft_until, until)
+        credit = Credit(0, self._draft_until, k, max_branches=self.policy.max_branches)
+        if credit == self._draft_credit:
             return ()
-        self._draft_until = until
-        return (Credit(0, until, k),)
+        self._draft_credit = credit
+        return (credit,)
 
     def _credit_draft(self, news: tuple[Commit, ...]) -> list[Effect]:
         """A commit and the credit that follows from it travel in one frame."""

@@ -40,7 +40,7 @@ class Violations:
 
     def number(self, field: str, value: object, low: float, high: float, *, zero: bool = False, say: str = "") -> bool:
         """A finite number in a closed range; `zero` allows 0 below it; `say` words the range."""
-        finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        finite = isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
         if finite and (low <= float(value) <= high or (zero and value == 0)):  # type: ignore[arg-type]
             return True
         self.add(field, f"is {_shown(value)}", (say or f"{low:g} to {high:g}") if finite else "a finite number")
@@ -84,6 +84,13 @@ class Violations:
 
 def _has_odd_type(ids: Sequence[int]) -> bool:
     return not {int}.issuperset(map(type, ids))
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats, as JSON allows
+        return False
 
 
 def _shown(value: object) -> str:

@@ -43,6 +43,7 @@ class Window:
     goes_on: bool  # a held token lies past the cut, or the draft has credit for more
 
 
+MAX_DEAD = 1024  # dead chains that are remembered, for pieces of theirs still on the way
 EMPTY_WINDOW = Window(None, (), (), False)
 
 
@@ -56,7 +57,7 @@ class ChainBuffer:
         self._vocab_size = vocab_size
         self._max_held = max_held
         self._chains: dict[int, Chain] = {}
-        self._dead: set[int] = set()
+        self._dead: dict[int, int] = {}  # number of a dead chain: the position at which it parts from what is committed
         self._dropped: list[int] = []
         self._idle_at = -1  # where the draft said that it has nothing to propose
 
@@ -81,14 +82,11 @@ class ChainBuffer:
         """Compares every chain with the tokens committed since the last call and buries those that differ."""
         committed = len(self._tokens)
         for chain in list(self._chains.values()):
-            overlap = min(chain.end, committed)
-            if (
-                chain.start < overlap
-                and list(self._tokens[chain.start : overlap]) != chain.ids[: overlap - chain.start]
-            ):
-                self._bury(chain)
-                continue
-            self._trim(chain, committed)
+            difference = self._difference(chain.start, chain.ids, committed)
+            if difference is None:
+                self._trim(chain, committed)
+            else:
+                self._bury(chain.number, difference)
         self._committed = committed
 
     def window(self, limit: int) -> Window:
@@ -125,6 +123,10 @@ class ChainBuffer:
 
     def _start(self, piece: Piece) -> None:
         parent = self._chains.get(piece.parent) if piece.parent is not None else None
+        parted = self._dead.get(piece.parent) if piece.parent is not None else None
+        if parted is not None and piece.position > parted:
+            self._bury(piece.chain, parted)  # it goes on from tokens that were not committed
+            return
         weights: list[TokenWeights | None] = []
         if piece.position <= self._committed:
             chain = Chain(piece.chain, piece.position, [], weights)
@@ -144,9 +146,9 @@ class ChainBuffer:
     def _append(self, chain: Chain, piece: Piece) -> None:
         """Adds what the chain does not hold yet; compares what is already committed."""
         committed = self._committed
-        below = min(max(committed - piece.position, 0), len(piece.ids))
-        if tuple(self._tokens[piece.position : piece.position + below]) != piece.ids[:below]:
-            self._bury(chain)
+        difference = self._difference(piece.position, piece.ids, committed)
+        if difference is not None:
+            self._bury(chain.number, difference)
             return
         if not chain.ids or chain.end < committed:  # all that was held lies below the committed length
             chain.start, chain.ids, chain.weights = committed, [], []
@@ -168,9 +170,18 @@ class ChainBuffer:
             del chain.weights[:surplus]
             chain.start += surplus
 
-    def _bury(self, chain: Chain) -> None:
-        self._chains.pop(chain.number, None)
-        self._dead.add(chain.number)
+    def _difference(self, start: int, ids: Sequence[int], committed: int) -> int | None:
+        """The first position below the committed length at which `ids`, from `start` on, are not what was committed."""
+        overlap = max(0, min(committed - start, len(ids)))
+        if list(self._tokens[start : start + overlap]) == list(ids[:overlap]):
+            return None
+        return next(start + index for index in range(overlap) if self._tokens[start + index] != ids[index])
+
+    def _bury(self, number: int, difference: int) -> None:
+        self._chains.pop(number, None)
+        self._dead[number] = difference
+        if len(self._dead) > MAX_DEAD:
+            del self._dead[next(iter(self._dead))]
 
     def _drop(self, number: int) -> None:
         if number not in self._dropped:

@@ -11,7 +11,7 @@ import grpc
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BlockPool
+from outrider.engine.blocks import BlockPool, OutOfBlocks
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sequence import SequenceCache
 from outrider.target.admission import Refused, TargetLimits, admit
@@ -146,8 +146,12 @@ class TargetEngine:
         self._flush()
 
     def probe(self) -> None:
-        """One forward of one row, as a sign of life, in a block of its own: sequences may be open by now."""
-        block = self.cache.pool.allocate(1)
+        """One forward of one row, as a sign of life, in a block of its own: sequences may be open by now. Where they
+        hold every block, their steps are the sign."""
+        try:
+            block = self.cache.pool.allocate(1)
+        except OutOfBlocks:
+            return
         try:
             self._runner.forward([BatchEntry([0], 0, block, 1)])
         finally:
