@@ -114,7 +114,9 @@ def test_a_branch_of_a_dead_or_unknown_parent() -> None:
     c.commit(9)
     c.buffer.add(piece(1, 6, 4, parent=0))
     assert c.window() == () and c.buffer.take_dropped() == ()  # dead with its parent, and the draft knows
-    c.buffer.add(piece(2, 5, 4, parent=0))  # starts at the committed length: needs no parent
+    c.buffer.add(piece(2, 5, 4, parent=0))  # it starts at the committed length, but after tokens that were refused
+    assert c.window() == ()
+    c.buffer.add(piece(3, 5, 4, parent=77))  # of a parent never heard of: nothing speaks against it
     assert c.window() == (4,)
 
 

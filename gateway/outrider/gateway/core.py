@@ -3,8 +3,8 @@
 The policy is expressed by credit and patience alone. Sequential: the draft gets credit for k tokens past the
 committed length, the target waits for them with patience, and every commit renews both. Pipelined: the draft's credit
 reaches a window and its own token further, so that it drafts during the verification, and it may hold branches for
-other outcomes. Without a draft the target gets credit for a few plain tokens ahead. The core owns the journal (prompt, committed tokens, seed, pieces under
-way), so a target that dies is replaced by an Open elsewhere.
+other outcomes. Without a draft the target gets credit for a few plain tokens ahead. The core owns the journal
+(prompt, committed tokens, seed, pieces under way), so a target that dies is replaced by an Open elsewhere.
 """
 
 from __future__ import annotations
