@@ -1,12 +1,16 @@
 """Coupled acceptance: the tokens are those of plain coupled decoding, whatever is drafted."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
+from exactness.law import Tokens, target_law
 from scipy.stats import chi2
 from torch import Tensor
 
 from outrider.kernels.coupled import coupled_accept, coupled_choice, first_argmax
-from outrider.kernels.philox import exponential_noise
+from outrider.kernels.philox import Purpose, exponential_noise
 from outrider.kernels.rejection import Windows
 
 NUM_SAMPLES, NUM_IDS, LENGTH = 20_000, 16, 5
@@ -55,6 +59,77 @@ def test_tokens_are_those_of_plain_decoding_for_any_draft(draft: str, num_drafte
     assert torch.equal(tokens[:, : LENGTH + 1], plain[:, : LENGTH + 1])
     if draft == "the target":
         assert accepted == int((lengths - 1).sum()) * num_drafted // (num_drafted + 1)
+
+
+def toy_choices(drafted: Tokens, committed: Tensor, noise: Tensor) -> Tensor:
+    """The target's own token after each prefix of `drafted`, which all sequences have drafted, [n, k + 1]."""
+    columns = []
+    for place in range(len(drafted) + 1):
+        contexts = [(*tokens, *drafted[:place]) for tokens in committed.tolist()]
+        probs = torch.tensor([[float(part) for part in target_law(context)] for context in contexts])
+        columns.append(coupled_choice(probs, noise[:, committed.shape[1] + place]))
+    return torch.stack(columns, dim=1)
+
+
+def toy_commits(drafted: Tokens, choices: Tensor, next_place: int = 0) -> list[Tokens]:
+    """What every sequence commits in a round, [n]; with `next_place` the token after it is that of another row."""
+    num, ids = len(choices), torch.tensor(drafted * len(choices), dtype=torch.int64)
+    num_accepted, next_ids = coupled_accept(choices.flatten(), Windows.of([len(drafted)] * num), ids)
+    if next_place:
+        rows = (num_accepted + next_place).clamp(0, len(drafted))
+        next_ids = choices.gather(1, rows[:, None]).squeeze(1)
+    return [(*drafted[:count], last) for count, last in zip(num_accepted.tolist(), next_ids.tolist(), strict=True)]
+
+
+EVERY_DRAFT = [drafted for length in range(4) for drafted in product(range(4), repeat=length)]
+
+
+def toy_noise(num: int, purpose: Purpose = Purpose.BONUS, shift: int = 0) -> Tensor:
+    """Of positions 0 to 5 under one seed per sequence, [n, 6, 4]."""
+    seeds = torch.arange(num).repeat_interleave(6)
+    return exponential_noise(seeds, torch.arange(6).repeat(num) + shift, 0 * seeds, 4, purpose).view(num, 6, 4)
+
+
+def toy_plain(noise: Tensor) -> Tensor:
+    """One token after another, [n, 6]."""
+    tokens = torch.empty(len(noise), 0, dtype=torch.int64)
+    for _ in range(noise.shape[1]):
+        tokens = torch.cat((tokens, toy_choices((), tokens, noise)), dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("num_committed", [0, 2])
+def test_every_draft_commits_what_plain_decoding_does(num_committed: int, prove: bool) -> None:
+    """All 85 drafts of up to three of four tokens, one of probability zero in half of the contexts."""
+    noise = toy_noise(512 if prove else 64)
+    plain = toy_plain(noise)
+    lengths = set()
+    for drafted in EVERY_DRAFT:
+        choices = toy_choices(drafted, plain[:, :num_committed], noise)
+        for ids, expected in zip(toy_commits(drafted, choices), plain.tolist(), strict=True):
+            assert ids == tuple(expected[num_committed : num_committed + len(ids)])
+            lengths.add(len(ids))
+    assert lengths == {1, 2, 3, 4}
+
+
+COUPLED_MUTANTS: dict[str, dict[str, Any]] = {
+    "noise of another purpose": {"purpose": Purpose.RECOVERED},
+    "noise of the position before": {"shift": -1},
+    "the next token from the row before": {"next_place": -1},
+    "the next token from the row after": {"next_place": 1},
+}
+
+
+@pytest.mark.parametrize("mutant", COUPLED_MUTANTS)
+def test_a_wrong_coupling_is_seen(mutant: str) -> None:
+    options = dict(COUPLED_MUTANTS[mutant])
+    next_place = options.pop("next_place", 0)
+    plain, noise, different = toy_plain(toy_noise(64)), toy_noise(64, **options), 0
+    for drafted in EVERY_DRAFT:
+        choices = toy_choices(drafted, plain[:, :2], noise)
+        commits = toy_commits(drafted, choices, next_place)
+        different += sum(ids != tuple(e[2 : 2 + len(ids)]) for ids, e in zip(commits, plain.tolist(), strict=True))
+    assert different > 0
 
 
 def test_the_law_is_the_targets() -> None:

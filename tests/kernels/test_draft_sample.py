@@ -39,6 +39,36 @@ def test_tokens_follow_the_integers() -> None:
     assert chi2.sf(float(((observed[ids] - expected) ** 2 / expected).sum()), len(ids) - 1) > 1e-4
 
 
+def words_of(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor([[number >> 32, number & 0xFFFFFFFF, 0, 0] for number in numbers])
+
+
+@pytest.mark.parametrize(
+    "probs", [(4, 2, 1, 1), (1, 0, 1, 0), (0, 7, 0, 0), (3, 5, 11, 13), (1, 1, 1, 1), (60000, 3, 2, 1)], ids=str
+)
+def test_each_id_has_exactly_its_weights_share_of_all_words(probs: tuple[int, ...]) -> None:
+    """The 2^64 words fall into as many runs as the weights' total. The least word of each run gives each id as often as
+    its weight says, and the word before a run belongs to the id before."""
+    row = torch.tensor([probs], dtype=torch.float32) / sum(probs)
+    alone = draft_sample(row, draft_words(1), mass=1.0)
+    ids, weights = alone.entry_ids.tolist(), alone.entry_weights.tolist()
+    owners = [token for token, weight in zip(ids, weights, strict=True) for _ in range(weight)]
+    total = len(owners)
+    firsts = [-(-(run << 64) // total) for run in range(total)]
+    drawn = draft_sample(row.expand(total, -1), words_of(firsts), mass=1.0).token_ids
+    assert drawn.tolist() == owners
+    lasts = [first - 1 for first in [*firsts[1:], 1 << 64]]
+    assert draft_sample(row.expand(total, -1), words_of(lasts), mass=1.0).token_ids.tolist() == owners
+
+
+def test_a_flat_vector_of_the_greatest_total_is_drawn_exactly() -> None:
+    """At the edges between its 512 ids."""
+    firsts = [-(-(index << 64) // MAX_ENTRIES) for index in range(MAX_ENTRIES)]
+    edges = [number for first in firsts for number in ((first - 1) % (1 << 64), first)]
+    ids = draft_sample(torch.full((len(edges), 600), 1 / 600), words_of(edges)).token_ids.tolist()
+    assert ids == [token for index in range(MAX_ENTRIES) for token in ((index - 1) % MAX_ENTRIES, index)]
+
+
 @pytest.mark.parametrize("vocab_size", [1, 3, 512, 513, 5000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 12.0])
 def test_vectors_are_what_the_wire_can_carry(vocab_size: int, scale: float) -> None:

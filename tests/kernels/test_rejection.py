@@ -85,7 +85,7 @@ BAD_VECTORS: dict[str, Vector] = {
     "empty": ((), ()),
     "ids and weights of unequal number": ((0, 1), (1,)),
     "duplicate id": ((1, 0, 1), (1, 1, 1)),
-    "zero weight": ((0, 1), (0, 1)),
+    "zero weight": ((0, 1, 2), (0, 1, 1)),
     "negative weight": ((0, 1), (-1, 3)),
     "total of 2^24": ((0, 1), (1 << 23, 1 << 23)),
     "one huge weight": ((0, 1), (1, 2**62)),
@@ -181,6 +181,36 @@ def test_draw_takes_no_weight_of_zero_at_either_end() -> None:
     quarter = torch.tensor([[1 << 30, 0, 0, 0]])  # exactly the edge between the two
     assert draw(weights[:1], quarter).tolist() == [3]
     assert draw(weights[:1], quarter + torch.tensor([[-1, 0xFFFFFFFF, 0, 0]])).tolist() == [1]
+
+
+DRAW_WEIGHTS = [
+    (1.0, 3.0, 0.0, 4.0),
+    (0.0, 0.5, 0.25, 0.0, 0.125, 0.125),  # a target's law
+    (0.0, 2.5, 0.0, 0.75, 1.0),  # a residual: not normalised
+    (7.0, 11.0, 0.0, 13.0),  # a total that is no power of two
+    (0.0, 256.0),
+]
+
+
+@pytest.mark.parametrize("weights", DRAW_WEIGHTS, ids=str)
+def test_each_id_has_exactly_its_weights_share_of_all_words(weights: tuple[float, ...]) -> None:
+    """As many points as the total has sixteenths: the least word of each sixteenth's run gives each id in proportion,
+    and so does the greatest where no rounding is in the way."""
+    parts = [int(16 * weight) for weight in weights]
+    owners = [token for token, count in enumerate(parts) for _ in range(count)]
+    total = len(owners)
+    firsts = [-(-(run << 53) // total) for run in range(total)]
+    table = torch.tensor([weights] * total, dtype=torch.float64)
+    assert draw(table, words_of(firsts)).tolist() == owners
+    if total & (total - 1) == 0:
+        assert draw(table, words_of([first - 1 for first in [*firsts[1:], 1 << 53]])).tolist() == owners
+
+
+def words_of(numbers: list[int]) -> Tensor:
+    """Words of which a draw takes these 53 bits, [n, 4]; those that it does not take are all set."""
+    return torch.tensor(
+        [[number >> 21, (number & 0x1FFFFF) << 11 | 0x7FF, 0xFFFFFFFF, 0xFFFFFFFF] for number in numbers]
+    )
 
 
 def test_coins_lie_on_their_grid() -> None:

@@ -1,0 +1,133 @@
+"""Bugs that speculative decoders had, put into this one: a scenario that does not fail with its bug sees nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.draft.state import DraftSequence
+from outrider.engine.models import decoder
+from outrider.engine.sequence import Sequence as CachedSequence
+from outrider.engine.sequence import SequenceCache
+
+Bug = Callable[[pytest.MonkeyPatch], None]
+
+
+def rollback_keeps_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of the token that was refused counts as the recovered token's."""
+    truncate = SequenceCache.truncate
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, length: int) -> None:
+        computed = sequence.num_computed_tokens
+        truncate(self, sequence, length)
+        sequence.num_computed_tokens = min(computed, length)
+
+    monkeypatch.setattr(SequenceCache, "truncate", wrong)
+
+
+def slots_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that cannot be trimmed: what a refused token left stays."""
+    store_kv = decoder.store_kv
+
+    def wrong(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        empty = (key_cache.flatten(0, 1)[slots] == 0).flatten(1).all(1)
+        store_kv(keys[empty], values[empty], key_cache, value_cache, slots[empty])
+
+    monkeypatch.setattr(decoder, "store_kv", wrong)
+
+
+def committed_blocks_are_published_before_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovered token in a block's last slot makes the block findable one step too early."""
+    _publish_to(monkeypatch, lambda sequence, num_committed: (num_committed, num_committed))
+
+
+def drafted_tokens_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks become findable when a window is appended, before it is verified."""
+    extend, publish = SequenceCache.extend, SequenceCache.publish
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, ids: Any = (), num_tokens: int | None = None) -> None:
+        extend(self, sequence, ids, num_tokens)
+        computed, sequence.num_computed_tokens = sequence.num_computed_tokens, len(sequence)
+        publish(self, sequence, len(sequence))
+        sequence.num_computed_tokens = computed
+
+    monkeypatch.setattr(SequenceCache, "extend", wrong)
+
+
+def accepted_tokens_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count that is hashed is that of one plain token a step."""
+    _publish_to(monkeypatch, lambda sequence, num_committed: (num_committed - 3, sequence.num_computed_tokens - 3))
+
+
+def _publish_to(monkeypatch: pytest.MonkeyPatch, counts: Callable[[CachedSequence, int], tuple[int, int]]) -> None:
+    publish = SequenceCache.publish
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, num_committed: int) -> None:
+        computed = sequence.num_computed_tokens
+        num_committed, sequence.num_computed_tokens = counts(sequence, num_committed)
+        publish(self, sequence, num_committed)
+        sequence.num_computed_tokens = computed
+
+    monkeypatch.setattr(SequenceCache, "publish", wrong)
+
+
+def a_prefix_hit_claims_a_block_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block of a warm prompt is taken as computed, and never is."""
+    admit = SequenceCache.admit
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, use_prefix: bool = True) -> int:
+        found = admit(self, sequence, use_prefix)
+        if found:
+            self.extend(sequence)
+            sequence.num_computed_tokens = len(sequence) - 1
+        return found
+
+    monkeypatch.setattr(SequenceCache, "admit", wrong)
+
+
+def the_row_before_a_bonus_token_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a full window the draft computes the bonus token alone, not the last one it drafted."""
+    restart = DraftSequence._restart
+
+    def wrong(self: DraftSequence, length: int, ids: Sequence[int], cache: SequenceCache) -> None:
+        restart(self, length, ids, cache)
+        self.sequence.num_computed_tokens = len(self.sequence) - 1
+        cache.extend(self.sequence)
+
+    monkeypatch.setattr(DraftSequence, "_restart", wrong)
+
+
+def masked_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention gathers whatever the padding of a block table points to, and relies on its mask."""
+    plan_attention = decoder.plan_attention
+
+    def wrong(block_tables: Tensor, *arguments: Any, **options: Any) -> Any:
+        plan = plan_attention(block_tables, *arguments, **options)
+        groups = []
+        for group in plan.groups:
+            slots = group.slots.view(group.num_sequences, group.num_keys)
+            if group.visible is not None:
+                slots = slots.masked_fill(~group.visible.any(1), 0)
+            groups.append(replace(group, slots=slots.flatten()))
+        return replace(plan, groups=tuple(groups))
+
+    monkeypatch.setattr(decoder, "plan_attention", wrong)
+
+
+def all_rows_advance_by_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged accepts: every sequence of a batch takes the longest one's count."""
+    from outrider.target import verifier
+
+    coupled_accept = verifier.coupled_accept
+
+    def wrong(choices: Tensor, windows: Any, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
+        num_accepted, _ = coupled_accept(choices, windows, draft_ids)
+        num_accepted = torch.minimum(num_accepted.max(), windows.num_drafted)
+        return num_accepted, torch.where(windows.has_next(num_accepted), choices[windows.next_rows(num_accepted)], -1)
+
+    monkeypatch.setattr(verifier, "coupled_accept", wrong)
