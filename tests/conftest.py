@@ -18,6 +18,10 @@ import numpy  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+# Triton kernels are interpreted where there is no GPU. Triton reads this when it is first imported, which transformers
+# does; set it to 1 on a machine with a GPU to run the interpreted tests instead of the compiled ones.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 SEED = int(os.environ.get("TEST_SEED", "0"))
 
 

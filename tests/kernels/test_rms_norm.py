@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels.gated_silu import gated_silu
+from outrider.kernels.gated_silu import gated_gelu, gated_silu
 from outrider.kernels.linear import Linear
 from outrider.kernels.rms_norm import rms_norm
 
@@ -53,6 +53,23 @@ def test_gated_silu(batch_invariant: bool) -> None:
 
 def test_gated_silu_bits_do_not_depend_on_the_batch() -> None:
     assert same_bits(lambda rows: gated_silu(rows, batch_invariant=True), torch.randn(40, 4098))
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_gated_gelu(batch_invariant: bool, approximate: bool) -> None:
+    gate_up = torch.randn(7, 90) * 5
+    gate_up[0, :4] = torch.tensor([-1e4, 1e4, 0.0, -90.0])
+    expected = F.gelu(gate_up[:, :45], approximate="tanh" if approximate else "none") * gate_up[:, 45:]
+    out = gated_gelu(gate_up, approximate=approximate, batch_invariant=batch_invariant)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_gated_gelu_bits_do_not_depend_on_the_batch(approximate: bool) -> None:
+    assert same_bits(
+        lambda rows: gated_gelu(rows, approximate=approximate, batch_invariant=True), torch.randn(40, 4098)
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from outrider.kernels.batch_invariant import TILE_ROWS
+from outrider.kernels.device_plan import DevicePlan, split_keys
+from outrider.kernels.tree_mask import ROOT, TREE_ROWS, TreeMask, tree_mask
 
 SHORT_QUERY = 16  # sequences of up to this many rows are padded and batched; longer chunks run alone
 SPLIT_KEYS = 128  # keys of one partial result in batch-invariant mode
@@ -30,11 +32,12 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The groups that together hold every row of the batch once."""
+    """The groups that together hold every row of the batch once; on an accelerator instead what its kernels read."""
 
     groups: tuple[AttentionGroup, ...]
     biases: tuple[Tensor | None, ...]  # per group [sequences, 1, query_len * heads per kv head, num_keys]: 0 or -inf
     batch_invariant: bool
+    device: DevicePlan | None = None
 
 
 def plan_attention(
@@ -47,11 +50,22 @@ def plan_attention(
     dtype: torch.dtype,
     sliding_window: int | None = None,
     batch_invariant: bool = False,
+    parents: Tensor | None = None,  # [rows] int32, see tree_mask
+    max_model_len: int | None = None,
 ) -> AttentionPlan:
     """Groups sequences of few rows and similar context; a row sees itself and what lies before it, within the
-    window."""
+    window. With `parents` a row of a tree sees its ancestors alone of its own window."""
+    if block_tables.is_cuda:
+        starts, lens = (
+            torch.tensor(part, dtype=torch.int32).to(block_tables.device) for part in (query_starts, context_lens)
+        )
+        longest = max(right - left for left, right in itertools.pairwise(query_starts))
+        return plan_on_device(
+            block_tables, starts, lens, max_query_len=longest, sliding_window=sliding_window,
+            batch_invariant=batch_invariant, parents=parents, max_model_len=max_model_len,
+        )  # fmt: skip
     spans = [
-        _Span(index, query_starts[index], query_starts[index + 1], context, sliding_window)
+        _Span(index, query_starts[index], query_starts[index + 1], context, sliding_window, parents is not None)
         for index, context in enumerate(context_lens)
     ]
     parts = [[tile] for span in spans for tile in span.tiles()] if batch_invariant else _similar(spans)
@@ -61,8 +75,31 @@ def plan_attention(
         else _group(part, block_tables, block_size, sliding_window, batch_invariant)
         for part in parts
     )
+    if parents is not None:
+        groups = _with_tree(groups, parts, parents, query_starts, SPLIT_KEYS if batch_invariant else 1)
     biases = tuple(_bias(group.visible, heads_per_kv_head, dtype) for group in groups)
     return AttentionPlan(groups, biases, batch_invariant)
+
+
+def plan_on_device(
+    block_tables: Tensor,  # [sequences, most blocks] int32 or int64
+    query_starts: Tensor,  # [sequences + 1] int32
+    context_lens: Tensor,  # [sequences] int32
+    *,
+    max_query_len: int,
+    sliding_window: int | None = None,
+    batch_invariant: bool = False,
+    parents: Tensor | None = None,  # [rows] int32, see tree_mask
+    max_model_len: int | None = None,
+) -> AttentionPlan:
+    """For the kernels. Reads no length on the host: what is captured once serves every batch whose tensors have these
+    shapes and whose sequences have at most `max_query_len` rows. `max_model_len` must be the same in all batches."""
+    tree = None if parents is None else tree_mask(parents, query_starts)
+    keys = split_keys(max_model_len)
+    device = DevicePlan(
+        block_tables, query_starts, context_lens, max_query_len, keys, sliding_window, tree, batch_invariant
+    )
+    return AttentionPlan((), (), batch_invariant, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +111,28 @@ class _Span:
     end: int
     context: int
     window: int | None
+    tree: bool = False
+    offset: int = 0  # of a tile's first row in the sequence's window
 
     @property
     def length(self) -> int:
         return self.end - self.start
 
     @property
+    def window_start(self) -> int:
+        """Position of the first of the sequence's rows."""
+        return self.context - self.length - self.offset
+
+    @property
     def first_key(self) -> int:
-        """The first position that any row sees."""
-        return 0 if self.window is None else max(0, self.context - self.length - self.window + 1)
+        """The first position that any row sees; any row of a tree may continue the token before the window."""
+        lowest = self.window_start if self.tree else self.context - self.length
+        return 0 if self.window is None else max(0, lowest - self.window + 1)
 
     def tiles(self) -> list[_Span]:
         """Cuts into tiles of rows; the context of each ends at its last row."""
         return [
-            _Span(self.index, start, end, self.context - (self.end - end), self.window)
+            _Span(self.index, start, end, self.context - (self.end - end), self.window, self.tree, start - self.start)
             for start in range(self.start, self.end, TILE_ROWS)
             for end in (min(start + TILE_ROWS, self.end),)
         ]
@@ -146,6 +191,40 @@ def _visible(keys: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Broadcasts key positions against row positions: what a row sees, bool."""
     visible = keys <= positions
     return visible if window is None else visible.logical_and_(keys > positions - window)
+
+
+def _with_tree(
+    groups: tuple[AttentionGroup, ...],
+    parts: list[list[_Span]],
+    parents: Tensor,
+    query_starts: tuple[int, ...],
+    unit: int,
+) -> tuple[AttentionGroup, ...]:
+    """The groups with the masks of their trees in place of the causal ones."""
+    tree = tree_mask(parents, torch.tensor(query_starts, dtype=torch.int32))
+    for start, end in itertools.pairwise(query_starts):
+        if end - start > TREE_ROWS and bool((parents[start:end] >= ROOT).any()):
+            raise ValueError(f"a tree of {end - start} rows; the most is {TREE_ROWS}")
+    return tuple(
+        replace(group, visible=torch.stack([_tree_visible(span, group, tree, unit) for span in part]))
+        for group, part in zip(groups, parts, strict=True)
+    )
+
+
+def _tree_visible(span: _Span, group: AttentionGroup, tree: TreeMask, unit: int) -> Tensor:
+    """[query_len, num_keys] of one sequence or tile, padded as its group is."""
+    keys = torch.arange(group.num_keys) + span.first_key // unit * unit  # [num_keys] places in the sequence's cache
+    rows = torch.arange(group.query_len).clamp(max=span.length - 1) + span.start  # [query_len] batch rows
+    begin = span.start - span.offset
+    index = keys - span.window_start  # [num_keys] place in the window, negative before it
+    visible = index <= (rows - begin)[:, None]
+    bits = tree.bits[rows][:, None]  # [query_len, 1]
+    ancestor = (bits >> index.clamp(0, TREE_ROWS - 1) & 1).bool()
+    visible &= ancestor | (index < 0) | (bits == 0)
+    if span.window is None:
+        return visible
+    at = torch.where(index < 0, index, tree.depths[(begin + index).clamp(0, len(tree.depths) - 1)])
+    return visible & (at > tree.depths[rows][:, None] - span.window)
 
 
 def _rows(spans: list[_Span], query_len: int, device: torch.device) -> tuple[Tensor | slice, Tensor | None]:

@@ -4,7 +4,9 @@ order.
 A matrix product of a given shape reduces every row in the same order, wherever the row lies in the tile; a product of
 another number of rows may not. So rows are padded with zeros to tiles of `TILE_ROWS`. Sums over the last dimension,
 `exp` and `tanh` of torch do not depend on the place of a row; `silu`, `sigmoid` and `rsqrt` do (their vector loop and
-their scalar tail differ) and are therefore written with `exp` and `sqrt`."""
+their scalar tail differ) and are therefore written with `exp` and `sqrt`.
+
+On a GPU the products are `linear_triton`'s, which has one tile shape of its own for every number of rows."""
 
 from __future__ import annotations
 

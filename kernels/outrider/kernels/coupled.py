@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.kernels.philox import Purpose, exponential_noise
 from outrider.kernels.rejection import Windows, count_accepted
 
 
@@ -28,10 +29,29 @@ def coupled_choice(
     noise: Tensor,  # [rows, vocab] float32, exponential, under the same counters on both sides
 ) -> Tensor:  # [rows] int64; -1 where no token has a probability above 0
     """The token of least noise / probability; ids of probability 0 never win, ties go to the lowest id."""
+    if probs.is_cuda:
+        from outrider.kernels import coupled_triton
+
+        return coupled_triton.coupled_choice(probs, noise)
     ratios = noise / probs  # [rows, vocab]; infinite for probability 0
     ids = first_argmax(ratios.neg_())  # [rows]
     least = ratios.gather(1, ids[:, None]).squeeze(1)  # [rows]
     return torch.where(least.isfinite(), ids, -1)
+
+
+def coupled_draw(
+    probs: Tensor,  # [rows, vocab] float32
+    seeds: Tensor,  # [rows] int64
+    positions: Tensor,  # [rows] int64
+    completions: Tensor,  # [rows] int64
+    purpose: Purpose = Purpose.BONUS,
+) -> Tensor:  # [rows] int64; -1 where no token has a probability above 0
+    """`coupled_choice` under the noise of these counters, which a device computes on the spot."""
+    if probs.is_cuda:
+        from outrider.kernels import coupled_triton
+
+        return coupled_triton.coupled_draw(probs, seeds, positions, completions, purpose)
+    return coupled_choice(probs, exponential_noise(seeds, positions, completions, probs.shape[1], purpose))
 
 
 def coupled_accept(
@@ -44,7 +64,42 @@ def coupled_accept(
     Returns the numbers accepted, [n] int64, and the target's token after them, [n] int64; -1 where the window was fully
     accepted and no row follows.
     """
+    if choices.is_cuda:
+        from outrider.kernels import coupled_triton
+
+        return coupled_triton.coupled_accept(choices, windows, draft_ids)[:2]
     accepted = choices[windows.row_of_draft] == draft_ids  # [drafted]
     num_accepted = count_accepted(accepted, windows)
     next_ids = choices[windows.next_rows(num_accepted)]
     return num_accepted, torch.where(windows.has_next(num_accepted), next_ids, -1)
+
+
+def coupled_accept_tree(
+    choices: Tensor,  # [rows] int64: the target's own token at each row
+    windows: Windows,  # row 0 of a window judges the children of its root, row i + 1 those of its drafted token i
+    draft_ids: Tensor,  # [drafted] int64
+    parents: Tensor,  # [drafted] int64: the row that judges each drafted token; parents come first
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walks down from the root, to the child that is the target's own token, while there is one; of equal children the
+    first.
+
+    Returns the numbers accepted and the target's token after them as `coupled_accept` does, and which drafted tokens
+    are accepted, [drafted] bool. A chain is the tree of parents 0, 1, 2, ...
+    """
+    if choices.is_cuda:
+        from outrider.kernels import coupled_triton
+
+        return coupled_triton.coupled_accept(choices, windows, draft_ids, parents)
+    own, drafted, above = choices.tolist(), draft_ids.tolist(), parents.tolist()
+    columns = (windows.row_starts, windows.num_rows, windows.draft_starts, windows.num_drafted)
+    next_ids, accepted = [], torch.zeros(len(drafted), dtype=torch.bool)
+    num_accepted = torch.zeros_like(windows.num_drafted)
+    for window, (row, num_rows, first, count) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        node = 0  # the row reached
+        for index in range(first, first + count):
+            if node < num_rows and above[index] == node and drafted[index] == own[row + node]:
+                node = index - first + 1
+                accepted[index] = True
+                num_accepted[window] += 1
+        next_ids.append(own[row + node] if node < num_rows else -1)
+    return num_accepted, torch.tensor(next_ids, dtype=torch.int64), accepted

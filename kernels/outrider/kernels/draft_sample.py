@@ -38,6 +38,12 @@ def draft_sample(
     """Keeps the smallest set that holds `mass`, at most `max_entries` ids, and draws from its integer weights."""
     if not 1 <= max_entries <= MAX_ENTRIES:
         raise ValueError(f"max_entries must be 1 to {MAX_ENTRIES}, not {max_entries}")
+    if draft_probs.is_cuda:
+        from outrider.kernels import draft_sample_triton
+
+        token_ids, ids, sent, starts = draft_sample_triton.draft_sample(draft_probs, words, mass, max_entries)
+        num_entries = int(starts[-1])  # what crosses the wire is read on the host next
+        return DraftSamples(token_ids, ids[:num_entries], sent[:num_entries], starts)
     weights = integer_weights(draft_probs, mass, max_entries)  # [rows, vocab]
     positive = _positive(weights)  # [entries], by row, then id
     entry_weights = weights.flatten()[positive].long()

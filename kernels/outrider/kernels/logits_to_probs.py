@@ -70,6 +70,10 @@ def logits_to_probs(
     A greedy row is one-hot at its arg max, ties to the lowest id. A row with a NaN, an infinity above, or no id left is
     invalid: its probabilities mean nothing.
     """
+    if logits.is_cuda:
+        from outrider.kernels import logits_to_probs_triton
+
+        return logits_to_probs_triton.logits_to_probs(logits, sampling)
     raw, logits = logits, adjust_logits(logits, sampling)
     highest = logits.amax(dim=-1, keepdim=True)  # [rows, 1]; NaN if any is
     invalid = ~highest.isfinite().squeeze(1)
@@ -92,6 +96,10 @@ def greedy_choice(
     sampling: RowSampling,
 ) -> tuple[Tensor, Tensor]:
     """The arg max of every row before temperature, [rows] int64, and which rows are invalid, [rows] bool."""
+    if logits.is_cuda:
+        from outrider.kernels import logits_to_probs_triton
+
+        return logits_to_probs_triton.greedy_choice(logits, sampling)
     raw, logits = logits, adjust_logits(logits, sampling)
     ids = first_argmax(logits)  # a NaN is taken first
     invalid = ~logits.gather(1, ids[:, None]).isfinite().squeeze(1)
@@ -120,6 +128,10 @@ def adjust_logits(
     sampling: RowSampling,
 ) -> Tensor:  # [rows, vocab] float32; the argument itself where nothing applies
     """Everything that precedes temperature."""
+    if logits.is_cuda:
+        from outrider.kernels import adjust_logits_triton
+
+        return adjust_logits_triton.adjust_logits(logits, sampling).float()
     logits = logits.float()
     if sampling.allowed is not None:
         rows, ids = sampling.allowed.rows, sampling.allowed.ids

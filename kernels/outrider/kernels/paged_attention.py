@@ -25,8 +25,11 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
     batch_invariant: bool = False,
+    parents: Tensor | None = None,  # [rows] int32, see tree_mask
+    kv_scales: tuple[Tensor, Tensor] | None = None,  # [1] float32 each, of an fp8 cache
 ) -> Tensor:  # [rows, heads, value_dim]
-    """Causal attention by absolute position: the rows of a sequence are the last ones of its context."""
+    """Causal attention by absolute position: the rows of a sequence are the last ones of its context. With `parents`,
+    that of drafted trees."""
     plan = plan_attention(
         block_tables,
         query_starts,
@@ -36,8 +39,11 @@ def paged_attention(
         dtype=query.dtype,
         sliding_window=sliding_window,
         batch_invariant=batch_invariant,
+        parents=parents,
     )
-    return planned_attention(plan, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=sinks)
+    return planned_attention(
+        plan, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=sinks, kv_scales=kv_scales
+    )
 
 
 def planned_attention(
@@ -49,10 +55,19 @@ def planned_attention(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
+    kv_scales: tuple[Tensor, Tensor] | None = None,  # [1] float32 each, of an fp8 cache
 ) -> Tensor:  # [rows, heads, value_dim]
     """The same with a plan made once for all layers of a pass."""
+    if plan.device is not None:
+        from outrider.kernels.attention_launch_triton import attention
+
+        return attention(
+            plan.device, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=sinks, kv_scales=kv_scales
+        )
     results = [
-        _attend_group(group, bias, plan.batch_invariant, query, key_cache, value_cache, scale, softcap, sinks)
+        _attend_group(
+            group, bias, plan.batch_invariant, query, key_cache, value_cache, scale, softcap, sinks, kv_scales
+        )
         for group, bias in zip(plan.groups, plan.biases, strict=True)
     ]
     if len(results) == 1 and isinstance(plan.groups[0].rows, slice) and plan.groups[0].kept is None:
@@ -73,10 +88,14 @@ def _attend_group(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,  # [heads]
+    kv_scales: tuple[Tensor, Tensor] | None,  # [1] float32 each
 ) -> Tensor:  # [sequences * query_len, heads, value_dim]
     sequences, query_len, heads, kv_heads = group.num_sequences, group.query_len, query.shape[1], key_cache.shape[2]
     keys = _gather(key_cache, group)
     values = _gather(value_cache, group)
+    if kv_scales is not None:
+        keys = (keys.float() * kv_scales[0]).to(query.dtype)
+        values = (values.float() * kv_scales[1]).to(query.dtype)
     grouped = query[group.rows].view(sequences, query_len, kv_heads, heads // kv_heads, -1).transpose(1, 2)
     grouped = grouped.reshape(sequences, kv_heads, query_len * (heads // kv_heads), -1)
     if batch_invariant:

@@ -75,6 +75,11 @@ def words(
     draw: int = 0,
 ) -> Tensor:  # [n, 4] int64, each below 2^32
     """Four words per position, for decisions that take a number rather than noise over a vocabulary."""
+    _check_draw(draw)
+    if seeds.is_cuda:
+        from outrider.kernels import philox_triton
+
+        return philox_triton.words(seeds, positions, purpose, completions, draw)
     groups = torch.zeros(1, dtype=torch.int64, device=seeds.device)
     return _grouped_words(groups, seeds, positions, purpose, completions, draw)[:, 0]
 
@@ -88,6 +93,11 @@ def vocabulary_words(
     draw: int = 0,
 ) -> Tensor:  # [n, vocab] int64, each below 2^32
     """One word per token id and position."""
+    _check_draw(draw)
+    if seeds.is_cuda:
+        from outrider.kernels import philox_triton
+
+        return philox_triton.vocabulary_words(seeds, positions, purpose, completions, vocab_size, draw)
     groups = torch.arange(-(-vocab_size // 4), device=seeds.device)  # [groups]
     return _grouped_words(groups, seeds, positions, purpose, completions, draw).flatten(1)[:, :vocab_size]
 
@@ -104,6 +114,10 @@ def exponential_noise(
     float64 holds 1 - (x + 1/2) 2^-32 exactly, so that one expression is right for every x; a float32 implementation
     needs -log((~x + 1/2) 2^-32) from x = 2^31 on, where the argument would round to 1.
     """
+    if seeds.is_cuda:
+        from outrider.kernels import philox_triton
+
+        return philox_triton.exponential_noise(seeds, positions, purpose, completions, vocab_size)
     num_rows = len(seeds)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=seeds.device)
     for start, groups in _group_blocks(vocab_size, num_rows, seeds.device):
@@ -129,14 +143,17 @@ def _grouped_words(
     completions: Tensor,  # [n] int64
     draw: int,
 ) -> Tensor:  # [n, groups, 4] int64
-    if not 0 <= draw < 1 << PURPOSE_SHIFT:
-        raise ValueError(f"draw index {draw} does not fit below the purpose")
     purposes = purpose if isinstance(purpose, Tensor) else torch.full_like(seeds, int(purpose))
     columns = torch.stack((positions, (purposes << PURPOSE_SHIFT) + draw, completions, seeds, seeds >> 32))
     columns = (columns & WORD_MASK).unsqueeze(-1)  # [5, n, 1]
     if groups.device.type == "cpu":
         return torch.from_numpy(_interleave_numpy(_run(groups.numpy()[None], columns.numpy())))
     return torch.stack(_run(groups[None], columns), dim=-1)
+
+
+def _check_draw(draw: int) -> None:
+    if not 0 <= draw < 1 << PURPOSE_SHIFT:
+        raise ValueError(f"draw index {draw} does not fit below the purpose")
 
 
 def _run(groups: Array, columns: Array) -> tuple[Array, Array, Array, Array]:

@@ -102,6 +102,10 @@ def accept(
     The weights need not sum to 1; they are all 0 where the window was fully accepted and no row follows. A drafted id
     outside the vocabulary is never accepted.
     """
+    if target_probs.is_cuda:
+        from outrider.kernels import rejection_triton
+
+        return rejection_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms)
     vocab_size = target_probs.shape[1]
     usable, drafted_weight, total_weight = _judge_weights(draft_weights, draft_ids, vocab_size)
     inside = (draft_ids >= 0) & (draft_ids < vocab_size)  # [drafted]
@@ -128,6 +132,10 @@ def draw(
     words: Tensor,  # [n, 4] int64
 ) -> Tensor:  # [n] int64; -1 where no weight is above 0
     """Draws one id per row in proportion to the weights, by 53 bits of two words; a weight of zero never wins."""
+    if weights.is_cuda:
+        from outrider.kernels import rejection_triton
+
+        return rejection_triton.draw(weights, words)
     cumulative = weights.cumsum(dim=-1)  # [n, vocab]
     totals = cumulative[:, -1:]  # [n, 1]
     fractions = ((words[:, :1] << 21) | (words[:, 1:2] >> 11)).double() * 2.0**-53  # [n, 1], at most 1 - 2^-53

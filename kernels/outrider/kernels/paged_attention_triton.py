@@ -1,0 +1,255 @@
+"""Paged attention on an accelerator, split over the keys.
+
+A program attends one tile of queries (some rows of one sequence, times the query heads that share a key-value head) to
+the keys of one split, or to all splits in turn; a second kernel merges the partial results of a row. Splits, and the
+tiles of keys within them, lie at fixed absolute positions; products and sums have one shape and one order; what a row
+does not see adds exact zeros. With one tile shape for all batches (batch-invariant mode) a row's bits therefore depend
+on nothing but the row. Scores are in units of log 2."""
+
+# mypy: allow-untyped-decorators, disable-error-code="import-untyped,import-not-found"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.kernels.attention_steps_triton import exp2_from, finish, merge, sees, tanh
+from outrider.kernels.row_search_triton import find_sequence
+
+
+@triton.jit
+def attend_keys(
+    queries: tl.tensor,  # [queries, dim]
+    key_cache: tl.tensor,  # [slots, dim], of one head
+    value_cache: tl.tensor,  # [slots, value_dim], of one head
+    table: tl.tensor,  # [most blocks]
+    start: tl.tensor,
+    end: tl.tensor,
+    key_slot_stride: tl.tensor,
+    value_slot_stride: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    local: tl.tensor,  # [queries], rows of the window
+    begin: tl.tensor,
+    length: tl.tensor,
+    window_start: tl.tensor,
+    row_bits: tl.tensor,  # [queries]
+    row_depth: tl.tensor,  # [queries]
+    tree_depths: tl.tensor,  # [rows] or None
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """The keys from `start` to `end`: greatest score [queries], sum of weights [queries], and weighted values [queries,
+    value_dim]. Tiles of keys begin at multiples of TILE_KEYS; what lies outside is not read."""
+    dim, value_dim = tl.arange(0, DIM_TILE), tl.arange(0, VALUE_TILE)
+    most = tl.full((TILE_QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((TILE_QUERIES,), tl.float32)
+    total = tl.zeros((TILE_QUERIES, VALUE_TILE), tl.float32)
+    for tile_start in range(start // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):
+        position = tile_start + tl.arange(0, TILE_KEYS)
+        stored = (position >= start) & (position < end)
+        block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0)
+        slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        keys = tl.load(
+            key_cache + (slot * key_slot_stride)[:, None] + dim[None, :],
+            mask=stored[:, None] & (dim < DIM)[None, :],
+            other=0.0,
+        ).to(queries.dtype)
+        values = tl.load(
+            value_cache + (slot * value_slot_stride)[:, None] + value_dim[None, :],
+            mask=stored[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        ).to(queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        if SOFTCAP:
+            scores = softcap * tanh(scores)
+        visible = sees(position, local, begin, length, window_start, row_bits, row_depth, tree_depths, WINDOW)
+        scores = tl.where(visible & stored[None, :], scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        old, weights = exp2_from(most, new_most), exp2_from(scores, new_most[:, None])
+        weight = weight * old + tl.sum(weights, 1)
+        total = tl.dot(weights.to(values.dtype), values, total * old[:, None], input_precision=PRECISION)
+        most = new_most
+    return most, weight, total
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def attend_kernel(
+    out: tl.tensor,  # [rows, heads, value_dim], written if not SPLIT
+    partial: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS, value_dim] float32, written if SPLIT
+    partial_most: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS] float32, written if SPLIT
+    partial_weight: tl.tensor,  # the same
+    query: tl.tensor,  # [rows, heads, dim]
+    key_cache: tl.tensor,  # [slots, kv_heads, dim]
+    value_cache: tl.tensor,  # [slots, kv_heads, value_dim]
+    block_tables: tl.tensor,  # [sequences, most blocks]
+    query_starts: tl.tensor,  # [sequences + 1]
+    context_lens: tl.tensor,  # [sequences]
+    tree_bits: tl.tensor,  # [rows] or None
+    tree_depths: tl.tensor,  # [rows] or None
+    sinks: tl.tensor,  # [heads] or None
+    key_scale: tl.tensor,  # [1] or None
+    value_scale: tl.tensor,  # [1] or None
+    scale: tl.tensor,
+    softcap: tl.tensor,  # 0: none
+    num_sequences: tl.tensor,
+    query_row_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_slot_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_slot_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,  # one split a program, of sequences of up to SPLIT_ROWS rows; else all keys of the others
+    IN_TURN: tl.constexpr,  # all keys split by split
+    SPLIT_ROWS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,  # to float32
+    PRECISION: tl.constexpr,  # of products
+) -> None:
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence = find_sequence(query_starts, tile, num_sequences, TILE_ROWS)
+    begin = tl.load(query_starts + sequence)
+    length = tl.load(query_starts + sequence + 1) - begin
+    first = (tile - begin // TILE_ROWS - sequence) * TILE_ROWS  # row of the window
+    if first >= length:
+        return
+    is_short = length <= SPLIT_ROWS
+    if is_short != SPLIT:
+        return
+    window_start = tl.load(context_lens + sequence) - length
+    end = window_start + tl.minimum(first + TILE_ROWS, length)
+    start = 0
+    if WINDOW > 0:  # a tree's row may be as near to the root as the first row
+        start = tl.maximum(0, window_start + (0 if tree_bits is not None else first) - WINDOW + 1)
+    if SPLIT:
+        split = tl.program_id(2)
+        start = tl.maximum(start, split * SPLIT_KEYS)
+        end = tl.minimum(end, (split + 1) * SPLIT_KEYS)
+        if start >= end:
+            return
+
+    lane = tl.arange(0, TILE_QUERIES)
+    local = first + lane // GROUP
+    head = kv_head * GROUP + lane % GROUP
+    live = (lane < TILE_ROWS * GROUP) & (local < length)
+    row = (begin + local).to(tl.int64)
+    dim, value_dim = tl.arange(0, DIM_TILE), tl.arange(0, VALUE_TILE)
+    queries = tl.load(
+        query + (row * query_row_stride + head * query_head_stride)[:, None] + dim[None, :],
+        mask=live[:, None] & (dim < DIM)[None, :],
+        other=0.0,
+    )
+    queries = queries.to(tl.float32 if WIDEN else queries.dtype)
+    row_bits, row_depth = 0, 0
+    if tree_bits is not None:
+        row_bits = tl.load(tree_bits + row, mask=live, other=0)
+        row_depth = tl.load(tree_depths + row, mask=live, other=0)
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale)
+    keys = key_cache + kv_head * key_head_stride
+    values = value_cache + kv_head * value_head_stride
+    table = block_tables + sequence * table_stride
+    most = tl.full((TILE_QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((TILE_QUERIES,), tl.float32)
+    total = tl.zeros((TILE_QUERIES, VALUE_TILE), tl.float32)
+    if IN_TURN:
+        for split in range(start // SPLIT_KEYS, tl.cdiv(end, SPLIT_KEYS)):
+            part_most, part_weight, part = attend_keys(
+                queries, keys, values, table, tl.maximum(start, split * SPLIT_KEYS),
+                tl.minimum(end, (split + 1) * SPLIT_KEYS), key_slot_stride, value_slot_stride, scale, softcap,
+                local, begin, length, window_start, row_bits, row_depth, tree_depths, DIM, VALUE_DIM, DIM_TILE,
+                VALUE_TILE, BLOCK_SIZE, WINDOW, SOFTCAP, TILE_QUERIES, TILE_KEYS, PRECISION,
+            )  # fmt: skip
+            most, weight, total = merge(most, weight, total, part_most, part_weight, part)
+    else:
+        most, weight, total = attend_keys(
+            queries, keys, values, table, start, end, key_slot_stride, value_slot_stride, scale, softcap,
+            local, begin, length, window_start, row_bits, row_depth, tree_depths, DIM, VALUE_DIM, DIM_TILE,
+            VALUE_TILE, BLOCK_SIZE, WINDOW, SOFTCAP, TILE_QUERIES, TILE_KEYS, PRECISION,
+        )  # fmt: skip
+
+    columns = live[:, None] & (value_dim < VALUE_DIM)[None, :]
+    if SPLIT:
+        place = ((sequence * SPLIT_ROWS + local).to(tl.int64) * HEADS + head) * NUM_SPLITS + tl.program_id(2)
+        tl.store(partial_most + place, most, mask=live)
+        tl.store(partial_weight + place, weight, mask=live)
+        tl.store(partial + place[:, None] * VALUE_DIM + value_dim[None, :], total, mask=columns)
+    else:
+        result = finish(most, weight, total, sinks, value_scale, head, live)
+        place = (row * HEADS + head) * VALUE_DIM
+        tl.store(out + place[:, None] + value_dim[None, :], result.to(out.dtype.element_ty), mask=columns)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def merge_kernel(
+    out: tl.tensor,  # [rows, heads, value_dim], written
+    partial: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS, value_dim] float32
+    partial_most: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS] float32
+    partial_weight: tl.tensor,  # the same
+    query_starts: tl.tensor,  # [sequences + 1]
+    context_lens: tl.tensor,  # [sequences]
+    sinks: tl.tensor,  # [heads] or None
+    value_scale: tl.tensor,  # [1] or None
+    num_sequences: tl.tensor,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    SPLIT_ROWS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+) -> None:
+    """Merges the splits that a row sees, in order of position; rows of no sequence get zeros."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence = find_sequence(query_starts, row, num_sequences, 0)
+    begin, after = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    lane, value_dim = tl.arange(0, GROUP_TILE), tl.arange(0, VALUE_TILE)
+    head, live = kv_head * GROUP + lane, lane < GROUP
+    columns = live[:, None] & (value_dim < VALUE_DIM)[None, :]
+    place = (row.to(tl.int64) * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    if row >= after:
+        tl.store(out + place, tl.zeros((GROUP_TILE, VALUE_TILE), out.dtype.element_ty), mask=columns)
+        return
+    if after - begin > SPLIT_ROWS:
+        return
+    local = row - begin
+    window_start = tl.load(context_lens + sequence) - (after - begin)
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(0, window_start + (0 if TREE else local) - WINDOW + 1)
+    most = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
+    weight = tl.zeros((GROUP_TILE,), tl.float32)
+    total = tl.zeros((GROUP_TILE, VALUE_TILE), tl.float32)
+    source = ((sequence * SPLIT_ROWS + local).to(tl.int64) * HEADS + head) * NUM_SPLITS
+    for split in range(start // SPLIT_KEYS, tl.cdiv(window_start + local + 1, SPLIT_KEYS)):
+        part_most = tl.load(partial_most + source + split, mask=live, other=float("-inf"))
+        part_weight = tl.load(partial_weight + source + split, mask=live, other=0.0)
+        part = tl.load(partial + (source + split)[:, None] * VALUE_DIM + value_dim[None, :], mask=columns, other=0.0)
+        most, weight, total = merge(most, weight, total, part_most, part_weight, part)
+    result = finish(most, weight, total, sinks, value_scale, head, live)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=columns)

@@ -1,0 +1,244 @@
+"""Rejection acceptance in Triton, for a whole ragged batch in three launches: judge, leave, draw.
+
+* **judge**, a program per drafted token: adds up its weights, finds what makes a vector unusable, and tests
+  `coin * draft_weight < target_prob * total_weight` in float64, where both products are exact.
+* **leave**, a program per window: counts the leading accepted tokens and writes the weights of the next draw: what the
+  draft left of the target's law in the row where it was refused, or the law itself of the row after a whole window.
+* **draw**, a program per row of weights: adds the tiles up in order, then finds the tile and in it the first id whose
+  sum is above the point. float64 sums depend on their order in the last bits, so an id can differ from the reference's
+  where the point lies within that rounding (about 1e-16 of the total) of its edge; an id of weight 0 never wins.
+"""
+
+# mypy: allow-untyped-decorators, disable-error-code="import-untyped,import-not-found"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.kernels.rejection import DraftWeights, Windows
+
+TILE = 2048
+ENTRY_TILE = 128
+MAX_TOTAL_WEIGHT = tl.constexpr(1 << 24)
+
+
+def accept(
+    target_probs: Tensor,  # [rows, vocab] float32
+    windows: Windows,
+    draft_ids: Tensor,  # [drafted] int64
+    draft_weights: DraftWeights,  # `draft_of` ascends, as `DraftWeights.of` lays it out
+    uniforms: Tensor,  # [drafted] float64
+    tile: int = TILE,
+    entry_tile: int = ENTRY_TILE,
+) -> tuple[Tensor, Tensor]:  # [n] int64, [n, vocab] float64
+    """Launches `rejection.accept`."""
+    num_drafted, num_windows, vocab_size = len(draft_ids), len(windows.num_rows), target_probs.shape[1]
+    device = target_probs.device
+    draft_ids, uniforms = draft_ids.contiguous(), uniforms.contiguous()
+    entry_ids, entry_weights = draft_weights.ids.contiguous(), draft_weights.weights.contiguous()
+    accepted = torch.empty(num_drafted, dtype=torch.int32, device=device)
+    totals = torch.empty(num_drafted, dtype=torch.int64, device=device)
+    bounds = torch.arange(num_drafted + 1, device=device)
+    starts = torch.searchsorted(draft_weights.draft_of.contiguous(), bounds)  # [drafted + 1]
+    if num_drafted:
+        _judge_kernel[(num_drafted,)](
+            target_probs, windows.row_of_draft, draft_ids, uniforms, entry_ids, entry_weights, starts, accepted,
+            totals, target_probs.stride(0), vocab_size, entry_tile, enable_fp_fusion=False,
+        )  # fmt: skip
+    num_accepted = torch.empty(num_windows, dtype=torch.int64, device=device)
+    next_weights = torch.empty(num_windows, vocab_size, dtype=torch.float64, device=device)
+    if num_windows:
+        _leave_kernel[(num_windows,)](
+            target_probs, windows.row_starts, windows.num_rows, windows.draft_starts, windows.num_drafted, draft_ids,
+            entry_ids, entry_weights, starts, accepted, totals, num_accepted, next_weights,
+            target_probs.stride(0), vocab_size, tile, entry_tile, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    return num_accepted, next_weights
+
+
+def draw(
+    weights: Tensor,  # [n, vocab] float64
+    words: Tensor,  # [n, 4] int64
+    tile: int = TILE,
+) -> Tensor:  # [n] int64
+    """Launches `rejection.draw`."""
+    num_rows, vocab_size = weights.shape
+    ids = torch.empty(num_rows, dtype=torch.int64, device=weights.device)
+    if num_rows:
+        _draw_kernel[(num_rows,)](
+            weights, words, ids, weights.stride(0), words.stride(0), vocab_size, tile, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return ids
+
+
+@triton.jit
+def _judge_kernel(
+    probs: tl.tensor,
+    row_of_draft: tl.tensor,
+    draft_ids: tl.tensor,
+    coins: tl.tensor,
+    entry_ids: tl.tensor,
+    entry_weights: tl.tensor,
+    starts: tl.tensor,
+    accepted: tl.tensor,
+    totals: tl.tensor,  # 0: one-hot
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    ENTRY_TILE: tl.constexpr,
+) -> None:
+    draft = tl.program_id(0)
+    first, end = tl.load(starts + draft), tl.load(starts + draft + 1)
+    token = tl.load(draft_ids + draft)
+    total, drafted = tl.zeros([ENTRY_TILE], tl.int64), tl.zeros([ENTRY_TILE], tl.int64)
+    bad, unordered = tl.zeros([ENTRY_TILE], tl.int32), tl.zeros([ENTRY_TILE], tl.int32)
+    for start in range(first, end, ENTRY_TILE):
+        places = start + tl.arange(0, ENTRY_TILE)
+        inside = places < end
+        ids, weights = tl.load(entry_ids + places, inside, 0), tl.load(entry_weights + places, inside, 0)
+        bad |= (inside & ((ids < 0) | (ids >= vocab_size) | (weights <= 0))).to(tl.int32)
+        weights = tl.minimum(tl.maximum(weights, 0), MAX_TOTAL_WEIGHT)  # so that no sum overflows
+        total += weights
+        drafted += tl.where(inside & (ids == token), weights, 0)
+        previous = tl.load(entry_ids + places - 1, inside & (places > first), -1)
+        unordered |= (inside & (ids <= previous)).to(tl.int32)
+    num_bad = tl.max(bad, axis=0)
+    if (tl.max(unordered, axis=0) != 0) & (num_bad == 0):  # our own drafts send their ids in order
+        num_bad = _has_duplicate(entry_ids, first, end, ENTRY_TILE)
+    total_weight, drafted_weight = tl.sum(total, axis=0), tl.sum(drafted, axis=0)
+    usable = (num_bad == 0) & (drafted_weight > 0) & (total_weight < MAX_TOTAL_WEIGHT)
+    tl.store(totals + draft, tl.where(usable, total_weight, 0))
+    known = (token >= 0) & (token < vocab_size)
+    prob = tl.load(probs + tl.load(row_of_draft + draft) * stride + token, known, 0.0).to(tl.float64)
+    left = tl.load(coins + draft) * tl.where(usable, drafted_weight, 1).to(tl.float64)
+    tl.store(accepted + draft, (left < prob * tl.where(usable, total_weight, 1).to(tl.float64)).to(tl.int32))
+
+
+@triton.jit
+def _has_duplicate(entry_ids: tl.tensor, first: tl.tensor, end: tl.tensor, ENTRY_TILE: tl.constexpr) -> tl.tensor:
+    """1 if two entries name the same id, int32; every pair is compared: the wire bounds their number."""
+    found = tl.zeros([ENTRY_TILE, ENTRY_TILE], tl.int32)
+    for start in range(first, end, ENTRY_TILE):
+        places = start + tl.arange(0, ENTRY_TILE)
+        ids = tl.load(entry_ids + places, places < end, -1)
+        for other_start in range(first, start + 1, ENTRY_TILE):
+            others = other_start + tl.arange(0, ENTRY_TILE)
+            other_ids = tl.load(entry_ids + others, others < end, -2)
+            pairs = (ids[:, None] == other_ids[None, :]) & (others[None, :] < places[:, None])
+            found |= pairs.to(tl.int32)
+    return tl.max(tl.max(found, axis=1), axis=0)
+
+
+@triton.jit
+def _leave_kernel(
+    probs: tl.tensor,
+    row_starts: tl.tensor,
+    row_counts: tl.tensor,
+    draft_starts: tl.tensor,
+    draft_counts: tl.tensor,
+    draft_ids: tl.tensor,
+    entry_ids: tl.tensor,
+    entry_weights: tl.tensor,
+    starts: tl.tensor,
+    accepted: tl.tensor,
+    totals: tl.tensor,
+    num_accepted: tl.tensor,
+    next_weights: tl.tensor,
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    TILE: tl.constexpr,
+    ENTRY_TILE: tl.constexpr,
+) -> None:
+    window = tl.program_id(0).to(tl.int64)
+    num_rows, num_drafted = tl.load(row_counts + window), tl.load(draft_counts + window)
+    first_draft = tl.load(draft_starts + window)
+    count = tl.zeros_like(num_drafted)
+    index = tl.zeros_like(num_drafted)
+    while index < num_drafted:
+        count += tl.where(count == index, tl.load(accepted + first_draft + index), 0)  # the leading run alone
+        index += 1
+    tl.store(num_accepted + window, count)
+    is_refused = count < num_drafted
+    refused = first_draft + count
+    total = tl.load(totals + refused, is_refused, 0)
+    removed = tl.load(draft_ids + refused, is_refused & (total == 0), -1)  # a one-hot draft's id is left no weight
+    has_next = count < num_rows
+    row = probs + (tl.load(row_starts + window) + tl.minimum(count, num_rows - 1)) * stride
+    out = next_weights + window * vocab_size
+    scale = tl.where(has_next, tl.maximum(total, 1), 0)
+    left = _fill(row, out, vocab_size, scale, removed, TILE)
+    if total > 0:
+        tl.debug_barrier()  # what follows reads what other threads wrote
+        for start in range(tl.load(starts + refused), tl.load(starts + refused + 1), ENTRY_TILE):
+            places = start + tl.arange(0, ENTRY_TILE)
+            inside = places < tl.load(starts + refused + 1)
+            place = out + tl.load(entry_ids + places, inside, 0)
+            weight = tl.load(place, inside, 0.0) - tl.load(entry_weights + places, inside, 0).to(tl.float64)
+            tl.store(place, tl.where(weight < 0, 0.0, weight), inside)
+        tl.debug_barrier()
+        left = _sum(out, vocab_size, TILE)
+    if is_refused & (left == 0):  # nothing is left: the target's own law holds
+        tl.debug_barrier()
+        _fill(row, out, vocab_size, tl.zeros_like(total) + 1, tl.zeros_like(total) - 1, TILE)
+
+
+@triton.jit
+def _fill(
+    row: tl.tensor, out: tl.tensor, vocab_size: tl.tensor, scale: tl.tensor, removed: tl.tensor, TILE: tl.constexpr
+) -> tl.tensor:  # float64: the sum
+    """Writes the row times `scale`, without the id `removed`; 0 everywhere for scale 0, whatever the row holds."""
+    total = tl.zeros([TILE], tl.float64)
+    for start in range(0, vocab_size, TILE):
+        ids = start + tl.arange(0, TILE)
+        inside = (ids < vocab_size) & (scale > 0) & (ids != removed)
+        weight = tl.load(row + ids, inside, 0.0).to(tl.float64) * scale.to(tl.float64)
+        tl.store(out + ids, weight, ids < vocab_size)
+        total += weight
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _sum(row: tl.tensor, vocab_size: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Tile after tile, so that running sums of tiles end at this very number."""
+    total = tl.zeros([], tl.float64)
+    for start in range(0, vocab_size, TILE):
+        ids = start + tl.arange(0, TILE)
+        total += tl.sum(tl.load(row + ids, ids < vocab_size, 0.0), axis=0)
+    return total
+
+
+@triton.jit
+def _draw_kernel(
+    weights: tl.tensor,
+    words: tl.tensor,
+    drawn: tl.tensor,
+    stride: tl.tensor,
+    words_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    index = tl.program_id(0).to(tl.int64)
+    row = weights + index * stride
+    high, low = tl.load(words + index * words_stride), tl.load(words + index * words_stride + 1)
+    point = ((high << 21) | (low >> 11)).to(tl.float64) * 1.1102230246251565e-16 * _sum(row, vocab_size, TILE)
+    passed = tl.zeros([], tl.float64)
+    found = tl.full([], -1, tl.int32)
+    start = tl.full([], 0, tl.int32)
+    while (start < vocab_size) & (found < 0):
+        ids = start + tl.arange(0, TILE)
+        weight = tl.load(row + ids, ids < vocab_size, 0.0)
+        mass = tl.sum(weight, axis=0)
+        if passed + mass > point:
+            above = (weight > 0) & (passed + tl.cumsum(weight, axis=0) > point)
+            first = tl.min(tl.where(above, ids, vocab_size), axis=0)
+            last = tl.max(tl.where(weight > 0, ids, -1), axis=0)  # where the sums in the tile round below the tile's
+            found = tl.minimum(first, last)
+        passed += mass
+        start += TILE
+    tl.store(drawn + index, found.to(tl.int64))
