@@ -39,7 +39,7 @@ def start_fleet(
         services.wait(service, timeout_s)
     gateway = _start(
         services, (), "gateway", "--target", verifier.address, "--draft", drafter.address,
-        "--tokenizer", target, "--num-draft-tokens", str(num_draft_tokens),
+        "--tokenizer", target, "--num-draft-tokens", str(num_draft_tokens), "--mode", "sequential",
     )  # fmt: skip
     services.wait(gateway, timeout_s)
     return Addresses(verifier.address, drafter.address, gateway.address)

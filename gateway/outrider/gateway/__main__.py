@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -48,6 +48,11 @@ class GatewaySettings(ServiceSettings):
     )
     listen: str = Field(default="127.0.0.1:50050", description="Address to serve on")
     num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
+    mode: Literal["auto", "sequential", "chains", "branches"] = Field(
+        default="auto",
+        description="How far the draft runs ahead: sequential, chains, branches, or auto: chosen for each request, "
+        "and off where it does not pay",
+    )
     draft_patience_ms: int = Field(
         default=500, ge=0, le=MAX_PATIENCE_MS, description="How long a round waits for its draft, at most"
     )
@@ -82,6 +87,7 @@ async def _serve(settings: GatewaySettings) -> None:
     drafts = _drafts(settings, tokenizer, targets)
     config = EngineConfig(
         num_draft_tokens=settings.num_draft_tokens if drafts is not None else 0,
+        mode=settings.mode,
         draft_patience_ms=settings.draft_patience_ms,
         max_active=settings.max_active,
         max_waiting=settings.max_waiting,

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.backends import Drafter, Verifier
-from outrider.gateway.core import Policy
+from outrider.gateway.core import Chooser, Policy
 from outrider.gateway.driver import SpeculationDriver
 from outrider.gateway.generation import GenerationDelta, Usage
 from outrider.gateway.loop import speculate
@@ -32,6 +32,7 @@ class RequestRun:
     trace: RequestTrace
     eos_token_ids: tuple[int, ...]
     on_draft_stop: Callable[[str], None]
+    new_chooser: Callable[[], Chooser | None] = lambda: None
     drivers: list[SpeculationDriver] = field(default_factory=list)  # of the completions that have started
 
 
@@ -63,6 +64,7 @@ class Completion:
             fork_of=run.drivers[0] if run.drivers else None,
             driver_out=run.drivers,
             on_draft_stop=run.on_draft_stop,
+            chooser=run.new_chooser(),
         )
         async with aclosing(rounds):
             async for item in rounds:
@@ -103,6 +105,7 @@ class Completion:
             finish_reason=cut.finish_reason,
             stop_string=cut.stop_string,
             stop_token_id=cut.stop_token_id,
+            round=closed,
         )
         return self._marked(delta) if cut.finish_reason is None else self._last(delta)
 

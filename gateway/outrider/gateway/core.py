@@ -9,7 +9,9 @@ other outcomes. Without a draft the target gets credit for a few plain tokens ah
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from outrider.gateway.backends import Lost
 from outrider.gateway.effects import (
@@ -42,6 +44,30 @@ class Policy:
     max_target_opens: int = 4  # times a sequence is opened before a lost target ends the request
     reopen_s: float = 15.0  # how long a sequence whose target was lost waits for another
 
+    @property
+    def mode(self) -> str:
+        """Its name."""
+        if not self.num_draft_tokens:
+            return "off"
+        return ("branches" if self.max_branches else "chains") if self.windows_ahead else "sequential"
+
+
+class Chooser(Protocol):
+    """Chooses the policy anew as rounds end (the controller)."""
+
+    @property
+    def policy(self) -> Policy:
+        """The present choice."""
+
+    def inputs(self) -> Mapping[str, float]:
+        """What the choice rests on, for traces."""
+
+    def on_piece(self, num_ids: int, draft_us: int) -> None:
+        """A piece arrived."""
+
+    def on_round(self, closed: Round) -> bool:
+        """A round ended; returns whether the choice changed."""
+
 
 @dataclass(slots=True)
 class SpeculationCore:
@@ -50,6 +76,7 @@ class SpeculationCore:
     request: Open  # as first sent; sequence ids are the links'
     policy: Policy
     bounded_by_reader: bool = False  # stop strings: credit reaches at most one window past the text examined
+    chooser: Chooser | None = None  # else the policy stays as it is
     committed: list[int] = field(init=False)
     drafting: bool = field(init=False)
     finished: bool = field(init=False, default=False)
@@ -65,6 +92,7 @@ class SpeculationCore:
     _round_start: float = field(init=False, default=0.0)
     _draft_us: int = field(init=False, default=0)
     _num_rounds: int = field(init=False, default=0)
+    _draft_lost: bool = field(init=False, default=False)  # the draft failed, and is not back
     _prompt_told: bool = field(init=False, default=False)  # log probabilities of the prompt are asked for once
     _started: float = field(init=False, default=0.0)
     _now: float = field(init=False, default=0.0)
@@ -78,6 +106,9 @@ class SpeculationCore:
 
     def start(self, now: float) -> list[Effect]:
         """Opens and credits both sides at the same time."""
+        if self.chooser is not None:
+            self.policy = self.chooser.policy
+            self.drafting = self.policy.num_draft_tokens > 0
         self._round_start = self._started = self._now = now
         effects: list[Effect] = []
         if self.drafting:
@@ -111,6 +142,8 @@ class SpeculationCore:
             case Piece():
                 self._last_chain = max(self._last_chain, event.chain)
                 self._draft_us += event.draft_us
+                if self.chooser is not None:
+                    self.chooser.on_piece(len(event.ids), event.draft_us)
                 if event.ids:
                     self._journal.append(event)
                 return [ToTarget((event, *self._due_credit()))]
@@ -123,6 +156,7 @@ class SpeculationCore:
 
     def stop_drafting(self, reason: str, may_return: bool = False) -> list[Effect]:
         """Goes on without a draft: no patience, plain tokens ahead."""
+        self._draft_lost = True
         if not self.drafting:
             return []
         self.drafting = False
@@ -130,6 +164,7 @@ class SpeculationCore:
 
     def resume_drafting(self) -> list[Effect]:
         """A draft is there again: it gets the sequence as it stands, with chain numbers that were never used."""
+        self._draft_lost = False
         if self.drafting or self.finished or self.policy.num_draft_tokens == 0:
             return []
         self.drafting = True
@@ -160,20 +195,36 @@ class SpeculationCore:
             message = f"commit at {commit.position}, journal has {len(self.committed)} tokens"
             return self._on_target_failure(Failure(0, UNAVAILABLE, message, "OUT_OF_STEP"))
         effects: list[Effect] = []
+        news = (commit,) if self.drafting else ()  # a draft that is opened now gets the sequence as it stands
         if commit.ids or commit.finish_reason is not None:
             self.committed.extend(commit.ids)
             self._prune_journal()
-            effects.append(Emit(self._close_round(commit)))
+            closed = self._close_round(commit)
+            effects = [*self._choose(closed), Emit(closed)]
         if commit.finish_reason is not None:
             self.finished = True
             return [*effects, CloseDraft()]
-        return [*self._credit_draft((commit,)), *self._credit_target(), *effects]
+        return [*self._credit_draft(news), *self._credit_target(), *effects]
+
+    def _choose(self, closed: Round) -> list[Effect]:
+        """Lets the policy follow what the round showed. A draft that is not wanted any more is closed; one that is
+        wanted again is opened, unless it was lost: then the driver tries that in its own time."""
+        if self.chooser is None or closed.commit.finish_reason is not None or not self.chooser.on_round(closed):
+            return []
+        self.policy = self.chooser.policy
+        wanted = self.policy.num_draft_tokens > 0
+        if self.drafting and not wanted:
+            self.drafting = False
+            return [CloseDraft(), *self._credit_target()]
+        return self.resume_drafting() if wanted and not self._draft_lost else []
 
     def _close_round(self, commit: Commit) -> Round:
         closed = Round(
             index=self._num_rounds,
             commit=commit,
             num_draft_tokens=self.policy.num_draft_tokens if self.drafting else 0,
+            mode=self.policy.mode if self.drafting else "off",
+            inputs=self.chooser.inputs() if self.chooser is not None else {},
             started=self._round_start,
             ended=self._now,
             draft_us=self._draft_us if commit.num_drafted else 0,

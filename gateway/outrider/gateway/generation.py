@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.gateway.rounds import SpeculationTally
+from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.messages import PositionLogprobs
 from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
 
@@ -19,6 +19,8 @@ class SpeculationOptions:
     num_draft_tokens: int | None = None
     method: str = ""
     acceptance: AcceptanceRule = AcceptanceRule.AUTO
+    mode: str = ""  # how far the draft runs ahead; empty: the gateway's default
+    greedy_draft: bool = False  # the draft takes its most probable token; accepted as one-hot
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +71,4 @@ class GenerationDelta:
     seed: int | None = None  # in a completion's first delta
     prompt_token_ids: tuple[int, ...] = ()  # in the first delta of completion 0, unless the prompt was given as ids
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    round: Round | None = None  # the verification behind it, whole: metrics and the live page read it

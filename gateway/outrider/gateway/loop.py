@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from outrider.gateway.backends import Drafter, Verifier
-from outrider.gateway.core import Policy, SpeculationCore
+from outrider.gateway.core import Chooser, Policy, SpeculationCore
 from outrider.gateway.driver import SpeculationDriver
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import from_failure
@@ -32,10 +32,11 @@ async def speculate(
     fork_of: SpeculationDriver | None = None,
     driver_out: list[SpeculationDriver] | None = None,
     on_draft_stop: Callable[[str], None] = warn_of_draft,
+    chooser: Chooser | None = None,
 ) -> AsyncGenerator[Round | PromptLogprobs, None]:
     """Yields rounds (and the prompt's log probabilities, if asked for) until the target ends the sequence or the caller
     stops. A round counts as read when the next one is asked for. Raises OutriderError when no target can go on."""
-    core = SpeculationCore(request, policy, examines_text)
+    core = SpeculationCore(request, policy, examines_text, chooser)
     driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop)
     if driver_out is not None:
         driver_out.append(driver)

@@ -29,6 +29,7 @@ class Prepared:
     sampling: SamplingParams  # as the text sees it: stop strings included
     num_draft_tokens: int
     acceptance: AcceptanceRule
+    mode: str  # of speculation.mode, resolved
     seed: int
 
     def output_ids(self, index: int) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ class Prepared:
             priority=self.request.priority,
             salt=self.request.salt,
             traceparent=traceparent,
-            one_hot=self.sampling.greedy,
+            one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
             method=self.request.speculation.method,
         )
 
@@ -63,6 +64,7 @@ async def prepare(
     target: TargetInfo,
     draft: DraftInfo | None,
     default_num_draft_tokens: int,
+    default_mode: str = "sequential",
 ) -> Prepared:
     """Checks a request and resolves what it leaves open. InvalidArgument names the field."""
     model, speculation = target.model, request.speculation
@@ -72,6 +74,7 @@ async def prepare(
         request_id=request.request_id,
         salt=request.salt,
         method=speculation.method,
+        mode=speculation.mode,
         priority=request.priority,
         output_ids=request.output_ids,
         vocab_size=model.vocab_size,
@@ -84,6 +87,9 @@ async def prepare(
     sampling = _with_length(request, capped, len(prompt_ids), model.max_model_len)
     sampling = _with_bad_words(sampling, tokenizer)
     k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
+    mode = speculation.mode or default_mode
+    # Branches and chains ahead meet the target's tokens far more often where both sides share their noise.
+    own_rule = AcceptanceRule.REJECTION if mode == "sequential" else AcceptanceRule.COUPLED
     rule = speculation.acceptance
     return Prepared(
         request=request,
@@ -91,7 +97,8 @@ async def prepare(
         prompt_ids=prompt_ids,
         sampling=sampling,
         num_draft_tokens=min(k, target.max_window) if speculation.enabled else 0,
-        acceptance=AcceptanceRule.REJECTION if rule is AcceptanceRule.AUTO else rule,
+        acceptance=own_rule if rule is AcceptanceRule.AUTO else rule,
+        mode=mode,
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -18,6 +19,8 @@ class Round:
     started: float
     ended: float
     draft_us: int  # device time of the pieces that arrived in this round
+    mode: str = ""  # off, sequential, chains or branches
+    inputs: Mapping[str, float] = field(default_factory=dict)  # what the mode was chosen by
 
     @property
     def total_us(self) -> int:
@@ -47,11 +50,15 @@ class SpeculationTally:
     accepted_per_position: list[int] = field(default_factory=list)
     tested_per_position: list[int] = field(default_factory=list)
     overheads_us: list[int] = field(default_factory=list)
+    mode: str = ""  # of the last round
+    rounds_by_mode: dict[str, int] = field(default_factory=dict)
 
     def add(self, closed: Round) -> None:
         """Counts a round; a plain step is a round without a draft."""
         commit = closed.commit
         self.num_rounds += 1
+        self.mode = closed.mode
+        self.rounds_by_mode[closed.mode] = self.rounds_by_mode.get(closed.mode, 0) + 1
         if closed.index > 0:  # the first round holds the prompt
             self.overheads_us.append(closed.overhead_us)
         if commit.num_drafted == 0:

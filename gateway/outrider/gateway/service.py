@@ -16,12 +16,15 @@ from opentelemetry import trace
 from outrider.gateway.admission import Admission
 from outrider.gateway.backends import Drafter, Verifier
 from outrider.gateway.completion import Completion, RequestRun
+from outrider.gateway.controller import Controller, Limits, Mode
 from outrider.gateway.core import Policy
+from outrider.gateway.estimates import VerifyCosts
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
 from outrider.gateway.prepare import Prepared, prepare
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.gateway.tracing import RequestTrace
 from outrider.wire.errors import DeadlineExceeded, to_failure
+from outrider.wire.sampling import AcceptanceRule
 from outrider.wire.validate import MAX_PATIENCE_MS
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,8 @@ class EngineConfig:
     """What holds for every request."""
 
     num_draft_tokens: int = 4
+    mode: str = "sequential"  # "auto": the controller chooses for each request
+    max_draft_tokens: int = 8  # that the controller may choose
     draft_patience_ms: int = 500
     max_active: int = 64
     max_waiting: int = 256
@@ -57,6 +62,7 @@ class GenerationEngine:
         self.admission = Admission(self.config.max_active, self.config.max_waiting)
         self._tracer = tracer or trace.get_tracer("outrider.gateway")
         self._draft_warnings = _OnceWarnings()
+        self._costs: VerifyCosts | None = None  # from the first request on: then the target has said what it knows
 
     @property
     def model_name(self) -> str:
@@ -69,7 +75,9 @@ class GenerationEngine:
         began = asyncio.get_running_loop().time()
         self.admission.require_room()
         draft = None if self.drafter is None else self.drafter.info
-        prepared = await prepare(request, self.tokenizer, self.verifier.info, draft, self.config.num_draft_tokens)
+        prepared = await prepare(
+            request, self.tokenizer, self.verifier.info, draft, self.config.num_draft_tokens, self.config.mode
+        )
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:
             async with asyncio.timeout_at(deadline):
@@ -90,7 +98,7 @@ class GenerationEngine:
         timer = None if deadline is None else loop.call_at(deadline, _expire, run)
         error: BaseException | None = None
         try:
-            merged = _merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
+            merged = merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
             async with aclosing(merged):
                 async for delta in merged:
                     root.add_delta(delta)
@@ -105,17 +113,44 @@ class GenerationEngine:
 
     def _new_run(self, prepared: Prepared, root: RequestTrace, timeout_ms: int) -> RequestRun:
         k = prepared.num_draft_tokens if self.drafter is not None else 0
+        policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms())
         return RequestRun(
             prepared=prepared,
             tokenizer=self.tokenizer,
             drafter=self.drafter if k else None,
             verifier=self.verifier,
-            policy=Policy(num_draft_tokens=k, patience_ms=self._patience_ms()),
+            policy=policy,
+            new_chooser=lambda: self._new_controller(prepared, policy) if k else None,
             timeout_ms=timeout_ms,
             trace=root,
             eos_token_ids=self.verifier.info.model.eos_token_ids,
             on_draft_stop=self._draft_warnings.warn,
         )
+
+    def _new_controller(self, prepared: Prepared, base: Policy) -> Controller | None:
+        """None where nothing is to be chosen. A request that names a number of tokens gets it, and is not switched
+        off."""
+        fixed = prepared.request.speculation.num_draft_tokens is not None
+        weighs = prepared.acceptance is AcceptanceRule.REJECTION and not prepared.sampling.greedy
+        modes = {
+            "auto": (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES),
+            "chains": (Mode.CHAINS,),
+            "branches": (Mode.BRANCHES,),
+        }.get(prepared.mode, ())
+        if not modes:
+            return None
+        modes = tuple(mode for mode in modes if not (weighs and mode is Mode.BRANCHES)) or (Mode.CHAINS,)
+        if fixed:
+            modes = tuple(mode for mode in modes if mode is not Mode.OFF)
+        adapts = prepared.mode == "auto" and not fixed
+        most = max(base.num_draft_tokens, self.config.max_draft_tokens) if adapts else base.num_draft_tokens
+        limits = Limits(base, min(most, self.verifier.info.max_window), not adapts, modes, weighs=weighs)
+        if self._costs is None:
+            self._costs = VerifyCosts(self.verifier.info.step_costs)
+        return Controller(limits, self._costs, self._round_trips_us)
+
+    def _round_trips_us(self) -> float:
+        return 0.0 if self.drafter is None else self.drafter.round_trip_us
 
     def _patience_ms(self) -> int:
         """At least the measured round trip to the draft."""
@@ -143,8 +178,8 @@ def _expire(run: RequestRun) -> None:
         driver.fail(to_failure(0, DeadlineExceeded(_EXPIRED)))
 
 
-async def _merge(completions: list[AsyncGenerator[GenerationDelta, None]]) -> AsyncGenerator[GenerationDelta, None]:
-    """The deltas of all completions as they come; the first error ends all. One completion needs no task of its own."""
+async def merge(completions: list[AsyncGenerator[GenerationDelta, None]]) -> AsyncGenerator[GenerationDelta, None]:
+    """Deltas of all as they come; the first error ends all. One completion needs no task of its own."""
     if len(completions) == 1:
         async with aclosing(completions[0]) as only:
             async for delta in only:

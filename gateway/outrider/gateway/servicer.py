@@ -20,6 +20,7 @@ from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 SERVICE_NAME = "outrider.v1.GenerationService"
 TRACEPARENT = "traceparent"
+MODEL_DIGEST = "outrider-model-digest"  # leads every answer: a client continues it only where the same model answers
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -34,9 +35,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
-        generation = decode_request(request, self._engine.verifier.info.model.default_sampling)
+        model = self._engine.verifier.info.model
+        generation = decode_request(request, model.default_sampling)
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context))
         async with aclosing(self._engine.generate(generation)) as deltas:
+            await context.send_initial_metadata(((MODEL_DIGEST, model.digest),))
             async for delta in deltas:
                 await context.write(encode_delta(delta))
 
@@ -114,6 +117,7 @@ def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:
         num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
         method=message.method,
         acceptance=AcceptanceRule(message.acceptance),
+        mode=message.mode,
     )
 
 

@@ -47,6 +47,9 @@ def spans_for(closed: Round) -> tuple[TimedSpan, ...]:
         names.BATCH_ROWS: timings.num_rows,
         names.BATCH_SEQUENCES: timings.num_sequences,
     }
+    if closed.mode:
+        attributes[names.ROUND_POLICY] = closed.mode
+    attributes |= {f"{names.CONTROLLER}.{name}": value for name, value in closed.inputs.items()}
     if commit.chain is not None:
         attributes[names.ROUND_CHAIN] = commit.chain
     parts = (

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"R\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\"\xaa\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06method\x18\x03 \x01(\t\x12/\n\nacceptance\x18\x04 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRuleB\n\n\x08_enabledB\x13\n\x11_num_draft_tokens\"\xc7\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12)\n\noutput_ids\x18\t \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x0c\n\x04salt\x18\n \x01(\tB\x07\n\x05input\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xfb\x01\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x12\n\nnum_drafts\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12!\n\x19num_accepted_per_position\x18\x05 \x03(\r\x12\x1f\n\x17num_tested_per_position\x18\x06 \x03(\r\x12/\n\nacceptance\x18\x07 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x13\n\x0boverhead_us\x18\x08 \x01(\r\"\xe8\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07origins\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12!\n\x05usage\x18\n \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x32\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\r \x03(\r\x12\x36\n\x0fprompt_logprobs\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobsB\r\n\x0bstop_reasonB\x07\n\x05_seed\"\x17\n\x15GetGatewayInfoRequest\"\x92\x01\n\x16GetGatewayInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x0f\n\x07methods\x18\x04 \x03(\t2\xb9\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12Y\n\x0eGetGatewayInfo\x12\".outrider.v1.GetGatewayInfoRequest\x1a#.outrider.v1.GetGatewayInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"R\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\"\xb8\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06method\x18\x03 \x01(\t\x12/\n\nacceptance\x18\x04 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0c\n\x04mode\x18\x05 \x01(\tB\n\n\x08_enabledB\x13\n\x11_num_draft_tokens\"\xc7\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12)\n\noutput_ids\x18\t \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x0c\n\x04salt\x18\n \x01(\tB\x07\n\x05input\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xfb\x01\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x12\n\nnum_drafts\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12!\n\x19num_accepted_per_position\x18\x05 \x03(\r\x12\x1f\n\x17num_tested_per_position\x18\x06 \x03(\r\x12/\n\nacceptance\x18\x07 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x13\n\x0boverhead_us\x18\x08 \x01(\r\"\xe8\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07origins\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12!\n\x05usage\x18\n \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x32\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\r \x03(\r\x12\x36\n\x0fprompt_logprobs\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobsB\r\n\x0bstop_reasonB\x07\n\x05_seed\"\x17\n\x15GetGatewayInfoRequest\"\x92\x01\n\x16GetGatewayInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x0f\n\x07methods\x18\x04 \x03(\t2\xb9\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12Y\n\x0eGetGatewayInfo\x12\".outrider.v1.GetGatewayInfoRequest\x1a#.outrider.v1.GetGatewayInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,19 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=117
   _globals['_CHAT']._serialized_end=199
   _globals['_SPECULATIONPARAMS']._serialized_start=202
-  _globals['_SPECULATIONPARAMS']._serialized_end=372
-  _globals['_GENERATEREQUEST']._serialized_start=375
-  _globals['_GENERATEREQUEST']._serialized_end=702
-  _globals['_USAGE']._serialized_start=704
-  _globals['_USAGE']._serialized_end=784
-  _globals['_SPECULATIONSTATS']._serialized_start=787
-  _globals['_SPECULATIONSTATS']._serialized_end=1038
-  _globals['_GENERATERESPONSE']._serialized_start=1041
-  _globals['_GENERATERESPONSE']._serialized_end=1529
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=1531
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=1554
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=1557
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=1703
-  _globals['_GENERATIONSERVICE']._serialized_start=1706
-  _globals['_GENERATIONSERVICE']._serialized_end=1891
+  _globals['_SPECULATIONPARAMS']._serialized_end=386
+  _globals['_GENERATEREQUEST']._serialized_start=389
+  _globals['_GENERATEREQUEST']._serialized_end=716
+  _globals['_USAGE']._serialized_start=718
+  _globals['_USAGE']._serialized_end=798
+  _globals['_SPECULATIONSTATS']._serialized_start=801
+  _globals['_SPECULATIONSTATS']._serialized_end=1052
+  _globals['_GENERATERESPONSE']._serialized_start=1055
+  _globals['_GENERATERESPONSE']._serialized_end=1543
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=1545
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=1568
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=1571
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=1717
+  _globals['_GENERATIONSERVICE']._serialized_start=1720
+  _globals['_GENERATIONSERVICE']._serialized_end=1905
 # @@protoc_insertion_point(module_scope)

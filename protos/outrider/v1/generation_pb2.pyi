@@ -24,16 +24,18 @@ class Chat(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., omit_generation_prompt: bool = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("enabled", "num_draft_tokens", "method", "acceptance")
+    __slots__ = ("enabled", "num_draft_tokens", "method", "acceptance", "mode")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_draft_tokens: int
     method: str
     acceptance: _common_pb2.AcceptanceRule
-    def __init__(self, enabled: bool = ..., num_draft_tokens: _Optional[int] = ..., method: _Optional[str] = ..., acceptance: _Optional[_Union[_common_pb2.AcceptanceRule, str]] = ...) -> None: ...
+    mode: str
+    def __init__(self, enabled: bool = ..., num_draft_tokens: _Optional[int] = ..., method: _Optional[str] = ..., acceptance: _Optional[_Union[_common_pb2.AcceptanceRule, str]] = ..., mode: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("text", "token_ids", "chat", "sampling", "speculation", "request_id", "n", "priority", "output_ids", "salt")

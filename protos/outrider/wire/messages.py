@@ -223,3 +223,4 @@ class TargetInfo:
     model: ModelInfo
     max_window: int
     load: Load = field(default_factory=Load)
+    step_costs: tuple[tuple[int, int], ...] = ()  # rows and microseconds, as measured at start

@@ -48,6 +48,7 @@ ROUND_EMITTED: Final = "outrider.round.emitted"
 ROUND_BONUS: Final = "outrider.round.bonus"
 ROUND_POLICY: Final = "outrider.round.policy"
 ROUND_OVERHEAD_US: Final = "outrider.round.overhead_us"
+CONTROLLER: Final = "outrider.controller"  # what a round's policy was chosen by: acceptance, hits, times
 ROUND_RTT_US: Final = "outrider.round.rtt_us"
 BATCH_ROWS: Final = "outrider.batch.rows"
 BATCH_SEQUENCES: Final = "outrider.batch.sequences"

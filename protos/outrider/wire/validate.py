@@ -24,6 +24,7 @@ MAX_PIECE_IDS = 1024  # a tree may hold more ids than a chain
 MAX_WEIGHTS = 4096
 MAX_PATIENCE_MS = 60_000
 MAX_BRANCHES = 64
+SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
 MAX_NAME_CHARS = 128
 # Below this, logits divided by it leave float32's range; 0 alone is greedy.
 MIN_DIVISOR = 1e-5
@@ -68,6 +69,7 @@ def validate_generation(
     request_id: str = "",
     salt: str = "",
     method: str = "",
+    mode: str = "",
     priority: int = 0,
     output_ids: Sequence[Sequence[int]] = (),
     vocab_size: int = _MAX_UINT32,
@@ -81,6 +83,8 @@ def validate_generation(
     found.text("request_id", request_id, MAX_NAME_CHARS)
     found.text("salt", salt, MAX_NAME_CHARS)
     found.text("speculation.method", method, MAX_NAME_CHARS)
+    if mode and mode not in SPECULATION_MODES:
+        found.add("speculation.mode", f"is {mode[:MAX_NAME_CHARS]!r}", ", ".join(SPECULATION_MODES))
     found.integer("priority", priority, -_MAX_INT32 - 1, _MAX_INT32)
     for index, ids in enumerate(output_ids[:MAX_N]):
         found.ids(f"output_ids[{index}].ids", ids, vocab_size)
