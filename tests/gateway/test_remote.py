@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +24,13 @@ from gateway.toys import (
 )
 
 from outrider.gateway.backends import Lost
+from outrider.gateway.breaker import MAX_FAILURES
 from outrider.gateway.core import Policy
 from outrider.gateway.loop import speculate
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import FailedPrecondition, Unavailable
-from outrider.wire.messages import Commit, Credit, DraftInfo, Open
+from outrider.wire.messages import Commit, Credit, DraftInfo, Failure, Open
 from outrider.wire.sampling import SamplingParams
 
 PROMPT = (11, 12, 13)
@@ -106,7 +109,7 @@ async def test_a_lost_target_is_replaced_by_another_with_the_same_model() -> Non
         assert len(idle.opens) == 1 and idle.opens[0].prompt_ids == PROMPT
 
 
-async def test_the_least_loaded_is_taken() -> None:
+async def test_prompts_that_begin_alike_meet_while_there_is_room() -> None:
     one, two = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
     async with (
         serving(one) as first,
@@ -114,15 +117,31 @@ async def test_the_least_loaded_is_taken() -> None:
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
     ):
         await until(lambda: all(peer.usable for peer in targets.peers))
-        links = [targets.open(request(), lambda event: None) for _ in range(6)]
-        assert [peer.num_sequences for peer in targets.peers] == [3, 3]
-        for link in links[::2]:
+        for _ in range(4):  # one after the other: always the same
+            link = targets.open(request(), lambda event: None)
             assert link is not None
+            chosen = [peer.num_sequences for peer in targets.peers]
             link.close()
-        assert [peer.num_sequences for peer in targets.peers] == [0, 3]
-        targets.open(request(), lambda event: None)
-        assert [peer.num_sequences for peer in targets.peers] == [1, 3]
-        await until(lambda: len(one.opens) == 1 and len(two.opens) == 3)  # what was closed before it left vanished
+        links = [targets.open(request(), lambda event: None) for _ in range(16)]
+        assert None not in links
+        spread = [peer.num_sequences for peer in targets.peers]
+        assert spread == [10, 6] if chosen == [1, 0] else [6, 10]
+        assert len({targets.open(replace(request(), prompt_ids=(token,)), print) is None for token in range(20)}) == 1
+
+
+async def test_a_draft_that_fails_again_and_again_is_left_alone() -> None:
+    bad, target = DraftServicer(ToyDraft()), TargetServicer(ToyTarget(step_s=0.002))
+    bad.refuse = Failure(0, 8, "no room", "RESOURCE_EXHAUSTED")
+    async with (
+        serving(bad) as draft,
+        serving(target) as server,
+        RemoteTargets([server.address], stream_config=QUICK) as targets,
+        RemoteDrafts([draft.address], stream_config=QUICK) as drafts,
+    ):
+        await until(lambda: drafts.usable and targets.usable)
+        for number in range(8):
+            assert await generate(drafts, targets, request(20, completion=number)) == expected(PROMPT, 20)
+        assert len(bad.opens) == MAX_FAILURES
 
 
 async def test_a_fork_goes_beside_its_parent_while_that_lives() -> None:
@@ -136,12 +155,38 @@ async def test_a_fork_goes_beside_its_parent_while_that_lives() -> None:
         parent = targets.open(request(), lambda event: None)
         child = targets.open(request(completion=1), lambda event: None, parent)
         assert parent is not None and child is not None
-        await until(lambda: len(one.opens) == 2)
-        assert one.opens[1].fork_of == one.opens[0].sequence_id and one.opens[1].prompt_ids == ()
+        await until(lambda: len(one.opens) == 2 or len(two.opens) == 2)
+        home = one if one.opens else two
+        assert home.opens[1].fork_of == home.opens[0].sequence_id and home.opens[1].prompt_ids == ()
         parent.close()
         targets.open(request(completion=2), lambda event: None, parent)
-        await until(lambda: len(two.opens) == 1)
-        assert two.opens[0].fork_of is None and two.opens[0].prompt_ids == PROMPT
+        await until(lambda: len(one.opens) + len(two.opens) == 3)
+        (last,) = (opened for opened in (*one.opens, *two.opens) if opened.completion == 2)
+        assert last.fork_of is None and last.prompt_ids == PROMPT
+
+
+async def test_two_gateways_share_two_targets_and_two_drafts() -> None:
+    targets = [TargetServicer(ToyTarget()) for _ in range(2)]
+    drafts = [DraftServicer(ToyDraft(wrong_every=3)) for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        places = [(await stack.enter_async_context(serving(servicer))).address for servicer in (*targets, *drafts)]
+        gateways = [
+            (
+                await stack.enter_async_context(RemoteDrafts(places[2:], stream_config=QUICK)),
+                await stack.enter_async_context(RemoteTargets(places[:2], stream_config=QUICK)),
+            )
+            for _ in range(2)
+        ]
+        await until(lambda: all(peer.usable for pair in gateways for side in pair for peer in side.peers))
+        prompts = [(number, 5, 9) for number in range(1, 17)]
+        results = await asyncio.gather(
+            *(generate(*pair, replace(request(60), prompt_ids=prompt)) for pair in gateways for prompt in prompts)
+        )
+        assert results == 2 * [expected(prompt, 60) for prompt in prompts]
+        for servicer in (*targets, *drafts):
+            assert len(servicer.streams) == 2 and len(servicer.opens) >= 8
+            sent_by_both = Counter(opened.prompt_ids for opened in servicer.opens)
+            assert sum(count == 2 for count in sent_by_both.values()) >= 4  # both gateways choose alike
 
 
 async def test_a_draining_peer_gets_no_new_sequences() -> None:

@@ -26,6 +26,7 @@ PROTOCOL_MAJOR = 1
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 STABLE_S = 5.0  # a stream that lived that long is reopened without growing pauses
 HANDSHAKE_S = 5.0
+STALE_S = 2.0
 
 Info = TypeVar("Info")
 
@@ -90,6 +91,7 @@ class Peer(Generic[Info]):
         self._links: dict[int, PeerLink] = {}
         self._last_id = 0
         self._last_problem = ""
+        self._others, self._others_at = 0, 0.0
 
     @property
     def usable(self) -> bool:
@@ -101,6 +103,12 @@ class Peer(Generic[Info]):
     def num_sequences(self) -> int:
         """The sequences that are open there."""
         return len(self._links)
+
+    @property
+    def load(self) -> int:
+        """The sequences there: this gateway's, and those of others when a commit last spoke of them."""
+        others = self._others if time.monotonic() - self._others_at < STALE_S else 0
+        return len(self._links) + others
 
     @property
     def round_trip_us(self) -> float:
@@ -214,6 +222,10 @@ class Peer(Generic[Info]):
         self._on_change()
 
     def _on_messages(self, batch: list[Message]) -> None:
+        last = batch[-1] if batch else None
+        if isinstance(last, Commit):
+            self._others = max(0, last.load.running + last.load.waiting - len(self._links))
+            self._others_at = time.monotonic()
         for message in batch:
             link = self._links.get(message.sequence_id)
             if link is None:

@@ -1,24 +1,32 @@
-"""Targets and drafts over gRPC: several addresses behind one Verifier or Drafter, the least loaded first."""
+"""Targets and drafts over gRPC: several addresses behind one Verifier or Drafter. A sequence goes where its prompt's
+first tokens send it, unless that replica is busier than the others; a draft that fails again and again rests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import grpc.aio
+from grpc import StatusCode
 
 from outrider.gateway.backends import DrafterLink, Lost, VerifierLink
+from outrider.gateway.breaker import Breaker
 from outrider.gateway.peer import Peer, PeerLink, PeerService
+from outrider.gateway.placement import affinity_key, choose
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire.codec_frames import DRAFT_STREAM, TARGET_STREAM
 from outrider.wire.codec_info import decode_draft_info, decode_target_info
 from outrider.wire.errors import FailedPrecondition, Unavailable
-from outrider.wire.messages import DraftEvent, DraftInfo, Open, TargetEvent, TargetInfo
+from outrider.wire.messages import DraftEvent, DraftInfo, Failure, Open, Piece, TargetEvent, TargetInfo
 from outrider.wire.stream import StreamConfig
 
 Info = TypeVar("Info")
+
+# A failure with another code (a sequence longer than the draft's context) says nothing of the next sequence.
+FAULTS = {code.value[0] for code in (StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED, StatusCode.INTERNAL)}
 
 
 async def _target_info(channel: grpc.aio.Channel) -> TargetInfo:
@@ -98,8 +106,13 @@ class RemotePeers(Generic[Info]):
         """Why a peer that answered must not be used."""
         return next((peer.refusal for peer in self.peers if peer.refusal is not None), None)
 
-    def _least_loaded(self) -> Peer[Info] | None:
-        return min((peer for peer in self.peers if peer.usable), key=lambda peer: peer.num_sequences, default=None)
+    def _place(self, request: Open, peers: Iterable[Peer[Info]]) -> Peer[Info] | None:
+        """One of the peers that can be used, by the prompt and by how busy they are."""
+        usable = {peer.address: peer for peer in peers if peer.usable}
+        if len(usable) == 1:
+            return next(iter(usable.values()))
+        name = choose(affinity_key(request.prompt_ids, request.salt), {name: usable[name].load for name in usable})
+        return None if name is None else usable[name]
 
     def _changed(self) -> None:
         self._change.set()
@@ -129,12 +142,12 @@ class RemoteTargets(RemotePeers[TargetInfo]):
     def open(
         self, request: Open, on_event: Callable[[TargetEvent | Lost], None], fork_of: VerifierLink | None = None
     ) -> VerifierLink | None:
-        """Starts a sequence: a fork beside its parent, any other where there is the least to do."""
+        """Starts a sequence: a fork beside its parent, any other where its prompt sends it."""
         if isinstance(fork_of, PeerLink):
             for peer in self.peers:
                 if peer.usable and peer.holds(fork_of):
                     return peer.open(request, on_event, fork_of)
-        chosen = self._least_loaded()
+        chosen = self._place(request, self.peers)
         return None if chosen is None else chosen.open(request, on_event)
 
     def _admit(self, address: str, info: TargetInfo) -> None:
@@ -159,6 +172,7 @@ class RemoteDrafts(RemotePeers[DraftInfo]):
         stream_config: StreamConfig | None = None,
     ) -> None:
         super().__init__(addresses, DRAFT_SERVICE, lambda address, info: check(info), stream_config)
+        self._breakers = {address: Breaker() for address in addresses}
 
     @property
     def info(self) -> DraftInfo | None:
@@ -171,6 +185,27 @@ class RemoteDrafts(RemotePeers[DraftInfo]):
         return max((peer.round_trip_us for peer in self.peers if peer.usable), default=0.0)
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
-        """Starts a sequence where there is the least to do."""
-        chosen = self._least_loaded()
-        return None if chosen is None else chosen.open(request, on_event)
+        """Starts a sequence at a draft that has not failed again and again lately."""
+        now = time.monotonic()
+        chosen = self._place(request, (peer for peer in self.peers if self._breakers[peer.address].allows(now)))
+        if chosen is None:
+            return None
+        breaker = self._breakers[chosen.address]
+        breaker.started(now)
+        return chosen.open(request, _observed(on_event, breaker))
+
+
+def _observed(on_event: Callable[[DraftEvent | Lost], None], breaker: Breaker) -> Callable[[DraftEvent | Lost], None]:
+    """Tells the breaker how the sequence fares, until that is known."""
+
+    def observe(event: DraftEvent | Lost) -> None:
+        match event:
+            case Piece():
+                breaker.succeeded()
+            case Lost():
+                breaker.failed(time.monotonic())
+            case Failure(code=code) if code in FAULTS:
+                breaker.failed(time.monotonic())
+        on_event(event)
+
+    return observe
