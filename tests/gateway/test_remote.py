@@ -183,10 +183,11 @@ async def test_two_gateways_share_two_targets_and_two_drafts() -> None:
             *(generate(*pair, replace(request(60), prompt_ids=prompt)) for pair in gateways for prompt in prompts)
         )
         assert results == 2 * [expected(prompt, 60) for prompt in prompts]
-        for servicer in (*targets, *drafts):
-            assert len(servicer.streams) == 2 and len(servicer.opens) >= 8
-            sent_by_both = Counter(opened.prompt_ids for opened in servicer.opens)
-            assert sum(count == 2 for count in sent_by_both.values()) >= 4  # both gateways choose alike
+        assert all(len(servicer.streams) == 2 and servicer.opens for servicer in (*targets, *drafts))
+        times = Counter((id(side), opened.prompt_ids) for side in (*targets, *drafts) for opened in side.opens)
+        assert (
+            sum(count == 2 for count in times.values()) >= 12
+        )  # of 32: both gateways choose alike where there is room
 
 
 async def test_a_draining_peer_gets_no_new_sequences() -> None:
