@@ -187,7 +187,7 @@ async def test_two_gateways_share_two_targets_and_two_drafts() -> None:
         times = Counter((id(side), opened.prompt_ids) for side in (*targets, *drafts) for opened in side.opens)
         assert (
             sum(count == 2 for count in times.values()) >= 12
-        )  # of 32: both gateways choose alike where there is room
+        )  # of 32: where there is room both choose alike
 
 
 async def test_a_draining_peer_gets_no_new_sequences() -> None:
