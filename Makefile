@@ -10,22 +10,29 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 QUIET := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
+# Two tests at a time, a file's tests together. ARGS=-n0 for one at a time, as --pdb needs it.
+WORKERS := -n 2 --dist loadfile
+ONE_EACH := $(subst OMP_NUM_THREADS=2,OMP_NUM_THREADS=1,$(QUIET))
+
 # From the command line only: shells have variables of these names. The recipe's shell reads the values, so that they
 # may hold spaces and quotes.
 given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test prove simulate check bench protos install clean
+.PHONY: help demo test test-clients prove simulate check bench bench-network bench-kernels protos install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo [PROMPT="def main():"] [MAX_TOKENS=200] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
+	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
 	@echo 'make check                                                        style, types, protos, import rules'
 	@echo 'make bench [ARGS="--batches 1,4"]                                 the embedded pair against peers and the floor'
+	@echo 'make bench-network [ARGS=--full]                                  what the network between the services costs'
+	@echo 'make bench-kernels [ARGS="--only linear"]                         each kernel against its floor and PyTorch'
 	@echo 'make protos                                                       the gRPC stubs, anew'
 	@echo 'make install                                                      $(VENV) with everything in it'
 	@echo 'make clean                                                        removes what make made'
@@ -42,10 +49,14 @@ demo: $(STAMP)
 	@exec $(BIN)/outrider demo $(DEMO_PROMPT) $(DEMO_MAX_TOKENS) $(ARGS)
 
 test: $(STAMP)
-	$(QUIET) $(BIN)/python -m pytest $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-clients: $(STAMP)
+	examples/clients/install.sh
+	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
 
 prove: $(STAMP)
-	$(QUIET) $(BIN)/python -m pytest --prove tests/exactness tests/kernels $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/exactness tests/kernels $(ARGS)
 
 simulate: $(STAMP)
 	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)
@@ -59,6 +70,12 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@exec $(BIN)/outrider bench $(ARGS)
+
+bench-network: $(STAMP)
+	@exec $(BIN)/outrider bench network $(ARGS)
+
+bench-kernels: $(STAMP)
+	@exec $(BIN)/python bench/kernels.py $(ARGS)
 
 protos: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh

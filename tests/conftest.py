@@ -44,7 +44,7 @@ def prove(pytestconfig: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -26,10 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "draft": MODEL | WIRE,
     "target": MODEL | WIRE | {"pairs"},  # --expand builds a large network from a small one
     "gateway": WIRE | {"proposers"},  # of the proposers only TOKEN_ONLY
-    "llm": MODEL | WIRE | {"gateway", "draft", "target", "pairs"},
+    "inprocess": MODEL | WIRE | {"gateway", "draft", "target"},
+    "colocated": MODEL | WIRE | {"gateway", "draft", "target"},
+    "colocated_gateway": MODEL | WIRE | {"inprocess", "gateway", "draft", "target"},
+    "llm": MODEL | WIRE | {"inprocess", "gateway", "draft", "target", "client"},
     "client": WIRE,
     "cli": MODEL | WIRE | {"commands", "gateway", "draft", "target", "pairs", "training", "llm", "client"},
-    "commands": MODEL | WIRE | {"cli", "gateway", "pairs", "client"},  # services run in processes of their own
+    # Services run in processes of their own.
+    "commands": MODEL | WIRE | {"cli", "gateway", "pairs", "client", "colocated"},
     "pairs": set(),
     "training": MODEL | {"pairs"},
 }
@@ -42,7 +46,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "client": {"torch", "transformers"},
 }
 # Who may know protobuf; everybody else sees dataclasses.
-KNOWS_PROTOBUF = ("gateway/remote.py", "client.py")
+KNOWS_PROTOBUF = ("gateway/remote.py",)
 KNOWS_STATUS = ("errors.py", *KNOWS_PROTOBUF)
 
 
@@ -164,7 +168,10 @@ def knows_protobuf(path: Path) -> bool:
     relative = path.as_posix()
     in_wire = package_of(path) == "wire"
     return (
-        (in_wire and path.name.startswith("codec")) or path.name == "servicer.py" or relative.endswith(KNOWS_PROTOBUF)
+        (in_wire and path.name.startswith("codec"))
+        or package_of(path) == "client"
+        or path.name == "servicer.py"
+        or relative.endswith(KNOWS_PROTOBUF)
     )
 
 

@@ -21,13 +21,15 @@ from outrider.commands.readiness import wait_for_draft
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BY_CI = {"make test", "make check"}  # .ci/run is these two
+ELSEWHERE = "## First OpenAI call"  # its commands are run by tests/gateway/test_http_first_call.py
 SERVICES = ("target", "draft", "gateway")
 START_S = 60
 
 
 def commands() -> list[str]:
     """The lines of the README's shell blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    here = re.sub(rf"^{ELSEWHERE}\n.*?(?=^## )", "", README, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh\n(.*?)^```", here, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line]
 
 

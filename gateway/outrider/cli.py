@@ -27,10 +27,19 @@ COMMANDS = {
     "target": Command("outrider.target.__main__", "serve the target: verifies drafted tokens in batches"),
     "draft": Command("outrider.draft.__main__", "serve the draft: proposes tokens"),
     "gateway": Command("outrider.gateway.__main__", "serve clients: runs the loop between draft and target"),
+    "colocated": Command("outrider.colocated_gateway", "serve clients from one process that holds both models"),
+    "serve": Command("outrider.commands.serve", "start the three services on this machine with models of your own"),
     "generate": Command("outrider.commands.generate", "ask a gateway for completions"),
+    "chat": Command("outrider.commands.chat", "talk to a gateway's model"),
+    "trace": Command("outrider.commands.trace", "show where a request's rounds spent their time"),
     "check-pair": Command("outrider.commands.check_pair", "say whether a draft fits a target, and how well"),
     "bench": Command("outrider.commands.bench", "measure a pair of models against plain decoding, peers and the floor"),
     "convert": Command("outrider.commands.convert", "turn a checkpoint's .bin weights into safetensors"),
+}
+# Commands of two words. Their first words are commands, too, that take no bare argument.
+SUBCOMMANDS = {
+    "bench network": Command("outrider.commands.bench_network", "measure what the network between the services costs"),
+    "bench serve": Command("outrider.commands.bench_serve", "load a server: latencies, throughput and acceptance"),
 }
 
 USAGE = "usage: outrider COMMAND [OPTIONS]\n       outrider COMMAND --help\n       outrider --version\n"
@@ -53,13 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"outrider: error: {complaint(name)}\nSee outrider --help.", file=sys.stderr)
         return 2
+    if rest and not rest[0].startswith("-") and subcommands(name):
+        name, rest = f"{name} {rest[0]}", rest[1:]
+        if name not in SUBCOMMANDS:
+            print(f"outrider: error: {complaint(name)}\nSee outrider --help.", file=sys.stderr)
+            return 2
     return run(name, rest)
+
+
+def subcommands(name: str) -> list[str]:
+    """The commands of two words that begin with a command."""
+    return [known for known in SUBCOMMANDS if known.startswith(f"{name} ")]
 
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Runs one command. Ctrl-C and a reader that goes away are no tracebacks."""
+    command = COMMANDS.get(name) or SUBCOMMANDS[name]
     try:
-        status: int = importlib.import_module(COMMANDS[name].module).main(argv, prog=f"outrider {name}")
+        status: int = importlib.import_module(command.module).main(argv, prog=f"outrider {name}")
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -71,16 +91,23 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def help_text() -> str:
     """What `outrider --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    listed = {known: command for name in COMMANDS for known, command in _family(name)}
+    width = max(map(len, listed))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in listed.items()]
     return f"{USAGE}\n{DESCRIPTION}\n\ncommands:\n" + "\n".join(lines) + f"\n\n{EPILOG}"
+
+
+def _family(name: str) -> list[tuple[str, Command]]:
+    """A command, then those of two words that begin with it."""
+    return [(name, COMMANDS[name]), *((known, SUBCOMMANDS[known]) for known in subcommands(name))]
 
 
 def complaint(name: str) -> str:
     """What is wrong with a name that is no command."""
     kind = "flag" if name.startswith("-") else "command"
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+    known = subcommands(name.partition(" ")[0]) if " " in name else list(COMMANDS)
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
     return f"unknown {kind} {name}: {meant}"
 
 

@@ -13,7 +13,7 @@ from gateway.toys import ToyDraft, ToyTarget, expected, target_info, until
 from tokenizer_factory import train_byte_level
 
 from outrider import client as client_module
-from outrider.client import Client, build_request
+from outrider.client import NO_RETRY, Client, build_request
 from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ async def test_errors_are_the_gateways(tmp_path: Path) -> None:
     target = ToyTarget(step_s=0.05)
     async with (
         gateway(tmp_path, target, max_active=1, max_waiting=0) as (address, engine),
-        Client(address) as client,
+        Client(address, retry=NO_RETRY) as client,
     ):
         with pytest.raises(InvalidArgument) as invalid:
             _ = [part async for part in client.generate("x", temperature=-1.0, top_p=3.0)]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
 
 import pytest
 from conftest import SEED
 
 from outrider.gateway.controller import OFF, Controller, Limits, Mode, Plan
 from outrider.gateway.core import Policy
-from outrider.gateway.estimates import Acceptance, Mean, StepCosts, VerifyCosts
+from outrider.gateway.estimates import Acceptance, Experience, Mean, StepCosts, VerifyCosts
 from outrider.gateway.rounds import Round
 from outrider.wire.messages import Commit, StepTimings
 
@@ -30,40 +31,64 @@ class World:
     acceptance: float = 0.75
     hits: float = 0.8
     slower_ahead: float = 1.0  # verification while the draft works, where both share cores
-    other_rows: int = 0
+    sequences: int = 1  # in each step
+    _at_hand: bool = True
+    _late: float = 0.0  # until a chain is there, where the target does not wait
 
     def cost(self, k: int) -> float:
-        return self.verify + self.per_row * (self.other_rows + k + 1)
+        return self.verify + self.per_row * self.sequences * (k + 1)
 
     def round(self, plan: Plan, index: int, dice: random.Random) -> Round:
-        k, accepted = plan.num_draft_tokens, 0
+        k = plan.num_draft_tokens
+        ahead = plan.mode in (Mode.CHAINS, Mode.BRANCHES)
+        if not self._at_hand and not plan.waits and self._late > 0:
+            spent = self.cost(0) * self.slower_ahead
+            self._late -= spent
+            if self._late <= 0 and dice.random() > self.acceptance ** ceil((self._late + spent) / spent):
+                self._late += self.between + k * self.draft_pass  # it parts from the plain tokens
+            return self.closed(index, 0, 0, spent, 0.0, 0.0)
+        accepted = 0
         while accepted < k and dice.random() < self.acceptance:
             accepted += 1
-        ahead = plan.mode in (Mode.CHAINS, Mode.BRANCHES)
         verify = self.cost(k) * (self.slower_ahead if ahead else 1.0)
         hits = self.hits if plan.mode is Mode.BRANCHES else self.acceptance ** (k + 1)
-        late = self.between + k * self.draft_pass
-        waited = 0.0 if plan is OFF else max(0.0, late - verify) if ahead and dice.random() < hits else late
-        drafting = 0 if plan is OFF else round(k * self.draft_pass)
-        timings = StepTimings(0, round(verify), 0, self.other_rows + k + 1, 1)
+        late = 0.0 if plan is OFF else self.between + k * self.draft_pass
+        waited = late
+        if ahead:
+            waited = max(0.0, late - verify) if self._at_hand or not plan.waits else late
+            self._at_hand = dice.random() < hits
+            self._late = late
+        return self.closed(index, k, accepted, verify, waited, k * self.draft_pass)
+
+    def closed(self, index: int, k: int, accepted: int, verify: float, waited: float, drafting: float) -> Round:
+        timings = StepTimings(0, round(verify), 0, self.sequences * (k + 1), self.sequences)
         ids = tuple(range(accepted + 1))
         commit = Commit(0, 0, ids, num_drafted=k, num_accepted=accepted, timings=timings)
-        return Round(index, commit, k, 0.0, (verify + waited) * 1e-6, drafting)
+        return Round(index, commit, k, 0.0, (verify + waited) * 1e-6, round(drafting))
 
 
 def play(world: World, controller: Controller, num_rounds: int = 400) -> list[Plan]:
-    dice, plans = random.Random(SEED), []
+    return [plan for plan, _ in played(world, controller, num_rounds)]
+
+
+def played(world: World, controller: Controller, num_rounds: int = 400) -> list[tuple[Plan, Round]]:
+    """The rounds, with the plan that each was under."""
+    dice, rounds = random.Random(SEED), []
     for index in range(1, num_rounds + 1):
         closed = world.round(controller.plan, index, dice)
-        if controller.plan is not OFF:
+        rounds.append((controller.plan, closed))
+        if closed.commit.num_drafted:
             controller.on_piece(closed.commit.num_drafted, closed.draft_us)
         controller.on_round(closed)
-        plans.append(controller.plan)
-    return plans
+    return rounds
+
+
+def us_per_token(rounds: list[tuple[Plan, Round]]) -> float:
+    return sum(closed.total_us for _, closed in rounds) / sum(len(closed.commit.ids) for _, closed in rounds)
 
 
 def new(profile: Iterable[tuple[int, float]] = (), **limits: object) -> Controller:
-    return Controller(Limits(BASE, 8, **limits), VerifyCosts(profile), lambda: 500.0)  # type: ignore[arg-type]
+    return Controller(Limits(BASE, 8, **limits), Experience(VerifyCosts(profile)), lambda: 500.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -72,14 +97,44 @@ def new(profile: Iterable[tuple[int, float]] = (), **limits: object) -> Controll
         (World(draft_pass=8_000, between=10_000), {Mode.BRANCHES}),  # a slow draft far away is hidden by branches
         (World(draft_pass=8_000, hits=0.05), {Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES}),  # no guess is right
         (World(slower_ahead=1.4), {Mode.SEQUENTIAL}),  # both sides share their cores
-        (World(acceptance=0.05, between=8_000, draft_pass=6_000), {Mode.OFF}),  # a useless draft
+        (World(acceptance=0.05, hits=0.2, between=8_000, draft_pass=6_000), {Mode.OFF}),  # a useless draft
         (World(per_row=40_000, verify=1_000), {Mode.OFF}),  # every row costs: the target is saturated
     ],
     ids=["branches", "any speculation", "sequential", "bad draft", "saturated"],
 )
 def test_it_settles_at_the_cheapest_mode(world: World, modes: set[Mode]) -> None:
-    plans = play(world, new([(k + 1, world.cost(k)) for k in (0, 1, 3, 7, 15)]))
-    assert sum(plan.mode in modes for plan in plans[200:]) > 0.8 * len(plans[200:])
+    profile = [(rows, world.verify + world.per_row * rows) for rows in (1, 2, 4, 8, 16, 32)]
+    rounds = played(replace(world), new(profile), 1200)[400:]
+    fixed = [us_per_token(played(replace(world), new(profile, modes=(mode,)), 1200)[400:]) for mode in Mode]
+    assert us_per_token(rounds) < 1.12 * min(fixed)
+    assert sum(plan.mode in modes for plan, _ in rounds) > 0.6 * len(rounds)
+
+
+def test_a_target_that_would_wait_long_decodes_meanwhile() -> None:
+    def four_in_branches() -> Controller:
+        limits = Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,))
+        return Controller(limits, Experience(VerifyCosts()), lambda: 500.0)
+
+    far = play(World(verify=25_000, per_row=1_500, between=23_000, hits=0.0), four_in_branches())
+    near = play(World(), four_in_branches())
+    assert sum(not plan.waits for plan in far[200:]) > 160 and sum(plan.waits for plan in near[200:]) > 160
+    assert Plan(Mode.BRANCHES, 3, waits=False).policy(BASE, 5).patience_ms == 0
+    assert all(plan.waits for plan in Limits(BASE, 8, weighs=True).plans())  # the law of rejection sampling
+
+
+def test_what_one_request_learned_the_next_one_starts_with() -> None:
+    controller = new()
+    play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)
+    after = Controller(controller.limits, controller.known, lambda: 500.0)
+    assert after.plan is OFF and after.acceptance.at(0) < 0.2
+    looks = play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), after, 300)
+    assert sum(plan is OFF for plan in looks) > 240
+
+
+def test_what_pays_for_one_alone_is_not_what_pays_for_all() -> None:
+    crowded = World(per_row=2_000, verify=4_000, sequences=16)
+    plans = play(crowded, new([(rows, 4_000 + 2_000 * rows) for rows in (1, 4, 16, 64, 128)]), 1200)
+    assert sum(plan is OFF for plan in plans[400:]) > 640
 
 
 def test_fewer_tokens_where_few_are_accepted() -> None:
@@ -90,7 +145,7 @@ def test_fewer_tokens_where_few_are_accepted() -> None:
 
 def test_off_is_left_once_speculation_pays_again() -> None:
     controller = new()
-    assert play(World(acceptance=0.02, draft_pass=9_000), controller)[-1] is OFF or controller._rest > 32
+    assert play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)[-1] is OFF or controller.known.rest > 32
     later = play(World(acceptance=0.9), controller, 1200)
     assert sum(plan is not OFF for plan in later[-200:]) > 180
 

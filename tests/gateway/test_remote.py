@@ -185,9 +185,7 @@ async def test_two_gateways_share_two_targets_and_two_drafts() -> None:
         assert results == 2 * [expected(prompt, 60) for prompt in prompts]
         assert all(len(servicer.streams) == 2 and servicer.opens for servicer in (*targets, *drafts))
         times = Counter((id(side), opened.prompt_ids) for side in (*targets, *drafts) for opened in side.opens)
-        assert (
-            sum(count == 2 for count in times.values()) >= 12
-        )  # of 32: where there is room both choose alike
+        assert sum(count == 2 for count in times.values()) >= 12  # of 32: where there is room both choose alike
 
 
 async def test_a_draining_peer_gets_no_new_sequences() -> None:

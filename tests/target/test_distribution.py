@@ -16,10 +16,12 @@ from tiny import tiny_config, tiny_hf_model, tiny_state
 from outrider.engine.loader import build_decoder
 from outrider.kernels.draft_sample import draft_sample
 from outrider.kernels.philox import Purpose, words
+from outrider.target.goodput import Goodput
 from outrider.wire.messages import Credit, Piece, TokenWeights
 
 VOCAB, DRAWS, BATCH, K = 16, 6000, 200, 2
 PROMPT = (3, 1, 4, 1, 5)
+ROWS = len(PROMPT) * BATCH  # of the first step with windows of one token
 SAMPLING = {"temperature": 1.2, "min_p": 0.02, "max_tokens": 3}
 
 
@@ -51,21 +53,26 @@ def drafted(draft: torch.Tensor, seed: int) -> tuple[tuple[int, ...], tuple[Toke
     return tuple(ids), tuple(weights)
 
 
-@pytest.mark.parametrize("kind", ["weights", "one-hot", "coupled", "plain"])
+@pytest.mark.parametrize("kind", ["weights", "weights, cut", "one-hot", "coupled", "plain"])
 def test_committed_tokens_follow_the_targets_law(model: Any, kind: str) -> None:
     target, draft = laws(model)
     loaded = build_decoder(tiny_config("llama", vocab_size=VOCAB), tiny_state(model))
     counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     acceptance = COUPLED if kind == "coupled" else REJECTION
     for start in range(0, DRAWS, BATCH):
-        harness = Harness.of(loaded, num_blocks=512)
+        harness = Harness.of(loaded, num_blocks=512, max_rows=4 * ROWS)
+        if kind == "weights, cut":  # no row beyond those of the prompts
+            harness.engine.scheduler.goodput = Goodput([(1, 1), (ROWS, ROWS), (ROWS + 1, 1 << 40)])
         for seed in range(start + 1, start + BATCH + 1):
             request = opened(seed, PROMPT, acceptance=acceptance, seed=seed, **SAMPLING)
             ids, weights = drafted(draft, seed) if kind != "plain" else ((), ())
-            piece = Piece(seed, 0, len(PROMPT), ids, () if kind != "weights" else weights)
+            piece = Piece(seed, 0, len(PROMPT), ids, weights if "weights" in kind else ())
             harness.send(request, piece, Credit(seed, 100, K, 0))
+        for sequence in harness.engine.scheduler.sequences.values():
+            sequence.acceptance.add(1, 1)  # its first window would be whole
         harness.run()
         for seed in range(start + 1, start + BATCH + 1):
+            assert harness.commits(seed)[0].num_drafted == {"plain": 0, "weights, cut": 1}.get(kind, K)
             first, second, _ = harness.output(seed)
             counts[first, second] += 1
     expected = target[0][:, None] * target[1:] * DRAWS  # [V, V]

@@ -137,4 +137,5 @@ async def test_info(service: TargetService, settings: TargetSettings) -> None:
     assert info.model.vocab_size == VOCAB and info.model.eos_token_ids == (2,)
     assert info.model.default_sampling.temperature == pytest.approx(0.6) and info.model.num_blocks == 64
     assert info.model.name == Path(settings.model).name and info.max_window == 32
+    assert [rows for rows, _ in info.step_costs[:3]] == [1, 2, 4] and all(step_us > 0 for _, step_us in info.step_costs)
     await channel.close()

@@ -145,5 +145,5 @@ INFOS: dict[str, SearchStrategy] = {
     "draft_info": st.builds(
         m.DraftInfo, MODEL_INFO, tuples(st.builds(m.DraftMethod, TEXTS, st.booleans(), st.booleans()))
     ),
-    "target_info": st.builds(m.TargetInfo, MODEL_INFO, UINT32, LOAD),
+    "target_info": st.builds(m.TargetInfo, MODEL_INFO, UINT32, LOAD, tuples(st.tuples(UINT32, UINT32))),
 }

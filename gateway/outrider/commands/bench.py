@@ -37,7 +37,8 @@ from outrider.wire.sampling import AcceptanceRule
 
 DESCRIPTION = (
     "Measure a pair of models: plain decoding and speculation here, transformers' generate, and other peers where they "
-    "are installed, in random order on the same prompts, against the bare matrix products of the same steps."
+    "are installed, in random order on the same prompts, against the bare matrix products of the same steps. To load a "
+    "server that runs: outrider bench serve."
 )
 ROUND_REPEATS = 3  # batches of which every round is looked at
 FAILURES = (ServiceFailed, WorkerFailed, OutriderError, OSError, ValueError)

@@ -20,8 +20,8 @@ def draw(result: Json) -> str:
     machine, setup = result["machine"], result["setup"]
     top = MARGIN + 40
     shapes = [
-        _text(MARGIN, MARGIN + 6, f"tokens/s: {setup['pair']}, k={setup['k']}", size=15, weight="bold"),
-        _text(
+        svg_text(MARGIN, MARGIN + 6, f"tokens/s: {setup['pair']}, k={setup['k']}", size=15, weight="bold"),
+        svg_text(
             MARGIN,
             MARGIN + 24,
             f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; medians of {setup['repeats']}, "
@@ -52,7 +52,7 @@ def _block(block: Json, top: int) -> Iterator[str]:
     ways = block["ways"]
     most = max(max(way["tokens_per_s"]["max"], floor_speed(way) or 0) for way in ways.values())
     scale = (WIDTH - LABEL - 2 * MARGIN - 60) / most
-    yield _text(MARGIN, top + HEAD - 12, title(block), size=13, weight="bold")
+    yield svg_text(MARGIN, top + HEAD - 12, title(block), size=13, weight="bold")
     for row, (name, way) in enumerate(ways.items()):
         yield from _bar(name, way, top + HEAD + row * (BAR + GAP), scale)
 
@@ -62,7 +62,7 @@ def _bar(name: str, way: Json, top: int, scale: float) -> Iterator[str]:
     speed = way["tokens_per_s"]
     low, centre, high = (left + speed[key] * scale for key in ("min", "median", "max"))
     colour = OURS if name.startswith("outrider") else OTHERS
-    yield _text(left - 8, middle + 4, name, anchor="end")
+    yield svg_text(left - 8, middle + 4, name, anchor="end")
     yield f'<rect x="{left}" y="{top}" width="{centre - left:.1f}" height="{BAR}" fill="{colour}"/>'
     yield f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="{INK}" stroke-width="1.5"/>'
     end = high
@@ -70,11 +70,12 @@ def _bar(name: str, way: Json, top: int, scale: float) -> Iterator[str]:
         x = left + floor * scale
         yield f'<path d="M{x:.1f} {middle - 6}l5 6l-5 6l-5 -6z" fill="none" stroke="{INK}"/>'
         end = max(end, x + 5)
-    yield _text(end + 6, middle + 4, f"{speed['median']:.1f}")
+    yield svg_text(end + 6, middle + 4, f"{speed['median']:.1f}")
 
 
-def _text(
+def svg_text(
     x: float, y: float, text: str, *, size: int = 11, weight: str = "normal", anchor: str = "start", colour: str = INK
 ) -> str:
+    """A line of text."""
     style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{colour}"'
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from outrider.commands.bench_plot import draw
 from outrider.commands.bench_result import Json
 
 
-def store(folder: Path, result: Json) -> Path:
+def store(folder: Path, result: Json, plot: Callable[[Json], str] = draw) -> Path:
     """Writes both files; returns the JSON's path."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = result["machine"]
@@ -18,7 +19,7 @@ def store(folder: Path, result: Json) -> Path:
     when = re.sub(r"[-:]", "", result["when"])[:13]
     path = folder / f"{when}-{slug}-{machine['cores']}c.json"
     path.write_text(dump(result), encoding="utf-8")
-    path.with_suffix(".svg").write_text(draw(result), encoding="utf-8")
+    path.with_suffix(".svg").write_text(plot(result), encoding="utf-8")
     return path
 
 

@@ -23,7 +23,7 @@ MEANINGS = {
     TokenOrigin.PLAIN: "decoded with no draft",
 }
 # A model may write escape sequences; a terminal must not obey them.
-_VISIBLE = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
+VISIBLE = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
 
 class Painter:
@@ -35,7 +35,7 @@ class Painter:
 
     def token(self, text: str, origin: TokenOrigin) -> None:
         """Writes at once."""
-        self._out.write(self._paint(text.translate(_VISIBLE), COLOURS[origin]) if self.colours else text)
+        self._out.write(self._paint(text.translate(VISIBLE), COLOURS[origin]) if self.colours else text)
         self._out.flush()
 
     def prompt(self, text: str) -> None:

@@ -49,8 +49,7 @@ class Service:
     def poll(self) -> bool:
         """Whether it listens by now. Raises ServiceFailed if it has ended."""
         self.check()
-        if not self.address and (found := LISTENING.search(self._log())):
-            self.address = found[1]
+        self.address = self.address or self.find(LISTENING)
         return bool(self.address)
 
     def check(self) -> None:
@@ -64,6 +63,11 @@ class Service:
         """The last lines of its output."""
         lines = self._log().splitlines()[-TAIL_LINES:]
         return "\n".join(f"  {line}" for line in lines) or "  (none)"
+
+    def find(self, pattern: re.Pattern[str]) -> str:
+        """The first group of a pattern's first match in its output; empty if there is none yet."""
+        found = pattern.search(self._log())
+        return found[1] if found else ""
 
     def terminate(self) -> None:
         """Asks the process group to end."""

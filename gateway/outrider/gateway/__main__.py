@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,9 @@ from outrider.wire.messages import DraftInfo, TargetInfo
 from outrider.wire.server import Server, build_server, serve_until_signal
 from outrider.wire.tracing import setup_tracing
 from outrider.wire.validate import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS
+
+if TYPE_CHECKING:
+    from outrider.gateway.http_server import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,10 @@ class GatewaySettings(ServiceSettings):
         default=None, description="Folder of the draft's checkpoint, to pair models whose tokenizers differ a little"
     )
     listen: str = Field(default="127.0.0.1:50050", description="Address to serve on")
+    http: str = Field(
+        default="",
+        description="Address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
+    )
     num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
     mode: Literal["auto", "sequential", "chains", "branches"] = Field(
         default="auto",
@@ -93,11 +100,21 @@ async def _serve(settings: GatewaySettings) -> None:
         max_waiting=settings.max_waiting,
         model_name=settings.model_name,
     )
-    server = _build(settings, GenerationEngine(tokenizer, targets, drafts, config), targets)
+    engine = _engine(settings, tokenizer, targets, drafts, config)
+    server = _build(settings, engine, targets)
+    http = await _start_http(settings, engine, server)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(targets)
         startup = asyncio.create_task(_start_peers(stack, targets, drafts))
-        serving = asyncio.create_task(serve_until_signal(server, name="gateway", grace_s=settings.grace_s))
+        serving = asyncio.create_task(
+            serve_until_signal(
+                server,
+                name="gateway",
+                grace_s=settings.grace_s,
+                on_drain=None if http is None else http.drain,
+                on_stopped=None if http is None else http.stop,
+            )
+        )
         try:
             await asyncio.wait((startup, serving), return_when=asyncio.FIRST_COMPLETED)
             if startup.done():
@@ -108,6 +125,35 @@ async def _serve(settings: GatewaySettings) -> None:
                 task.cancel()
             await asyncio.gather(startup, serving, return_exceptions=True)
             await server.stop(0)
+            if http is not None:
+                await http.stop(0)
+
+
+def _engine(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    targets: RemoteTargets,
+    drafts: Drafter | None,
+    config: EngineConfig,
+) -> GenerationEngine:
+    """Metrics are counted only where they are served."""
+    if not settings.http:
+        return GenerationEngine(tokenizer, targets, drafts, config)
+    from outrider.gateway.metrics import MeteredEngine
+
+    return MeteredEngine(tokenizer, targets, drafts, config)
+
+
+async def _start_http(settings: GatewaySettings, engine: GenerationEngine, server: Server) -> HttpServer | None:
+    """Nothing of HTTP is imported unless it is served."""
+    if not settings.http:
+        return None
+    from outrider.gateway.http_server import HttpServer
+
+    http = HttpServer(engine, settings.http, serving=lambda: server.health.serving, grace_s=settings.grace_s)
+    await http.start()
+    print(f"gateway http on {http.address}", flush=True)
+    return http
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:

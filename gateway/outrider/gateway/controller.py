@@ -3,14 +3,18 @@
 Predicted time per token, with O(k) tokens a round, verification v, draft pass d, and r for what a round spends between
 the services (Leviathan et al., arXiv 2211.17192, section 3.3, with the network in it):
 
-    off         v(1)
-    sequential  (r + k d + v(k)) / O(k)
-    ahead       (h max(v(k), r + k d) + (1 - h) (r + k d + v(k))) / O(k)
+    off                    v(0)
+    sequential             (r + k d + v(k)) / O(k)
+    ahead, waiting         (h max(v(k), r + k d) + (1 - h) (r + k d + v(k))) / O(k)
+    ahead, never waiting   (v(k) + n v(0)) / (O(k) + n)
 
-where h is the share of rounds whose window was at the target when the round before ended: for a chain alone the chance
-that all of it holds and the target's own token too, for branches as measured. What a mode was measured at corrects
-its prediction, so that what the formulas leave out (cores that both services share) counts too. The choice is made
-anew every few rounds, and changes only for a gain above the noise; off is left for a while now and then, to look.
+where h is the share of rounds whose window was at the target when the round before ended (for a chain alone the chance
+that all of it holds and the target's own token too, for branches as measured), and n the mean number of plain tokens
+decoded until a chain is there that agrees with them. v counts the rows of all sequences in a step, as if all did the
+same: what pays for one while the others hold back need not pay for all. What a way was measured at corrects its
+prediction, so that what the formulas leave out (cores that both services share) counts too. The choice is made anew
+every few rounds, and changes only for a gain above the noise; off is left for a while now and then, by one request for
+all, to look.
 """
 
 from __future__ import annotations
@@ -18,18 +22,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import ceil
 
 from outrider.gateway.core import Policy
-from outrider.gateway.estimates import Acceptance, Mean, VerifyCosts
+from outrider.gateway.estimates import Acceptance, Experience, Mean
 from outrider.gateway.rounds import Round
 
 DECIDE_EVERY = 16  # rounds
 FIRST_DECISION = 8
 HYSTERESIS = 0.95  # a change must promise at most this share of the present time
+PREFERENCE = 0.93  # off, where speculation gains next to nothing: the draft has other work
 PROBE_ROUNDS = 12
-FIRST_REST, MAX_REST = 32, 512  # tokens decoded without speculation before the next look
+FIRST_REST, MAX_REST = 32, 2048  # tokens decoded without speculation before the next look
+MAX_PLAIN = 8  # tokens between two chains
 PRIOR_HITS = 0.7
 UNKNOWN_ROUND_TRIP_US = 1500.0
+SETTLING = 2  # rounds after a change that say nothing of what it changed to
+MAX_RATIO = 4.0  # of a measured round to its prediction; more is an accident
 
 
 class Mode(Enum):
@@ -50,12 +59,19 @@ class Plan:
 
     mode: Mode
     num_draft_tokens: int
+    waits: bool = True  # for a chain where none is at hand; else the target decodes plain tokens until one is
+
+    @property
+    def way(self) -> tuple[Mode, bool]:
+        """What its measurements hold for, whatever the number of tokens."""
+        return self.mode, self.waits
 
     def policy(self, base: Policy, max_branches: int) -> Policy:
         """As credit and patience."""
         return replace(
             base,
             num_draft_tokens=self.num_draft_tokens,
+            patience_ms=base.patience_ms if self.waits else 0,
             windows_ahead=int(self.mode in AHEAD),
             max_branches=max_branches if self.mode is Mode.BRANCHES else 0,
         )
@@ -74,38 +90,44 @@ class Limits:
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES)
     max_branches: int = 6
     weighs: bool = False  # rejection with weights: no token of the target's own where the chain goes on
+    waits: bool = False  # the target always waits for a chain
 
     def plans(self) -> Iterator[Plan]:
-        """Everything allowed."""
+        """Everything allowed. Under rejection the target must wait: when a chain comes is no business of the law's."""
         if Mode.OFF in self.modes:
             yield OFF
         for mode in self.modes:
             if mode is not Mode.OFF:
-                yield from (Plan(mode, k) for k in ([self.most] if self.fixed else range(1, self.most + 1)))
+                for k in [self.most] if self.fixed else range(1, self.most + 1):
+                    yield Plan(mode, k)
+                    if mode in AHEAD and not (self.weighs or self.waits):
+                        yield Plan(mode, k, waits=False)
 
 
 @dataclass(slots=True)
 class Controller:
-    """`costs` are shared by all requests of a gateway; `round_trips_us` says what the streams measure now."""
+    """`known` is shared by all requests of a gateway; `round_trips_us` says what the streams measure now."""
 
     limits: Limits
-    costs: VerifyCosts
+    known: Experience
     round_trips_us: Callable[[], float]
     plan: Plan = field(init=False)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    hits: Mean = field(default_factory=Mean)
-    _between: Mean = field(default_factory=Mean)  # r of sequential rounds, in microseconds
-    _draft_pass: Mean = field(default_factory=Mean)
-    _other_rows: Mean = field(default_factory=Mean)  # of other sequences in the same steps
-    _corrections: dict[Mode, Mean] = field(default_factory=dict)
+    acceptance: Acceptance = field(init=False)
+    hits: Mean = field(init=False)
+    _after_window: bool = False  # the round before verified drafted tokens
     _until_decision: int = FIRST_DECISION
-    _rest: int = FIRST_REST
-    _resting: int = 0  # tokens still to be decoded without speculation
+    _since_change: int = 0  # rounds
+    _spent_us: float = 0.0
+    _expected_us: float = 0.0
 
     def __post_init__(self) -> None:
-        known = [plan for plan in self.limits.plans() if plan is not OFF]
-        wanted = [plan for plan in known if plan.num_draft_tokens == self.limits.base.num_draft_tokens] or known
+        self.acceptance = Acceptance(self.known.acceptance)
+        self.hits = Mean(self.known.hits.value, min(4.0, self.known.hits.weight))
+        waiting = [plan for plan in self.limits.plans() if plan is not OFF and plan.waits]
+        wanted = [plan for plan in waiting if plan.num_draft_tokens == self.limits.base.num_draft_tokens] or waiting
         self.plan = wanted[-1] if wanted else OFF
+        if self.known.draft_pass.weight:  # others have been here
+            self._decide()
 
     @property
     def policy(self) -> Policy:
@@ -117,24 +139,23 @@ class Controller:
         return {
             "acceptance": self.acceptance.at(0),
             "hits": self.hits.or_else(PRIOR_HITS),
-            "between_us": self._between.value,
-            "draft_pass_us": self._draft_pass.value,
-            "verify_us": self.costs.at(
-                round(self._other_rows.value) + self.plan.num_draft_tokens + 1, self.plan.mode in AHEAD
-            ),
+            "between_us": self._away_us,
+            "draft_pass_us": self.known.draft_pass.value,
+            "verify_us": self._verify_us(self.plan),
+            "correction": self.known.correction(self.plan.way),
         }
 
     def on_piece(self, num_ids: int, draft_us: int) -> None:
         """A piece arrived: `draft_us` of device time since the last one."""
         if num_ids and draft_us:
-            self._draft_pass.add(draft_us / num_ids)
+            self.known.draft_pass.add(draft_us / num_ids)
 
     def on_round(self, closed: Round) -> bool:
         """A round ended. Returns whether the choice changed."""
         self._learn(closed)
-        if self._resting:
-            self._resting = max(0, self._resting - len(closed.commit.ids))
-            return not self._resting and self._wake()
+        if self.plan is OFF and self.known.resting:
+            self.known.resting = max(0, self.known.resting - len(closed.commit.ids))
+            return not self.known.resting and self._look()
         self._until_decision -= 1
         if self._until_decision > 0:
             return False
@@ -143,24 +164,39 @@ class Controller:
 
     def predicted_us(self, plan: Plan) -> float:
         """Time per token; 0 while verification times are unknown."""
-        k, others = plan.num_draft_tokens, round(self._other_rows.value)
-        verify = self.costs.at(others + k + 1, plan.mode in AHEAD)
+        return self._formula_us(plan) * self.known.correction(plan.way)
+
+    def _formula_us(self, plan: Plan) -> float:
+        verify = self._verify_us(plan)
         if plan.mode is Mode.OFF:
-            return verify * self._correction(plan.mode)
-        away, drafting = self._away_us, k * self._draft_pass.value
-        late = away + drafting + verify
+            return verify
+        late = self._away_us + plan.num_draft_tokens * self.known.draft_pass.value
+        tokens = self._tokens(plan)
         if plan.mode is Mode.SEQUENTIAL:
-            time = late
-        else:
-            branches = plan.mode is Mode.BRANCHES
-            alone = self.acceptance.survival(k if self.limits.weighs else k + 1)
-            hits = self.hits.or_else(PRIOR_HITS) if branches else alone
-            ahead = max(verify, away + drafting)
-            time = hits * ahead + (1 - hits) * late
-        return time * self._correction(plan.mode) / self._tokens(plan)
+            return (late + verify) / tokens
+        misses = 1 - self._hits(plan)
+        if plan.waits:
+            return (max(verify, late) + misses * min(verify, late)) / tokens
+        plain_us = self._verify_us(OFF)
+        plain = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
+        return (verify + plain * plain_us) / (tokens + plain)
+
+    def _plain(self, late_us: float, plain_us: float) -> float:
+        """Tokens decoded until a chain is there that agrees with them."""
+        apart = min(MAX_PLAIN, ceil(max(0.0, late_us) / max(1.0, plain_us)))
+        return min(MAX_PLAIN, apart / max(0.1, self.acceptance.survival(apart)))
+
+    def _verify_us(self, plan: Plan) -> float:
+        rows = round(max(1.0, self.known.sequences.value) * (plan.num_draft_tokens + 1))
+        return self.known.costs.at(rows, plan.mode in AHEAD)
+
+    def _hits(self, plan: Plan) -> float:
+        if plan.mode is Mode.BRANCHES:
+            return self.hits.or_else(PRIOR_HITS)
+        return self.acceptance.survival(plan.num_draft_tokens + (not self.limits.weighs))
 
     def _tokens(self, plan: Plan) -> float:
-        """Of a round."""
+        """Of a round that verifies drafted tokens."""
         k = plan.num_draft_tokens
         lost = self.acceptance.survival(k) if self.limits.weighs and plan.mode is Mode.CHAINS else 0.0
         return self.acceptance.tokens(k) - lost
@@ -168,61 +204,76 @@ class Controller:
     @property
     def _away_us(self) -> float:
         """What a round that waits for its draft spends between the services."""
-        return self._between.or_else(max(self.round_trips_us(), UNKNOWN_ROUND_TRIP_US))
+        return self.known.between.or_else(max(self.round_trips_us(), UNKNOWN_ROUND_TRIP_US))
 
     def _learn(self, closed: Round) -> None:
-        commit, timings = closed.commit, closed.commit.timings
+        commit, timings, known = closed.commit, closed.commit.timings, self.known
         if closed.index == 0 or not timings.num_rows:
             return  # the first round holds the prompt
         computed = timings.verify_us + timings.sample_us
-        own_rows = commit.num_drafted + 1
-        self.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD)
-        self._other_rows.add(max(0, timings.num_rows - own_rows))
-        if not commit.num_drafted:
-            if self.plan is OFF:
-                self._correct(closed, self.costs.at(timings.num_rows, False))
-            return
-        self.acceptance.add(commit.num_drafted, commit.num_accepted)
+        known.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD)
+        known.sequences.add(timings.num_sequences)
         waited = max(0, closed.total_us - computed - timings.queue_us)
-        drafting = commit.num_drafted * self._draft_pass.value
-        hit = self.plan.mode in AHEAD and waited < 0.5 * (self._away_us + drafting)
-        if self.plan.mode is Mode.BRANCHES:
+        late = self._away_us + commit.num_drafted * known.draft_pass.value
+        hit = commit.num_drafted > 0 and waited < 0.5 * late
+        if self._after_window and self.plan.mode is Mode.BRANCHES:
             self.hits.add(float(hit))
-        if not hit:
-            self._between.add(max(0.0, waited - drafting))
-        self._correct(closed, self.predicted_us(self.plan) * self._tokens(self.plan))
+            known.hits.add(float(hit))
+        self._after_window = commit.num_drafted > 0
+        if commit.num_drafted:
+            self.acceptance.add(commit.num_drafted, commit.num_accepted)
+            known.acceptance.add(commit.num_drafted, commit.num_accepted)
+            if not hit or self.plan.mode is Mode.SEQUENTIAL:
+                known.between.add(max(0.0, waited - commit.num_drafted * known.draft_pass.value))
+        self._since_change += 1
+        if self._since_change > SETTLING:
+            self._compare(closed)
 
-    def _correct(self, closed: Round, predicted: float) -> None:
-        """`predicted` holds the correction so far; what is added is measured over predicted without it."""
-        if predicted <= 0:
-            return
-        known = self._corrections.setdefault(self.plan.mode, Mean(1.0, 1.0, 32.0))
-        known.add(min(4.0, closed.total_us / (predicted / known.value if self.plan is not OFF else predicted)))
+    def _compare(self, closed: Round) -> None:
+        """Adds a round's time and what was predicted for it."""
+        tokens = float(len(closed.commit.ids))
+        if self.plan is not OFF and self.plan.waits:
+            if not closed.commit.num_drafted:
+                return  # a wait that ran out
+            tokens = self._tokens(self.plan)  # the luck of one round is none of the machine's
+        self._spent_us += closed.total_us
+        self._expected_us += self._formula_us(self.plan) * tokens
 
-    def _correction(self, mode: Mode) -> float:
-        known = self._corrections.get(mode)
-        return known.value if known is not None else 1.0
+    def _correct(self) -> None:
+        """Once a decision: measured over predicted. Sums, since rounds of one token and of five have unlike ratios."""
+        if self._expected_us > 0:
+            self.known.correct(self.plan.way, min(MAX_RATIO, self._spent_us / self._expected_us))
+        self._spent_us = self._expected_us = 0.0
 
     def _decide(self) -> bool:
+        self._correct()
         times = {plan: self.predicted_us(plan) for plan in self.limits.plans()}
+        if OFF in times:
+            times[OFF] *= PREFERENCE
+        self.known.forget_others(self.plan.way)
         if not times or not min(times.values()):
             return False
         best = min(times, key=lambda plan: times[plan])
         if best == self.plan or times[best] > HYSTERESIS * times[self.plan]:
             if self.plan is not OFF:
-                self._rest = FIRST_REST
+                self.known.rest //= 2
             return False
-        self.plan = best
-        if best is OFF:
-            self._resting, self._rest = self._rest, min(2 * self._rest, MAX_REST)
+        self._change(best)
+        if best is OFF and not self.known.resting:
+            self.known.rest = min(2 * self.known.rest, MAX_REST) or FIRST_REST
+            self.known.resting = self.known.rest
         return True
 
-    def _wake(self) -> bool:
+    def _look(self) -> bool:
         """Speculates for a few rounds, as well as it can be, to see whether it pays by now."""
         plans = [plan for plan in self.limits.plans() if plan is not OFF]
         if not plans:
-            self._resting = self._rest
+            self.known.resting = self.known.rest
             return False
-        self.plan = min(plans, key=self.predicted_us)
+        self._correct()
+        self._change(min(plans, key=self.predicted_us))
         self._until_decision = PROBE_ROUNDS
         return True
+
+    def _change(self, plan: Plan) -> None:
+        self.plan, self._since_change = plan, 0

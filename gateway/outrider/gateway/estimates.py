@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
 WINDOW = 64.0  # verifications that an estimate looks back on
 MAX_BUCKETS = 64
+FORGETTING = 0.01  # a decision
 
 
 @dataclass(slots=True)
@@ -31,8 +32,10 @@ class Mean:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Chance that a drafted token is accepted if those before it are, by position in the window, under a Beta prior."""
+    """Chance that a drafted token is accepted if those before it are, by position in the window, under a Beta prior:
+    what is known of other requests, or else the mean of all positions."""
 
+    others: Acceptance | None = None
     accepted: list[float] = field(default_factory=list)
     tested: list[float] = field(default_factory=list)
 
@@ -47,8 +50,8 @@ class Acceptance:
             self.accepted[position] = fade * self.accepted[position] + (position < num_accepted)
 
     def at(self, position: int) -> float:
-        """One position's; the mean of all is its prior."""
-        prior = self._mean()
+        """One position's."""
+        prior = self._mean() if self.others is None else self.others.at(position)
         if position >= len(self.tested):
             return prior
         return (self.accepted[position] + PRIOR_WEIGHT * prior) / (self.tested[position] + PRIOR_WEIGHT)
@@ -118,6 +121,36 @@ class VerifyCosts:
         """The estimate; of the other kind where nothing is known of this one."""
         tables = (self._beside, self._alone) if beside_draft else (self._alone, self._beside)
         return tables[0].at(num_rows) or tables[1].at(num_rows)
+
+
+@dataclass(slots=True)
+class Experience:
+    """What all requests of a gateway learn together, since it says more of the machines than of a request."""
+
+    costs: VerifyCosts
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    hits: Mean = field(default_factory=Mean)
+    between: Mean = field(default_factory=Mean)  # what a round that waits for its draft spends outside both models
+    draft_pass: Mean = field(default_factory=Mean)
+    sequences: Mean = field(default_factory=lambda: Mean(1.0))  # of a step
+    corrections: dict[Hashable, Mean] = field(default_factory=dict)  # measured over predicted, by way of decoding
+    rest: int = 0  # tokens between two looks at speculation while it does not pay
+    resting: int = 0  # of these still to go, all requests together
+
+    def correct(self, way: Hashable, ratio: float) -> None:
+        """Some rounds took `ratio` times what the formula says."""
+        self.corrections.setdefault(way, Mean(1.0, 1.0, 6.0)).add(ratio)
+
+    def correction(self, way: Hashable) -> float:
+        """What the formula's result is to be multiplied by."""
+        known = self.corrections.get(way)
+        return 1.0 if known is None else known.value
+
+    def forget_others(self, way: Hashable) -> None:
+        """What was measured long ago counts less and less: another way becomes worth a try."""
+        for other, known in self.corrections.items():
+            if other != way:
+                known.value += FORGETTING * (1 - known.value)
 
 
 def _bucket(num_rows: int) -> int:

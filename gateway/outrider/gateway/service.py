@@ -18,7 +18,7 @@ from outrider.gateway.backends import Drafter, Verifier
 from outrider.gateway.completion import Completion, RequestRun
 from outrider.gateway.controller import Controller, Limits, Mode
 from outrider.gateway.core import Policy
-from outrider.gateway.estimates import VerifyCosts
+from outrider.gateway.estimates import Experience, VerifyCosts
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
 from outrider.gateway.prepare import Prepared, prepare
 from outrider.gateway.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class GenerationEngine:
         self.admission = Admission(self.config.max_active, self.config.max_waiting)
         self._tracer = tracer or trace.get_tracer("outrider.gateway")
         self._draft_warnings = _OnceWarnings()
-        self._costs: VerifyCosts | None = None  # from the first request on: then the target has said what it knows
+        self._known: Experience | None = None  # from the first request on: then the target has said what it knows
 
     @property
     def model_name(self) -> str:
@@ -128,8 +128,8 @@ class GenerationEngine:
         )
 
     def _new_controller(self, prepared: Prepared, base: Policy) -> Controller | None:
-        """None where nothing is to be chosen. A request that names a number of tokens gets it, and is not switched
-        off."""
+        """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it
+        is not switched off, and the target waits for its draft."""
         fixed = prepared.request.speculation.num_draft_tokens is not None
         weighs = prepared.acceptance is AcceptanceRule.REJECTION and not prepared.sampling.greedy
         modes = {
@@ -144,10 +144,11 @@ class GenerationEngine:
             modes = tuple(mode for mode in modes if mode is not Mode.OFF)
         adapts = prepared.mode == "auto" and not fixed
         most = max(base.num_draft_tokens, self.config.max_draft_tokens) if adapts else base.num_draft_tokens
-        limits = Limits(base, min(most, self.verifier.info.max_window), not adapts, modes, weighs=weighs)
-        if self._costs is None:
-            self._costs = VerifyCosts(self.verifier.info.step_costs)
-        return Controller(limits, self._costs, self._round_trips_us)
+        most = min(most, self.verifier.info.max_window)
+        limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
+        if self._known is None:
+            self._known = Experience(VerifyCosts(self.verifier.info.step_costs))
+        return Controller(limits, self._known, self._round_trips_us)
 
     def _round_trips_us(self) -> float:
         return 0.0 if self.drafter is None else self.drafter.round_trip_us

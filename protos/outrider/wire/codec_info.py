@@ -59,10 +59,14 @@ def decode_draft_info(message: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
 def encode_target_info(info: TargetInfo) -> target_pb2.GetTargetInfoResponse:
     """The answer of GetTargetInfo."""
     return target_pb2.GetTargetInfoResponse(
-        model=encode_model_info(info.model), max_window=info.max_window, load=encode_load(info.load)
+        model=encode_model_info(info.model),
+        max_window=info.max_window,
+        load=encode_load(info.load),
+        step_costs=[target_pb2.StepCost(num_rows=rows, step_us=micros) for rows, micros in info.step_costs],
     )
 
 
 def decode_target_info(message: target_pb2.GetTargetInfoResponse) -> TargetInfo:
     """The answer of GetTargetInfo."""
-    return TargetInfo(decode_model_info(message.model), message.max_window, decode_load(message.load))
+    costs = tuple((cost.num_rows, cost.step_us) for cost in message.step_costs)
+    return TargetInfo(decode_model_info(message.model), message.max_window, decode_load(message.load), costs)

@@ -100,7 +100,7 @@ def _read_environment(
         if not mark or not start.startswith(ENV_PREFIX):
             continue
         if start + mark != prefix:
-            if _resembles(start, prefix.removesuffix("__")):
+            if _resembles(start.removeprefix(ENV_PREFIX), section.upper()):
                 yield f"unknown variable {variable}: did you mean {prefix}...?"
         elif variable.upper() not in variables:
             yield f"unknown variable {variable}: {near_miss(variable.upper(), variables)}"

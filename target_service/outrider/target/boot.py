@@ -16,6 +16,7 @@ from outrider.engine.loader import LoadedModel, build_decoder, load_model
 from outrider.engine.runner import ModelRunner, blocks_for_memory
 from outrider.target.admission import TargetLimits
 from outrider.target.engine import EngineCommand, TargetEngine
+from outrider.target.profile import StepCosts
 from outrider.target.servicer import SERVICE, TargetServicer, register
 from outrider.target.settings import TargetSettings
 from outrider.target.tracing import StepTracer
@@ -63,7 +64,8 @@ async def serve(settings: TargetSettings) -> None:
 
 
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
-    """Puts the parts together on the running event loop; the device thread starts here."""
+    """Puts the parts together on the running event loop; the device thread starts here, and measures its steps before
+    anybody can reach it."""
     memory = settings.cache_mb << 20
     runner = ModelRunner(loaded.model, settings.num_blocks or blocks_for_memory(loaded.model, memory))
     limits = limits_of(settings, loaded, runner)
@@ -74,11 +76,13 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
         limits,
         prefix_cache=settings.prefix_cache,
         max_rows=settings.max_rows,
+        cut_windows=settings.cut_windows,
         flush=outboxes.flush,
         on_step=tracer.on_step if tracer is not None else None,
     )
     thread: DeviceThread[EngineCommand] = DeviceThread(engine, "target-device", settings.threads)
-    servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits))
+    costs = thread.call(engine.profile).result()
+    servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs))
 
     async def probe() -> None:
         await asyncio.wrap_future(thread.call(engine.probe))
@@ -93,6 +97,9 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
         enable_reflection=settings.reflection,
     )
     log.info("%s: %d blocks of %d tokens", settings.model, limits.num_blocks, limits.block_size)
+    log.info(
+        "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
+    )
     return TargetService(server, servicer, engine, thread)
 
 
@@ -143,7 +150,9 @@ def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner
     )
 
 
-def info_of(settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits) -> TargetInfo:
+def info_of(
+    settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits, step_costs: StepCosts = ()
+) -> TargetInfo:
     """What GetTargetInfo answers."""
     vocabulary = read_vocabulary(Path(settings.model))
     model = ModelInfo(
@@ -161,4 +170,4 @@ def info_of(settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits)
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
     )
-    return TargetInfo(model, limits.max_window)
+    return TargetInfo(model, limits.max_window, step_costs=step_costs)

@@ -16,7 +16,9 @@ from outrider.engine.runner import ModelRunner
 from outrider.engine.sequence import SequenceCache
 from outrider.target.admission import Refused, TargetLimits, admit
 from outrider.target.gathering import Gathering
+from outrider.target.goodput import Goodput
 from outrider.target.outcome import Outcome, origins_of, outcome_of
+from outrider.target.profile import StepCosts, measure_steps
 from outrider.target.reports import position_logprobs, report_prompt
 from outrider.target.scheduler import Scheduler, StepEntry
 from outrider.target.state import Sink, TargetSequence
@@ -83,6 +85,7 @@ class TargetEngine:
         *,
         prefix_cache: bool = True,
         max_rows: int = 512,
+        cut_windows: bool = True,
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[StepReport], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -92,6 +95,7 @@ class TargetEngine:
         self._flush = flush
         self._on_step = on_step
         self._clock = clock
+        self._cut_windows = cut_windows
         self._arrivals = 0
         self._verifier = Verifier(limits.vocab_size, runner.model.device)
         dtype = str(runner.model.dtype).removeprefix("torch.")
@@ -157,6 +161,13 @@ class TargetEngine:
         finally:
             self.cache.pool.release(block)
 
+    def profile(self) -> StepCosts:
+        """Measures steps by their rows, while nothing is open; from then on windows are cut by it, if they may be."""
+        costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, self.limits.max_model_len)
+        if costs and self._cut_windows:
+            self.scheduler.goodput = Goodput(costs)
+        return costs
+
     def load(self) -> Load:
         """The present load."""
         sequences = self.scheduler.sequences.values()
@@ -219,6 +230,8 @@ class TargetEngine:
         verdicts = self._verifier.verify(logits, self._judged(entries, logits))
         sampled = self._clock()
         self._gathering.ran(sampled - started, chunked=any(not entry.samples for entry in entries))
+        if self.scheduler.goodput is not None and all(entry.num_rows == entry.num_judging for entry in entries):
+            self.scheduler.goodput.time.add(sum(entry.num_rows for entry in entries), (sampled - started) * 1e6)
         timings = StepTimings(
             verify_us=round((forwarded - started) * 1e6),
             sample_us=round((sampled - forwarded) * 1e6),
@@ -252,6 +265,7 @@ class TargetEngine:
             message = "the target's logits hold NaN or infinity, or no token is allowed"
             self._fail(target, grpc.StatusCode.INTERNAL, message, "INVALID_LOGITS")
             return
+        self._learn(verdict)
         outcome = self._settle(verdict)
         target.last_commit = target.ready_since = now
         if entry.committed == target.prompt_len + len(target.open.output_ids):
@@ -277,6 +291,16 @@ class TargetEngine:
         if outcome.finish_reason is not None:
             target.finished = True
             self.scheduler.remove(target)
+
+    def _learn(self, verdict: Verdict) -> None:
+        """Counts what held. A plain token tests a held one, too, where a token holds by being the target's own."""
+        target, num_drafted, num_accepted = verdict.entry.target, len(verdict.entry.window.ids), verdict.num_accepted
+        if self.scheduler.goodput is None:
+            return
+        if not num_drafted and not target.rejects:
+            held = target.chains.window(1).ids
+            num_drafted, num_accepted = len(held), int(held == verdict.ids[:1])
+        self.scheduler.goodput.judged(target.acceptance, num_drafted, num_accepted)
 
     def _settle(self, verdict: Verdict) -> Outcome:
         """Puts the outcome in the place of the window: tokens, sampling state, cache, chains."""

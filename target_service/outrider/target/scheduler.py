@@ -7,15 +7,15 @@ goes to chunks of prompts. There is no prefill phase: a sequence only has tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.blocks import OutOfBlocks
 from outrider.engine.sequence import SequenceCache
 from outrider.target.chains import EMPTY_WINDOW, Window
+from outrider.target.goodput import Goodput, Wish
 from outrider.target.state import SequenceKey, TargetSequence
-from outrider.wire.sampling import AcceptanceRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,26 @@ class StepEntry:
         """Rows, at the end, that judge the window or give the next token; the others belong to the prompt."""
         return self.start + self.num_rows - self.committed + 1 if self.samples else 0
 
+    @property
+    def num_further(self) -> int:
+        """Rows that a shorter window would save at most. In rejection mode one drafted token always stays: a cut then
+        puts tokens off and gives up none. A sequence's first window is whole: it shows what its draft is worth."""
+        stays = not self.target.acceptance.tested or (self.target.rejects and len(self.window.ids) == 1)
+        return 0 if stays else self.num_judging - 1
+
+    def wish(self) -> Wish:
+        """The same, as the choice of windows takes it."""
+        further = self.num_further
+        return Wish(self.target.acceptance, self.num_rows - further, self.num_judging - 1 - further, further)
+
+    def cut_to(self, further: int) -> int:
+        """The longest window with so many of those rows, or fewer. In rejection mode the target's own token does not
+        follow a cut window, so k drafted tokens take k rows."""
+        drafted = len(self.window.ids)
+        if further >= self.num_further:
+            return drafted
+        return min(further + 1, drafted - 1) if self.target.rejects else further
+
     def batch_entry(self) -> BatchEntry:
         """The rows as the runner takes them; the sequence's tokens include the window by then."""
         sequence = self.target.sequence
@@ -54,6 +74,7 @@ class Scheduler:
         self.cache = cache
         self.max_rows = max_rows
         self.max_window = max_window
+        self.goodput: Goodput | None = None  # with one, windows are cut where sequences share a step
         self.sequences: dict[SequenceKey, TargetSequence] = {}
 
     def add(self, target: TargetSequence) -> None:
@@ -74,10 +95,12 @@ class Scheduler:
         """The next step. Windows come first, oldest first, then prompts; blocks are reserved and windows appended."""
         entries: list[StepEntry] = []
         budget = self.max_rows
-        for target in self._runnable(now):
+        ready = self._runnable(now)
+        limits = self._cut(ready, self.goodput) if self.goodput is not None and len(ready) > 1 else {}
+        for target in ready:
             if budget <= 0:
                 break
-            entry = self._enter(target, budget, entries, now)
+            entry = self._enter(target, budget, limits.get(target.key, self.max_window), entries)
             if entry is not None:
                 entries.append(entry)
                 budget -= entry.num_rows
@@ -102,7 +125,17 @@ class Scheduler:
 
         return sorted(ready, key=order)
 
-    def _enter(self, target: TargetSequence, budget: int, entries: Iterable[StepEntry], now: float) -> StepEntry | None:
+    def _cut(self, ready: Sequence[TargetSequence], goodput: Goodput) -> dict[SequenceKey, int]:
+        """The longest window that each sequence shall verify in a step of all of them."""
+        shapes = [self._shape(target, self.max_rows, self.max_window) for target in ready]
+        windows = [shape for shape in shapes if shape.samples]
+        other_rows = sum(shape.num_rows for shape in shapes if not shape.samples)
+        further = goodput.choose([shape.wish() for shape in windows], other_rows, self.max_rows)
+        return {shape.target.key: shape.cut_to(rows) for shape, rows in zip(windows, further, strict=True)}
+
+    def _enter(
+        self, target: TargetSequence, budget: int, max_window: int, entries: Iterable[StepEntry]
+    ) -> StepEntry | None:
         """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
         if not target.admitted:
             found = self.cache.admit(target.sequence, use_prefix=target.open.sampling.prompt_logprobs is None)
@@ -111,7 +144,7 @@ class Scheduler:
         if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
             # This round decodes a plain token because the wait ran out; it is not repeated until a piece arrives.
             target.patience_spent = True
-        entry = self._shape(target, budget)
+        entry = self._shape(target, budget, max_window)
         in_step = {e.target.key for e in entries} | {target.key}
         while True:
             try:
@@ -123,7 +156,7 @@ class Scheduler:
                         self._preempt(target)
                     return None
 
-    def _shape(self, target: TargetSequence, budget: int) -> StepEntry:
+    def _shape(self, target: TargetSequence, budget: int, max_window: int) -> StepEntry:
         """How many rows: a chunk of what is not computed, or all of it and the window."""
         start = target.sequence.num_computed_tokens
         missing = target.committed - start  # at least 1: the last token's logits are always to come
@@ -133,14 +166,9 @@ class Scheduler:
                 target, target.committed, start, budget, EMPTY_WINDOW, False, budget if wants_prompt else 0
             )
         room = min(target.until - target.committed, target.tokens_left)
-        window = target.chains.window(min(target.max_window, self.max_window, room, budget - missing))
+        window = target.chains.window(min(target.max_window, max_window, room, budget - missing))
         num_drafted = len(window.ids)
-        takes_next = room > num_drafted and not (
-            num_drafted > 0
-            and window.goes_on
-            and target.open.acceptance == AcceptanceRule.REJECTION
-            and not target.greedy
-        )
+        takes_next = room > num_drafted and not (num_drafted > 0 and window.goes_on and target.rejects)
         # Without a bonus the last drafted token's row is not needed: it is computed with the next step.
         num_rows = missing + num_drafted - (0 if takes_next else 1)
         num_logits = num_rows if wants_prompt else num_rows - missing + 1

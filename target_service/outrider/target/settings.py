@@ -28,6 +28,7 @@ class TargetSettings(ServiceSettings):
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     max_rows: int = Field(512, ge=1, le=65536, description="rows of one step, prompts and windows together")
     max_window: int = Field(32, ge=0, le=128, description="most drafted tokens of one verification")
+    cut_windows: bool = Field(True, description="verify fewer drafted tokens where sequences share a step and it pays")
     max_sequences: int = Field(256, ge=1, description="sequences open at once")
     untrusted_draft: bool = Field(False, description="ignore the draft's weights: every drafted token is one-hot")
     trust_remote_code: bool = Field(False, description="run code that comes with the checkpoint")

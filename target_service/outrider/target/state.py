@@ -9,6 +9,7 @@ from outrider.engine.random_ahead import RandomAhead, RandomKey
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence
 from outrider.target.chains import ChainBuffer
+from outrider.target.goodput import Acceptance
 from outrider.wire.messages import Credit, Open, PositionLogprobs, TargetEvent
 from outrider.wire.sampling import AcceptanceRule
 
@@ -31,6 +32,7 @@ class TargetSequence:
     arrival: int  # order of arrival, for fairness and preemption
     deadline: float | None  # on the scheduler's clock
     random_ahead: RandomAhead = field(default_factory=RandomAhead)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
     admitted: bool = False  # holds blocks (or may take them); false when new or preempted
     until: int = 0
@@ -76,6 +78,12 @@ class TargetSequence:
     def coupled(self) -> bool:
         """Whether draft and target share their noise."""
         return self.open.acceptance == AcceptanceRule.COUPLED
+
+    @property
+    def rejects(self) -> bool:
+        """Whether windows are judged by rejection sampling: then the target's own token does not follow one that is
+        cut."""
+        return self.open.acceptance == AcceptanceRule.REJECTION and not self.greedy
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -1,0 +1,154 @@
+"""One block of the network bench: a number of streams, a temperature and a draft's cost, over every mode and network,
+all cells in random order in every repeat."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from outrider.commands.bench_foreign import ForeignLoad
+from outrider.commands.bench_network_fleet import NetworkFleet
+from outrider.commands.bench_network_forms import Costs, branches, chains, sequential
+from outrider.commands.bench_network_link import Network
+from outrider.commands.bench_network_rounds import Digest
+from outrider.commands.bench_network_run import (
+    BRANCHES,
+    CHAINS,
+    COLOCATED,
+    COLOCATED_ALL,
+    PLAIN,
+    SEQUENTIAL,
+    Batch,
+    batch_of,
+)
+from outrider.commands.bench_result import Json, spread
+
+Note = Callable[[str], None]
+Cell = tuple[str, Network]
+LOOPBACK = Network.parse("0")
+ON_NO_NETWORK = (PLAIN, COLOCATED, COLOCATED_ALL)  # what a network changes nothing about, or hides in credit
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What is alike for all cells."""
+
+    temperature: float
+    streams: int
+    cost: float  # a draft pass over a verification
+    modes: tuple[str, ...]
+    networks: tuple[Network, ...]
+    num_draft_tokens: int
+    max_tokens: int
+
+    def cells(self) -> Iterator[Cell]:
+        """Every mode over every network that matters to it."""
+        for mode in self.modes:
+            yield from ((mode, network) for network in ((LOOPBACK,) if mode in ON_NO_NETWORK else self.networks))
+
+    def batch(self, prompts: Sequence[Sequence[int]], seed: int) -> Batch:
+        """The runs of one repeat."""
+        return batch_of(prompts, self.streams, self.temperature, self.max_tokens, self.num_draft_tokens, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a verification took before the block, and how long that makes a draft's pass."""
+
+    verify_ms: float
+    pass_ms: float
+
+
+async def measure_block(
+    fleet: NetworkFleet, block: Block, prompts: Sequence[Sequence[int]], repeats: int, seed: int, note: Note
+) -> Json:
+    """All repeats of a block."""
+    pace = await _settle(fleet, block, prompts, seed)
+    cells, order, foreign = list(block.cells()), random.Random(seed), ForeignLoad()
+    runs: dict[Cell, list[Digest]] = {cell: [] for cell in cells}
+    for repeat in range(repeats):
+        for mode, network in order.sample(cells, len(cells)):
+            if not network.is_direct:
+                await fleet.set_network(network, pace.verify_ms, seed + repeat)
+            way = fleet.way(mode, network, pace.pass_ms)
+            runs[mode, network].append(await way.run(block.batch(prompts, seed + repeat)))
+        done = ", ".join(f"{mode} {network.name}: {own[-1].ms_per_token:.1f}" for (mode, network), own in runs.items())
+        note(f"  {repeat + 1} of {repeats}: {done} ms a token")
+    return describe(block, pace, runs, foreign.cpus())
+
+
+async def _settle(fleet: NetworkFleet, block: Block, prompts: Sequence[Sequence[int]], seed: int) -> Pace:
+    """Warms everything up, and stretches the draft's passes to their length."""
+    batch = block.batch(prompts, seed)
+    await fleet.set_pass_ms(0.0)
+    way = fleet.way(SEQUENTIAL, LOOPBACK, 0.0)
+    await way.run(batch)
+    verify_ms = (await way.run(batch)).verify_ms
+    pace = Pace(verify_ms, block.cost * verify_ms)
+    await fleet.set_pass_ms(pace.pass_ms)
+    for name in fleet.colocated.keys() & block.modes:
+        await fleet.way(name, LOOPBACK, pace.pass_ms).run(batch)
+    return pace
+
+
+def describe(block: Block, pace: Pace, runs: dict[Cell, list[Digest]], foreign_cpus: float | None) -> Json:
+    """A block as JSON holds it."""
+    pass_ms = _pass_ms(runs) or pace.pass_ms
+    plain = [run.ms_per_token for (mode, _), own in runs.items() if mode == PLAIN for run in own]
+    plain_ms = median(plain) if plain else pace.verify_ms
+    return {
+        "temperature": block.temperature,
+        "batch": block.streams,
+        "cost": block.cost,
+        "k": block.num_draft_tokens,
+        "verify_ms": pace.verify_ms,
+        "pass_ms": pass_ms,
+        "plain_ms": plain_ms,
+        "foreign_cpus": foreign_cpus,
+        "cells": [
+            _describe_cell(mode, network, own, pace, pass_ms, plain_ms, block.num_draft_tokens)
+            for (mode, network), own in runs.items()
+        ],
+    }
+
+
+def _describe_cell(
+    mode: str, network: Network, runs: Sequence[Digest], pace: Pace, pass_ms: float, plain_ms: float, k: int
+) -> Json:
+    tested = sum(run.tested for run in runs)
+    costs = Costs(
+        num_draft_tokens=k,
+        acceptance=sum(run.accepted for run in runs) / tested if tested else 0.0,
+        tokens_per_round=median(run.tokens_per_round for run in runs),
+        verify_ms=median(run.verify_ms for run in runs),
+        pass_ms=pass_ms,
+    )
+    hits = [run.hits for run in runs if run.hits is not None]
+    round_trip_ms = network.round_trip_ms(pace.verify_ms)
+    return {
+        "mode": mode,
+        "network": network.name,
+        "steady": network.steady,
+        "round_trip_ms": round_trip_ms,
+        "ms_per_token": spread([run.ms_per_token for run in runs]),
+        "hits": median(hits) if hits else None,
+        "costs": asdict(costs),
+        "form_ms": form_ms(mode, costs, round_trip_ms, median(hits) if hits else 0.0, plain_ms),
+    }
+
+
+def form_ms(mode: str, costs: Costs, round_trip_ms: float, hits: float, plain_ms: float) -> float | None:
+    """Time per token in closed form; None where there is none."""
+    if mode in (SEQUENTIAL, COLOCATED, COLOCATED_ALL):
+        return sequential(costs, round_trip_ms)
+    if mode == CHAINS:
+        return chains(costs, round_trip_ms)
+    return branches(costs, round_trip_ms, hits, plain_ms) if mode == BRANCHES else None
+
+
+def _pass_ms(runs: dict[Cell, list[Digest]]) -> float:
+    """A draft's pass where nothing else is drafted beside the chain."""
+    known = [run.pass_ms for (mode, _), own in runs.items() if mode in (SEQUENTIAL, COLOCATED) for run in own]
+    return median(known) if known else 0.0

@@ -1,0 +1,28 @@
+"""A slow draft: every pass of a draft model stretched to a length by sleeping, which leaves the cores to others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from outrider.proposers.draft_model import Drafted, DraftModelProposer, DraftRows
+
+
+class Pace:
+    """How long a pass takes at least. Set from any thread."""
+
+    def __init__(self) -> None:
+        self.pass_s = 0.0
+
+    def stretch_passes(self) -> None:
+        """Makes every draft model of this process take its time: a pass, its sampling included, with any number of
+        rows, as on a device whose memory is the limit."""
+        step = DraftModelProposer.step
+
+        def paced(proposer: DraftModelProposer, rows: Sequence[DraftRows]) -> list[Drafted | None]:
+            end = time.perf_counter() + self.pass_s
+            drafted = step(proposer, rows)
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return drafted
+
+        setattr(DraftModelProposer, "step", paced)  # noqa: B010  # for this process, on purpose

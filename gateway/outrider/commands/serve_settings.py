@@ -1,0 +1,147 @@
+"""The settings of `outrider serve`, and the command lines of the three services that follow from them. What is left
+open is left to the services, and so to their own variables: OUTRIDER_TARGET__MAX_ROWS works here, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from outrider.commands.bench_machine import share_cores
+from outrider.commands.fleet import GRACE_S, LOOPBACK
+from outrider.pairs import pair_path
+from outrider.wire.config import ServiceSettings
+
+NGRAM = "ngram"
+
+
+class ServeSettings(ServiceSettings):
+    """Which models, where they run, and where clients come in."""
+
+    section: ClassVar[str] = "serve"
+
+    target: Path | None = Field(
+        None, description="folder of the target's checkpoint; also the bare argument (default: the embedded pair's)"
+    )
+    draft: str = Field("", description=f"folder of the draft's checkpoint, or {NGRAM}, short for --method {NGRAM}")
+    method: Literal["draft_model", "ngram"] = Field(
+        "draft_model", description="how drafts are made by default; ngram looks up the text so far and needs no model"
+    )
+    pair: str = Field("python", description="the embedded pair, where no target is given")
+    listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
+    http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
+    model_name: str = Field("", description="name to serve the model under (default: the folder's)")
+    num_draft_tokens: int | None = Field(None, ge=1, le=128, description="tokens drafted a round (the gateway's: 4)")
+    mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
+        None, description="how far the draft runs ahead (the gateway's: auto)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
+        None, description="compute type of both models (auto: float32 on a CPU)"
+    )
+    device: str | None = Field(None, description="where both models run, as cpu or cuda (the services': cpu)")
+    draft_device: str | None = Field(None, description="where the draft runs, if elsewhere")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores but one)")
+    draft_threads: int = Field(1, ge=1, le=256, description="threads of the draft")
+    max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the models')")
+    cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its: 512)")
+    draft_cache_mb: int | None = Field(None, ge=1, description="memory of the draft's cache, in MiB (its: 256)")
+    batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
+    trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
+    trace_file: Path | None = Field(None, description="file to append traces to, for outrider trace")
+    start_timeout: float = Field(600.0, gt=0, description="seconds that a service may take to start")
+    plain: bool = Field(False, description="no colours, and no progress bars")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.target is None and self.draft not in ("", NGRAM):
+            raise ValueError("give a target with this draft, as in `outrider serve TARGET --draft DRAFT`")
+        if self.target is not None and not self.draft and self.method != NGRAM:
+            raise ValueError(f"give --draft DIR, or --draft {NGRAM}, which needs no model")
+        return self
+
+    @property
+    def uses_ngram(self) -> bool:
+        """Whether drafts are looked up."""
+        return NGRAM in (self.draft, self.method)
+
+    @property
+    def target_folder(self) -> Path:
+        """The target's checkpoint."""
+        return pair_path(self.pair).target if self.target is None else self.target
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """The draft's checkpoint, if there is one."""
+        if self.draft == NGRAM or (self.target is None and self.uses_ngram):
+            return None
+        if self.target is None:
+            return pair_path(self.pair).draft
+        return Path(self.draft) if self.draft else None
+
+    def check_folders(self) -> None:
+        """Refuses what no service could load, before any is started."""
+        for folder in (self.target_folder, self.draft_folder):
+            if folder is not None and not (folder / "config.json").is_file():
+                raise ValueError(f"{folder} is no folder of a checkpoint: it has no config.json")
+
+    def target_arguments(self) -> list[str]:
+        """`outrider target ...`"""
+        flags = {
+            "model": self.target_folder,
+            "name": self.model_name or None,
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads or max(1, share_cores().num_all - 1),
+            "max-model-len": self.max_model_len,
+            "cache-mb": self.cache_mb,
+            "batch-invariant": self.batch_invariant,
+            "trust-remote-code": self.trust_remote_code,
+        }
+        return ["target", *self._common(LOOPBACK), *_flags(flags)]
+
+    def draft_arguments(self) -> list[str]:
+        """`outrider draft ...`"""
+        flags = {
+            "method": NGRAM if self.uses_ngram else None,
+            "model": self.draft_folder,
+            "dtype": self.dtype,
+            "device": self.draft_device or self.device,
+            "threads": self.draft_threads,
+            "max-model-len": self.max_model_len,
+            "cache-mb": self.draft_cache_mb,
+        }
+        return ["draft", *self._common(LOOPBACK), *_flags(flags)]
+
+    def gateway_arguments(self, target: str, draft: str) -> list[str]:
+        """`outrider gateway ...`, in front of the two."""
+        flags = {
+            "target": target,
+            "draft": draft,
+            "tokenizer": self.target_folder,
+            "draft-tokenizer": self._draft_tokenizer,
+            "http": self.http or None,
+            "num-draft-tokens": self.num_draft_tokens,
+            "mode": self.mode,
+            "model-name": self.model_name or None,
+        }
+        return ["gateway", *self._common(self.listen), *_flags(flags)]
+
+    @property
+    def _draft_tokenizer(self) -> Path | None:
+        """For models whose tokenizers differ a little; a draft's folder may have none."""
+        folder = self.draft_folder
+        return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
+
+    def _common(self, listen: str) -> list[str]:
+        return list(_flags({"listen": listen, "grace-s": GRACE_S, "trace-file": self.trace_file}))
+
+
+def _flags(values: Mapping[str, object]) -> Iterator[str]:
+    """Flags with their values; what is None or off is left to the service."""
+    for name, value in values.items():
+        if value is True:
+            yield f"--{name}"
+        elif value is not None and value is not False:
+            yield f"--{name}={value}"

@@ -1,0 +1,126 @@
+"""From an Ask to its answer: one request of the gateway for each prompt, their deltas merged, whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from outrider.gateway import http_stream as sse
+from outrider.gateway.generation import GenerationDelta
+from outrider.gateway.http_errors import error_body, renamed
+from outrider.gateway.http_request import Ask
+from outrider.gateway.http_shapes import UsageSum, join
+from outrider.gateway.service import GenerationEngine, merge
+from outrider.wire.errors import OutriderError
+
+
+class Face(Protocol):
+    """What an endpoint's answers look like."""
+
+    prefix: str  # of ids
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice that a completion's stream begins with."""
+
+    def choice(self, delta: GenerationDelta) -> dict[str, Any]:
+        """A whole completion."""
+
+    def piece(self, delta: GenerationDelta) -> dict[str, Any] | None:
+        """What a stream says of a delta; None: nothing."""
+
+
+async def answer(request: Request, engine: GenerationEngine, ask: Ask, face: Face) -> Response:
+    """The response. An error before the first token has a status of its own; one after it is an event."""
+    deltas = generate(engine, ask)
+    if not ask.stream:
+        return JSONResponse(await sse.unless_gone(request.receive, _whole(engine, ask, face, deltas)))
+    first = await sse.unless_gone(request.receive, _first(deltas))
+    return sse.EventStream(_events(engine, ask, face, first, deltas))
+
+
+async def generate(engine: GenerationEngine, ask: Ask) -> AsyncGenerator[GenerationDelta, None]:
+    """The deltas of all prompts; completion j of prompt i has the index i * n + j."""
+    async with aclosing(merge([_one(engine, ask, place) for place in range(len(ask.requests))])) as deltas:
+        async for delta in deltas:
+            yield delta
+
+
+async def _one(engine: GenerationEngine, ask: Ask, place: int) -> AsyncGenerator[GenerationDelta, None]:
+    try:
+        async with aclosing(engine.generate(ask.requests[place])) as deltas:
+            async for delta in deltas:
+                yield replace(delta, index=place * ask.n + delta.index) if place else delta
+    except OutriderError as error:
+        raise renamed(error, ask.names[place]) from error
+
+
+async def _whole(
+    engine: GenerationEngine, ask: Ask, face: Face, deltas: AsyncGenerator[GenerationDelta, None]
+) -> dict[str, Any]:
+    completions: dict[int, list[GenerationDelta]] = {}
+    usage = UsageSum()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            completions.setdefault(delta.index, []).append(delta)
+            usage.add(delta, ask.n)
+    envelope = _envelope(engine, ask, face.prefix, completions[0][0].request_id, face.whole_object)
+    choices = [face.choice(join(completions[index])) for index in sorted(completions)]
+    return {**envelope, "choices": choices, "usage": usage.shape()}
+
+
+async def _events(
+    engine: GenerationEngine,
+    ask: Ask,
+    face: Face,
+    first: GenerationDelta,
+    rest: AsyncGenerator[GenerationDelta, None],
+) -> AsyncGenerator[str, None]:
+    """The chunks. Usage, where it is asked for, comes last, and is null before."""
+    envelope = _envelope(engine, ask, face.prefix, first.request_id, face.chunk_object)
+    no_usage = {"usage": None} if ask.include_usage else {}
+    usage, opened = UsageSum(), set[int]()
+    async with aclosing(rest):
+        try:
+            async for delta in _chained(first, rest):
+                usage.add(delta, ask.n)
+                choices = [] if delta.index in opened else [face.opening(delta.index)]
+                opened.add(delta.index)
+                for choice in (*choices, face.piece(delta)):
+                    if choice is not None:
+                        yield sse.data({**envelope, "choices": [choice], **no_usage})
+            if ask.include_usage:
+                yield sse.data({**envelope, "choices": [], "usage": usage.shape()})
+        except OutriderError as error:
+            yield sse.data(error_body(error))
+        yield sse.DONE
+
+
+async def _first(deltas: AsyncGenerator[GenerationDelta, None]) -> GenerationDelta:
+    return await anext(deltas)
+
+
+async def _chained(
+    first: GenerationDelta, rest: AsyncGenerator[GenerationDelta, None]
+) -> AsyncGenerator[GenerationDelta, None]:
+    yield first
+    async for delta in rest:
+        yield delta
+
+
+def _envelope(engine: GenerationEngine, ask: Ask, prefix: str, request_id: str, kind: str) -> dict[str, Any]:
+    """The fingerprint names the model that a seed's answer depends on."""
+    return {
+        "id": f"{prefix}-{request_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": ask.model,
+        "system_fingerprint": f"fp_{engine.verifier.info.model.digest[:12]}",
+    }

@@ -1,0 +1,204 @@
+"""`outrider serve` as a user runs it, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.command import outrider, succeed
+from cli.test_demo import children_of, needs_proc, wait_gone
+
+from outrider.client import SyncClient
+from outrider.commands.arguments import parse
+from outrider.commands.colours import Painter
+from outrider.commands.processes import ServiceFailed
+from outrider.commands.serve import Running, watch
+from outrider.commands.serve_settings import ServeSettings
+from outrider.pairs import pair_path
+
+END_S = 15
+READY = "Ctrl-C ends all three."
+
+
+def settings(*argv: str) -> ServeSettings:
+    return parse(ServeSettings, argv, "outrider serve", "", bare=("target",))
+
+
+@contextmanager
+def serving(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The command when it serves, and what it has written."""
+    command = [sys.executable, "-m", "outrider.cli", "serve", "--threads", "1", *arguments]
+    with subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line.rstrip("\n"))
+                if lines[-1] == READY:
+                    break
+            yield process, lines
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def address_after(lines: list[str], name: str) -> str:
+    return next(line for line in lines if line.startswith(name)).rpartition(" ")[2]
+
+
+@needs_proc
+def test_a_pair_is_served_over_grpc_and_http_until_ctrl_c(tmp_path: Path) -> None:
+    pair = pair_path()
+    addresses = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--trace-file", "trace.jsonl")
+    with serving(
+        str(pair.target), "--draft", str(pair.draft), *addresses, "--model-name", "mine", "--num-draft-tokens", "3",
+        cwd=tmp_path,
+    ) as (process, lines):  # fmt: skip
+        assert lines[-1] == READY, lines
+        gateway = address_after(lines, "gateway listens on")
+        with SyncClient(gateway) as client:
+            info = client.info(timeout=10)
+        assert info.target.name == "mine" and info.draft is not None and info.num_draft_tokens == 3
+        command = next(line for line in lines if line.startswith("  complete")).split("outrider ", 1)[1]
+        assert gateway in command
+        assert succeed("generate", "--gateway", gateway, "def f():", "--max-tokens", "4")
+        url = address_after(lines, "  OpenAI")
+        with urllib.request.urlopen(f"{url}/models", timeout=10) as answer:
+            assert b'"mine"' in answer.read()
+        children = children_of(process.pid)
+        assert len(children) == 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(END_S) == 0
+        assert not wait_gone(children)
+    names = {"outrider-draft", "outrider-target", "outrider-gateway"}
+    assert names <= set(re.findall(r"outrider-\w+", (tmp_path / "trace.jsonl").read_text()))
+
+
+@needs_proc
+def test_ngram_needs_no_model_and_a_dead_draft_ends_nothing(tmp_path: Path) -> None:
+    """SIGTERM then does."""
+    arguments = (str(pair_path().target), "--draft", "ngram", "--listen", "127.0.0.1:0")
+    with serving(*arguments, cwd=tmp_path) as (process, lines):
+        assert lines[-1] == READY and lines[4].endswith("drafts by n-gram lookup"), lines
+        gateway = address_after(lines, "gateway listens on")
+        children = children_of(process.pid)
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
+        os.kill(next(pid for pid, command in commands.items() if "draft" in command), signal.SIGKILL)
+        assert process.stdout is not None
+        assert "the draft was ended by SIGKILL" in process.stdout.readline()
+        assert succeed("generate", "--gateway", gateway, "def f():", "--max-tokens", "4")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
+        assert not wait_gone(children)
+
+
+class Stopped:
+    """Stands for a service that ends at its second look."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.looks = ends, 0
+
+    def check(self) -> None:
+        self.looks += 1
+        assert self.looks < 5, "nobody saw the end"
+        if self.ends and self.looks > 1:
+            raise ServiceFailed("it ended")
+
+
+@pytest.mark.parametrize("dead", ["target", "gateway"])
+def test_a_dead_target_or_gateway_ends_it_all(dead: str) -> None:
+    services: dict[str, Any] = {name: Stopped(name == dead) for name in ("draft", "target", "gateway")}
+    with pytest.raises(ServiceFailed):
+        watch(Running(**services), Painter(io.StringIO(), colours=False))
+
+
+@needs_proc
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_nothing_is_left_of_a_start_that_was_interrupted(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    command = [sys.executable, "-m", "outrider.cli", "serve", "--method", "ngram", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "starting" in process.stdout.readline()
+        children = children_of(process.pid)
+        while len(children) < 2:
+            children = children_of(process.pid)
+        process.send_signal(number)
+        assert process.wait(END_S) == status
+    assert not wait_gone(children)
+
+
+def test_an_address_in_use_is_one_line_before_any_model_is_loaded() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        for flag in ("--listen", "--http"):
+            done = (
+                outrider("serve", flag, address)
+                if flag == "--listen"
+                else outrider("serve", "--listen", "127.0.0.1:0", flag, address)
+            )
+            assert done.returncode == 1 and done.stdout == ""
+            assert done.stderr == f"outrider serve: error: cannot listen on {address}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        (("nowhere", "--draft", "ngram"), 1, "nowhere is no folder of a checkpoint: it has no config.json"),
+        (("nowhere",), 2, "give --draft DIR, or --draft ngram, which needs no model"),
+        (("--draft", "somewhere"), 2, "give a target with this draft"),
+        (("--pair", "cobol"), 1, "no embedded pair 'cobol'"),
+        (("--listen", "nowhere"), 1, '"host:port"'),
+        (("--drfat", "ngram"), 2, "unknown flag --drfat: did you mean --draft?"),
+        (("a", "b"), 2, "unexpected argument b"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], status: int, complaint: str) -> None:
+    done = outrider("serve", *arguments)
+    assert done.returncode == status and complaint in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_services_get_what_is_given_and_no_more() -> None:
+    given = settings(
+        "large", "--draft", "small", "--dtype", "bfloat16", "--device", "cuda", "--draft-device", "cpu",
+        "--threads", "3", "--max-model-len", "99", "--cache-mb", "7", "--batch-invariant", "--mode", "chains",
+        "--listen", ":1",
+    )  # fmt: skip
+    common = ["--listen=127.0.0.1:0", "--grace-s=2"]
+    assert given.target_arguments() == [
+        "target", *common, "--model=large", "--dtype=bfloat16", "--device=cuda", "--threads=3", "--max-model-len=99",
+        "--cache-mb=7", "--batch-invariant",
+    ]  # fmt: skip
+    assert given.draft_arguments() == [
+        "draft", *common, "--model=small", "--dtype=bfloat16", "--device=cpu", "--threads=1", "--max-model-len=99",
+    ]  # fmt: skip
+    assert given.gateway_arguments("t:1", "d:2") == [
+        "gateway", "--listen=:1", "--grace-s=2", "--target=t:1", "--draft=d:2", "--tokenizer=large", "--mode=chains",
+    ]  # fmt: skip
+
+
+def test_ngram_by_either_name() -> None:
+    for argv in (("--draft", "ngram"), ("--method", "ngram")):
+        assert settings("large", *argv).draft_arguments()[3:] == ["--method=ngram", "--threads=1"]
+        assert settings(*argv).draft_folder is None
+    both = settings("large", "--draft", "small", "--method", "ngram")
+    assert both.draft_arguments()[3:] == ["--method=ngram", "--model=small", "--threads=1"]
+
+
+def test_flags_win_over_variables_and_these_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text("serve:\n  target: from-file\n  draft: from-file\n  threads: 2\n")
+    monkeypatch.setenv("OUTRIDER_SERVE__DRAFT", "ngram")
+    loaded = settings("--config", str(config), "--threads", "3")
+    assert (str(loaded.target), loaded.draft, loaded.threads) == ("from-file", "ngram", 3)

@@ -1,0 +1,146 @@
+"""The programs of examples/clients against a gateway with toy backends: what they stream, that a cancelled call frees
+its sequence while the program goes on, and what they read of a refusal. Those that are compiled, and Ruby's, run under
+--prove, which make test-clients gives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from clients.conftest import Fleet
+from gateway.http_harness import text_of, toy_tokenizer
+from gateway.toys import ToyDraft, ToyTarget, expected, until
+
+from outrider.client import Client
+from outrider.gateway.generation import GenerationDelta, GenerationRequest
+from outrider.gateway.service import GenerationEngine
+from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.wire.server import build_server
+
+FOLDER = Path(__file__).parents[2] / "examples" / "clients"
+PROMPT = "the quick"
+NEEDS = {
+    "node": ("node", "npm"),
+    "go": ("go", "protoc"),
+    "cpp": ("g++", "protoc", "grpc_cpp_plugin"),
+    "ruby": ("ruby", "protoc", "grpc_ruby_plugin"),
+}
+FIELDS = [
+    "  sampling.temperature is -1.0; allowed: 0 (greedy), or 1e-05 to 100",
+    "  sampling.top_p is 3.0; allowed: above 0 and at most 1",
+]
+BUILD_S = 240
+
+
+class WatchedEngine(GenerationEngine):
+    """Refuses the bad request only when the cancelled one is gone, which the program cannot have been: it waits."""
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+        if request.sampling is not None and request.sampling.temperature < 0:
+            await until(lambda: not any(link.open for link in self.verifier.links), 3)  # type: ignore[attr-defined]
+        async for delta in super().generate(request):
+            yield delta
+
+
+@asynccontextmanager
+async def serving(target: ToyTarget) -> AsyncIterator[str]:
+    engine = WatchedEngine(toy_tokenizer(), target, ToyDraft(wrong_every=3))
+    server = build_server("127.0.0.1:0", [SERVICE_NAME], GenerationServicer(engine).register)
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+async def run(*command: str | Path, environment: dict[str, str] | None = None) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, env=os.environ | (environment or {})
+    )
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+async def check(*command: str | Path, stopped: str, refused: str, build: Path | None = None) -> None:
+    target = ToyTarget(step_s=0.03)  # 200 tokens, three a step, are two seconds
+    async with serving(target) as address:
+        environment = {} if build is None else {"OUT": str(build)}
+        out = await run(*command, address, PROMPT, environment=environment)
+    assert [request.sampling.max_tokens for request in target.opens] == [24, 200]
+    prompt = target.opens[0].prompt_ids
+    text = text_of(expected(prompt, 24), prompt)
+    lines = [f"{text}", "24 tokens, FINISH_REASON_LENGTH", f"stopped: {stopped}", f"refused: {refused}", *FIELDS]
+    assert out == "\n".join(lines) + "\n"
+    sequence = target.links[1].sequence
+    assert len(sequence.tokens) < len(prompt) + 100, "the call was not cancelled"
+
+
+def made(language: str, build: Path) -> Path:
+    """Builds a language's program, as its user does; skips where that cannot be had, and says why."""
+    if absent := [tool for tool in NEEDS[language] if shutil.which(tool) is None]:
+        pytest.skip(f"no {', '.join(absent)} on this machine: examples/clients/install.sh {language}")
+    if language == "node" and (build / "node/node_modules/@grpc/proto-loader").exists():
+        return build
+    environment = os.environ | {"OUT": str(build), "PYTHON": sys.executable, "npm_config_fetch_retries": "0"}
+    command = [FOLDER / "build.sh", language]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BUILD_S, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"examples/clients/build.sh {language} took more than {BUILD_S} s")
+    if done.returncode:
+        why = " ".join((done.stderr or done.stdout).split())[:300]
+        if language == "node":  # its libraries come from a registry, which not every machine reaches
+            pytest.skip(f"npm cannot install what the example needs: {why}")
+        pytest.fail(f"examples/clients/build.sh {language}: {why}")
+    return build
+
+
+@pytest.mark.parametrize("name", ["python_sync.py", "python_aio.py"])
+async def test_python(name: str) -> None:
+    await check(sys.executable, FOLDER / name, stopped="CANCELLED", refused="INVALID_ARGUMENT")
+
+
+async def test_node(build: Path) -> None:
+    await asyncio.to_thread(made, "node", build)
+    await check("node", FOLDER / "node/generate.js", stopped="CANCELLED", refused="INVALID_ARGUMENT", build=build)
+
+
+@pytest.mark.slow
+async def test_go(build: Path) -> None:
+    await asyncio.to_thread(made, "go", build)
+    await check(build / "go/generate", stopped="Canceled", refused="InvalidArgument")
+
+
+@pytest.mark.slow
+async def test_cpp(build: Path) -> None:
+    await asyncio.to_thread(made, "cpp", build)
+    await check(build / "cpp/generate", stopped="code 1", refused="code 3")
+
+
+@pytest.mark.slow
+async def test_ruby(build: Path) -> None:
+    await asyncio.to_thread(made, "ruby", build)
+    await check("ruby", FOLDER / "ruby/generate.rb", stopped="code 1", refused="code 3", build=build)
+
+
+async def test_the_services_without_a_gateway(fleet: Fleet) -> None:
+    """Propose and Verify by hand give what the gateway gives, and drafts are accepted."""
+    prompt = "def parse_args(argv):"
+    arguments = (fleet.target, fleet.draft, str(fleet.pair.target / "tokenizer.json"), prompt)
+    out = await run(sys.executable, FOLDER / "direct.py", *arguments)
+    async with Client(fleet.gateway) as client:
+        text = [part.text async for part in client.generate(prompt, max_tokens=24, temperature=0.0)]
+    assert out.startswith("".join(text) + "\n24 tokens, ")
+    assert int(out.splitlines()[-1].split()[2]) > 10

@@ -1,0 +1,95 @@
+"""A gateway is killed in mid-stream, and the client goes on at another one: greedy and coupled completions are, byte by
+byte, those of an unbroken stream; those accepted by rejection are whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from clients.conftest import Fleet
+from clients.cutting import KINDS, Kind, ids_of, text_of
+
+from outrider.client import Client, Part, SyncClient
+from outrider.commands.processes import Service
+from outrider.wire.sampling import AcceptanceRule, FinishReason
+
+PROMPT = "def parse_args(argv):"
+MAX_TOKENS = 120
+GREEDY = {"temperature": 0.0}
+COUPLED = {"temperature": 1.0, "seed": 41, "acceptance": AcceptanceRule.COUPLED}
+REJECTION = {"temperature": 1.0, "seed": 42, "acceptance": AcceptanceRule.REJECTION}
+
+
+async def whole(fleet: Fleet, options: dict[str, Any]) -> list[Part]:
+    async with Client(fleet.gateway) as client:
+        return [part async for part in client.generate(PROMPT, **options)]
+
+
+async def broken(kind: Kind, fleet: Fleet, after: int, options: dict[str, Any]) -> list[Part]:
+    """The parts of a request whose gateway is killed when `after` tokens have arrived."""
+    victim = await asyncio.to_thread(fleet.victim)
+    addresses, killing = [victim.address, fleet.gateway], Killing(fleet, victim, after)
+    if kind == "aio":
+        async with Client(addresses) as client:
+            async for part in client.generate(PROMPT, **options):
+                killing.take(part)
+        last = client._index
+    else:
+        with SyncClient(addresses) as sync_client:
+            await asyncio.to_thread(lambda: [killing.take(part) for part in sync_client.generate(PROMPT, **options)])
+        last = sync_client._index
+    assert killing.done and last == 1, "the gateway was through before it was killed"
+    return killing.parts
+
+
+class Killing:
+    """Keeps the parts, and kills the gateway in their middle."""
+
+    def __init__(self, fleet: Fleet, victim: Service, after: int) -> None:
+        self.parts: list[Part] = []
+        self.done = False
+        self._fleet, self._victim, self._left = fleet, victim, after
+
+    def take(self, part: Part) -> None:
+        self.parts.append(part)
+        self._left -= len(part.token_ids)
+        if self._left <= 0 and not self.done:
+            self.done = True
+            self._fleet.kill(self._victim)
+
+
+def check(parts: list[Part], unbroken: list[Part], indices: range) -> None:
+    for index in indices:
+        assert ids_of(parts, index) == ids_of(unbroken, index)
+        assert text_of(parts, index) == text_of(unbroken, index)
+    ends = [[(part.index, part.finish_reason) for part in one if part.finish_reason] for one in (parts, unbroken)]
+    assert sorted(ends[0]) == sorted(ends[1])
+
+
+@pytest.mark.parametrize(("kind", "options"), [("aio", GREEDY), ("sync", COUPLED)], ids=["greedy", "coupled"])
+async def test_output_is_that_of_an_unbroken_stream(kind: Kind, options: dict[str, Any], fleet: Fleet) -> None:
+    options = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **options}
+    unbroken = await whole(fleet, options)
+    parts = await broken(kind, fleet, 20, options)
+    assert len(ids_of(parts)) == MAX_TOKENS
+    check(parts, unbroken, range(1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [1, 9, 40, 90])
+async def test_at_many_points(kind: Kind, after: int, fleet: Fleet) -> None:
+    """Several completions, by both rules."""
+    for rule in (GREEDY, COUPLED, REJECTION):
+        options = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "n": 2, **rule}
+        unbroken = await whole(fleet, options)
+        parts = await broken(kind, fleet, after, options)
+        if rule is not REJECTION:
+            check(parts, unbroken, range(2))
+        for index in range(2):
+            assert len(ids_of(parts, index)) == MAX_TOKENS
+            (last,) = [part for part in parts if part.index == index and part.finish_reason]
+            assert last.finish_reason is FinishReason.LENGTH
+            assert last.usage is not None and last.usage.completion_tokens == MAX_TOKENS

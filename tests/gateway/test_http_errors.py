@@ -1,0 +1,243 @@
+"""What HTTP refuses, and how: the words are those of the one validator, the shape is OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gateway.http_harness import PROMPT, gateway, stream_events
+from gateway.toys import ToyDraft, ToyTarget, until
+
+from outrider.client import Client
+from outrider.gateway.http_body import MAX_BODY_BYTES
+from outrider.gateway.http_errors import http_status
+from outrider.wire.errors import InvalidArgument, ResourceExhausted, Unavailable, to_failure
+from outrider.wire.sampling import SamplingParams
+
+BOTH = [
+    ("temperature", -1.0),
+    ("temperature", 101.0),
+    ("top_p", 0.0),
+    ("top_k", -2),
+    ("min_p", 2.0),
+    ("repetition_penalty", 0.0),
+    ("presence_penalty", 3.0),
+    ("frequency_penalty", -3.0),
+    ("max_tokens", 254),
+    ("max_tokens", 0),
+    ("min_tokens", 21),
+    ("logprobs", 21),
+    ("truncate_prompt_tokens", 0),
+]
+
+
+async def test_one_validator_with_grpc() -> None:
+    async with gateway() as served, served.client() as client, Client(served.grpc_address) as other:
+        for field, value in BOTH:
+            sampling = SamplingParams(**{"max_tokens": 20, field: value})
+            with pytest.raises(InvalidArgument) as raised:
+                async for _ in other.generate(token_ids=tuple(PROMPT), sampling=sampling):
+                    pass
+            answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, field: value})
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["type"] == "invalid_request_error" and error["code"] is None
+            assert error["param"] == field == raised.value.violations[0].field.removeprefix("sampling.")
+            assert error["message"] == f"{field}: {raised.value.violations[0].problem}"
+        assert not served.target.opens
+
+
+COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": {"text": "x"}}),
+    ("prompt[1]", {"prompt": [1, 400]}),
+    ("prompt[0]", {"prompt": [1.5, 2]}),
+    ("prompt[1][1]", {"prompt": [[1], [1, 400]]}),
+    ("prompt[1]", {"prompt": ["a", ""]}),
+    ("prompt[1]", {"prompt": ["a", 7]}),
+    ("prompt[1]", {"prompt": [[1], [True] * 300]}),
+    ("prompt", {"prompt": ["a"] * 257}),
+    ("prompt", {"prompt": [7] * 256}),
+    ("prompt", {"prompt": "x" * 200_000}),
+    ("max_tokens", {"max_tokens": "many"}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": True}),
+    ("temperature", {"temperature": 10**400}),
+    ("seed", {"seed": "seven"}),
+    ("seed", {"seed": 2**64}),
+    ("n", {"n": 65}),
+    ("n", {"n": 0}),
+    ("n", {"n": "two"}),
+    ("stop", {"stop": 7}),
+    ("stop[0]", {"stop": [""]}),
+    ("stop[0]", {"stop": [7]}),
+    ("stop", {"stop": ["a"] * 17}),
+    ("stop_token_ids[0]", {"stop_token_ids": ["a"]}),
+    ("logit_bias", {"logit_bias": {"x": 1}}),
+    ("logit_bias", {"logit_bias": [1]}),
+    ("logit_bias[0]", {"logit_bias": {"400": 1}}),
+    ("logit_bias[5]", {"logit_bias": {"5": 101}}),
+    ("logit_bias[5]", {"logit_bias": {"5": "much"}}),
+    ("min_tokens", {"min_tokens": "few", "max_tokens": None}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("stream", {"stream": "yes"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options.include_usage", {"stream": True, "stream_options": {"include_usage": 1}}),
+    ("cache_salt", {"cache_salt": "x" * 129}),
+    ("cache_salt", {"cache_salt": 7}),
+    ("priority", {"priority": "high"}),
+    ("timeout_ms", {"timeout_ms": 0}),
+    ("speculation", {"speculation": True}),
+    ("speculation.enabled", {"speculation": {"enabled": "yes"}}),
+    ("speculation.num_draft_tokens", {"speculation": {"num_draft_tokens": 129}}),
+    ("speculation.method", {"speculation": {"method": "medusa"}}),
+    ("speculation.acceptance", {"speculation": {"acceptance": "typical"}}),
+    ("speculation.mode", {"speculation": {"mode": "warp"}}),
+    ("speculation.mode", {"speculation": {"mode": 3}}),
+    ("speculation.num_speculative_tokens", {"speculation": {"num_speculative_tokens": 3}}),
+    ("echo", {"echo": True}),
+    ("suffix", {"suffix": "end"}),
+    ("best_of", {"best_of": 3}),
+    ("response_format.type", {"response_format": {"type": "xml"}}),
+    ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
+    ("response_format", {"structured_outputs": {}}),
+]
+CHAT: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hello"}),
+    ("messages[0]", {"messages": ["hello"]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 7}]}),
+    ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("messages[0].tool_calls", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": "the fox " * 400}]}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("logprobs", {"logprobs": 2}),
+    ("max_completion_tokens", {"max_completion_tokens": 0}),
+    ("max_tokens", {"max_tokens": 1000}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("modalities", {"modalities": ["text", "audio"]}),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_names_the_field(path: str) -> None:
+    chat = path.endswith("chat/completions")
+    base: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": PROMPT}
+    async with gateway(draft=ToyDraft()) as served, served.client() as client:
+        for param, fields in CHAT if chat else COMPLETIONS:
+            answer = await client.post(path, json={**base, "max_tokens": 20, **fields})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), (fields, error)
+            assert error["message"].startswith(f"{param}: ")
+            assert served.engine.admission.num_active == 0 and len(served.target.opens) == served.target.num_closed
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "param"),
+    [
+        (b"{", "application/json", "body"),
+        (b"[1]", "application/json", "body"),
+        (b"[" * 100_000, "application/json", "body"),
+        (b'{"prompt": "\\ud800"}', "application/json", "body"),
+        (b"\xff\xfe", "application/json", "body"),
+        (b'{"prompt": "x"}', "text/plain", "content-type"),
+        (b'{"prompt": "x"}' + b" " * MAX_BODY_BYTES, "application/json", "body"),
+    ],
+)
+async def test_bodies_that_are_no_request(content: bytes, content_type: str, param: str) -> None:
+    async with gateway() as served, served.client() as client:
+        answer = await client.post("/v1/completions", content=content, headers={"content-type": content_type})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_unknown_fields_are_ignored_and_empty_ones_ask_for_nothing() -> None:
+    async with gateway() as served, served.client() as client:
+        harmless = {"tools": [], "user": "u", "best_of": 1, "echo": False, "made_up": {"x": 1}, "stop": None, "n": None}
+        answer = await client.post("/v1/completions", json={"prompt": PROMPT, **harmless})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 16
+
+
+async def test_models_paths_and_methods() -> None:
+    async with gateway() as served, served.client() as client:
+        wrong = await client.post("/v1/completions", json={"prompt": PROMPT, "model": "gpt-4"})
+        assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
+        assert wrong.json()["error"]["param"] == "model" and "toy" in wrong.json()["error"]["message"]
+        assert (await client.get("/v1/models/none")).status_code == 404
+        card = (await client.get("/v1/models/toy")).json()
+        assert card["id"] == "toy" and card["speculation"]["mode"] == "sequential"
+        for method, path, status in (
+            ("GET", "/v1/completions", 405),
+            ("GET", "/nothing", 404),
+            ("POST", "/health", 405),
+        ):
+            answer = await client.request(method, path)
+            assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+async def test_too_many_requests_say_when_to_come_back() -> None:
+    async with gateway(ToyTarget(step_s=0.02), max_active=1, max_waiting=0) as served, served.client() as client:
+        body = {"prompt": PROMPT, "max_tokens": 100, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as running:
+            assert running.status_code == 200
+            refused = await client.post("/v1/completions", json={"prompt": PROMPT})
+            assert refused.status_code == 429
+            assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("1", "1000")
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        await until(lambda: served.engine.admission.num_active == 0)
+        async with served.openai() as openai:
+            answer = await openai.completions.create(model="toy", prompt=PROMPT, max_tokens=2)
+            assert answer.usage is not None and answer.usage.completion_tokens == 2
+
+
+async def test_a_deadline_ends_a_request() -> None:
+    async with gateway(ToyTarget(step_s=0.05)) as served, served.client() as client:
+        late = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 200, "timeout_ms": 300})
+        assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+        assert served.target.num_closed == len(served.target.opens) == 1
+
+
+async def test_an_error_in_mid_stream_is_an_event() -> None:
+    async with gateway(ToyTarget(step_s=0.01)) as served, served.client() as client:
+        body = {"prompt": PROMPT, "max_tokens": 200, "stream": True, "timeout_ms": 300}
+        *_, before, error, done = await stream_events(client, "/v1/completions", body)
+        assert json.loads(before)["choices"] and done == "[DONE]"
+        assert json.loads(error)["error"]["code"] == "deadline_exceeded"
+
+
+async def test_what_the_target_refuses_keeps_its_field() -> None:
+    """A target's refusal crosses the wire as text; HTTP still names the field."""
+    refusal = InvalidArgument("sampling.structured_output: is not supported by this target; leave it unset")
+    target = ToyTarget()
+    async with gateway(target) as served, served.client() as client:
+        target.rule = lambda tokens, prompt_len: target.links[-1].emit(to_failure(0, refusal)) or 7
+        body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+
+
+async def test_no_target_is_503() -> None:
+    async with gateway(ToyTarget(available=False), serving=False) as served, served.client() as client:
+        answer = await client.post("/v1/completions", json={"prompt": PROMPT})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "service_unavailable_error"
+        assert (await client.get("/health")).status_code == 503
+
+
+async def test_a_bug_says_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway() as served, served.client() as client:
+        served.engine.verifier = None  # type: ignore[assignment]
+        answer = await client.post("/v1/completions", json={"prompt": PROMPT})
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        assert "verifier" not in answer.text and "AttributeError" in caplog.text
+
+
+def test_statuses() -> None:
+    assert http_status(Unavailable("gone")) == 503
+    assert http_status(ResourceExhausted("busy", retry_after_ms=1)) == 429
+    assert http_status(ResourceExhausted("larger than the cache", reason="DOES_NOT_FIT")) == 400

@@ -1,0 +1,239 @@
+"""SpeculativeConfig and the keywords of LLM: what is inferred, what acts, what is refused and why."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm.conftest import TinyPair
+
+from outrider.llm import LLM, Unsupported
+from outrider.llm.arguments import FIXED, EngineArguments, take_speculation
+from outrider.llm.config import NOT_THERE, REFUSED, SpeculativeConfig
+from outrider.wire.sampling import LogprobsMode
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}
+SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
+# Values that are right, of fields that take no number.
+RIGHT: dict[str, Any] = {
+    "speculative_token_tree": "[(0,), (0, 0)]", "use_heterogeneous_vocab": True, "rejection_sample_method": "block",
+    "synthetic_acceptance_rates": [0.9, 0.8, 0.7, 0.6, 0.5], "synthetic_acceptance_length": 2.5, "fly_window_size": 3,
+    "fly_entropy_top_k": 3,
+}  # fmt: skip
+
+
+def config(**fields: Any) -> SpeculativeConfig:
+    made = SpeculativeConfig.of({**NGRAM, **fields})
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, (5, 5)), ({"prompt_lookup_max": 4}, (4, 4)), ({"prompt_lookup_min": 2}, (2, 2)),
+     ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4))],
+)  # fmt: skip
+def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[int, int]) -> None:
+    made = config(**given)
+    assert (made.prompt_lookup_min, made.prompt_lookup_max) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min=5 must be <="),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 129}, "128"),
+        ({"num_speculative_tokens": None}, "num_speculative_tokens is needed"),
+        ({"disable_by_batch_size": 1}, "disable_by_batch_size"),
+        ({"draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"tensor_parallel_size": 1}, "draft_tensor_parallel_size"),
+        ({"suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth"),
+        ({"suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests"),
+        ({"suffix_decoding_max_spec_factor": -1}, "suffix_decoding_max_spec_factor"),
+        ({"suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob"),
+        ({"draft_sample_method": "best"}, "draft_sample_method"),
+        ({"method": "guess"}, "unknown speculative method 'guess'"),
+        ({"method": "draft_model"}, "needs 'model'"),
+        ({"method": "eagle"}, "needs 'model'"),
+        ({"num_speculative_tokens": "5"}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"disable_by_batch_size": 2.5}, "disable_by_batch_size"),
+        ({"rejection_sample_method": "typical"}, "rejection_sample_method"),
+        ({"rejection_sample_method": "synthetic"}, "needs one of"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 5, "synthetic_acceptance_length": 2.0}, "needs one of"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 4}, "never rise"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6, 0.4, 0.3, 0.2]}, "never rise"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [1.1, 0.6, 0.4, 0.3, 0.2]}, "never rise"),
+        (SYNTHETIC | {"synthetic_acceptance_length": 6.5}, r"1 to num_speculative_tokens \+ 1"),
+        ({"rejection_sample_method": "fly", "fly_window_size": 5}, "fly_window_size must be less"),
+        ({"use_heterogeneous_vocab": True}, "for draft models"),
+        (DRAFT | {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"}, "greedily"),
+        (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
+        ({"speculative_token_tree": "(0,"}, "list of tuples"),
+        ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),
+        ({"num_speculative_tokens_per_batch_size": [(2, 4, 1)]}, "start at a batch size of 1"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 4, 5), (4, 8, 1)]}, "overlaps"),
+        ({"num_speculative_tokens_per_batch_size": [(1, 4, 6)]}, "0 to num_speculative_tokens"),
+    ],
+)
+def test_values_that_cannot_be(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        config(**given)
+
+
+def test_unknown_keys_say_what_was_meant() -> None:
+    with pytest.raises(TypeError, match="did you mean 'num_speculative_tokens'"):
+        config(num_spec_tokens=3)
+    with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
+        EngineArguments.of({"model": ".", "max_model_length": 3})
+    with pytest.raises(ValueError, match="'method' or 'model'"):
+        SpeculativeConfig(num_speculative_tokens=3)
+
+
+def test_the_method_follows_from_the_model(tmp_path: Path) -> None:
+    def method(model: Any) -> str | None:
+        return SpeculativeConfig(model=model, num_speculative_tokens=3).method
+
+    assert method("[ngram]") == method("ngram") == "ngram"
+    assert method(tmp_path) == "draft_model"
+    assert method("org/EAGLE-Model-8B") == "eagle" and method("org/EAGLE3-Model") == "eagle3"
+    assert method("package.module.Proposer") == "custom_class" and method("org/Model-3.1-8B") == "draft_model"
+    for kind, expected in (("medusa", "medusa"), ("mlp_speculator", "mlp_speculator"), ("deepseek_mtp", "mtp")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert method(tmp_path) == expected
+    with pytest.warns(DeprecationWarning, match="qwen3_next_mtp"):
+        assert SpeculativeConfig(method="qwen3_next_mtp").method == "mtp"
+
+
+def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mlp_speculator", "n_predict": 3}))
+
+    def k(given: int | None) -> int | None:
+        return SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=given).num_speculative_tokens
+
+    assert (k(None), k(2), k(6)) == (3, 2, 6)
+    with pytest.raises(ValueError, match="divisible by the draft's n_predict=3"):
+        k(4)
+    assert SpeculativeConfig(method="suffix").num_speculative_tokens == 24
+    with pytest.raises(ValueError, match="num_speculative_tokens is needed"):
+        SpeculativeConfig(method="eagle", model="x")
+
+
+@pytest.mark.parametrize("method", NOT_THERE)
+def test_methods_to_come_are_refused_by_name(method: str, tiny_pair: TinyPair) -> None:
+    with pytest.raises(Unsupported, match=f"{method}.*allowed: ngram, draft_model"):
+        LLM(tiny_pair.target, speculative_config={"method": method, "model": "x", "num_speculative_tokens": 2})
+    with pytest.raises(Unsupported, match=method):  # whatever else is wrong
+        LLM(tiny_pair.target, speculative_config={"method": method})
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_fields_that_do_not_act_are_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match=name):
+        config(
+            **(DRAFT if name == "use_heterogeneous_vocab" else {}), **{name: RIGHT.get(name, "x")}
+        ).require_supported()
+    config(draft_tensor_parallel_size=1, rejection_sample_method="standard").require_supported()
+    with pytest.raises(ValueError, match="draft_tensor_parallel_size"):
+        config(draft_tensor_parallel_size=2).require_supported()
+
+
+@pytest.mark.parametrize("name", sorted(FIXED))
+def test_keywords_with_one_value_say_why(name: str, tmp_path: Path) -> None:
+    allowed, reason = FIXED[name]
+    for value in allowed:
+        EngineArguments.of({"model": tmp_path, name: value})
+    with pytest.raises(Unsupported) as raised:
+        EngineArguments.of({"model": tmp_path, name: "something else"})
+    assert name in str(raised.value) and reason in str(raised.value)
+
+
+def test_keywords_that_act(tmp_path: Path) -> None:
+    def made(**given: Any) -> EngineArguments:
+        return EngineArguments.of({"model": str(tmp_path), **given})
+
+    import torch
+
+    assert made().seed == 0 and made().dtype == "auto" and made().gpu_memory_utilization == 0.9
+    assert made(dtype=torch.bfloat16).dtype == "bfloat16" and made(dtype="float").dtype == "float32"
+    assert made(logprobs_mode="processed_logits").logprobs_mode is LogprobsMode.PROCESSED_LOGITS
+    assert made(served_model_name=["a", "b"]).served_model_name == "a" and made(max_model_len=-1).max_model_len is None
+    for name, value in (
+        ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.1), ("max_logprobs", 21), ("max_num_seqs", 0),
+        ("generation_config", "own"), ("acceptance", "typical"), ("logprobs_mode", "logits"), ("model", "/no/such"),
+        ("mode", "fast"), ("per_request_spec_decode_metrics", "all"), ("max_model_len", 1),
+        ("override_generation_config", {"typical_p": 1}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            made(**{name: value})
+    with pytest.raises(Unsupported, match="float16"):
+        made(dtype=torch.float16)
+    with pytest.raises(ValueError, match="gateway"):
+        EngineArguments.of({})
+    with pytest.raises(ValueError, match="gateway"):
+        made(gateway="127.0.0.1:1")
+
+
+def test_old_keywords_warn_and_act() -> None:
+    options: dict[str, Any] = {
+        "speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 4,
+        "use_v2_block_manager": True, "seed": 3,
+    }  # fmt: skip
+    with pytest.warns(DeprecationWarning, match="speculative_model"):
+        given = take_speculation(options)
+    made = SpeculativeConfig.of(given)
+    assert made is not None and options == {"seed": 3}
+    assert (made.method, made.num_speculative_tokens, made.prompt_lookup_max) == ("ngram", 5, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert take_speculation({"spec_method": "ngram", "spec_tokens": 2}) == NGRAM | {"num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="beside it"), pytest.warns(DeprecationWarning):
+        take_speculation({"speculative_config": NGRAM, "num_speculative_tokens": 2})
+    with pytest.raises(ValueError, match="without a draft"), pytest.warns(DeprecationWarning):
+        take_speculation({"num_speculative_tokens": 2})
+    with pytest.raises(Unsupported, match="typical"):
+        take_speculation({"spec_decoding_acceptance_method": "typical_acceptance_sampler"})
+
+
+def test_a_gpus_memory_is_shared_out(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the weights and the working share leave of the utilization; as many blocks for the draft as for the
+    target."""
+    import torch
+
+    from outrider.engine.loader import load_model
+    from outrider.llm import local
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 << 20, 1000 << 20))
+    arguments = EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.5})
+    left = local._cache_bytes(arguments, "cuda")
+    assert left == (500 - 300 - 50) << 20
+    with pytest.raises(ValueError, match="leaves no memory"):
+        local._cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda")
+    target, draft = load_model(tiny_pair.target), load_model(tiny_pair.draft)  # two layers and one
+    per_layer = 2 * 2 * 16 * 4 * 16
+    assert local._num_blocks(target, None, 10 * per_layer, arguments) == 5
+    assert local._num_blocks(target, draft, 10 * per_layer, arguments) == 3
+    assert local._num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
+
+
+def test_a_cache_that_is_too_small(tiny_pair: TinyPair) -> None:
+    """A length that was asked for must fit; else the longest is what the cache holds."""
+    per_block = 2 * 2 * 2 * 16 * 4 * 16  # layers, keys and values, heads, width, bytes, tokens
+    with pytest.raises(ValueError, match="does not fit"):
+        LLM(tiny_pair.target, max_model_len=512, kv_cache_memory_bytes=4 * per_block)
+    with LLM(tiny_pair.target, kv_cache_memory_bytes=4 * per_block) as made:
+        assert made._backend.info.max_model_len == 64
+    with pytest.raises(ValueError, match="max_model_len 513 exceeds the model's 512"):
+        LLM(tiny_pair.target, max_model_len=513)
+    with pytest.raises(ValueError, match="more than the target's 64"):
+        LLM(
+            tiny_pair.target, max_model_len=64,
+            speculative_config={"model": tiny_pair.draft, "num_speculative_tokens": 2, "max_model_len": 65},
+        )  # fmt: skip

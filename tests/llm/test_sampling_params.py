@@ -1,0 +1,89 @@
+"""SamplingParams: every default, and every value that vLLM refuses."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from outrider.llm import RequestOutputKind, SamplingParams, Unsupported
+from outrider.llm.sampling_params import NO_BOUND, REFUSED, to_wire
+from outrider.wire.sampling import LogprobsMode
+from outrider.wire.sampling import SamplingParams as WireSampling
+
+DEFAULTS: dict[str, Any] = {
+    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [], "stop_token_ids": [], "ignore_eos": False,
+    "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
+    "output_kind": RequestOutputKind.CUMULATIVE, "truncate_prompt_tokens": None, "logit_bias": None,
+    "allowed_token_ids": None, "bad_words": [], "skip_reading_prefix_cache": None,
+}  # fmt: skip
+
+WRONG: list[tuple[str, Any]] = [
+    ("n", 0), ("n", 1.5), ("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3),
+    ("repetition_penalty", 0), ("temperature", -0.1), ("temperature", math.inf), ("temperature", math.nan),
+    ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0),
+    ("min_tokens", -1), ("min_tokens", 17), ("logprobs", -2), ("prompt_logprobs", -2), ("stop", [""]), ("stop", [3]),
+    ("stop_token_ids", ["a"]), ("allowed_token_ids", []), ("bad_words", [""]), ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2), ("output_kind", 2),
+]  # fmt: skip
+
+
+def wire(params: SamplingParams) -> WireSampling:
+    return to_wire(params, LogprobsMode.RAW_LOGPROBS, 20, 512)
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
+    assert {field.name for field in fields(SamplingParams)} == DEFAULTS.keys() | REFUSED.keys()
+    assert wire(params) == WireSampling()
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_refuses(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_there(name: str) -> None:
+    with pytest.raises(Unsupported, match=name):
+        SamplingParams(**{name: True})
+
+
+def test_unknown_fields_raise() -> None:
+    with pytest.raises(TypeError, match="best_off"):
+        SamplingParams(best_off=2)  # type: ignore[call-arg]
+
+
+def test_greedy_and_almost_greedy(caplog: pytest.LogCaptureFixture) -> None:
+    greedy = SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.1)
+    assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
+    with pytest.raises(ValueError, match="n must be 1 when using greedy sampling, got 2"):
+        SamplingParams(temperature=0, n=2)
+    with caplog.at_level(logging.WARNING):
+        assert SamplingParams(temperature=0.001, top_k=3).temperature == 0.01
+    assert "0.001" in caplog.text
+    assert not wire(SamplingParams(temperature=0.001)).greedy
+
+
+def test_the_way_to_the_wire() -> None:
+    params = SamplingParams(
+        temperature=0.5, top_k=-1, seed=-1, stop="x", logprobs=True, max_tokens=None, logit_bias={"3": 400.0},  # type: ignore[dict-item]
+        stop_token_ids=[4], bad_words=["no"], min_tokens=2, allowed_token_ids=[1, 2], truncate_prompt_tokens=5,
+    )  # fmt: skip
+    out = wire(params)
+    assert (out.top_k, out.seed, out.stop, out.logprobs, out.max_tokens) == (0, None, ("x",), 1, NO_BOUND)
+    assert out.logit_bias == {3: 100.0} and out.stop_token_ids == (4,) and out.bad_words == ("no",)
+    assert out.allowed_token_ids == (1, 2) and out.truncate_prompt_tokens == 5 and out.min_tokens == 2
+    assert wire(SamplingParams(truncate_prompt_tokens=-1)).truncate_prompt_tokens == 511
+    assert wire(SamplingParams(seed=-5)).seed == 2**64 - 5
+    with pytest.raises(ValueError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+    copied = params.clone()
+    assert copied == params and copied.stop_token_ids is not params.stop_token_ids
