@@ -78,7 +78,7 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),
-        ({"num_speculative_tokens_per_batch_size": [(2, 4, 1)]}, "start at a batch size of 1"),
+        ({"num_speculative_tokens_per_batch_size": [(2, 4, 1)]}, "must start at a batch size of 1"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 5), (4, 8, 1)]}, "overlaps"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 6)]}, "0 to num_speculative_tokens"),
     ],

@@ -11,8 +11,8 @@ from llm.conftest import TinyPair, greedy_ids
 
 from outrider.gateway import driver
 from outrider.gateway.backends import Lost
+from outrider.gateway.schedule import BatchSchedule, ScheduledDrafter
 from outrider.llm import LLM, SamplingParams
-from outrider.llm.schedule import BatchSchedule, ScheduledDrafter
 from outrider.wire.messages import Commit, Credit, Open
 from outrider.wire.sampling import SamplingParams as WireSampling
 

@@ -86,6 +86,17 @@ def test_a_lost_piece_drops_what_follows_it() -> None:
     assert c.buffer.take_dropped() == (3,)
 
 
+def test_a_chain_whose_first_piece_was_dropped_is_not_held_later() -> None:
+    c = Committed()
+    c.buffer.add(piece(3, 6, 1, 2))
+    c.tokens += [21, 22, 23, 24]  # not what chain 3 began with
+    c.buffer.advance()
+    c.buffer.add(piece(3, 8, 3, 4))  # at the committed length, but it rests on 1, 2
+    assert c.window() == () and c.buffer.take_dropped() == (3,)
+    c.buffer.add(piece(4, 8, 7))
+    assert c.window() == (7,)
+
+
 def test_branches_fork_from_held_tokens_and_the_lowest_live_chain_is_used() -> None:
     c = Committed()
     c.buffer.add(piece(0, 4, 1, 2, 3))

@@ -10,12 +10,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from outrider.gateway.backends import Drafter
 from outrider.gateway.local_ngram import LocalNgramDrafter
 from outrider.gateway.pair import check_pair, check_tokenizer
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.schedule import BatchSchedule, ScheduledDrafter
 from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.tokenizer import Tokenizer
@@ -55,6 +56,12 @@ class GatewaySettings(ServiceSettings):
         description="Address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
     )
     num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
+    draft_tokens_by_batch: str = Field(
+        default="", description="Tokens drafted by the number of running requests, as in 1-4:8,5-16:4,17-64:0"
+    )
+    disable_by_batch_size: int | None = Field(
+        default=None, ge=1, description="Running requests above which nothing is drafted"
+    )
     mode: Literal["auto", "sequential", "chains", "branches"] = Field(
         default="auto",
         description="How far the draft runs ahead: sequential, chains, branches, or auto: chosen for each request, "
@@ -69,6 +76,18 @@ class GatewaySettings(ServiceSettings):
     grace_s: float = Field(default=30.0, ge=0, description="How long running requests may go on after SIGTERM")
     reflection: bool = Field(default=False, description="Describe the service to any caller")
     trace_file: Path | None = Field(default=None, description="File to append traces to, as OTLP JSON lines")
+
+    @property
+    def schedule(self) -> BatchSchedule:
+        """Tokens drafted by batch size. ValueError where the flag cannot be read."""
+        most = MAX_DRAFT_TOKENS if self.draft_tokens_by_batch else self.num_draft_tokens
+        return BatchSchedule.parse(self.draft_tokens_by_batch, most, self.disable_by_batch_size)
+
+    @field_validator("draft_tokens_by_batch")
+    @classmethod
+    def _check_schedule(cls, text: str) -> str:
+        BatchSchedule.parse(text, MAX_DRAFT_TOKENS, None)
+        return text
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> int:
@@ -92,8 +111,9 @@ async def _serve(settings: GatewaySettings) -> None:
     tokenizer = _load_tokenizer(settings.tokenizer)
     targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info))
     drafts = _drafts(settings, tokenizer, targets)
+    most = max(tokens for _, tokens in settings.schedule.ranges)
     config = EngineConfig(
-        num_draft_tokens=settings.num_draft_tokens if drafts is not None else 0,
+        num_draft_tokens=most if drafts is not None else 0,
         mode=settings.mode,
         draft_patience_ms=settings.draft_patience_ms,
         max_active=settings.max_active,
@@ -137,11 +157,15 @@ def _engine(
     config: EngineConfig,
 ) -> GenerationEngine:
     """Metrics are counted only where they are served."""
-    if not settings.http:
-        return GenerationEngine(tokenizer, targets, drafts, config)
-    from outrider.gateway.metrics import MeteredEngine
+    if drafts is not None and not settings.schedule.constant:
+        drafts = ScheduledDrafter(drafts, settings.schedule, lambda: engine.admission.num_active)
+    kind: type[GenerationEngine] = GenerationEngine
+    if settings.http:
+        from outrider.gateway.metrics import MeteredEngine
 
-    return MeteredEngine(tokenizer, targets, drafts, config)
+        kind = MeteredEngine
+    engine = kind(tokenizer, targets, drafts, config)
+    return engine
 
 
 async def _start_http(settings: GatewaySettings, engine: GenerationEngine, server: Server) -> HttpServer | None:

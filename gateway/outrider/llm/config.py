@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from outrider.gateway.schedule import BatchSchedule
 from outrider.llm.config_checks import check_numbers, check_together, num_tokens_of_heads
 from outrider.llm.errors import Unsupported, unknown_keyword
-from outrider.llm.schedule import BatchSchedule
 
 SUPPORTED = ("ngram", "draft_model")
 NOT_THERE = (

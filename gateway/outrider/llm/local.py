@@ -20,13 +20,13 @@ from outrider.gateway.backends import Drafter
 from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.local_ngram import LocalNgramDrafter
 from outrider.gateway.pair import check_pair, check_tokenizer
+from outrider.gateway.schedule import ScheduledDrafter
 from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.inprocess import LocalDraft, LocalPeer, LocalTarget
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.runtime import LoopThread
-from outrider.llm.schedule import ScheduledDrafter
 from outrider.proposers.ngram import NgramProposer
 from outrider.target.boot import load as load_target
 from outrider.target.settings import TargetSettings

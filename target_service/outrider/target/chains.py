@@ -43,7 +43,7 @@ class Window:
     goes_on: bool  # a held token lies past the cut, or the draft has credit for more
 
 
-MAX_DEAD = 1024  # dead chains that are remembered, for pieces of theirs still on the way
+MAX_DEAD = 1024  # dead and refused chains that are remembered, for pieces of theirs still on the way
 EMPTY_WINDOW = Window(None, (), (), False)
 
 
@@ -58,6 +58,7 @@ class ChainBuffer:
         self._max_held = max_held
         self._chains: dict[int, Chain] = {}
         self._dead: dict[int, int] = {}  # number of a dead chain: the position at which it parts from what is committed
+        self._refused: dict[int, None] = {}  # chains whose first piece was dropped: what follows rests on it
         self._dropped: list[int] = []
         self._idle_at = -1  # where the draft said that it has nothing to propose
 
@@ -67,10 +68,10 @@ class ChainBuffer:
             self._idle_at = max(self._idle_at, piece.position)
             return
         chain = self._chains.get(piece.chain)
-        if piece.chain in self._dead or (chain is not None and chain.ended):
+        if piece.chain in self._dead or piece.chain in self._refused or (chain is not None and chain.ended):
             return
         if piece.parents:  # a tree: not verified here
-            self._drop(piece.chain)
+            self._refuse(piece.chain)
         elif chain is None:
             self._start(piece)
         elif piece.position <= max(chain.end, self._committed):
@@ -134,7 +135,7 @@ class ChainBuffer:
             shared = piece.position - parent.start
             chain = Chain(piece.chain, parent.start, parent.ids[:shared], parent.weights[:shared])
         else:
-            self._drop(piece.chain)
+            self._refuse(piece.chain)
             return
         self._chains[piece.chain] = chain
         self._append(chain, piece)
@@ -182,6 +183,12 @@ class ChainBuffer:
         self._dead[number] = difference
         if len(self._dead) > MAX_DEAD:
             del self._dead[next(iter(self._dead))]
+
+    def _refuse(self, number: int) -> None:
+        self._drop(number)
+        self._refused[number] = None
+        if len(self._refused) > MAX_DEAD:
+            del self._refused[next(iter(self._refused))]
 
     def _drop(self, number: int) -> None:
         if number not in self._dropped:

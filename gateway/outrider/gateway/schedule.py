@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,21 @@ class BatchSchedule:
             ranges.append((disable_by_batch_size + 1, 0))
         return cls(tuple(ranges))
 
+    @classmethod
+    def parse(cls, text: str, k: int, disable_by_batch_size: int | None) -> BatchSchedule:
+        """From `1-4:8,5-16:4`: batch sizes and k. Empty: k for all. Raises ValueError."""
+        entries = []
+        for part in text.split(",") if text else ():
+            match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?:(\d+)\s*", part)
+            if match is None:
+                raise ValueError(f"{part!r} is no range of batch sizes with a number of tokens, as in 1-4:8 or 5:0")
+            first, last, tokens = match.groups()
+            entries.append((int(first), int(last or first), int(tokens)))
+        try:
+            return cls.of(k, disable_by_batch_size, entries or None)
+        except ValueError as error:  # in the words of this form
+            raise ValueError(str(error).partition(": ")[2] or "it must start at a batch size of 1") from None
+
     @property
     def constant(self) -> bool:
         """Whether the batch size does not matter."""
@@ -43,7 +59,7 @@ class BatchSchedule:
 def _checked(most: int, entries: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
     name, after = "num_speculative_tokens_per_batch_size", 0
     if not entries or entries[0][0] != 1:
-        raise ValueError(f"{name} must start at a batch size of 1")
+        raise ValueError(f"{name}: it must start at a batch size of 1")
     for first, last, k in entries:
         if first <= after or last < first:
             raise ValueError(f"{name}: ({first}, {last}, {k}) overlaps the range before it, or ends before it starts")
