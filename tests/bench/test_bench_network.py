@@ -307,7 +307,7 @@ def test_a_digest_leaves_out_the_prompt_and_counts_hits() -> None:
     assert found.tokens_per_round == pytest.approx((5 + 3 + 1 + 2) / 4)  # the last round is cut
     assert (found.accepted, found.tested) == (7, 4 + 3 + 1 + 2)
     assert found.verify_ms == 10.0 and found.pass_ms == 1.0
-    assert found.hits == pytest.approx(2 / 5)  # the same chain, then a branch; 0 and 7 are new, the last has none
+    assert found.hits == 2 / 4  # after the prompt: the same chain, then a branch; 7 is new, the last has none
     assert digest([rounds]).hits is None
     with pytest.raises(ValueError, match="more tokens"):
         digest([rounds[:1]])

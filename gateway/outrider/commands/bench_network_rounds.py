@@ -51,7 +51,7 @@ def _hits(streams: Sequence[Sequence[Round]], branches: Sequence[Collection[int]
     hits = [
         bool(later.commit.num_drafted) and (later.commit.chain == earlier.commit.chain or later.commit.chain in begun)
         for rounds, begun in zip(streams, branches, strict=True)
-        for earlier, later in pairwise(rounds)
+        for earlier, later in pairwise(rounds[1:])
     ]
     return sum(hits) / len(hits) if hits else 0.0
 

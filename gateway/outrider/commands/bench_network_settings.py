@@ -54,7 +54,7 @@ class NetworkSettings(ServiceSettings):
     load_streams: int = Field(0, ge=0, le=64, description="one more block under load, with this many streams; 0: none")
     kills: int = Field(5, ge=0, le=100, description="drafts killed at a random moment of a completion")
     num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round")
-    max_tokens: int = Field(48, ge=8, le=900, description="tokens of every completion")
+    max_tokens: int = Field(96, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(10, ge=1, le=100, description="runs of each cell, in random order")
     seed: int = Field(0, ge=0, description="of the order, the sampling and the networks")
     results: Path = Field(Path("bench/results/network"), description="folder of the stored results")

@@ -88,7 +88,7 @@ class Limits:
     most: int  # tokens drafted a round, at most
     fixed: bool = False  # exactly so many: the request says so
     modes: tuple[Mode, ...] = (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES)
-    max_branches: int = 6
+    max_branches: int = 12
     weighs: bool = False  # rejection with weights: no token of the target's own where the chain goes on
     waits: bool = False  # the target always waits for a chain
 
