@@ -179,3 +179,12 @@ def test_estimates() -> None:
     for value in (1.0, 3.0):
         mean.add(value)
     assert mean.value == 2.0 and Mean().or_else(7.0) == 7.0
+
+
+def test_overhead_is_what_no_forward_pass_explains() -> None:
+    timings = StepTimings(verify_us=6_000, sample_us=500)
+    closed = Round(1, Commit(0, 0, (1,), num_drafted=4, timings=timings), 4, 0.0, 0.010, 3_000, "sequential")
+    assert (closed.overhead_us, closed.wire_us) == (1_000, 500)
+    ahead = replace(closed, mode="branches")  # the draft worked meanwhile
+    assert (ahead.overhead_us, ahead.wire_us) == (4_000, 3_500)
+    assert replace(ahead, draft_us=20_000).overhead_us == 0

@@ -9,6 +9,9 @@ from statistics import median
 from outrider.wire.messages import Commit
 
 
+AHEAD = ("chains", "branches")
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """One commit with its times. Seconds are on the gateway's monotonic clock, microseconds are durations."""
@@ -31,12 +34,18 @@ class Round:
     def wire_us(self) -> int:
         """What is neither draft, queue, verify nor sample: transport, event loops, the gateway itself."""
         timings = self.commit.timings
-        return max(0, self.total_us - self.draft_us - timings.queue_us - timings.verify_us - timings.sample_us)
+        return max(0, self.total_us - self.forward_us - timings.queue_us - timings.sample_us)
 
     @property
     def overhead_us(self) -> int:
         """The control overhead: the round's time less its forward passes (draft and verify)."""
-        return max(0, self.total_us - self.draft_us - self.commit.timings.verify_us)
+        return max(0, self.total_us - self.forward_us)
+
+    @property
+    def forward_us(self) -> int:
+        """Forward passes: one after the other, or, where the draft runs ahead, both at the same time."""
+        both = self.draft_us, self.commit.timings.verify_us
+        return max(both) if self.mode in AHEAD else sum(both)
 
 
 @dataclass(slots=True)
