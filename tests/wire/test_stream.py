@@ -233,9 +233,11 @@ async def test_a_slow_consumer_holds_the_peer_up_and_is_not_silence() -> None:
 async def test_what_a_slow_peer_is_owed_is_bounded() -> None:
     stream, _, _ = scripted(config=StreamConfig(max_pending_bytes=1_000))
     async with stream:
-        stream.send(new_open(1), *[Credit(1, 9, 4)] * 100)
+        stream.send(new_open(1), *[Credit(1, 9, 4)] * 100)  # one turn's messages have had no time to leave
+        assert not stream.closed
+        stream.send(*[Credit(1, 9, 4)] * 900)
         with pytest.raises(Unavailable, match="too slowly"):
-            await stream.wait_closed()
+            await asyncio.wait_for(stream.wait_closed(), 5)
 
 
 async def test_a_bug_in_the_callback_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:

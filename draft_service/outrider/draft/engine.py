@@ -112,8 +112,9 @@ class DraftEngine:
         return max(min(deadlines) - now, 0.001) if deadlines else None
 
     def on_error(self, error: Exception) -> None:
-        """A step failed: so do its sequences; the others go on."""
-        for draft in self._in_step:
+        """A step failed: so do its sequences, and the others go on. A bug before it was planned would meet the next one
+        again: then all fail."""
+        for draft in list(self._in_step or self._sequences.values()):
             self._fail(draft.key, Internal(f"a draft step failed: {type(error).__name__}"))
         self._in_step = []
         self._flush()

@@ -26,7 +26,8 @@ class Grower:
         """The branches of the next pass, at most `room`, with blocks for their rows."""
         growing: list[Growth] = []
         for draft in drafts:
-            if not draft.num_alternatives or draft.finished or draft.crowded_at == draft.committed:
+            nothing = not (draft.num_alternatives and draft.piece_len)  # to branch from
+            if nothing or draft.finished or draft.crowded_at == draft.committed:
                 continue
             if not draft.window_is_drafted:
                 continue

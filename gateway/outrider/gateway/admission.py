@@ -52,6 +52,9 @@ class Admission:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
                 self.leave()  # the place was handed over in the same turn
+            elif len(self._waiting) > 2 * self.num_waiting:
+                self._waiting = [entry for entry in self._waiting if not entry[2].done()]
+                heapq.heapify(self._waiting)
             raise
 
     def leave(self) -> None:

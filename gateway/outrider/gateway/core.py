@@ -26,7 +26,9 @@ from outrider.gateway.effects import (
     ToTarget,
 )
 from outrider.gateway.rounds import Round
+from outrider.wire.errors import InvalidArgument
 from outrider.wire.messages import Commit, Credit, DraftEvent, Failure, Open, Piece, PromptLogprobs, TargetEvent
+from outrider.wire.validate import validate_piece
 
 UNAVAILABLE = 14  # gRPC's number; the core knows no grpc
 
@@ -93,7 +95,7 @@ class SpeculationCore:
     _draft_us: int = field(init=False, default=0)
     _num_rounds: int = field(init=False, default=0)
     _draft_lost: bool = field(init=False, default=False)  # the draft failed, and is not back
-    _prompt_told: bool = field(init=False, default=False)  # log probabilities of the prompt are asked for once
+    _prompt_told: int = field(init=False, default=0)  # positions whose log probabilities have come
     _started: float = field(init=False, default=0.0)
     _now: float = field(init=False, default=0.0)
 
@@ -125,8 +127,7 @@ class SpeculationCore:
             case Commit():
                 return self._on_commit(event)
             case PromptLogprobs():
-                self._prompt_told = True
-                return [EmitPrompt(event)]
+                return self._on_prompt(event)
             case Failure():
                 return self._on_target_failure(event)
             case Lost():
@@ -140,6 +141,12 @@ class SpeculationCore:
             return []
         match event:
             case Piece():
+                try:
+                    validate_piece(event)
+                except InvalidArgument as error:  # the target would end the request for it
+                    return self.stop_drafting(str(error))
+                if event.position > self._draft_until:
+                    return []  # no credit reaches there: it would lie in the journal for ever
                 self._last_chain = max(self._last_chain, event.chain)
                 self._draft_us += event.draft_us
                 if self.chooser is not None:
@@ -206,10 +213,20 @@ class SpeculationCore:
             return [*effects, CloseDraft()]
         return [*self._credit_draft(news), *self._credit_target(), *effects]
 
+    def _on_prompt(self, event: PromptLogprobs) -> list[Effect]:
+        """A sequence that was opened again begins with the first slice again: what was told is cut off."""
+        known = self._prompt_told - event.position
+        self._prompt_told = max(self._prompt_told, event.position + len(event.logprobs))
+        if known >= len(event.logprobs):
+            return []
+        return [EmitPrompt(replace(event, position=event.position + known, logprobs=event.logprobs[known:]))]
+
     def _choose(self, closed: Round) -> list[Effect]:
         """Lets the policy follow what the round showed. A draft that is not wanted any more is closed; one that is
         wanted again is opened, unless it was lost: then the driver tries that in its own time."""
-        if self.chooser is None or closed.commit.finish_reason is not None or not self.chooser.on_round(closed):
+        if self.chooser is None or closed.commit.finish_reason is not None or closed.mode != self.policy.mode:
+            return []  # nothing to choose; or the draft was lost, and the round says nothing of what was chosen
+        if not self.chooser.on_round(closed):
             return []
         self.policy = self.chooser.policy
         wanted = self.policy.num_draft_tokens > 0
@@ -255,7 +272,9 @@ class SpeculationCore:
         timeout_ms = self.request.timeout_ms
         if timeout_ms:
             timeout_ms = max(1, timeout_ms - round((self._now - self._started) * 1000))
-        sampling = replace(self.request.sampling, prompt_logprobs=None) if self._prompt_told else self.request.sampling
+        sampling = self.request.sampling
+        if self._prompt_told >= self.prompt_len:  # they are asked for once
+            sampling = replace(sampling, prompt_logprobs=None)
         output_ids = tuple(self.committed[self.prompt_len :])
         return replace(self.request, output_ids=output_ids, timeout_ms=timeout_ms, sampling=sampling)
 

@@ -35,7 +35,8 @@ class LocalNgramDrafter:
 
 
 class _NgramLink:
-    """One sequence: every credit is answered by one piece, a new chain at the committed length. What a turn of the
+    """One sequence: every credit, and every commit within it, is answered by one piece, a new chain at the committed
+    length. What a turn of the
     event loop sends is taken together, and answered in the next, as a service would."""
 
     def __init__(self, state: NgramState, first_chain: int, on_event: Callable[[DraftEvent | Lost], None]) -> None:
@@ -47,13 +48,14 @@ class _NgramLink:
 
     def send(self, *messages: Commit | Credit) -> None:
         """Commits extend the text, credit asks for its continuation."""
-        before = self._until
+        before, committed = self._until, False
         for message in messages:
             if isinstance(message, Commit):
                 self._state.append(message.ids)
+                committed = True
             else:
                 self._until = max(self._until, message.until)
-        if self._until > max(before, self._state.num_tokens):
+        if self._until > self._state.num_tokens and (committed or self._until > before):
             self._loop.call_soon(self._propose)
 
     def close(self) -> None:

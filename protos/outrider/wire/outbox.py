@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from threading import Lock
 from typing import Any
 
+from outrider.wire.errors import OutriderError, to_failure
 from outrider.wire.stream import FrameStream
+
+log = logging.getLogger(__name__)
 
 
 class Outboxes:
@@ -36,4 +40,9 @@ class Outboxes:
             pending, self._pending = self._pending, {}
             self._scheduled = False
         for stream, messages in pending.items():
-            stream.send(*messages)
+            for message in messages:  # all that one turn sends shares frames
+                try:
+                    stream.send(message)
+                except OutriderError as error:  # no frame can hold it: the others still leave
+                    log.error("a message of sequence %d cannot be sent: %s", message.sequence_id, error)
+                    stream.send(to_failure(message.sequence_id, error))

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 Batch = list[Message]  # what one frame brought: it holds together
 _MAX_STEP_AGE_MS = (1 << 32) - 1
 _LAST_WRITE_S = 1.0  # for a write to a peer that may not be reading any more
+_SLOW_S = 1.0  # a frame that takes longer to leave meets a slow reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,13 @@ class FrameStream:
             self._packer.push(message)
         self._wake.set()
         self._report_vanished()
-        if self._packer.pending_bytes > self._config.max_pending_bytes:
+        if self._is_slow(self._packer.pending_bytes):
             self._finish(Unavailable("the peer reads too slowly", reason="SLOW_PEER"))
+
+    def _is_slow(self, pending: int) -> bool:
+        """Much is unsent, and a frame has not left for a while: one turn alone may push a lot."""
+        stuck = self._writing and self._clock() - self._last_sent_at > _SLOW_S
+        return pending > self._config.max_pending_bytes * (1 if stuck else 4)
 
     def drain(self) -> None:
         """Says that no new sequence is welcome; a service's stream ends after its last one."""

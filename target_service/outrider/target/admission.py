@@ -21,7 +21,7 @@ from outrider.wire.errors import (
 )
 from outrider.wire.messages import Failure, Open
 from outrider.wire.sampling import AcceptanceRule
-from outrider.wire.validate import validate_open
+from outrider.wire.validate import validate_length, validate_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,10 @@ def _with_prompt(message: Open, parent: TargetSequence | None) -> Open:
 
 def _check(message: Open, limits: TargetLimits) -> None:
     validate_open(message, limits.vocab_size, limits.max_model_len)
+    validate_length(len(message.prompt_ids), message.sampling.max_tokens, limits.max_model_len, "open.sampling.")
+    if len(message.output_ids) >= message.sampling.max_tokens:
+        problem = f"has {len(message.output_ids)} entries; allowed: fewer than max_tokens"
+        raise InvalidArgument.of([Violation("open.output_ids", problem)])
     if message.sampling.structured_output is not None:
         problem = "is not supported by this target; leave it unset"
         raise InvalidArgument.of([Violation("sampling.structured_output", problem)])

@@ -76,6 +76,7 @@ class Scheduler:
         self.max_window = max_window
         self.goodput: Goodput | None = None  # with one, windows are cut where sequences share a step
         self.sequences: dict[SequenceKey, TargetSequence] = {}
+        self._starved: SequenceKey | None = None  # the oldest, where it found no blocks in the last step
 
     def add(self, target: TargetSequence) -> None:
         """Takes a new sequence."""
@@ -96,11 +97,14 @@ class Scheduler:
         entries: list[StepEntry] = []
         budget = self.max_rows
         ready = self._runnable(now)
+        oldest = min(ready, key=lambda target: (target.open.priority, target.arrival), default=None)
         limits = self._cut(ready, self.goodput) if self.goodput is not None and len(ready) > 1 else {}
         for target in ready:
             if budget <= 0:
                 break
             entry = self._enter(target, budget, limits.get(target.key, self.max_window), entries)
+            if target is oldest:
+                self._starved = target.key if entry is None else None
             if entry is not None:
                 entries.append(entry)
                 budget -= entry.num_rows
@@ -119,9 +123,10 @@ class Scheduler:
         # The others of a group wait for the oldest and then find its prompt in the prefix cache.
         ready = [t for t in ready if t.group is None or t.arrival <= computing.get(t.group, t.arrival)]
 
-        def order(target: TargetSequence) -> tuple[bool, int, int]:
+        def order(target: TargetSequence) -> tuple[bool, bool, int, int]:
             prefilling = target.committed - target.sequence.num_computed_tokens > self.max_window
-            return (prefilling or not target.admitted, target.open.priority, target.arrival)
+            waits = target.key != self._starved  # the oldest found no blocks: it goes first, so that it can take them
+            return (waits, prefilling or not target.admitted, target.open.priority, target.arrival)
 
         return sorted(ready, key=order)
 
