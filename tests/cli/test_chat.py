@@ -92,9 +92,19 @@ def test_what_is_refused_ends_a_pipe_with_one_line(trio: Trio) -> None:
     assert done.stderr.startswith("outrider chat: error: ") and "temperature" in done.stderr
     assert done.stderr.count("\n") == 1
     absent = outrider("chat", "--gateway", "127.0.0.1:1")
-    assert absent.returncode == 1 and absent.stderr.count("\n") == 1 and "Traceback" not in absent.stderr
+    assert absent.returncode == 1
+    assert absent.stderr == "outrider chat: error: no gateway answers at 127.0.0.1:1 (connection refused)\n"
     wrong = outrider("chat", "--gatway", "x")
     assert wrong.returncode == 2 and "unknown flag --gatway: did you mean --gateway?" in wrong.stderr
+
+
+def test_a_line_that_is_no_text_is_named(trio: Trio) -> None:
+    done = subprocess.run(
+        [*CHAT, "--gateway", trio.gateway, "--max-tokens", "2"],
+        input=b"hello\na\xff\n", capture_output=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout.count(b"\n") >= 1  # the first is answered
+    assert done.stderr.endswith(b"\noutrider chat: error: line 2 of the input is not UTF-8\n")
 
 
 def test_variables_of_other_commands_are_no_near_misses(trio: Trio) -> None:

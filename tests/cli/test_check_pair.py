@@ -69,6 +69,24 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert done.returncode == 1 and "is not a folder" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_what_cannot_be_read_is_one_line_with_its_flag(tmp_path: Path, text: Path) -> None:
+    folder, bare = checkpoint(tmp_path / "one"), tmp_path / "bare"
+    bare.mkdir()
+    done = outrider("check-pair", "--target", str(folder), "--draft", str(bare))
+    assert done.returncode == 1 and done.stderr.startswith(f"outrider check-pair: error: --draft: {bare} has no tok")
+    (bare / "tokenizer.json").write_text("{")
+    broken = outrider("check-pair", "--target", str(bare), "--draft", str(folder))
+    assert broken.returncode == 1 and f"--target: cannot load a tokenizer from {bare}: " in broken.stderr
+    (bare / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    no_model = outrider("check-pair", "--target", str(bare), "--draft", str(folder), "--text", str(text))
+    assert no_model.returncode == 1 and f"--target: {bare} has no config.json" in no_model.stderr
+    text.write_bytes(b"a\xff\n")
+    no_text = outrider("check-pair", "--target", str(folder), "--draft", str(folder), "--text", str(text))
+    assert no_text.returncode == 1 and f"--text: {text} is not UTF-8" in no_text.stderr
+    for one in (done, broken, no_model, no_text):
+        assert one.stderr.count("\n") == 1
+
+
 def test_the_embedded_pair(repository: Path) -> None:
     pair = pair_path()
     held_out = repository / "tests/pairs/data/held_out_sched.txt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cli.conftest import Trio
 from outrider.gateway.tokenizer import Tokenizer
 
 PROMPT = "def parse_args(argv):"
+WRITTEN_S = 20  # traces are written every second
 
 
 def generate(trio: Trio, *arguments: str) -> list[dict[str, Any]]:
@@ -34,6 +36,8 @@ def test_json_has_what_is_promised(trio: Trio) -> None:
     assert (
         stats["num_accepted_tokens"] == sum(stats["num_accepted_per_position"]) == answer["origins"].count("accepted")
     )
+    assert stats["acceptance_rate"] == stats["num_accepted_tokens"] / stats["num_draft_tokens"]
+    assert stats["mean_acceptance_length"] == 1 + stats["num_accepted_tokens"] / stats["num_drafts"]
     assert isinstance(answer["seed"], int) and answer["request_id"]
 
 
@@ -64,6 +68,18 @@ def test_several_completions(trio: Trio) -> None:
     answers = generate(trio, PROMPT, "--n", "2", "--max-tokens", "16", "--temperature", "1", "--seed", "3")
     assert sorted(answer["index"] for answer in answers) == [0, 1]
     assert answers[0]["token_ids"] != answers[1]["token_ids"]
+
+
+def test_the_mode_is_sent(trio: Trio) -> None:
+    """No answer names it over gRPC: the trace does."""
+    arguments = (PROMPT, "--max-tokens", "24", "--temperature", "0", "--request-id")
+    for mode in ("sequential", "chains"):
+        generate(trio, *arguments, f"in-{mode}", "--mode", mode)
+        end = time.monotonic() + WRITTEN_S
+        while (done := outrider("trace", str(trio.trace_file), "--request", f"in-{mode}")).returncode:
+            assert time.monotonic() < end, done.stderr
+            time.sleep(0.2)
+        assert f"mode {mode}" in done.stdout
 
 
 def test_ngram_drafts(trio: Trio) -> None:
@@ -121,7 +137,13 @@ def test_a_refusal_is_one_line(trio: Trio, arguments: tuple[str, ...], complaint
 
 def test_an_absent_gateway_is_one_line() -> None:
     done = outrider("generate", "Hi", "--gateway", "127.0.0.1:1", "--timeout", "5")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 1
+    assert done.stderr == "outrider generate: error: no gateway answers at 127.0.0.1:1 (connection refused)\n"
+
+
+def test_a_tokenizer_that_is_none_is_refused_also_on_a_pipe() -> None:
+    done = outrider("generate", "Hi", "--gateway", "127.0.0.1:1", "--tokenizer", "/nope")
+    assert done.returncode == 1 and done.stderr == "outrider generate: error: --tokenizer: /nope is not a folder\n"
 
 
 def test_a_gateway_without_a_port_is_one_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -74,6 +75,11 @@ def test_an_unknown_command_ends_with_status_2() -> None:
         (("convert", "a", "b", "c"), "unexpected argument c"),
         (("generate",), "give one prompt"),
         (("generate", "Hi", "--token-ids", "1"), "give one prompt"),
+        (("generate", "Hi", "--n", "0"), "--n: input should be greater than or equal to 1"),
+        (("generate", "Hi", "--mode", "fast"), "--mode: input should be 'auto', 'sequential', 'chains' or 'branches'"),
+        (("trace",), "error: give the file, as in outrider trace FILE\n"),
+        (("convert", "a"), "error: give the destination, as in outrider convert SOURCE DESTINATION\n"),
+        (("demo", "--prompt", ""), "--prompt: string should have at least 1 character"),
         (("generate", "--token-ids", "1,x"), "--token-ids: input should be a valid integer"),
         (("generate", "--token-ids", "1,-2"), "--token-ids: input should be greater than or equal to 0"),
         (("generate", "Hi", "--seed", "-1"), "--seed: input should be greater than or equal to 0"),
@@ -86,6 +92,34 @@ def test_a_wrong_flag_is_one_clear_line(arguments: tuple[str, ...], meant: str) 
     assert done.returncode == 2
     assert meant in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.endswith(f"See outrider {arguments[0]} --help.\n")
+
+
+def test_a_list_whose_item_is_wrong_is_told_once() -> None:
+    done = outrider("bench", "--batches", "0")
+    complaint = "outrider bench: error: --batches: input should be greater than or equal to 1, not '0'"
+    assert done.returncode == 2 and done.stderr == f"{complaint}\nSee outrider bench --help.\n"
+
+
+def test_a_broken_file_is_told_in_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    for content, problem in (
+        (b"a: [1\nb: 2", "line 2: expected ',' or ']', but got ':'"),
+        (b"a: \xff", "'utf-8' codec can't decode byte 0xff in position 3: invalid start byte"),
+    ):
+        config.write_bytes(content)
+        done = outrider("generate", "Hi", "--config", str(config))
+        complaint = f"outrider generate: error: cannot read --config {config}: {problem}\n"
+        assert done.returncode == 2 and done.stderr == f"{complaint}See outrider generate --help.\n"
+
+
+@pytest.mark.parametrize("service", [("draft", "--method", "ngram"), ("target", "--model", "/nowhere")])
+def test_a_service_whose_address_is_in_use_says_so_alone(service: tuple[str, ...]) -> None:
+    """Before anything is loaded, and without gRPC's own lines."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = outrider(*service, "--listen", address)
+    complaint = f"outrider {service[0]}: error: cannot listen on {address}: Address already in use\n"
+    assert done.returncode == 2 and done.stderr == complaint
 
 
 def test_a_variable_and_a_file_are_settings_too(tmp_path: Path) -> None:

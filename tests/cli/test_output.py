@@ -116,6 +116,8 @@ def test_an_answer_is_json() -> None:
     )
     assert shown["finish_reason"] == "length" and shown["seed"] == 5 and shown["usage"]["prompt_tokens"] == 3
     assert shown["speculation"]["acceptance"] == "rejection" and shown["speculation"]["num_rounds"] == 4
+    assert shown["speculation"]["acceptance_rate"] == 5 / 9
+    assert shown["speculation"]["mean_acceptance_length"] == 1 + 5 / 3
     assert "logprobs" not in shown
 
 

@@ -130,6 +130,7 @@ def test_several_completions_and_many_rounds(tmp_path: Path) -> None:
         span("outrider.round", f"{n}", n, n + 1, "r", round__index=n // 2, request__completion=n % 2) for n in range(50)
     ]
     out = succeed("trace", written(tmp_path, line(*spans, span("x", "r", 0, 50, request__id="n2"))))
+    assert "tokens a round, nothing drafted, " in out
     assert out.count("completion ") == 2 and out.count("round    at ms") == 6
     assert [int(found[1]) for row in out.splitlines() if (found := ROW.fullmatch(row + "  "))] == [*range(25)] * 2
 
@@ -160,7 +161,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         done = outrider("trace", path, cwd=tmp_path)
         assert done.returncode == 1 and complaint in done.stderr and "Traceback" not in done.stderr
     done = outrider("trace")
-    assert done.returncode == 2 and "trace.file is required: give --file" in done.stderr
+    assert done.returncode == 2 and "give the file, as in outrider trace FILE" in done.stderr
     done = outrider("trace", "a", "--requst", "b")
     assert done.returncode == 2 and "unknown flag --requst: did you mean --request?" in done.stderr
 

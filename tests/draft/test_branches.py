@@ -11,7 +11,7 @@ from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naiv
 
 from outrider.draft.branches import Branch, Outcome, OutcomeRates, likeliest, rank_of, winner
 from outrider.engine.sequence import Sequence as EngineSequence
-from outrider.wire.messages import Open, Piece
+from outrider.wire.messages import Failure, Open, Piece
 from outrider.wire.sampling import AcceptanceRule
 
 PROMPT = list(range(3, 24))  # the window's end crosses a block's
@@ -163,3 +163,29 @@ def test_rounds_of_every_kind(name: str) -> None:
         committed += new
         events = harness.run(told, credit(1, len(committed) + 2 * (K + 1), K, BRANCHES))
         harness.check()
+
+
+def test_credit_for_branches_without_a_window_harms_no_neighbour() -> None:
+    harness = Harness()
+    harness.run(new_open(1, PROMPT), credit(1, len(PROMPT) + K, K, 3))
+    own = [7, 8, 9]
+    events = harness.run(credit(1, len(PROMPT) + 4 * K, 0, 3), new_open(2, own), credit(2, len(own) + K, K))
+    harness.check()
+    drafted = [token for event in events if isinstance(event, Piece) and event.sequence_id == 2 for token in event.ids]
+    assert drafted == continuation(harness, new_open(2, own), own, K)
+    assert not any(isinstance(event, Failure) for event in events)
+
+
+def test_a_bug_before_a_step_is_planned_fails_what_is_open_and_leaves_the_engine_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = Harness()
+    harness.send(new_open(1, PROMPT), credit(1, len(PROMPT) + K, K))
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.engine._scheduler, "plan", lambda drafts: [][0])
+        with pytest.raises(IndexError) as raised:
+            harness.engine.step(0.0)
+    harness.engine.on_error(raised.value)
+    assert [event.sequence_id for event in harness.events if isinstance(event, Failure)] == [1]
+    assert not harness.engine.sequences and harness.engine.step(0.0) is None
+    assert harness.ids(new_open(2, PROMPT), credit(2, len(PROMPT) + K, K))

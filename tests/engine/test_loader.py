@@ -11,7 +11,7 @@ import torch
 from tiny import hf_logits, save_tiny, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import LoadedModel, build_decoder, load_model
+from outrider.engine.loader import LoadedModel, build_decoder, find_device, load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.runner import ModelRunner
 
@@ -99,3 +99,26 @@ def test_built_in_memory_equals_loaded(folder: Path) -> None:
     assert torch.equal(logits_of(built), logits_of(load_model(folder)))
     assert built.eos_token_ids == (2,)
     assert built.digest == build_decoder(tiny_config(), tiny_state(tiny_hf_model(seed=5))).digest
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "message"),
+    [
+        (0, "foo", "device: is 'foo'; allowed: cpu, cuda or cuda:N"),
+        (0, "cuda:x", "device: is 'cuda:x'; allowed: cpu, cuda or cuda:N"),
+        (0, "meta", "device: is 'meta'; allowed: cpu, cuda or cuda:N"),
+        (0, "cuda", "device: is 'cuda', and there is no CUDA device here; allowed: cpu"),
+        (2, "cuda:2", "device: is 'cuda:2'; allowed: cpu, cuda, and cuda:0 to cuda:1"),
+    ],
+)
+def test_devices_that_are_not_there(
+    count: int, name: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ValueError) as raised:
+        load_model(folder, device=name)
+    assert str(raised.value) == message
+    assert find_device("cpu").type == "cpu"
+    if count:
+        assert find_device("cuda:1").index == 1 and find_device("cuda").type == "cuda"

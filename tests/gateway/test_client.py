@@ -165,3 +165,49 @@ def test_every_sampling_field_is_encoded() -> None:
 def test_misuse_is_a_type_error(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
         build_request(**options)
+
+
+def test_an_unknown_option_names_the_near_one() -> None:
+    with pytest.raises(TypeError, match=r"temprature \(is temperature meant\?\), zzz$"):
+        build_request("x", zzz=1, temprature=1.0)
+
+
+WRONG_TYPES: list[tuple[str, dict[str, Any]]] = [
+    ("sampling.max_tokens: is a text; allowed: a whole number, 0 to 2**32 - 1", {"max_tokens": "a"}),
+    ("sampling.max_tokens: is 1.5; allowed: a whole number, 0 to 2**32 - 1", {"max_tokens": 1.5}),
+    ("sampling.temperature: is a text; allowed: a number", {"temperature": "hot"}),
+    ("sampling.temperature: is a text; allowed: a number", {"sampling": SamplingParams(temperature="x")}),  # type: ignore[arg-type]
+    ("sampling.seed: is -1; allowed: a whole number, 0 to 2**64 - 1", {"seed": -1}),
+    ("sampling.stop: is 5; allowed: a text or a list of texts", {"stop": 5}),
+    ("sampling.stop_token_ids: is a text; allowed: a list, each entry ", {"stop_token_ids": "abc"}),
+    ("sampling.stop_token_ids: is 3; allowed: a list, each entry ", {"stop_token_ids": 3}),
+    ("sampling.logit_bias: is a list; allowed: an object of token ids and numbers", {"logit_bias": [1]}),
+    ("sampling.logprobs_mode: is 'raw'; allowed: LogprobsMode.RAW_LOGPROBS", {"logprobs_mode": "raw"}),
+    ("sampling.structured_output: is a text; allowed: a StructuredOutput", {"structured_output": "json"}),
+    ("speculation.acceptance: is 'foo'; allowed: AcceptanceRule.AUTO, ", {"acceptance": "foo"}),
+    ("speculation.num_draft_tokens: is a text; allowed: a whole number", {"num_draft_tokens": "a"}),
+    ("request_id: is 5; allowed: a text", {"request_id": 5}),
+    ("output_ids: is a list; allowed: a list of lists of token ids", {"output_ids": [["a"]]}),
+    ("n: is 0; allowed: a whole number, 1 to 64", {"n": 0}),
+    ("prompt: is 5; allowed: a text", {"prompt": 5}),
+    ("token_ids: is a list; allowed: a list of token ids", {"prompt": None, "token_ids": ["a"]}),
+    ("messages: is a text; allowed: a list of messages", {"prompt": None, "messages": "hello"}),
+    ("messages[0]: has not the shape of a message; allowed: ", {"prompt": None, "messages": [{"role": "user"}]}),
+]
+
+
+@pytest.mark.parametrize(("message", "options"), WRONG_TYPES)
+def test_a_wrong_type_is_refused_by_name(message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        build_request(**{"prompt": "x", **options})
+    (violation,) = raised.value.violations
+    assert str(violation).startswith(message)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "soon"])
+async def test_a_timeout_that_is_over_is_refused(timeout: Any) -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(InvalidArgument, match=r"^timeout: is .*; allowed: "):
+            await client.info(timeout)
+        with pytest.raises(InvalidArgument, match=r"^timeout: is .*; allowed: "):
+            _ = [part async for part in client.generate("x", timeout=timeout)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from gateway.http_harness import PROMPT, gateway, stream_events
 from gateway.toys import ToyDraft, ToyTarget, until
 
 from outrider.client import Client
+from outrider.gateway.chat_template import ChatTemplate
 from outrider.gateway.http_body import MAX_BODY_BYTES
 from outrider.gateway.http_errors import http_status
 from outrider.wire.errors import InvalidArgument, ResourceExhausted, Unavailable, to_failure
@@ -76,9 +78,9 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("stop[0]", {"stop": [7]}),
     ("stop", {"stop": ["a"] * 17}),
     ("stop_token_ids[0]", {"stop_token_ids": ["a"]}),
-    ("logit_bias", {"logit_bias": {"x": 1}}),
+    ("logit_bias[x]", {"logit_bias": {"x": 1}}),
     ("logit_bias", {"logit_bias": [1]}),
-    ("logit_bias[0]", {"logit_bias": {"400": 1}}),
+    ("logit_bias[400]", {"logit_bias": {"400": 1}}),
     ("logit_bias[5]", {"logit_bias": {"5": 101}}),
     ("logit_bias[5]", {"logit_bias": {"5": "much"}}),
     ("min_tokens", {"min_tokens": "few", "max_tokens": None}),
@@ -103,7 +105,10 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("best_of", {"best_of": 3}),
     ("response_format.type", {"response_format": {"type": "xml"}}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
-    ("response_format", {"structured_outputs": {}}),
+    ("structured_outputs", {"structured_outputs": {}}),
+    ("structured_outputs.json", {"structured_outputs": {"json": ""}}),
+    ("allowed_token_ids", {"allowed_token_ids": []}),
+    ("request_id", {"request_id": "a\nb"}),
 ]
 CHAT: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": []}),
@@ -135,6 +140,71 @@ async def test_names_the_field(path: str) -> None:
             assert (answer.status_code, error["param"]) == (400, param), (fields, error)
             assert error["message"].startswith(f"{param}: ")
             assert served.engine.admission.num_active == 0 and len(served.target.opens) == served.target.num_closed
+
+
+WORDS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": 7}, "prompt: is a number; allowed: a text, token ids, or a list of either"),
+    ({"prompt": []}, "prompt: is empty; allowed: a text, token ids, or a list of either"),
+    ({"prompt": None}, "prompt: is missing; allowed: a text, token ids, or a list of either"),
+    ({"prompt": [1.5]}, "prompt[0]: is 1.5; allowed: a token id, 0 to 399"),
+    ({"prompt": ["a", 7]}, "prompt[1]: is a number; allowed: a text or a list of token ids"),
+    ({"stop": 5}, "stop: is 5; allowed: a text or a list of texts"),
+    ({"stop": [None]}, "stop[0]: is null; allowed: a text"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]: is a text; allowed: a token id, 0 to 399"),
+    ({"temperature": "hot"}, "temperature: is a text; allowed: a finite number"),
+    ({"temperature": []}, "temperature: is a list; allowed: a finite number"),
+    ({"stream": {}}, "stream: is an object; allowed: true or false"),
+    ({"timeout_ms": 0}, "timeout_ms: is 0; allowed: a whole number, 1 to 86400000"),
+    ({"response_format": {"type": "xml"}}, "response_format.type: is 'xml'; allowed: text, json_object, json_schema"),
+    ({"speculation": {"acceptance": "no"}}, "speculation.acceptance: is 'no'; allowed: auto, rejection, coupled"),
+    (
+        {"speculation": {"method": "medusa"}},
+        "speculation.method: is 'medusa', which the draft does not know; allowed: draft_model",
+    ),
+    ({"logit_bias": {"-1": 1}}, "logit_bias[-1]: is for no token id; allowed: token ids, 0 to 399"),
+    ({"logit_bias": {"x": 1}}, "logit_bias[x]: is for no token id; allowed: whole numbers as texts"),
+]
+
+
+async def test_words() -> None:
+    async with gateway(draft=ToyDraft()) as served, served.client() as client:
+        for fields, message in WORDS:
+            answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, **fields})
+            assert answer.json()["error"]["message"] == message, fields
+
+
+async def test_the_message_names_every_field() -> None:
+    """Those of the request, of sampling, of speculation and the prompt, in one refusal."""
+    wrong = {"n": 0, "temperature": -1, "top_p": 3, "prompt": [400], "speculation": {"method": "x", "mode": "y"}}
+    names = ["n", "speculation.mode", "speculation.method", "temperature", "top_p", "prompt[0]"]
+    async with gateway(draft=ToyDraft()) as served, served.client() as client:
+        error = (await client.post("/v1/completions", json=wrong)).json()["error"]
+        assert re.findall(r"(?:^|; )([a-z_.]+(?:\[0\])?): is ", error["message"]) == names
+        assert error["param"] == "n"
+        wrong = {"prompt": PROMPT, "max_tokens": 254, "temperature": -1}
+        error = (await client.post("/v1/completions", json=wrong)).json()["error"]
+        assert error["message"].startswith("temperature: ") and "; max_tokens: is 254 after" in error["message"]
+
+
+async def test_a_refused_conversation_says_nothing_of_the_server() -> None:
+    async with gateway() as served, served.client() as client:
+
+        async def message(messages: Any) -> str:
+            answer = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+            return str(answer.json()["error"]["message"])
+
+        long = [{"role": "user", "content": "the fox " * 400}]
+        assert await message([]) == "messages: is missing or empty; allowed: at least one message"
+        assert " tokens; allowed: at most 255" in await message(long)
+        template, tokenizer = served.engine.tokenizer.chat_template, served.engine.tokenizer
+        try:
+            tokenizer.chat_template = ChatTemplate("{{ raise_exception('no system') }}")
+            refused = await message([{"role": "system", "content": "x"}])
+            assert refused == "messages: the chat template refused the conversation: no system"
+            tokenizer.chat_template = None
+            assert tokenizer.name not in await message([{"role": "user", "content": "x"}])
+        finally:
+            tokenizer.chat_template = template
 
 
 @pytest.mark.parametrize(

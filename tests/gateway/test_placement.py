@@ -78,3 +78,16 @@ def test_a_trial_that_shows_nothing_is_followed_by_another() -> None:
         breaker.failed(0.0)
     breaker.started(5.0)
     assert not breaker.allows(5.5) and breaker.allows(5.0 + FIRST_REST_S)
+
+
+def test_one_break_of_many_sequences_is_one_rest_and_only_a_trial_doubles_it() -> None:
+    breaker = Breaker()
+    for _ in range(10):
+        breaker.started(0.0)
+    for _ in range(10):
+        breaker.failed(0.0)
+    assert breaker.open and not breaker.allows(0.9 * FIRST_REST_S) and breaker.allows(FIRST_REST_S)
+    breaker.started(FIRST_REST_S)
+    for _ in range(10):  # the trial, and what else was still there
+        breaker.failed(2 * FIRST_REST_S)
+    assert not breaker.allows(3.9 * FIRST_REST_S) and breaker.allows(4 * FIRST_REST_S)

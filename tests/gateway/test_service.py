@@ -68,7 +68,7 @@ SAMPLING_CASES = [
     ("sampling.min_p", {"min_p": 2.0}),
     ("sampling.repetition_penalty", {"repetition_penalty": 0.0}),
     ("sampling.presence_penalty", {"presence_penalty": 3.0}),
-    ("sampling.logit_bias[0]", {"logit_bias": {4000: 1.0}}),
+    ("sampling.logit_bias[4000]", {"logit_bias": {4000: 1.0}}),
     ("sampling.allowed_token_ids[0]", {"allowed_token_ids": (400,)}),
     ("sampling.max_tokens", {"max_tokens": 0}),
     ("sampling.max_tokens", {"max_tokens": 254}),
@@ -86,6 +86,7 @@ CHAT = ({"role": "user", "content": "hello"},)
 REQUEST_CASES = [
     ("n", {"n": 65}),
     ("request_id", {"request_id": "x" * 129}),
+    ("request_id", {"request_id": "two\nlines"}),
     ("salt", {"salt": "x" * 129}),
     ("output_ids", {"output_ids": ((1,), (2,))}),
     ("output_ids[0].ids[0]", {"output_ids": ((400,),)}),

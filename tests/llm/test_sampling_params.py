@@ -7,6 +7,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.llm import RequestOutputKind, SamplingParams, Unsupported
@@ -33,6 +34,26 @@ WRONG: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
+# A value of another kind, and what the error says is allowed.
+OF_ANOTHER_KIND: list[tuple[str, Any, str]] = [
+    ("temperature", "a", "a number"), ("temperature", None, "a number"), ("temperature", True, "a number"),
+    ("temperature", 10**400, "finite"), ("top_p", "1", r"in \(0, 1\]"), ("min_p", [0], r"in \[0, 1\]"),
+    ("presence_penalty", "1", r"in \[-2, 2\]"), ("repetition_penalty", math.nan, "greater than zero"),
+    ("max_tokens", "5", "an integer of at least 1, or None"), ("max_tokens", 5.0, "an integer"),
+    ("min_tokens", None, "an integer"), ("logprobs", "1", "integer"), ("truncate_prompt_tokens", 1.5, "or None"),
+    ("seed", 10**30, r"from -2\*\*63 to 2\*\*64 - 1"), ("seed", -(2**63) - 1, "from"), ("seed", 2**64, "from"),
+    ("seed", "a", "an integer"), ("seed", True, "an integer"), ("ignore_eos", "no", "True or False"),
+    ("detokenize", 1, "True or False"), ("skip_reading_prefix_cache", "no", "True or False"),
+    ("stop", 5, "a string or a list"), ("stop", "", "none of them empty"), ("stop", b"ab", "a string or a list"),
+    ("bad_words", 5, "a string or a list"), ("bad_words", [5], "a string or a list"),
+    ("stop_token_ids", "12", "a list of integers"), ("stop_token_ids", 5, "a list of integers"),
+    ("allowed_token_ids", "12", "a list of integers"), ("allowed_token_ids", [1.5], "a list of integers"),
+    ("allowed_token_ids", [True], "a list of integers"), ("logit_bias", {1: math.nan}, "finite"),
+    ("logit_bias", {1: math.inf}, "finite"), ("logit_bias", {1: "2"}, "finite"), ("logit_bias", {"a": 1}, "token ids"),
+    ("logit_bias", [1], "a dict"), ("n", "2", "an integer"), ("top_k", 1.5, "an integer"),
+]  # fmt: skip
+
+
 def wire(params: SamplingParams) -> WireSampling:
     return to_wire(params, LogprobsMode.RAW_LOGPROBS, 20, 512)
 
@@ -50,6 +71,13 @@ def test_refuses(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize(("name", "value", "allowed"), OF_ANOTHER_KIND)
+def test_a_value_of_another_kind_names_field_value_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be .*{allowed}.*, got ") as raised:
+        SamplingParams(**{name: value})
+    assert repr(value)[:100] in str(raised.value)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_is_not_there(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
@@ -59,6 +87,20 @@ def test_what_is_not_there(name: str) -> None:
 def test_unknown_fields_raise() -> None:
     with pytest.raises(TypeError, match="best_off"):
         SamplingParams(best_off=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="SamplingParams has no keyword 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_values_that_are_taken_in_other_forms() -> None:
+    """One text is a list of one, numpy's numbers are numbers, any list of ids is one."""
+    assert SamplingParams(bad_words="abc").bad_words == SamplingParams(bad_words=("abc",)).bad_words == ["abc"]
+    of_numpy = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), allowed_token_ids=np.array([1, 2]))  # type: ignore[arg-type]
+    assert of_numpy.allowed_token_ids == [1, 2] and wire(of_numpy).seed == 3
+    assert type(of_numpy.temperature) is float and type(of_numpy.seed) is int
+    assert SamplingParams(stop_token_ids=np.array([4])).stop_token_ids == [4]  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={1: -(10**6), 2: 5}).logit_bias == {1: -100.0, 2: 5.0}
+    for seed, sent in ((2**64 - 1, 2**64 - 1), (-(2**63), 2**63)):
+        assert wire(SamplingParams(seed=seed)).seed == sent
 
 
 def test_greedy_and_almost_greedy(caplog: pytest.LogCaptureFixture) -> None:

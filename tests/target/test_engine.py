@@ -211,6 +211,44 @@ def test_bad_requests_fail_alone(models: tuple[Any, LoadedModel]) -> None:
     assert len(harness.output(5)) == 4
 
 
+@pytest.mark.parametrize("name", ["prompt and max_tokens beyond the context", "nothing left to generate"])
+def test_what_cannot_be_generated_is_refused_and_the_neighbour_goes_on(
+    models: tuple[Any, LoadedModel], name: str
+) -> None:
+    _, loaded = models
+    alone = Harness.of(loaded).decode_plain(1, opened(1, prompt_of(1), max_tokens=20))
+    odd, field = opened(2, prompt_of(2), max_tokens=2, output_ids=(8, 9)), "open.output_ids"
+    if name.startswith("prompt"):
+        odd = opened(2, prompt_of(2, loaded.max_model_len - 100), max_tokens=101)
+        field = "open.sampling.max_tokens"
+    harness = Harness.of(loaded, num_blocks=128)
+    harness.send(opened(1, prompt_of(1), max_tokens=20), Credit(1, 1 << 20, 0), odd, Credit(2, 1 << 20, 0))
+    harness.run(max_steps=200)
+    assert field in harness.failures(2)[0].message and not harness.output(2)
+    assert harness.output(1) == alone
+
+
+def test_the_oldest_takes_blocks_when_it_has_credit_again(models: tuple[Any, LoadedModel]) -> None:
+    _, loaded = models
+    requests = opened(1, prompt_of(1, 60), max_tokens=60), opened(2, prompt_of(2), max_tokens=150)
+    alone = [Harness.of(loaded).decode_plain(number, request) for number, request in enumerate(requests, 1)]
+    harness = Harness.of(loaded, num_blocks=12, prefix_cache=False)
+    harness.send(requests[0], Credit(1, 65, 0))
+    harness.run()
+    oldest = harness.engine.scheduler.sequences[1, 1].sequence
+    harness.send(requests[1], Credit(2, 1 << 20, 0))
+    while oldest.block_table:  # without credit, it is the first to give way
+        assert harness.engine.step(0.0) == 0.0
+    while len(harness.output(2)) < 130:
+        harness.engine.step(0.0)
+    harness.send(Credit(1, 1 << 20, 0))
+    for _ in range(5):
+        harness.engine.step(0.0)
+    assert len(harness.output(1)) > 5 and len(harness.output(2)) < 140
+    harness.run()
+    assert [harness.output(1), harness.output(2)] == alone
+
+
 def test_deadline_ends_a_waiting_sequence(models: tuple[Any, LoadedModel]) -> None:
     _, loaded = models
     harness = Harness.of(loaded)

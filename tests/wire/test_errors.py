@@ -153,6 +153,13 @@ def test_unknown_codes_and_details_do_no_harm() -> None:
     assert type(errors.from_rpc_error(mangled)) is errors.Unavailable
 
 
+def test_a_deadline_of_grpc_s_own_has_our_words() -> None:
+    late = grpc.aio.AioRpcError(
+        grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Deadline Exceeded"
+    )
+    assert errors.from_rpc_error(late).message == "the request's time ran out"
+
+
 async def test_a_dead_address_is_unavailable() -> None:
     channel = connect("localhost:1")
     error = await asyncio.wait_for(raised("unary", channel), 10)

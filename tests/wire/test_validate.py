@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.wire import validate as v
+from outrider.wire.checks import Violations, shown
 from outrider.wire.errors import InvalidArgument
 from outrider.wire.messages import Commit, Credit, Open, Piece, TokenWeights
 from outrider.wire.sampling import SamplingParams, StructuredOutput, TokenOrigin
@@ -25,7 +26,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     *[("presence_penalty", x) for x in (NAN, INF, -2.1, 2.1)],
     *[("frequency_penalty", x) for x in (NAN, INF, -2.1, 2.1)],
     *[("seed", x) for x in (-1, 2**64, 0.5)],
-    *[("logit_bias[0]", x) for x in ({VOCAB: 1.0}, {-1: 1.0})],
+    *[(f"logit_bias[{key}]", {2: 1.0, key: 1.0}) for key in (VOCAB, -1)],
     ("logit_bias", dict.fromkeys(range(1025), 0.0)),
     *[("logit_bias[3]", {3: x}) for x in (NAN, INF, 100.5, -101)],
     *[("allowed_token_ids[1]", (1, x)) for x in (VOCAB, -1, 2**31, "a", True, 1.0)],
@@ -163,6 +164,21 @@ def test_credits_commits_and_requests() -> None:
         "salt",
     ]
     assert fields(lambda: v.validate_generation(n=2, output_ids=((1,),))) == ["output_ids"]
+    assert fields(lambda: v.validate_generation(request_id="a\x1b[2Jb")) == ["request_id"]
+    v.validate_generation(request_id="größe 7, 大")
+
+
+def test_parts_are_collected() -> None:
+    """With `found` nothing is raised before all parts were checked."""
+    found = Violations()
+    v.validate_generation(n=0, found=found)
+    v.validate_sampling(SamplingParams(top_p=0), VOCAB, CONTEXT, found=found)
+    assert fields(found.raise_if_any) == ["n", "sampling.top_p"]
+
+
+def test_types_have_json_s_names() -> None:
+    values: list[object] = [None, True, 1.5, "x", [1], {}, (1,)]
+    assert [shown(value) for value in values] == ["null", "true", "1.5", "a text", "a list", "an object", "a list"]
 
 
 def test_the_validator_is_fast_and_its_messages_hold_no_text() -> None:

@@ -24,6 +24,7 @@ from outrider.proposers.ngram import NgramProposer
 from outrider.wire.health import HealthMonitor
 from outrider.wire.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.wire.outbox import Outboxes
+from outrider.wire.ports import require_free
 from outrider.wire.sampling import SamplingParams
 from outrider.wire.server import build_server, serve_until_signal
 from outrider.wire.tracing import setup_tracing
@@ -36,6 +37,7 @@ DEVICE_TIMEOUT_S = 30.0
 
 async def serve(settings: DraftSettings) -> None:
     """Loads, serves, drains."""
+    require_free(settings.listen)
     set_switch_interval()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

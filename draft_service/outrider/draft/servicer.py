@@ -15,6 +15,7 @@ from outrider.wire.errors import InvalidArgument, Unavailable, to_failure
 from outrider.wire.frames import DRAFT_STREAM
 from outrider.wire.messages import Close, Commit, Credit, DraftCommand, DraftEvent, DraftInfo, Open
 from outrider.wire.outbox import Outboxes
+from outrider.wire.served import ServedStreams
 from outrider.wire.stream import Batch, FrameStream, server_stream
 from outrider.wire.validate import validate_commit, validate_credit, validate_open
 
@@ -28,9 +29,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: DraftInfo) -> None:
         self._thread, self._outboxes, self._info = thread, outboxes, info
-        self._streams: dict[int, FrameStream] = {}
+        self._streams = ServedStreams()
         self._numbers = itertools.count(1)
-        self._draining = False
 
     async def Propose(self, request_iterator: Any, context: Any) -> None:
         """Serves one stream until it ends; then everything that it opened is released."""
@@ -46,14 +46,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
         stream = server_stream(DRAFT_STREAM, context, on_messages=on_messages, step_age_ms=self._step_age_ms)
         self._submit(Attach(number, sink))
-        self._streams[number] = stream
         try:
-            async with stream:
-                if self._draining:
-                    stream.drain()
-                await stream.wait_closed()
+            await self._streams.serve(stream)
         finally:
-            del self._streams[number]
             with suppress(DeviceStopped):
                 self._thread.submit(Detach(number))
 
@@ -63,9 +58,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def drain(self) -> None:
         """No new sequences; every stream ends after its last one."""
-        self._draining = True
-        for stream in self._streams.values():
-            stream.drain()
+        self._streams.drain()
 
     def _submit(self, command: EngineCommand) -> None:
         try:

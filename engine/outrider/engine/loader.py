@@ -50,13 +50,14 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads a folder. Model types that are not our own decoder's run through transformers' attention registry. Raises
-    UnsupportedModel (WrongCheckpoint) with the reason."""
+    UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there."""
+    device = find_device(device)
+    weights_dtype = _dtype(dtype, device)
     folder = Path(path)
     config = checkpoint.read_config(folder)
     generation = checkpoint.read_json(folder / "generation_config.json")
     files = checkpoint.weight_files(folder)
     model_type = str(config.get("model_type"))
-    device, weights_dtype = torch.device(device), _dtype(dtype, torch.device(device))
     model: CausalLM
     if model_type in MODEL_TYPES:
         parsed = parse_config(config, max_model_len)
@@ -85,7 +86,7 @@ def build_decoder(
     batch_invariant: bool = False,
 ) -> LoadedModel:
     """Our own decoder from the contents of a config.json and tensors in memory, by their Hugging Face names."""
-    device = torch.device(device)
+    device = find_device(device)
     model = Decoder(
         parse_config(dict(config), max_model_len),
         state,
@@ -100,6 +101,22 @@ def build_decoder(
         default_sampling={},
         digest=checkpoint.state_digest(config, state),
     )
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """The device of a name. ValueError for a name that is none, and for a device that is not there."""
+    given = f"device: is {str(name)[:100]!r}"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{given}; allowed: cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{given}; allowed: cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{given}, and there is no CUDA device here; allowed: cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{given}; allowed: cpu, cuda, and cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return device
 
 
 def _load_registry(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import Any
 
+from outrider.client.fields import put, put_ids, put_messages
 from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
-from outrider.wire.codec_sampling import encode_logprobs_mode, encode_sampling, encode_structured_output
-from outrider.wire.sampling import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
+from outrider.wire.checks import Violations
+from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.wire.validate import MAX_N
 
-_SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
 
 def build_request(
@@ -37,59 +41,43 @@ def build_request(
     not given are the model's defaults."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("exactly one of prompt, token_ids and messages is needed")
-    request = pb.GenerateRequest(
-        text=prompt,
-        sampling=_encode_sampling(sampling, sampling_fields),
-        speculation=pb.SpeculationParams(
-            enabled=speculate,  # type: ignore[arg-type]  # None leaves it out
-            num_draft_tokens=num_draft_tokens,
-            method=method,
-            acceptance=int(acceptance),  # type: ignore[arg-type]  # the numbers are the protocol's
-            mode=mode,
-        ),
-        request_id=request_id,
-        n=n,
-        priority=priority,
-        output_ids=[common_pb2.TokenIds(ids=ids) for ids in output_ids],
-        salt=salt,
-    )
+    found = Violations()
+    found.integer("n", n, 1, MAX_N)  # the protocol's 0 is 1
+    found.raise_if_any()
+    request = pb.GenerateRequest(n=n, sampling=_encode_sampling(sampling, sampling_fields))
+    put(request, "text", prompt, called="prompt")
     if token_ids is not None:
-        request.token_ids.CopyFrom(common_pb2.TokenIds(ids=token_ids))
+        put_ids(request, token_ids)
     if messages is not None:
-        request.chat.omit_generation_prompt = not add_generation_prompt
-        for message in messages:
-            request.chat.messages.add(role=message["role"], content=message["content"])
+        put_messages(request, messages, not add_generation_prompt)
+    request.speculation.SetInParent()
+    put(request.speculation, "enabled", speculate, called="speculate")
+    put(request.speculation, "num_draft_tokens", num_draft_tokens, "speculation.")
+    put(request.speculation, "method", method, "speculation.")
+    put(request.speculation, "acceptance", acceptance, "speculation.")
+    put(request.speculation, "mode", mode, "speculation.")
+    put(request, "request_id", request_id)
+    put(request, "priority", priority)
+    put(request, "output_ids", output_ids)
+    put(request, "salt", salt)
     return request
 
 
 def _encode_sampling(sampling: SamplingParams | None, given: Mapping[str, Any]) -> common_pb2.SamplingParams:
     """Whole parameters are sent whole; single fields leave the others to the gateway."""
-    if unknown := given.keys() - _SAMPLING_FIELDS:
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    if unknown := sorted(given.keys() - set(_SAMPLING_FIELDS)):
+        raise TypeError(f"unknown options: {', '.join(map(_with_near_miss, unknown))}")
     if sampling is not None and given:
         raise TypeError(f"sampling is given whole, and beside it {', '.join(sorted(given))}")
     if sampling is not None:
-        return encode_sampling(sampling)
+        given = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
     out = common_pb2.SamplingParams()
     for name, value in given.items():
-        _set_field(out, name, value)
+        put(out, name, value, "sampling.")
     return out
 
 
-def _set_field(out: common_pb2.SamplingParams, name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, LogprobsMode):
-        out.logprobs_mode = encode_logprobs_mode(value)  # type: ignore[assignment]  # a protocol number
-    elif isinstance(value, StructuredOutput):
-        out.structured_output.CopyFrom(encode_structured_output(value))
-    elif name == "bad_words_ids":
-        out.bad_words_ids.extend(common_pb2.TokenIds(ids=ids) for ids in value)
-    elif name == "logit_bias":
-        out.logit_bias.update(value)
-    elif name in ("stop", "bad_words"):
-        getattr(out, name).extend([value] if isinstance(value, str) else value)
-    elif isinstance(value, Sequence):
-        getattr(out, name).extend(value)
-    else:
-        setattr(out, name, value)
+def _with_near_miss(name: str) -> str:
+    own = (known for known, one in signature(build_request).parameters.items() if one.kind is not Parameter.VAR_KEYWORD)
+    near = get_close_matches(name, (*_SAMPLING_FIELDS, *own, "timeout", "traceparent"), 1)
+    return f"{name} (is {near[0]} meant?)" if near else name

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.wire.checks import Violations
 from outrider.wire.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable, Violation
 
+_LEAST_TIMEOUT_S = 1e-9
 OTHER_MODEL = "OTHER_MODEL"  # the reason of an error: this gateway cannot continue another model's completion
 
 
@@ -41,6 +43,13 @@ def addresses_of(address: str | Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
+def check_timeout(timeout: object) -> None:
+    """A time that may be waited for. InvalidArgument names it."""
+    found = Violations()
+    found.number("timeout", timeout, _LEAST_TIMEOUT_S, math.inf, say="seconds, above 0; or None")
+    found.raise_if_any()
+
+
 @dataclass(slots=True)
 class Route:
     """The way of one request over the addresses: another address at once, one that failed before after a wait."""
@@ -55,6 +64,8 @@ class Route:
     _num_failures: int = 0  # in a row
 
     def __post_init__(self) -> None:
+        if self.timeout is not None:
+            check_timeout(self.timeout)
         self._deadline = math.inf if self.timeout is None else self.clock() + self.timeout
 
     @property

@@ -78,7 +78,12 @@ class Answer:
         return shown
 
     def _speculation(self, stats: SpeculationStats) -> dict[str, Any]:
-        return {**asdict(stats), "acceptance": self.acceptance}
+        return {
+            **asdict(stats),
+            "acceptance": self.acceptance,
+            "acceptance_rate": stats.acceptance_rate,
+            "mean_acceptance_length": stats.mean_acceptance_length,
+        }
 
     def _clock(self, num_tokens: int) -> None:
         self.last_at = time.monotonic()

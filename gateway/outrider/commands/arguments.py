@@ -25,7 +25,9 @@ def parse(
 ) -> S:
     """The settings of a command line whose bare arguments are the settings `bare`, in order: `generate "Hi"` is
     `generate --prompt=Hi`. `short` are flags that stand for others."""
-    return parse_settings(cls, name_bare(cls, argv, bare, short or {}), prog, description)
+    example = " ".join([prog, *(name.upper() for name in bare)])
+    wanted = {name: f"give the {name}, as in {example}" for name in bare}
+    return parse_settings(cls, name_bare(cls, argv, bare, short or {}), prog, description, wanted)
 
 
 def name_bare(model: type[BaseModel], argv: Sequence[str], bare: Sequence[str], short: Mapping[str, str]) -> list[str]:

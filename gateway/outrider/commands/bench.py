@@ -27,10 +27,10 @@ from outrider.commands.bench_store import dump, store
 from outrider.commands.bench_table import render
 from outrider.commands.bench_worker import Worker, WorkerFailed
 from outrider.commands.bench_workers import start_floor, start_peers
+from outrider.commands.complaints import load_tokenizer
 from outrider.commands.fleet import Folders
 from outrider.commands.processes import ServiceFailed, Services
 from outrider.gateway.core import Policy
-from outrider.gateway.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.wire.errors import OutriderError
 from outrider.wire.sampling import AcceptanceRule
@@ -64,7 +64,7 @@ def run(settings: BenchSettings) -> Json:
     with ExitStack() as stack:
         stack.enter_context(CoresAwake(settings.keep_awake))
         folders, pair = _folders(settings, stack)
-        prompts = read_prompts(Tokenizer.load(folders.target), settings.prompts, max(settings.batches))
+        prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
         services = stack.enter_context(Services())
         runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
         _note("starting the services and the peers ...")

@@ -11,10 +11,7 @@ from outrider.commands.bench_machine import Cores
 from outrider.commands.bench_worker import on_cores
 from outrider.commands.fleet import Folders
 from outrider.commands.processes import Service, Services
-from outrider.wire.errors import OutriderError
-
-ASK_S = 5.0
-POLL_S = 0.05
+from outrider.commands.readiness import POLL_S, has_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +45,8 @@ def start_fleet(
 async def wait_for_draft(address: str, timeout_s: float) -> None:
     """Returns when the gateway has found both. Raises TimeoutError. On the caller's loop, as readiness's is not."""
     async with asyncio.timeout(timeout_s), Client(address) as client:
-        while not await _has_draft(client):  # noqa: ASYNC110  # the event is in another process
+        while not await has_draft(client):  # noqa: ASYNC110  # the event is in another process
             await asyncio.sleep(POLL_S)
-
-
-async def _has_draft(client: Client) -> bool:
-    try:
-        return (await client.info(timeout=ASK_S)).draft is not None
-    except OutriderError:  # it has no target yet
-        return False
 
 
 def _start(services: Services, cores: Sequence[int], name: str, *arguments: str) -> Service:

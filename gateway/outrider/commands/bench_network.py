@@ -25,9 +25,9 @@ from outrider.commands.bench_prompts import PROMPTS, read_prompts
 from outrider.commands.bench_result import Json, title
 from outrider.commands.bench_store import dump, store
 from outrider.commands.bench_worker import WorkerFailed
+from outrider.commands.complaints import load_tokenizer
 from outrider.commands.fleet import Folders
 from outrider.commands.processes import ServiceFailed
-from outrider.gateway.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.wire.errors import OutriderError
 
@@ -73,7 +73,7 @@ def blocks_of(settings: NetworkSettings) -> Iterator[Block]:
 async def _run(settings: NetworkSettings) -> Json:
     cores = share_cores()
     folders, pair = _folders(settings)
-    prompts = read_prompts(Tokenizer.load(folders.target), None, len(PROMPTS))
+    prompts = read_prompts(load_tokenizer(folders.target, "--target"), None, len(PROMPTS))
     setup = Setup(folders, cores, settings.expand, settings.num_draft_tokens, settings.start_timeout)
     result: Json = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -10,16 +10,13 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import Any
 
 from outrider.cli import main as run_command
 from outrider.commands.bench_network_pace import Pace
-from outrider.commands.bench_worker import Worker
+from outrider.commands.bench_worker import Send, Worker, take_output
 from outrider.commands.processes import LISTENING
-
-Send = Callable[[dict[str, Any]], None]
 
 
 class DraftWorker(Worker):
@@ -62,13 +59,7 @@ class Announcement(io.StringIO):
 
 def main(argv: Sequence[str]) -> int:
     """Serves until the input ends."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def send(answer: dict[str, Any]) -> None:
-        out.write(json.dumps(answer) + "\n")
-        out.flush()
-
+    send = take_output()
     pace = Pace()
     pace.stretch_passes()
     threading.Thread(target=_take_orders, args=(pace, send), daemon=True).start()

@@ -26,13 +26,6 @@ class Costs:
         return (self.num_draft_tokens + 1) * self.pass_ms
 
 
-def independent_tokens(acceptance: float, num_draft_tokens: int) -> float:
-    """Mean tokens of a round if drafted tokens are accepted independently."""
-    if acceptance >= 1:
-        return float(num_draft_tokens + 1)
-    return float((1 - acceptance ** (num_draft_tokens + 1)) / (1 - acceptance))
-
-
 def colocated(costs: Costs) -> float:
     """Draft and verification in turn, on one machine."""
     return sequential(costs, 0.0)

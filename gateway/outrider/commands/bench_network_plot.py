@@ -9,8 +9,8 @@ from statistics import mean
 
 from outrider.commands.bench_network_block import form_ms
 from outrider.commands.bench_network_forms import Costs, floor
-from outrider.commands.bench_plot import FAINT, INK, svg_text
 from outrider.commands.bench_result import Json, title
+from outrider.commands.svg import FAINT, INK, svg_text
 
 COLOURS = {
     "sequential": "#c05621", "chains": "#2f855a", "branches": "#2b6cb0", "auto": "#6b46c1", "colocated": "#b83280",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
 
 from outrider.commands.bench_result import Json, title
+from outrider.commands.svg import FAINT, INK, svg_text
 
 WIDTH, LABEL, MARGIN = 860, 220, 24
 BAR, GAP, HEAD = 18, 6, 34
 OURS, OTHERS = "#2b6cb0", "#a0aec0"
-INK, FAINT = "#1a202c", "#4a5568"
 
 
 def draw(result: Json) -> str:
@@ -71,11 +70,3 @@ def _bar(name: str, way: Json, top: int, scale: float) -> Iterator[str]:
         yield f'<path d="M{x:.1f} {middle - 6}l5 6l-5 6l-5 -6z" fill="none" stroke="{INK}"/>'
         end = max(end, x + 5)
     yield svg_text(end + 6, middle + 4, f"{speed['median']:.1f}")
-
-
-def svg_text(
-    x: float, y: float, text: str, *, size: int = 11, weight: str = "normal", anchor: str = "start", colour: str = INK
-) -> str:
-    """A line of text."""
-    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{colour}"'
-    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'

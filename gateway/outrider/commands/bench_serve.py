@@ -16,6 +16,7 @@ from outrider.commands.bench_serve_prompts import choose, read_texts
 from outrider.commands.bench_serve_report import Json, render, summarise, times_ms
 from outrider.commands.bench_serve_settings import BenchServeSettings
 from outrider.commands.bench_store import dump
+from outrider.commands.complaints import of_gateway
 from outrider.wire.errors import OutriderError
 
 DESCRIPTION = (
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench serve") 
     except FAILURES as error:
         if isinstance(error, BrokenPipeError):
             raise
-        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
         return 1
 
 

@@ -4,13 +4,13 @@ median and 99th percentile, and the objective where there is one."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from xml.sax.saxutils import escape
 
 from outrider.commands.bench_serve_report import TIMES, Json
+from outrider.commands.svg import FAINT, svg_text
 
 WIDTH, MARGIN, GAP, TOP = 860, 40, 50, 92
 PANEL_WIDTH, PANEL_HEIGHT = (WIDTH - 2 * MARGIN - GAP) / 2, 190
-CURVE, OBJECTIVE, INK, FAINT, GRID = "#2b6cb0", "#c05621", "#1a202c", "#4a5568", "#e2e8f0"
+CURVE, OBJECTIVE, GRID = "#2b6cb0", "#c05621", "#e2e8f0"
 MOST_POINTS = 400
 OBJECTIVES = {"ttft_ms": "slo_ttft_ms", "tpot_ms": "slo_itl_ms"}
 
@@ -20,8 +20,8 @@ def draw(result: Json, times: dict[str, list[float]]) -> str:
     shown = [(key, name) for key, name in TIMES if times[key]]
     height = TOP + (len(shown) + 1) // 2 * (PANEL_HEIGHT + GAP + 12) + MARGIN
     shapes = [
-        _text(MARGIN, 32, f"{result['server']}: {result['loop']}", size=15, weight="bold"),
-        _text(MARGIN, 52, _numbers(result), colour=FAINT),
+        svg_text(MARGIN, 32, f"{result['server']}: {result['loop']}", size=15, weight="bold"),
+        svg_text(MARGIN, 52, _numbers(result), colour=FAINT),
     ]
     for place, (key, name) in enumerate(shown):
         left = MARGIN + place % 2 * (PANEL_WIDTH + GAP)
@@ -53,20 +53,20 @@ def _panel(
     """One curve; its axis reaches the greatest value, or the objective where that is more."""
     most = max(ordered[-1], objective or 0.0) or 1.0
     bottom, right = top + PANEL_HEIGHT, left + PANEL_WIDTH
-    yield _text(left, top - 10, f"{name.partition(' (')[0]}, ms", size=12, weight="bold")
-    yield _text(right, top - 10, f"p50 {found['p50']:.1f}, p99 {found['p99']:.1f}", anchor="end", colour=FAINT)
+    yield svg_text(left, top - 10, f"{name.partition(' (')[0]}, ms", size=12, weight="bold")
+    yield svg_text(right, top - 10, f"p50 {found['p50']:.1f}, p99 {found['p99']:.1f}", anchor="end", colour=FAINT)
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = bottom - share * PANEL_HEIGHT
         yield f'<path d="M{left:g} {y:g}H{right:g}" stroke="{GRID}"/>'
-        yield _text(left - 4, y + 3, f"{share:.0%}", size=9, anchor="end", colour=FAINT)
-        yield _text(
+        yield svg_text(left - 4, y + 3, f"{share:.0%}", size=9, anchor="end", colour=FAINT)
+        yield svg_text(
             left + share * PANEL_WIDTH, bottom + 14, f"{share * most:.4g}", size=9, anchor="middle", colour=FAINT
         )
     yield f'<path d="{_curve(ordered, left, bottom, most)}" fill="none" stroke="{CURVE}" stroke-width="1.6"/>'
     if objective is not None:
         x = left + objective / most * PANEL_WIDTH
         yield f'<path d="M{x:.1f} {top:g}V{bottom:g}" stroke="{OBJECTIVE}" stroke-dasharray="4 3"/>'
-        yield _text(x - 4, top + 10, f"objective {objective:g}", size=9, anchor="end", colour=OBJECTIVE)
+        yield svg_text(x - 4, top + 10, f"objective {objective:g}", size=9, anchor="end", colour=OBJECTIVE)
 
 
 def _curve(ordered: Sequence[float], left: float, bottom: float, most: float) -> str:
@@ -78,10 +78,3 @@ def _curve(ordered: Sequence[float], left: float, bottom: float, most: float) ->
         x, y = left + ordered[place] / most * PANEL_WIDTH, bottom - (place + 1) / count * PANEL_HEIGHT
         points.append(f"H{x:.1f}V{y:.1f}")
     return "".join(points)
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int = 11, weight: str = "normal", anchor: str = "start", colour: str = INK
-) -> str:
-    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{colour}"'
-    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'

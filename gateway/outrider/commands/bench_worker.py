@@ -16,6 +16,8 @@ from typing import IO, Any, Self
 ANSWER_S = 900.0
 END_S = 10.0
 
+Send = Callable[[dict[str, Any]], None]
+
 
 class WorkerFailed(Exception):
     """A worker ended, said nothing in time, or answered with an error."""
@@ -99,9 +101,8 @@ class Worker:
         return "\n".join(self._errors.read().decode(errors="replace").splitlines()[-8:])
 
 
-def answer_questions(make: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> int:
-    """The worker's side: makes the handler, says that it is ready, answers until the input ends. What libraries print
-    goes to standard error."""
+def take_output() -> Send:
+    """What writes an answer as a line of JSON; all other writing to standard output goes to standard error now."""
     sys.stdout.flush()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -110,6 +111,12 @@ def answer_questions(make: Callable[[], Callable[[dict[str, Any]], dict[str, Any
         out.write(json.dumps(answer) + "\n")
         out.flush()
 
+    return send
+
+
+def answer_questions(make: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> int:
+    """The worker's side: makes the handler, says that it is ready, answers until the input ends."""
+    send = take_output()
     try:
         handle = make()
         send({"ready": True})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from outrider.client import GatewayInfo, SyncClient
 from outrider.commands.arguments import parse
 from outrider.commands.chat_settings import ChatSettings
 from outrider.commands.chat_turns import Conversation
 from outrider.commands.chat_view import PROMPT, View, make_editable, make_view
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.commands.complaints import load_tokenizer, of_gateway, one_line
 from outrider.wire.errors import InvalidArgument, OutriderError
 
 DESCRIPTION = (
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
     """Talks until the input ends; 1 if the gateway cannot be reached, or refuses a question that came from a pipe."""
     settings = parse(ChatSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     try:
-        tokenizer = None if settings.tokenizer is None else Tokenizer.load(settings.tokenizer)
+        tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
         with SyncClient(settings.gateway) as client:
             info = client.info(timeout=ASK_S)
             conversation = Conversation(client, settings.system, settings.max_tokens, settings.options())
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
     except FAILURES as error:
         if isinstance(error, BrokenPipeError):
             raise
-        print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
+        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
         return 1
     return 0
 
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
 def _talk(conversation: Conversation, view: View, info: GatewayInfo) -> None:
     """Question by question. A person can mend what was refused; a pipe cannot."""
     if not sys.stdin.isatty():
-        for line in sys.stdin:
-            if text := line.rstrip("\r\n").strip():
+        for line in _piped():
+            if text := line.strip():
                 view.question(text)
                 if not _answer(conversation, view, text):
                     return
@@ -75,7 +75,16 @@ def _talk(conversation: Conversation, view: View, info: GatewayInfo) -> None:
             if isinstance(error, BrokenPipeError):
                 raise
             hint = " (/new begins another conversation)" if isinstance(error, InvalidArgument) else ""
-            view.note(f"error: {_one_line(error)}{hint}")
+            view.note(f"error: {one_line(error)}{hint}")
+
+
+def _piped() -> Iterator[str]:
+    """The lines of a pipe."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"line {number} of the input is not UTF-8") from error
 
 
 def _read() -> str:
@@ -111,10 +120,6 @@ def greeting(info: GatewayInfo) -> str:
     """Who answers."""
     draft = "without a draft" if info.draft is None else f"drafted by {info.draft.name}, k={info.num_draft_tokens}"
     return f"{info.target.name}, {draft}, {info.target.max_model_len} tokens of context; /help, Ctrl-D ends"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from outrider.commands.arguments import parse
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.commands.complaints import load_tokenizer, one_line, read_text, require_config
 from outrider.wire.config import ServiceSettings
 
 if TYPE_CHECKING:
@@ -41,25 +41,28 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
     settings = parse(CheckPairSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
+        if settings.text is not None:
+            for folder, flag in ((settings.target, "--target"), (settings.draft, "--draft")):
+                require_config(folder, flag)
         ids = _compare_tokenizers(settings)
         if settings.text is not None:
             _compare_models(settings, ids)
     except (OSError, ValueError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
 
 
 def _compare_tokenizers(settings: CheckPairSettings) -> list[int]:
     """Prints the tokenizers' agreement; returns the text's ids."""
-    target, draft = Tokenizer.load(settings.target), Tokenizer.load(settings.draft)
+    target, draft = load_tokenizer(settings.target, "--target"), load_tokenizer(settings.draft, "--draft")
     share = target.require_agreement(draft)
     same = ", identical" if target.fingerprint == draft.fingerprint else ""
     print(f"tokenizers    {target.num_tokens} and {draft.num_tokens} tokens, {share:.1%} alike{same}")
     if settings.text is None:
         print("acceptance    not measured: give --text FILE")
         return []
-    return target.encode(settings.text.read_text(encoding="utf-8"))[: settings.max_tokens]
+    return target.encode(read_text(settings.text, "--text"))[: settings.max_tokens]
 
 
 def _compare_models(settings: CheckPairSettings, ids: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ class DemoSettings(ServiceSettings):
 
     section: ClassVar[str] = "demo"
 
-    prompt: str = Field(PROMPT, description="the text to continue; also the bare argument")
+    prompt: str = Field(PROMPT, min_length=1, description="the text to continue; also the bare argument")
     max_tokens: int = Field(128, ge=1, le=900, description="tokens of the completion")
     temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy")
     seed: int = Field(0, ge=0, description="of the sampling, above temperature 0")

@@ -10,6 +10,7 @@ from outrider.client import Part, generate
 from outrider.commands.answers import Answer
 from outrider.commands.arguments import parse
 from outrider.commands.colours import make_painter
+from outrider.commands.complaints import load_tokenizer, of_gateway
 from outrider.commands.generate_settings import GenerateSettings
 from outrider.commands.token_writer import TokenWriter
 from outrider.gateway.tokenizer import Tokenizer
@@ -30,12 +31,15 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider generate") -> 
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse(GenerateSettings, arguments, prog, DESCRIPTION, bare=("prompt",), short=SHORT)
     try:
-        show = _print_json if settings.output == "json" else _print_text
-        show(settings, _request(settings))
+        tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
+        if settings.output == "json":
+            _print_json(_request(settings))
+        else:
+            _print_text(settings, tokenizer, _request(settings))
     except (OutriderError, OSError, ValueError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
         return 1
     return 0
 
@@ -50,6 +54,7 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
         speculate=None if settings.speculation else False,
         num_draft_tokens=settings.num_draft_tokens,
         method=settings.method,
+        mode=settings.mode or "",
         acceptance=AcceptanceRule[settings.acceptance.upper()],
         request_id=settings.request_id,
         priority=settings.priority,
@@ -58,7 +63,7 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
     )
 
 
-def _print_json(settings: GenerateSettings, parts: Iterator[Part]) -> None:
+def _print_json(parts: Iterator[Part]) -> None:
     """A line for each completion when it has ended."""
     answers: dict[int, Answer] = {}
     for part in parts:
@@ -68,10 +73,10 @@ def _print_json(settings: GenerateSettings, parts: Iterator[Part]) -> None:
             print(json.dumps(answer.as_json(), ensure_ascii=False), flush=True)
 
 
-def _print_text(settings: GenerateSettings, parts: Iterator[Part]) -> None:
+def _print_text(settings: GenerateSettings, tokenizer: Tokenizer | None, parts: Iterator[Part]) -> None:
     """One completion as it comes; of several each where those before it have ended."""
     painter = make_painter(settings.plain)
-    tokenizer = Tokenizer.load(settings.tokenizer) if settings.tokenizer is not None and painter.colours else None
+    tokenizer = tokenizer if painter.colours else None
     shown = 0
     writer = TokenWriter(painter, tokenizer)
     for part in _one_after_another(parts):

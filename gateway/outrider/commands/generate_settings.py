@@ -80,11 +80,14 @@ class GenerateSettings(SamplingSettings):
     gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
     prompt: str | None = Field(None, description="the text to continue; also the bare argument")
     token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
-    n: int = Field(1, ge=0, lt=2**32, description="completions of the prompt")
+    n: int = Field(1, ge=1, lt=2**32, description="completions of the prompt")
     num_draft_tokens: int | None = Field(
         None, ge=0, lt=2**32, description="tokens drafted a round (default: the gateway's)"
     )
     method: str = Field("", description="how to draft (default: the draft service's)")
+    mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
+        None, description="how far the draft runs ahead (default: the gateway's)"
+    )
     acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
     speculation: bool = Field(True, description="draft at all")
     tokenizer: Path | None = Field(None, description="the target's folder, to colour token by token")

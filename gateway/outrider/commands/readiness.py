@@ -20,14 +20,15 @@ def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None]) ->
 
 async def _wait(address: str, end: float, check: Callable[[], None]) -> None:
     async with Client(address) as client:
-        while not await _has_draft(client):
+        while not await has_draft(client):
             check()
             if time.monotonic() > end:
                 raise TimeoutError(f"the gateway at {address} did not find its draft in time")
             await asyncio.sleep(POLL_S)
 
 
-async def _has_draft(client: Client) -> bool:
+async def has_draft(client: Client) -> bool:
+    """Whether the gateway has found its peers."""
     try:
         return (await client.info(timeout=ASK_S)).draft is not None
     except OutriderError:  # it has no target yet

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from outrider.commands.processes import Service, ServiceFailed, Services
 from outrider.commands.progress import steps
 from outrider.commands.readiness import wait_for_draft
 from outrider.commands.serve_settings import ServeSettings
-from outrider.wire.address import listen_target
 from outrider.wire.errors import OutriderError
+from outrider.wire.ports import require_free
 
 DESCRIPTION = (
     "Serve a target (the bare argument) with a draft on this machine: start the draft, the target and a gateway, and "
@@ -108,22 +107,6 @@ def welcome(settings: ServeSettings, running: Running) -> list[str]:
     if settings.trace_file is not None:
         lines.append(f"  traces    outrider trace {settings.trace_file}")
     return [*lines, "Ctrl-C ends all three."]
-
-
-def require_free(address: str) -> None:
-    """Refuses an address that is in use: a large model takes minutes to load, and the gateway starts after it."""
-    target = listen_target(address)
-    host, _, port = target.rpartition(":")
-    if target.startswith("unix:") or port == "0":
-        return
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, place = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(place)
-        except OSError as error:
-            raise ValueError(f"cannot listen on {address}: {error.strerror}") from error
 
 
 def _lives(draft: Service, painter: Painter) -> bool:

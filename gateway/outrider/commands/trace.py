@@ -25,6 +25,7 @@ DESCRIPTION = (
     "and sample on a time axis, with the steps of draft and target below where the file has them. Of a file with "
     "several requests, without --request or --last, they are listed."
 )
+NOT_DRAFTED = "nothing drafted"
 
 
 class TraceSettings(ServiceSettings):
@@ -103,7 +104,7 @@ def heading(request: TracedRequest) -> Iterator[str]:
         policies = dict.fromkeys(str(one.span.attributes.get(names.ROUND_POLICY, "")) for one in request.rounds)
         yield (
             f"  {len(request.rounds)} rounds, {request.total(names.ROUND_EMITTED) / len(request.rounds):.2f} tokens a "
-            f"round, accepted {_share(request)}{rule}, mode {' then '.join(filter(None, policies)) or 'not known'}"
+            f"round, {_accepted(request)}{rule}, mode {' then '.join(filter(None, policies)) or 'not known'}"
         )
 
 
@@ -125,7 +126,12 @@ def _when(request: TracedRequest) -> str:
 
 def _share(request: TracedRequest) -> str:
     accepted, drafted = request.total(names.ROUND_ACCEPTED), request.total(names.ROUND_DRAFTED)
-    return f"{accepted / drafted:.0%} ({accepted}/{drafted})" if drafted else "nothing drafted"
+    return f"{accepted / drafted:.0%} ({accepted}/{drafted})" if drafted else NOT_DRAFTED
+
+
+def _accepted(request: TracedRequest) -> str:
+    share = _share(request)
+    return share if share == NOT_DRAFTED else f"accepted {share}"
 
 
 def _finish(attributes: dict[str, object]) -> str:

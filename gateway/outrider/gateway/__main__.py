@@ -24,6 +24,7 @@ from outrider.wire.config import ServiceSettings, parse_settings
 from outrider.wire.errors import FailedPrecondition, OutriderError
 from outrider.wire.health import HealthMonitor
 from outrider.wire.messages import DraftInfo, TargetInfo
+from outrider.wire.ports import require_free
 from outrider.wire.server import Server, build_server, serve_until_signal
 from outrider.wire.tracing import setup_tracing
 from outrider.wire.validate import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS
@@ -108,6 +109,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> i
 
 
 async def _serve(settings: GatewaySettings) -> None:
+    require_free(settings.listen)
     tokenizer = _load_tokenizer(settings.tokenizer)
     targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info))
     drafts = _drafts(settings, tokenizer, targets)

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from outrider.gateway.http_errors import invalid
+from outrider.wire.checks import kind, shown
 
 MAX_BODY_BYTES = 4 << 20
 MAX_SHOWN = 100  # characters of a name that nobody knows
@@ -31,21 +32,21 @@ class Body:
         """True or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise invalid(self.where + name, f"is a {kind_of(value)}; allowed: true or false")
+            raise invalid(self.where + name, f"is {shown(value)}; allowed: true or false")
         return value
 
     def text(self, name: str, default: str = "") -> str:
         """A text."""
         value = self.get(name, default)
         if not isinstance(value, str):
-            raise invalid(self.where + name, f"is a {kind_of(value)}; allowed: a text")
+            raise invalid(self.where + name, f"is {shown(value)}; allowed: a text")
         return value
 
-    def items(self, name: str) -> tuple[Any, ...]:
+    def items(self, name: str, allowed: str = "a list") -> tuple[Any, ...]:
         """A list, its entries unchecked."""
         value = self.get(name, [])
         if not isinstance(value, list):
-            raise invalid(self.where + name, f"is a {kind_of(value)}; allowed: a list")
+            raise invalid(self.where + name, f"is {shown(value)}; allowed: {allowed}")
         return tuple(value)
 
     def inner(self, name: str) -> Body | None:
@@ -54,7 +55,7 @@ class Body:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise invalid(self.where + name, f"is a {kind_of(value)}; allowed: an object")
+            raise invalid(self.where + name, f"is {shown(value)}; allowed: an object")
         return Body(value, f"{self.where}{name}.")
 
     def only(self, *names: str) -> None:
@@ -94,11 +95,5 @@ def parse_body(raw: bytes) -> Body:
     except (ValueError, RecursionError):
         raise invalid("body", "is no JSON; allowed: a JSON object in UTF-8") from None
     if not isinstance(values, dict):
-        raise invalid("body", f"is a {kind_of(values)}; allowed: a JSON object")
+        raise invalid("body", f"is {kind(values)}; allowed: a JSON object")
     return Body(values)
-
-
-def kind_of(value: object) -> str:
-    """What JSON calls a value."""
-    names = {dict: "object", list: "list", str: "text", bool: "truth value", int: "number", float: "number"}
-    return names.get(type(value), "null")

@@ -13,9 +13,10 @@ from outrider.gateway.generation import GenerationDelta
 from outrider.gateway.http_answer import answer
 from outrider.gateway.http_body import Body, read_body
 from outrider.gateway.http_errors import invalid
-from outrider.gateway.http_request import NAMES, Ask, read_common, read_sampling, reads_stream
+from outrider.gateway.http_request import Ask, names_in, read_common, read_sampling, reads_stream
 from outrider.gateway.http_shapes import TokenTexts, extension_shape, finish_shape
 from outrider.gateway.service import GenerationEngine
+from outrider.wire.checks import kind
 
 TO_THE_CONTEXT_S_END = 2**31 - 1  # where max_tokens is not given; the gateway cuts it to what is left
 _UNSUPPORTED = (
@@ -58,7 +59,7 @@ def read_chat(body: Body, request: Request | None, engine: GenerationEngine) -> 
         sampling=sampling,
         max_tokens_given=max_tokens is not None,
     )
-    names = {**NAMES, "logprobs": "top_logprobs", "max_tokens": limit_name}
+    names = {**names_in(body), "logprobs": "top_logprobs", "max_tokens": limit_name}
     return Ask(
         requests=(chat,),
         model=engine.model_name,
@@ -123,6 +124,8 @@ def _num_logprobs(body: Body) -> Any:
 
 def _messages(body: Body) -> tuple[Mapping[str, Any], ...]:
     """The conversation with its contents as texts; what else a message holds is the chat template's."""
+    if not body.items("messages"):
+        raise invalid("messages", "is missing or empty; allowed: at least one message")
     messages = []
     for place, message in enumerate(body.items("messages")):
         where = f"messages[{place}]"
@@ -141,7 +144,7 @@ def _content(content: Any, where: str) -> str:
     if content is None:
         return ""
     if not isinstance(content, list):
-        raise invalid(f"{where}.content", "is neither a text nor a list of parts")
+        raise invalid(f"{where}.content", f"is {kind(content)}; allowed: a text or a list of parts")
     texts = []
     for place, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):

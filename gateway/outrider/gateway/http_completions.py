@@ -12,9 +12,10 @@ from outrider.gateway.generation import GenerationDelta, GenerationRequest
 from outrider.gateway.http_answer import answer
 from outrider.gateway.http_body import Body, read_body
 from outrider.gateway.http_errors import invalid
-from outrider.gateway.http_request import NAMES, Ask, read_common, read_sampling, reads_stream
+from outrider.gateway.http_request import Ask, names_in, read_common, read_sampling, reads_stream
 from outrider.gateway.http_shapes import TextPlace, TokenTexts, extension_shape, finish_shape
 from outrider.gateway.service import GenerationEngine
+from outrider.wire.checks import kind
 
 MAX_PROMPTS = 256
 _UNSUPPORTED = ("suffix", "echo", "prompt_logprobs", "use_beam_search", "logits_processors", "prompt_embeds")
@@ -55,7 +56,7 @@ def read_completion(body: Body, request: Request | None, engine: GenerationEngin
         reports_speculation=body.get("speculation") is not None,
         returns_token_ids=body.flag("return_token_ids"),
         num_logprobs=sampling.logprobs,
-        names=tuple(_names(place) for place in places),
+        names=tuple(_names(body, place) for place in places),
     )
 
 
@@ -104,8 +105,9 @@ def _prompts(body: Body, common: GenerationRequest) -> tuple[GenerationRequest, 
     if isinstance(prompt, str):
         return (replace(common, text=prompt),)
     if not isinstance(prompt, list) or not prompt:
-        raise invalid("prompt", "is missing or empty; allowed: a text, token ids, or a list of either")
-    if isinstance(prompt[0], int):
+        problem = "is missing" if prompt is None else "is empty" if prompt == [] else f"is {kind(prompt)}"
+        raise invalid("prompt", f"{problem}; allowed: a text, token ids, or a list of either")
+    if isinstance(prompt[0], int | float):
         return (replace(common, token_ids=tuple(prompt)),)
     if len(prompt) > MAX_PROMPTS:
         raise invalid("prompt", f"has {len(prompt)} entries; allowed: at most {MAX_PROMPTS} prompts")
@@ -119,8 +121,8 @@ def _one_prompt(common: GenerationRequest, place: int, value: Any) -> Generation
         return replace(common, text=value)
     if isinstance(value, list):
         return replace(common, token_ids=tuple(value))
-    raise invalid(f"prompt[{place}]", "is neither a text nor a list of token ids")
+    raise invalid(f"prompt[{place}]", f"is {kind(value)}; allowed: a text or a list of token ids")
 
 
-def _names(place: str) -> dict[str, str]:
-    return {name: here + place if here == "prompt" else here for name, here in NAMES.items()}
+def _names(body: Body, place: str) -> dict[str, str]:
+    return {name: here + place if here == "prompt" else here for name, here in names_in(body).items()}

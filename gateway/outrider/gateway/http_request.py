@@ -14,9 +14,10 @@ from typing import Any
 from starlette.requests import Request
 
 from outrider.gateway.generation import GenerationRequest, SpeculationOptions
-from outrider.gateway.http_body import Body, kind_of
+from outrider.gateway.http_body import MAX_SHOWN, Body
 from outrider.gateway.http_errors import invalid, no_such_model
 from outrider.gateway.http_structured import structured_output
+from outrider.wire.checks import quoted, shown
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -38,6 +39,7 @@ NAMES = {
     "token_ids.ids": "prompt", "text": "prompt", "input": "prompt", "prompt": "prompt", "chat": "messages",
     "salt": "cache_salt", "structured_output": "response_format",
 }  # fmt: skip
+_STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,14 @@ def read_sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
     """The sampling parameters that both endpoints know, the rest from the model's defaults."""
     given: dict[str, Any] = {name: body.get(name) for name in _PLAIN if body.get(name) is not None}
     given.update({name: body.items(name) for name in _LISTS})
+    if body.get("allowed_token_ids") == []:  # empty in the protocol is all; whoever sends a list means some
+        raise invalid("allowed_token_ids", "is empty; allowed: at least one token id, or leave it out")
     stop = body.get("stop", [])
-    given["stop"] = (stop,) if isinstance(stop, str) else body.items("stop")
+    given["stop"] = (stop,) if isinstance(stop, str) else body.items("stop", "a text or a list of texts")
     given["logit_bias"] = _logit_bias(body)
     given["structured_output"] = structured_output(body.inner("response_format"), body.inner("structured_outputs"))
     if not isinstance(given.get("min_tokens", 0), int):
-        raise invalid("min_tokens", f"is a {kind_of(given['min_tokens'])}; allowed: a whole number")
+        raise invalid("min_tokens", f"is {shown(given['min_tokens'])}; allowed: a whole number")
     seed = given.get("seed")
     if isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 0:
         given["seed"] = seed + 2**64  # OpenAI's seeds are signed
@@ -100,6 +104,12 @@ def reads_stream(body: Body) -> tuple[bool, bool]:
     return stream, options is not None and options.flag("include_usage")
 
 
+def names_in(body: Body) -> dict[str, str]:
+    """NAMES as this body has them: a constraint has two."""
+    own = {} if body.get("structured_outputs") is None else _STRUCTURED
+    return {**NAMES, **own}
+
+
 def _speculation(body: Body | None) -> SpeculationOptions:
     if body is None:
         return SpeculationOptions()
@@ -107,7 +117,7 @@ def _speculation(body: Body | None) -> SpeculationOptions:
     rule = body.text("acceptance", "auto")
     rules = {rule.name.lower(): rule for rule in AcceptanceRule}
     if rule not in rules:
-        raise invalid("speculation.acceptance", f"is unknown; allowed: {', '.join(rules)}")
+        raise invalid("speculation.acceptance", f"is {quoted(rule)}; allowed: {', '.join(rules)}")
     return SpeculationOptions(
         enabled=body.flag("enabled", True),
         num_draft_tokens=body.get("num_draft_tokens"),
@@ -122,10 +132,14 @@ def _logit_bias(body: Body) -> dict[int, Any]:
     given = body.inner("logit_bias")
     if given is None:
         return {}
-    try:
-        return {int(key): value for key, value in given.values.items()}
-    except ValueError:
-        raise invalid("logit_bias", "has a key that is no token id; allowed: whole numbers as texts") from None
+    biases = {}
+    for key, value in given.values.items():
+        try:
+            biases[int(key)] = value
+        except ValueError:
+            where = f"logit_bias[{key[:MAX_SHOWN]}]"
+            raise invalid(where, "is for no token id; allowed: whole numbers as texts") from None
+    return biases
 
 
 def _timeout_s(body: Body) -> float | None:
@@ -133,5 +147,5 @@ def _timeout_s(body: Body) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TIMEOUT_MS:
-        raise invalid("timeout_ms", f"is out of range; allowed: a whole number, 1 to {MAX_TIMEOUT_MS}")
+        raise invalid("timeout_ms", f"is {shown(value)}; allowed: a whole number, 1 to {MAX_TIMEOUT_MS}")
     return value / 1000

@@ -6,6 +6,7 @@ import json
 
 from outrider.gateway.http_body import Body
 from outrider.gateway.http_errors import invalid
+from outrider.wire.checks import quoted
 from outrider.wire.sampling import StructuredOutput
 
 _FORMATS = ("text", "json_object", "json_schema")
@@ -23,7 +24,9 @@ def structured_output(response_format: Body | None, structured_outputs: Body | N
 def _from_openai(body: Body) -> StructuredOutput | None:
     kind = body.text("type")
     if kind not in _FORMATS:
-        raise invalid("response_format.type", f"is unknown; allowed: {', '.join(_FORMATS)}")
+        raise invalid(
+            "response_format.type", f"is {quoted(kind) if kind else 'missing'}; allowed: {', '.join(_FORMATS)}"
+        )
     if kind == "text":
         return None
     if kind == "json_object":

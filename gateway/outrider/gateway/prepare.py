@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.tokenizer import Tokenizer
+from outrider.wire.checks import Violations, quoted
 from outrider.wire.errors import InvalidArgument, Violation
 from outrider.wire.messages import DraftInfo, ModelInfo, Open, TargetInfo
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
-from outrider.wire.validate import validate_generation, validate_length, validate_prompt_ids, validate_sampling
+from outrider.wire.validate import MAX_N, validate_generation, validate_length, validate_prompt_ids, validate_sampling
 
 LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
 MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
@@ -68,6 +69,7 @@ async def prepare(
 ) -> Prepared:
     """Checks a request and resolves what it leaves open. InvalidArgument names the field."""
     model, speculation = target.model, request.speculation
+    found = Violations()  # of all parts: a refusal names every field
     validate_generation(
         n=request.n,
         num_draft_tokens=speculation.num_draft_tokens,
@@ -78,13 +80,15 @@ async def prepare(
         priority=request.priority,
         output_ids=request.output_ids,
         vocab_size=model.vocab_size,
+        found=found,
     )
-    _check_method(speculation.method, draft)
+    _check_method(found, speculation.method, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
-    validate_sampling(capped, model.vocab_size, model.max_model_len)
-    prompt_ids = await _prompt_ids(request, capped, tokenizer, model)
-    sampling = _with_length(request, capped, len(prompt_ids), model.max_model_len)
+    validate_sampling(capped, model.vocab_size, model.max_model_len, found=found)
+    prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
+    sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
+    found.raise_if_any()
     sampling = _with_bad_words(sampling, tokenizer)
     k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
     mode = speculation.mode or default_mode
@@ -107,22 +111,27 @@ def _invalid(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument.of([Violation(field, problem)])
 
 
-def _check_method(method: str, draft: DraftInfo | None) -> None:
+def _check_method(found: Violations, method: str, draft: DraftInfo | None) -> None:
     if not method or draft is None:
         return
     names = [known.name for known in draft.methods if not known.needs_features]
     if method not in names:
-        raise _invalid("speculation.method", f"is unknown to the draft; allowed: {', '.join(names)}")
+        found.add("speculation.method", f"is {quoted(method)}, which the draft does not know", ", ".join(names))
 
 
 async def _prompt_ids(
-    request: GenerationRequest, sampling: SamplingParams, tokenizer: Tokenizer, model: ModelInfo
+    found: Violations, request: GenerationRequest, sampling: SamplingParams, tokenizer: Tokenizer, model: ModelInfo
 ) -> tuple[int, ...]:
-    field, ids = await _encoded(request, tokenizer, model.max_model_len)
-    keep = sampling.truncate_prompt_tokens
-    if keep is not None and keep > 0:
-        ids = ids[-keep:]
-    validate_prompt_ids(ids, model.vocab_size, model.max_model_len, field)
+    """The prompt, of no use once something was found."""
+    try:
+        field, ids = await _encoded(request, tokenizer, model.max_model_len)
+        keep = sampling.truncate_prompt_tokens
+        if isinstance(keep, int) and keep > 0:  # else it has been found
+            ids = ids[-keep:]
+        validate_prompt_ids(ids, model.vocab_size, model.max_model_len, field)
+    except InvalidArgument as error:
+        found.take(error)
+        return ()
     return ids
 
 
@@ -135,6 +144,8 @@ async def _encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_l
         return "token_ids.ids", request.token_ids
     if request.messages is None:
         return "text", await _tokenize("text", request.text or "", tokenizer, max_model_len, add_special_tokens=True)
+    if not request.messages:
+        raise _invalid("chat", "is empty; allowed: at least one message")
     try:
         text = tokenizer.render_chat(request.messages, request.add_generation_prompt)
     except ValueError as error:
@@ -159,15 +170,22 @@ def _capped(sampling: SamplingParams, room: int) -> SamplingParams:
 
 
 def _with_length(
-    request: GenerationRequest, sampling: SamplingParams, prompt_len: int, max_model_len: int
+    found: Violations, request: GenerationRequest, sampling: SamplingParams, prompt_len: int, max_model_len: int
 ) -> SamplingParams:
+    """With max_tokens as the prompt leaves it; a prompt or max_tokens that is wrong by itself was found before."""
+    if not prompt_len or not isinstance(sampling.max_tokens, int) or not 1 <= sampling.max_tokens <= max_model_len:
+        return sampling
     if not request.max_tokens_given:
         sampling = _capped(sampling, max_model_len - prompt_len)
-    validate_length(prompt_len, sampling.max_tokens, max_model_len)
-    for index, ids in enumerate(request.output_ids):
+    try:
+        validate_length(prompt_len, sampling.max_tokens, max_model_len)
+    except InvalidArgument as error:
+        found.take(error)
+    for index, ids in enumerate(request.output_ids[:MAX_N]):
         if len(ids) > sampling.max_tokens:
-            allowed = f"at most max_tokens ({sampling.max_tokens})"
-            raise _invalid(f"output_ids[{index}].ids", f"has {len(ids)} entries; allowed: {allowed}")
+            found.add(
+                f"output_ids[{index}].ids", f"has {len(ids)} entries", f"at most max_tokens ({sampling.max_tokens})"
+            )
     return sampling
 
 

@@ -8,7 +8,6 @@ from statistics import median
 
 from outrider.wire.messages import Commit
 
-
 AHEAD = ("chains", "branches")
 
 

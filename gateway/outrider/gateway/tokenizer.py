@@ -64,15 +64,15 @@ class Tokenizer:
     def render_chat(
         self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt's text of a conversation. A template's own complaint is a ValueError."""
+        """The prompt's text of a conversation. A template's own complaint is a ValueError; it is told to clients."""
         if self.chat_template is None:
-            raise ValueError(f"{self.name} has no chat template: send text or token ids")
+            raise ValueError("the tokenizer has no chat template; allowed: a text or token ids")
         try:
             return self.chat_template.render(
                 messages, **{**self._special_tokens, **variables}, add_generation_prompt=add_generation_prompt
             )
         except TemplateRefusal as error:
-            raise ValueError(f"the chat template of {self.name} refused the conversation: {error}") from error
+            raise ValueError(f"the chat template refused the conversation: {error}") from error
 
     def encode_chat(
         self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any

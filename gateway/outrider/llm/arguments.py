@@ -5,23 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from outrider.llm.argument_checks import BOUNDS, check_arguments
+from outrider.llm.checks import is_int
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.errors import Unsupported, unknown_keyword
 from outrider.wire.sampling import AcceptanceRule, LogprobsMode
-from outrider.wire.validate import MAX_LOGPROBS, SPECULATION_MODES
+from outrider.wire.validate import MAX_LOGPROBS
 
 DTYPES = {"auto": "auto", "float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
 ACCEPTANCE = {rule.name.lower(): rule for rule in AcceptanceRule}
-GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-CHOICES = {
-    "acceptance": tuple(ACCEPTANCE),
-    "mode": SPECULATION_MODES,
-    "generation_config": ("auto", "vllm"),
-    "per_request_spec_decode_metrics": ("none", "summary", "detailed"),
-}
 ONE_DEVICE = "the target runs on one device"
 TEXT_ONLY = "models take text alone"
 
@@ -142,23 +138,7 @@ class EngineArguments:
     def __post_init__(self) -> None:
         if (self.model is None) == (self.gateway is None):
             raise ValueError("LLM takes a model's folder, or gateway='host:port' of one that runs")
-        for name, path in (("model", self.model), ("tokenizer", self.tokenizer)):
-            if path is not None and not path.is_dir():
-                raise ValueError(f"{name}: there is no folder {path}; nothing is downloaded, so give one")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"max_logprobs must be 0 to {MAX_LOGPROBS}, got {self.max_logprobs}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2, a prompt and a token, got {self.max_model_len}")
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in (*allowed, None):
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if unknown := (self.override_generation_config or {}).keys() - set(GENERATION_KEYS):
-            known = ", ".join(GENERATION_KEYS)
-            raise ValueError(
-                f"override_generation_config: {', '.join(sorted(unknown))} has no effect; allowed: {known}"
-            )
+        check_arguments(self)
 
 
 def _converted(given: dict[str, Any]) -> dict[str, Any]:
@@ -166,6 +146,8 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
     out = dict(given)
     for name in ("model", "tokenizer"):
         if out.get(name) is not None:
+            if not isinstance(out[name], str | PathLike):
+                raise TypeError(f"{name} must be a folder's path, a str or a Path; got {out[name]!r:.100}")
             out[name] = Path(out[name])
     if "dtype" in out:
         out["dtype"] = _dtype(out["dtype"])
@@ -173,11 +155,10 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
         out["logprobs_mode"] = LogprobsMode(out["logprobs_mode"])
     if isinstance(out.get("served_model_name"), list):
         out["served_model_name"] = out["served_model_name"][0]
-    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_logprobs"):
         if name in out and out[name] is None:
             del out[name]
-        elif name in out and out[name] < 1:
-            raise ValueError(f"{name} must be at least 1, got {out[name]}")
+    out |= {name: int(out[name]) for name in BOUNDS if is_int(out.get(name))}  # numpy's, too
     if out.get("max_model_len") == -1:
         out["max_model_len"] = None  # as long as the cache holds, which is what None means, too
     return out

@@ -13,6 +13,7 @@ from outrider.gateway.generation import GenerationDelta, GenerationRequest, Spec
 from outrider.gateway.rounds import SpeculationTally
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
+from outrider.llm.checks import is_int
 from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, check_names
 from outrider.llm.errors import Unsupported
 from outrider.llm.runtime import LoopThread
@@ -139,8 +140,8 @@ def spoken(config: SpeculativeConfig | Mapping[str, Any] | None, mode: str = "")
     if given.get("model") in NGRAM_NAMES and given.setdefault("method", "ngram") in NGRAM_NAMES:
         del given["model"]
     method, k = given.pop("method", None) or "", given.pop("num_speculative_tokens", None)
-    if k is not None and not 0 <= k <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"num_speculative_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {k}")
+    if k is not None and not (is_int(k) and 0 <= k <= MAX_DRAFT_TOKENS):
+        raise ValueError(f"num_speculative_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {k!r:.100}")
     if given:
         raise Unsupported(
             f"LLM(gateway=...): the draft service decides {', '.join(given)}; a request says method and "

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from outrider.llm.checks import is_int
 from outrider.wire.validate import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ REJECTION_METHODS = ("standard", "synthetic", "block", "fly")
 def check_numbers(config: SpeculativeConfig) -> None:
     """Every field alone. Raises ValueError."""
     k = config.num_speculative_tokens
-    if k is not None and not (_is_int(k) and 0 < k <= MAX_DRAFT_TOKENS):
+    if k is not None and not (is_int(k) and 0 < k <= MAX_DRAFT_TOKENS):
         raise ValueError(f"num_speculative_tokens must be 1 to {MAX_DRAFT_TOKENS}, got {k!r}")
     for name, bound in LEAST.items():
         value = getattr(config, name)
-        if value is not None and not (_is_int(value) and value >= bound):
+        if value is not None and not (is_int(value) and value >= bound):
             raise ValueError(f"{name} must be an integer of at least {bound}, got {value!r}")
     if config.suffix_decoding_max_spec_factor < 0:
         raise ValueError(
@@ -93,9 +94,5 @@ def _check_tree(text: str) -> None:
         paths = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise ValueError(f"speculative_token_tree must be a list of tuples, got {text!r}") from error
-    if not isinstance(paths, list) or not all(isinstance(path, tuple) and all(map(_is_int, path)) for path in paths):
+    if not isinstance(paths, list) or not all(isinstance(path, tuple) and all(map(is_int, path)) for path in paths):
         raise ValueError(f"speculative_token_tree must be a list of tuples, got {text!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

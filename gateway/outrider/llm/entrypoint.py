@@ -17,7 +17,7 @@ from outrider.llm.batch import Backend, Job, run_jobs
 from outrider.llm.chat import chat_prompts
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.defaults import default_params
-from outrider.llm.errors import Unsupported
+from outrider.llm.errors import Unsupported, keywords_of
 from outrider.llm.hf_tokenizer import as_transformers
 from outrider.llm.inputs import Prompt, parse_prompts, with_ids
 from outrider.llm.jobs import JobMaker
@@ -95,6 +95,7 @@ class LLM:
         """Ends the threads and frees the models. A second call does nothing."""
         self._close()
 
+    @keywords_of("LLM.generate")
     def generate(
         self,
         prompts: Any = None,
@@ -119,12 +120,13 @@ class LLM:
             mm_processor_kwargs=mm_processor_kwargs,
         )
         if prompt_token_ids is not None:
-            warnings.warn("prompt_token_ids: give TokensPrompt prompts instead", DeprecationWarning, stacklevel=2)
+            warnings.warn("prompt_token_ids: give TokensPrompt prompts instead", DeprecationWarning, stacklevel=3)
             return self._generate(with_ids(prompts, prompt_token_ids), sampling_params, use_tqdm, priority)
         if prompts is None:
             raise ValueError("prompts are needed")
         return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority)
 
+    @keywords_of("LLM.chat")
     def chat(
         self,
         messages: Any,

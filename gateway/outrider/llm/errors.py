@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Unsupported(NotImplementedError, AttributeError):
@@ -16,3 +22,21 @@ def unknown_keyword(name: str, known: Iterable[str], of: str) -> TypeError:
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return TypeError(f"{of} has no keyword {name!r}{hint}")
+
+
+def keywords_of(of: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function: a keyword that it has not is answered by `unknown_keyword`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in known:
+                    raise unknown_keyword(name, known, of)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
+from operator import index
 from typing import Any, NotRequired, TypedDict
 
+from outrider.llm.checks import is_int
 from outrider.llm.errors import Unsupported, unknown_keyword
 
+BYTES = bytes | bytearray | memoryview  # sequences of integers for Python, but no token ids
 ALLOWED = ("prompt", "prompt_token_ids", "cache_salt")
 REFUSED = {
     "multi_modal_data": "models take text alone",
@@ -52,7 +54,7 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many."""
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_parse(prompts)]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):
         raise TypeError(f"a prompt is a str, a list of token ids or a dict, not {type(prompts).__name__}")
     return [_parse(prompt) for prompt in prompts]
 
@@ -70,7 +72,7 @@ def with_ids(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
 
 def _parse(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
-        return Prompt(prompt)
+        return Prompt(checked_text(prompt))
     if _is_ids(prompt) or prompt == []:  # an empty one is refused as every other that is too short or too long
         return Prompt(None, tuple(map(int, prompt)))
     if not isinstance(prompt, Mapping):
@@ -83,14 +85,38 @@ def _parse(prompt: Any) -> Prompt:
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and ids is None:
         raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
-    return Prompt(text, None if ids is None else tuple(map(int, ids)), prompt.get("cache_salt") or "")
+    salt = prompt.get("cache_salt")
+    for name, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"a prompt's {name!r} must be a str, got {value!r:.60}")
+    text = None if text is None else checked_text(text)
+    return Prompt(text, None if ids is None else _ids_of(ids), salt or "")
+
+
+def checked_text(text: str) -> str:
+    """The text. Raises ValueError where a half of a surrogate pair stands alone, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a prompt must be Unicode; {text[error.start]!r} at {error.start} is no character") from error
+    return text
+
+
+def _ids_of(given: Any) -> tuple[int, ...]:
+    """Token ids of a list, an array or a tensor."""
+    try:
+        if isinstance(given, str | BYTES):
+            raise TypeError("a text is no list of ids")
+        return tuple(map(index, given))
+    except TypeError as error:
+        raise TypeError(f"a prompt's 'prompt_token_ids' must be a list of token ids, got {given!r:.60}") from error
 
 
 def _is_ids(prompt: Any) -> bool:
     """Whether it is one prompt of token ids; numpy's integers are integers."""
     return (
         isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
+        and not isinstance(prompt, str | BYTES)
         and len(prompt) > 0
-        and all(isinstance(entry, Integral) for entry in prompt)
+        and all(map(is_int, prompt))
     )

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from outrider.llm.errors import Unsupported
+from outrider.llm.checks import require
+from outrider.llm.errors import Unsupported, keywords_of
+from outrider.llm.sampling_checks import check_lists, check_numbers
 from outrider.wire.sampling import LogprobsMode
 from outrider.wire.sampling import SamplingParams as WireSampling
 
-log = logging.getLogger(__name__)
-
-MIN_TEMPERATURE = 1e-2  # what is above 0 and below it is raised to it
 GREEDY_BELOW = 1e-5
 NO_BOUND = 2**31 - 1  # max_tokens=None: cut to what the context leaves
 
@@ -78,7 +75,7 @@ class SamplingParams:
     logits_processors: Any = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: str | list[str] | None = None
     extra_args: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
     thinking_token_budget: int | None = None
@@ -93,9 +90,10 @@ class SamplingParams:
         for name, reason in REFUSED.items():
             if getattr(self, name) not in (None, False):
                 raise Unsupported(f"SamplingParams({name}=...) is not supported: {reason}")
-        self._normalize()
-        self._check_numbers()
-        self._check_lists()
+        check_numbers(self)
+        check_lists(self)
+        kind = self.output_kind
+        require(isinstance(kind, RequestOutputKind), "output_kind", kind, "a RequestOutputKind")
         if self.temperature < GREEDY_BELOW:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
             if self.n > 1:
@@ -105,59 +103,9 @@ class SamplingParams:
         """A copy that shares nothing."""
         return copy.deepcopy(self)
 
-    def _normalize(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        self.stop_token_ids = list(self.stop_token_ids or ())
-        self.bad_words = list(self.bad_words or ())
-        if self.seed == -1:
-            self.seed = None
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True:
-                setattr(self, name, 1)
-            elif getattr(self, name) is False:
-                setattr(self, name, None)
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            log.warning(
-                "temperature %s is raised to %s, below which logits overflow", self.temperature, MIN_TEMPERATURE
-            )
-            self.temperature = MIN_TEMPERATURE
-        if self.logit_bias is not None:
-            self.logit_bias = {int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()}
 
-    def _check_numbers(self) -> None:
-        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "an integer of at least 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2.0 <= value <= 2.0, name, value, "in [-2, 2]")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "greater than zero")
-        is_number = math.isfinite(self.temperature) and self.temperature >= 0
-        _require(is_number, "temperature", self.temperature, "finite and non-negative")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "0 or -1 (off), or at least 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
-        if self.max_tokens is not None:
-            _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(value is None or value >= 0 or value == -1, name, value, "non-negative, or -1 for all")
-        keep = self.truncate_prompt_tokens
-        _require(keep is None or keep >= 1 or keep == -1, "truncate_prompt_tokens", keep, "at least 1, or -1")
-        _require(
-            isinstance(self.output_kind, RequestOutputKind), "output_kind", self.output_kind, "a RequestOutputKind"
-        )
-
-    def _check_lists(self) -> None:
-        stop = self.stop or []
-        _require(all(isinstance(s, str) and s for s in stop), "stop", stop, "strings, none of them empty")
-        if stop and not self.detokenize:
-            raise ValueError("stop strings need text: set detokenize=True to use stop.")
-        ids = self.stop_token_ids or []
-        _require(all(map(_is_int, ids)), "stop_token_ids", ids, "integers")
-        if self.allowed_token_ids is not None:
-            _require(bool(self.allowed_token_ids), "allowed_token_ids", self.allowed_token_ids, "not empty")
-        _require(all(isinstance(w, str) and w for w in self.bad_words or ()), "bad_words", self.bad_words, "not empty")
+# Of the dataclass's own: Python's words for a field that does not exist say nothing of what was meant.
+SamplingParams.__init__ = keywords_of("SamplingParams")(SamplingParams.__init__)  # type: ignore[method-assign]
 
 
 def to_wire(params: SamplingParams, mode: LogprobsMode, max_logprobs: int, max_model_len: int) -> WireSampling:
@@ -203,19 +151,16 @@ def seeded(sampling: WireSampling, seed: int | None, number: int) -> WireSamplin
     return replace(sampling, seed=int.from_bytes(digest, "little"))
 
 
-def one_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
-    """Parameters for each of `count` prompts."""
+def one_each(given: Any, count: int) -> Sequence[SamplingParams]:
+    """Parameters for each of `count` prompts. Raises TypeError for what is none."""
     if isinstance(given, SamplingParams):
         return [given] * count
+    for params in given if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]:
+        if not isinstance(params, SamplingParams):
+            hint = ": write SamplingParams(...) with these fields" if isinstance(params, Mapping) else ""
+            raise TypeError(
+                f"sampling_params must be a SamplingParams, or a list of one for each prompt; got {params!r:.100}{hint}"
+            )
     if len(given) != count:
         raise ValueError("The lengths of prompts and sampling_params must be the same.")
-    return given
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return list(given)

@@ -53,8 +53,10 @@ def load_settings(
     flags: Mapping[str, Any] | None = None,
     config_path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
+    wanted: Mapping[str, str] | None = None,
 ) -> S:
-    """Reads the settings from flags (by dotted field name), the environment and the file. Raises SettingsError."""
+    """Reads the settings from flags (by dotted field name), the environment and the file. Raises SettingsError.
+    `wanted` has what to say where a required setting is absent, for those with a simpler way than their flag."""
     known = {option.name: option for option in options(cls)}
     given: dict[str, _Given] = {}
     problems: list[str] = []
@@ -67,15 +69,19 @@ def load_settings(
     try:
         return cls.model_validate(_nest({name: item.value for name, item in given.items()}))
     except ValidationError as error:
-        problems = [_explain(cls.section, known, given, dict(detail)) for detail in error.errors()]
+        details = [dict(detail) for detail in error.errors()]
+        details = [detail for detail in details if not _follows(detail, details)]
+        problems = [_explain(cls.section, known, given, wanted or {}, detail) for detail in details]
         raise SettingsError("\n".join(dict.fromkeys(problems))) from error
 
 
-def parse_settings(cls: type[S], argv: Sequence[str], prog: str, description: str) -> S:
+def parse_settings(
+    cls: type[S], argv: Sequence[str], prog: str, description: str, wanted: Mapping[str, str] | None = None
+) -> S:
     """The settings of a command line; what is wrong with them ends the process with status 2, as argparse does."""
     try:
         parsed = parse_flags(cls, cls.section, argv, prog, description)
-        return load_settings(cls, parsed.values, parsed.config_path)
+        return load_settings(cls, parsed.values, parsed.config_path, wanted=wanted)
     except SettingsError as error:
         lines = "".join(f"{prog}: error: {line}\n" for line in str(error).splitlines())
         sys.stderr.write(f"{lines}See {prog} --help.\n")
@@ -116,7 +122,7 @@ def _read_file(section: str, known: Mapping[str, Option], path: Path, given: dic
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        yield f"cannot read --config {path}: {error}"
+        yield f"cannot read --config {path}: {_unreadable(error)}"
         return
     values = content.get(section) or {} if isinstance(content, dict) else None
     if not isinstance(content, dict) or not isinstance(values, dict):
@@ -134,6 +140,15 @@ def _read_file(section: str, known: Mapping[str, Option], path: Path, given: dic
             given[name] = _Given(value, f"{path}: {section}.{name}")
         else:
             yield f"unknown setting {section}.{name} in {path}: {near_miss(name, known)}"
+
+
+def _unreadable(error: Exception) -> str:
+    """One line for what is wrong with a file; YAML's own message has a drawing of the place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}: {' '.join(error.problem.split())}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
 
 
 def _flatten(values: Mapping[Any, Any], groups: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -164,7 +179,21 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _explain(section: str, known: Mapping[str, Option], given: Mapping[str, _Given], detail: dict[str, Any]) -> str:
+def _follows(detail: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether it says no more than another: a list whose items are wrong counts as too short, too."""
+    place = detail["loc"]
+    return detail["type"] == "too_short" and any(
+        len(other["loc"]) > len(place) and other["loc"][: len(place)] == place for other in others
+    )
+
+
+def _explain(
+    section: str,
+    known: Mapping[str, Option],
+    given: Mapping[str, _Given],
+    wanted: Mapping[str, str],
+    detail: Mapping[str, Any],
+) -> str:
     """One line for one of pydantic's errors: the field, what is wrong, and where the value came from."""
     location = [str(part) for part in detail["loc"]]
     name = next((name for end in range(len(location), 0, -1) if (name := ".".join(location[:end])) in known), None)
@@ -174,7 +203,7 @@ def _explain(section: str, known: Mapping[str, Option], given: Mapping[str, _Giv
     if name not in given:
         if detail["type"] != "missing":
             return f"{section}.{name}: {message}"
-        return (
+        return wanted.get(name) or (
             f"{section}.{name} is required: give {known[name].flag}, {_variable(section, name)} "
             f"or {section}.{name} in the file of --config"
         )

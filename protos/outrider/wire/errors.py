@@ -229,4 +229,6 @@ def from_rpc_error(error: grpc.RpcError) -> OutriderError:
                 return from_status(status_pb2.Status.FromString(value))
             except DecodeError:
                 break  # a proxy may have mangled it; code and text still hold
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # by gRPC itself, whose own words say less
+        details = "the request's time ran out"
     return make_error(code.value[0], details)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.wire.checks import Violations
+from outrider.wire.checks import Violations, quoted, shown
 from outrider.wire.messages import Commit, Credit, Open, Piece
 from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
 
@@ -32,13 +32,19 @@ _MAX_INT32, _MAX_UINT32, _MAX_UINT64 = 2**31 - 1, 2**32 - 1, 2**64 - 1
 
 
 def validate_sampling(
-    params: SamplingParams, vocab_size: int, max_model_len: int, prompt_len: int = 0, prefix: str = "sampling."
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    prompt_len: int = 0,
+    prefix: str = "sampling.",
+    found: Violations | None = None,
 ) -> None:
-    """Every field of the sampling parameters. With a prompt's length also that prompt and max_tokens fit."""
-    found = Violations(prefix)
-    _sampling(found, params, vocab_size, max_model_len)
-    found.raise_if_any()
-    if prompt_len:
+    """Every field of the sampling parameters. With a prompt's length also that prompt and max_tokens fit. With `found`
+    the violations go there, and nothing is raised."""
+    here = Violations(prefix)
+    _sampling(here, params, vocab_size, max_model_len)
+    _hand_over(here, found)
+    if prompt_len and found is None:
         validate_length(prompt_len, params.max_tokens, max_model_len, prefix)
 
 
@@ -73,22 +79,24 @@ def validate_generation(
     priority: int = 0,
     output_ids: Sequence[Sequence[int]] = (),
     vocab_size: int = _MAX_UINT32,
+    found: Violations | None = None,
 ) -> None:
-    """What a generation request holds beside prompt and sampling parameters."""
-    found = Violations()
-    if found.integer("n", n, 1, MAX_N) and output_ids and len(output_ids) != n:
-        found.add("output_ids", f"has {len(output_ids)} entries", f"none, or as many as completions ({n})")
+    """What a generation request holds beside prompt and sampling parameters. With `found` the violations go there, and
+    nothing is raised."""
+    here = Violations()
+    if here.integer("n", n, 1, MAX_N) and output_ids and len(output_ids) != n:
+        here.add("output_ids", f"has {len(output_ids)} entries", f"none, or as many as completions ({n})")
     if num_draft_tokens is not None:
-        found.integer("speculation.num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
-    found.text("request_id", request_id, MAX_NAME_CHARS)
-    found.text("salt", salt, MAX_NAME_CHARS)
-    found.text("speculation.method", method, MAX_NAME_CHARS)
+        here.integer("speculation.num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+    here.name("request_id", request_id, MAX_NAME_CHARS)
+    here.text("salt", salt, MAX_NAME_CHARS)
+    here.text("speculation.method", method, MAX_NAME_CHARS)
     if mode and mode not in SPECULATION_MODES:
-        found.add("speculation.mode", f"is {mode[:MAX_NAME_CHARS]!r}", ", ".join(SPECULATION_MODES))
-    found.integer("priority", priority, -_MAX_INT32 - 1, _MAX_INT32)
+        here.add("speculation.mode", f"is {quoted(mode)}", ", ".join(SPECULATION_MODES))
+    here.integer("priority", priority, -_MAX_INT32 - 1, _MAX_INT32)
     for index, ids in enumerate(output_ids[:MAX_N]):
-        found.ids(f"output_ids[{index}].ids", ids, vocab_size)
-    found.raise_if_any()
+        here.ids(f"output_ids[{index}].ids", ids, vocab_size)
+    _hand_over(here, found)
 
 
 def validate_open(message: Open, vocab_size: int, max_model_len: int) -> None:
@@ -167,10 +175,17 @@ def validate_commit(message: Commit, vocab_size: int) -> None:
     found.raise_if_any()
 
 
+def _hand_over(here: Violations, found: Violations | None) -> None:
+    if found is None:
+        here.raise_if_any()
+    else:
+        found.extend(here)
+
+
 def _prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
     if not ids:
         found.add(field, "is empty", f"1 to {max_model_len - 1} token ids")
-    elif found.length(field, ids, max_model_len - 1):
+    elif found.length(field, ids, max_model_len - 1, "tokens"):
         found.ids(field, ids, vocab_size)
 
 
@@ -195,9 +210,9 @@ def _distribution(found: Violations, params: SamplingParams, vocab_size: int) ->
     if params.seed is not None:
         found.integer("seed", params.seed, 0, _MAX_UINT64)
     if found.length("logit_bias", params.logit_bias, MAX_LOGIT_BIAS):
-        found.ids("logit_bias", tuple(params.logit_bias), vocab_size)
+        found.id_keys("logit_bias", params.logit_bias, vocab_size)
         for token, bias in params.logit_bias.items():
-            if not found.number(f"logit_bias[{token}]", bias, -100, 100):
+            if not found.number(f"logit_bias[{shown(token)}]", bias, -100, 100):
                 break
     if found.length("allowed_token_ids", params.allowed_token_ids, vocab_size):
         found.ids("allowed_token_ids", params.allowed_token_ids, vocab_size)

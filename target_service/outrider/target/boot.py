@@ -23,6 +23,7 @@ from outrider.target.tracing import StepTracer
 from outrider.wire.health import HealthMonitor
 from outrider.wire.messages import ModelInfo, TargetInfo
 from outrider.wire.outbox import Outboxes
+from outrider.wire.ports import require_free
 from outrider.wire.sampling import SamplingParams
 from outrider.wire.server import Server, build_server, serve_until_signal
 from outrider.wire.tracing import setup_tracing
@@ -50,6 +51,7 @@ class TargetService:
 
 async def serve(settings: TargetSettings) -> None:
     """Loads, serves, drains."""
+    require_free(settings.listen)
     set_switch_interval()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

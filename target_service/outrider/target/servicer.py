@@ -15,6 +15,7 @@ from outrider.wire.errors import InvalidArgument, Unavailable, to_failure
 from outrider.wire.frames import TARGET_STREAM
 from outrider.wire.messages import Close, Credit, Piece, TargetCommand, TargetInfo
 from outrider.wire.outbox import Outboxes
+from outrider.wire.served import ServedStreams
 from outrider.wire.stream import Batch, FrameStream, server_stream
 from outrider.wire.validate import validate_credit, validate_piece
 
@@ -26,9 +27,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: TargetInfo) -> None:
         self._thread, self._outboxes, self._info = thread, outboxes, info
-        self._streams: dict[int, FrameStream] = {}
+        self._streams = ServedStreams()
         self._numbers = itertools.count(1)
-        self._draining = False
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
         """Serves one stream until it ends; then everything that it opened is released."""
@@ -39,14 +39,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self._submit(number, stream, message)
 
         stream = server_stream(TARGET_STREAM, context, on_messages=on_messages, step_age_ms=self._step_age_ms)
-        self._streams[number] = stream
         try:
-            async with stream:
-                if self._draining:
-                    stream.drain()
-                await stream.wait_closed()
+            await self._streams.serve(stream)
         finally:
-            del self._streams[number]
             with suppress(DeviceStopped):
                 self._thread.submit(StreamEnded(number))
 
@@ -56,9 +51,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def drain(self) -> None:
         """No new sequences; every stream ends after its last one."""
-        self._draining = True
-        for stream in self._streams.values():
-            stream.drain()
+        self._streams.drain()
 
     def _submit(self, number: int, stream: FrameStream, message: Any) -> None:
         try:

@@ -1,0 +1,111 @@
+"""The core where a draft or a target does what it should not: the request goes on, and nobody learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from outrider.gateway.backends import Lost
+from outrider.gateway.core import Policy, SpeculationCore
+from outrider.gateway.effects import CloseDraft, Effect, Emit, EmitPrompt, OpenTarget, ToTarget
+from outrider.gateway.rounds import Round
+from outrider.wire.messages import Commit, Credit, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
+from outrider.wire.sampling import SamplingParams
+from outrider.wire.validate import MAX_PIECE_IDS, MAX_WEIGHTS
+
+PROMPT = (11, 12, 13)
+K4 = Policy(4, patience_ms=50)
+TOO_MANY_BYTES = b"\0" * (4 * MAX_WEIGHTS + 4)
+REFUSED = {
+    "weights": Piece(0, 0, 3, (7,), (TokenWeights(TOO_MANY_BYTES, TOO_MANY_BYTES),)),
+    "parent": Piece(0, 3, 3, (7,), parent=3),
+    "ids": Piece(0, 1, 3, tuple(range(MAX_PIECE_IDS + 1))),
+}
+
+
+@dataclass
+class Watching:
+    """A Chooser that keeps its choice and notes what it is shown."""
+
+    policy: Policy = K4
+    rounds: list[Round] = field(default_factory=list)
+
+    def inputs(self) -> Mapping[str, float]:
+        return {}
+
+    def on_piece(self, num_ids: int, draft_us: int) -> None:
+        pass
+
+    def on_round(self, closed: Round) -> bool:
+        self.rounds.append(closed)
+        return False
+
+
+def core(chooser: Watching | None = None, policy: Policy = K4, **sampling: int) -> SpeculationCore:
+    made = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=50, **sampling)), policy, chooser=chooser)  # type: ignore[arg-type]
+    made.start(0.0)
+    return made
+
+
+def sent(effects: list[Effect]) -> list[object]:
+    return [message for effect in effects if isinstance(effect, ToTarget) for message in effect.messages]
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_rounds_without_the_chosen_draft_are_not_shown_to_the_chooser(returns: bool) -> None:
+    chooser = Watching()
+    made = core(chooser)
+    made.on_target(Commit(0, 3, (1,)), 0.1)
+    made.stop_drafting("gone", may_return=returns)
+    for position in range(4, 9):
+        made.on_target(Commit(0, position, (1,)), 0.1)
+    assert [closed.index for closed in chooser.rounds] == [0]
+    if returns:
+        made.resume_drafting()
+        made.on_target(Commit(0, 9, (1,)), 0.1)
+        assert [closed.index for closed in chooser.rounds] == [0, 6]
+
+
+def test_rounds_without_a_draft_by_choice_are_shown() -> None:
+    chooser = Watching(policy=Policy(0))
+    core(chooser).on_target(Commit(0, 3, (1,)), 0.1)
+    assert len(chooser.rounds) == 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_piece_that_the_target_would_refuse_ends_the_drafting_alone(name: str) -> None:
+    made = core()
+    effects = made.on_draft(REFUSED[name])
+    assert [effect.may_return for effect in effects if isinstance(effect, CloseDraft)] == [False]
+    assert not any(isinstance(message, Piece) for message in sent(effects)) and not made.drafting
+    plain = made.on_target(Commit(0, 3, (1, 2)), 0.1)
+    assert any(isinstance(effect, Emit) for effect in plain) and not made.finished
+    (credit,) = sent(effects)
+    assert isinstance(credit, Credit) and credit.max_window == credit.patience_ms == 0
+    (again,) = made.on_target(Lost("died"), 0.2)
+    assert isinstance(again, OpenTarget) and not any(isinstance(message, Piece) for message in again.messages)
+
+
+def test_a_piece_past_the_drafts_credit_is_dropped() -> None:
+    made = core()  # its credit reaches to position 7
+    assert made.on_draft(Piece(0, 0, 8, (7,))) == [] and made.drafting
+    (again,) = made.on_target(Lost("died"), 0.1)
+    assert isinstance(again, OpenTarget) and not any(isinstance(message, Piece) for message in again.messages)
+    assert sent(made.on_draft(Piece(0, 0, 3, (7,)))) == [Piece(0, 0, 3, (7,))]
+
+
+def test_the_prompts_logprobs_that_were_lost_between_slices_are_told_once() -> None:
+    rows = [(TokenLogprob(token, -1.0, 1),) for token in PROMPT]
+    made = core(policy=Policy(0), prompt_logprobs=2)
+    told = made.on_target(PromptLogprobs(0, 0, (rows[0],)), 0.1)
+    (again,) = made.on_target(Lost("between slices"), 0.2)
+    assert isinstance(again, OpenTarget) and again.request.sampling.prompt_logprobs == 2
+    for position in (0, 1, 2):  # the other target cuts them in slices of its own
+        told += made.on_target(PromptLogprobs(0, position, tuple(rows[position : position + 2])), 0.3)
+    heard = [effect.logprobs for effect in told if isinstance(effect, EmitPrompt)]
+    assert [event.position for event in heard] == [0, 1, 2]
+    assert [row for event in heard for row in event.logprobs] == rows
+    (late,) = made.on_target(Lost("after the last"), 0.4)
+    assert isinstance(late, OpenTarget) and late.request.sampling.prompt_logprobs is None
