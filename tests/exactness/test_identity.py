@@ -1,0 +1,217 @@
+"""Identity: in every circumstance the services emit the very tokens of plain decoding.
+
+Prompts are decoded through the gateway's loop by a target and a draft service over gRPC, in the cells of a covering
+design. In batch-invariant mode every token must be equal, greedy and coupled, at the first attempt. In ordinary mode
+outputs may part where the scores of two tokens are as close as rounding is coarse; these places are printed and
+counted. Short: 200 prompts of 128 tokens; with --prove 1,000 of 256."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from itertools import combinations, product
+
+import pytest
+import torch
+from exactness import scenario_bugs as bugs
+from exactness.identity_cell import Outcome, Work, assign, check_happened, run
+from exactness.identity_design import LEVELS, NOT_CROSSED, Cell, cells
+from exactness.identity_plain import PlainOutputs
+from exactness.identity_prompts import first_difference, hf_model, make_prompt, target_model
+from exactness.identity_ties import NearTie, near_tie, plain_scores, score_bound
+from exactness.statistics_mutants import coupling_lets_one_more_stay
+from target_harness import hf_greedy
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.device_thread import set_switch_interval
+from outrider.engine.runner import ModelRunner
+from outrider.wire.sampling import SamplingParams
+
+SMALL_LEVELS = {**LEVELS, "batch": (1, 4, 16), "k": (0, 1, 3, 8)}  # of the design for ordinary mode
+TWINS_CELL = Cell(
+    16, 3, "sequential", cut=False, chunked=False, warm=False, preempted=False, killed=False, coupled=False, ngram=False
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    prove = bool(metafunc.config.getoption("--prove"))
+    works: list[Work] = []
+    if "invariant_work" in metafunc.fixturenames:
+        works = assign(cells(crossed=prove), 1000 if prove else 200, 256 if prove else 128)
+        metafunc.parametrize("invariant_work", works, ids=[work.cell.name for work in works])
+    if "ordinary_work" in metafunc.fixturenames:
+        works = assign(cells(prove, SMALL_LEVELS), 100 if prove else 40, 256 if prove else 64, truncated=False)
+        metafunc.parametrize("ordinary_work", works, ids=[work.cell.name for work in works])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_switches() -> Iterator[None]:
+    """As in a service's process: the event loop need not wait long for the device thread."""
+    before = sys.getswitchinterval()
+    set_switch_interval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture(scope="module")
+def plain(request: pytest.FixtureRequest) -> Iterator[PlainOutputs]:
+    """Plain decoding of all prompts of the tests that were asked for begins at once, in their order."""
+    with PlainOutputs() as outputs:
+        for item in request.session.items:
+            params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+            for name, batch_invariant in (("invariant_work", True), ("ordinary_work", False)):
+                if name in params:
+                    outputs.start(params[name].prompts, batch_invariant)
+        yield outputs
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[Cell, Outcome]:
+    """What happened in the cells of batch-invariant mode."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def near_ties(request: pytest.FixtureRequest) -> Iterator[dict[str, list[NearTie]]]:
+    """Of ordinary mode, by target; shown at the end."""
+    found: dict[str, list[NearTie]] = {}
+    yield found
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        for target, ties in found.items():
+            print(f"\nordinary mode, {target}: {len(ties)} near-ties", *ties, sep="\n")
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_every_pair_of_circumstances_and_every_prompt_occurs(crossed: bool) -> None:
+    design = [asdict(cell) for cell in cells(crossed)]
+    for (one, levels), (other, other_levels) in combinations(LEVELS.items(), 2):
+        if crossed or {one, other} not in NOT_CROSSED:
+            assert {(row[one], row[other]) for row in design} == set(product(levels, other_levels)), (one, other)
+    num_prompts = 1000 if crossed else 200
+    works = assign(cells(crossed), num_prompts, 1)
+    dealt = {prompt.ids for work in works for prompt in work.prompts[: work.cell.batch]}
+    assert len(dealt) == num_prompts
+
+
+async def test_batch_invariant(invariant_work: Work, plain: PlainOutputs, outcomes: dict[Cell, Outcome]) -> None:
+    outcome = await run(invariant_work, target_model(batch_invariant=True))
+    for prompt, output in zip(invariant_work.prompts, outcome.outputs, strict=True):
+        expected = plain.of(prompt, batch_invariant=True)
+        assert len(expected) == prompt.sampling.max_tokens
+        assert first_difference(expected, output) is None, (prompt.sampling, expected, output)
+    check_happened(invariant_work, outcome)
+    outcomes[invariant_work.cell] = outcome
+
+
+def test_drafts_were_right_and_wrong(outcomes: dict[Cell, Outcome], prove: bool) -> None:
+    """Under either rule and proposer; a design in which every draft is refused shows little."""
+    if len(outcomes) < len(cells(crossed=prove)):
+        pytest.skip("needs all cells of the design")
+    for coupled in (False, True):
+        for ngram in (False, True):
+            chosen = [o for cell, o in outcomes.items() if (cell.coupled, cell.ngram) == (coupled, ngram)]
+            drafted, accepted = sum(o.num_drafted for o in chosen), sum(o.num_accepted for o in chosen)
+            assert 0.01 * drafted < accepted < 0.99 * drafted, (coupled, ngram)
+    assert any(outcome.draft_preemptions for outcome in outcomes.values())
+    assert any(outcome.branches_taken for outcome in outcomes.values())
+
+
+async def test_ordinary(ordinary_work: Work, plain: PlainOutputs, near_ties: dict[str, list[NearTie]]) -> None:
+    outcome = await run(ordinary_work, target_model(batch_invariant=False))
+    near_ties.setdefault("random target", []).extend(judge(ordinary_work, outcome, plain))
+    check_happened(ordinary_work, outcome)
+
+
+async def test_twins(plain: PlainOutputs, near_ties: dict[str, list[NearTie]]) -> None:
+    """A target whose tokens come in pairs with almost equal logits. Ordinary mode parts from plain decoding, at
+    near-ties only; batch-invariant mode does not even here."""
+    (work,) = assign([TWINS_CELL], 32, 64)
+    plain.start(work.prompts, True, twins=True)
+    plain.start(work.prompts, False, twins=True)
+    outcome = await run(work, target_model(True, twins=True))
+    assert outcome.outputs == [plain.of(prompt, True, twins=True) for prompt in work.prompts]
+    outcome = await run(work, target_model(False, twins=True))
+    near_ties["target of twins"] = judge(work, outcome, plain, twins=True)
+    assert near_ties["target of twins"]
+
+
+BUGS = [bugs.slots_are_written_once, bugs.a_prefix_hit_claims_a_block_that_it_has_not, coupling_lets_one_more_stay]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+async def test_a_bug_is_seen(bug: bugs.Bug, plain: PlainOutputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding runs in another process, without the bug."""
+    (work,) = assign([replace(TWINS_CELL, batch=4, warm=True, coupled=True)], 8, 48)
+    plain.start(work.prompts, True)
+    bug(monkeypatch)
+    outcome = await run(work, target_model(True))
+    assert outcome.outputs != [plain.of(prompt, True) for prompt in work.prompts]
+
+
+def judge(work: Work, outcome: Outcome, plain: PlainOutputs, twins: bool = False) -> list[NearTie]:
+    """The near-ties of a cell in ordinary mode; fails at any other difference."""
+    ties = []
+    for prompt, output in zip(work.prompts, outcome.outputs, strict=True):
+        expected = plain.of(prompt, batch_invariant=False, twins=twins)
+        if expected != output:
+            ties.append(near_tie(expected, output, prompt, target_model(False, twins), hf_model(twins)))
+    return ties
+
+
+def test_plain_decoding_is_transformers(plain: PlainOutputs, prove: bool) -> None:
+    """Greedy, without parameters that transformers has not. Its order of summation is another one."""
+    num_tokens = 256 if prove else 128
+    bare = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    prompts = [make_prompt(number, False, num_tokens) for number in range(500 if prove else 100)]
+    sample = [prompt for prompt in prompts if prompt.sampling == bare][: 40 if prove else 8]
+    assert len(sample) == (40 if prove else 8)
+    for prompt in sample:
+        expected = hf_greedy(hf_model(), prompt.ids, num_tokens)
+        output = plain.of(prompt, batch_invariant=True)
+        if output != expected:
+            print(near_tie(output, expected, prompt, target_model(batch_invariant=True), hf_model()))
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_only_rounding_is_a_near_tie(coupled: bool, plain: PlainOutputs) -> None:
+    """The second-best token in the place of the best is refused, wherever it is further away than the bound."""
+    prompt = make_prompt(1, coupled, 64, truncated=False)
+    output = plain.of(prompt, batch_invariant=False)
+    loaded, refused = target_model(batch_invariant=False), 0
+    for index in range(0, 64, 8):
+        gap, second = second_best(plain_scores(prompt, output[:index], loaded), output[index])
+        if gap > score_bound(prompt, len(prompt.ids) + index, hf_model()):
+            with pytest.raises(AssertionError, match="no near-tie"):
+                near_tie(output, [*output[:index], second, *output[index + 1 :]], prompt, loaded, hf_model())
+            refused += 1
+    assert refused >= 7
+    with pytest.raises(AssertionError, match="lengths"):
+        near_tie(output, output[:-1], prompt, loaded, hf_model())
+
+
+def second_best(scores: torch.Tensor, best: int) -> tuple[float, int]:  # scores [vocab]
+    """How far it lies behind, and which one it is. `best` must be the first."""
+    values, ids = scores.topk(2)
+    assert int(ids[0]) == best
+    return float(values[0] - values[1]), int(ids[1])
+
+
+def test_the_bound_is_near_what_rounding_does() -> None:
+    """Logits of steps of many sizes differ by less than the bound, and not by far less."""
+    prompt = make_prompt(1, False, 64)
+    runner = ModelRunner(target_model(batch_invariant=False).model, 8)
+    ids, table = list(prompt.ids), list(range(8))
+
+    def logits(step: int) -> torch.Tensor:  # [tokens, vocab]
+        starts = range(0, len(ids), step)
+        return torch.cat(
+            [runner.forward([BatchEntry(ids[at : at + step], at, table, len(ids[at : at + step]))]) for at in starts]
+        )
+
+    one_by_one = logits(1)
+    spread = max(float((logits(step) - one_by_one).abs().max()) for step in (2, 3, 5, 9, 17, 64, len(ids)))
+    bound = score_bound(
+        replace(prompt, sampling=replace(prompt.sampling, repetition_penalty=1.0)), len(ids), hf_model()
+    )
+    assert 2 * spread < bound < 200 * spread  # a gap is the difference of two logits

@@ -1,0 +1,124 @@
+"""The law of what clients get, through the gateway's loop and draft and target services behind gRPC: chi-square against
+the exact probabilities of the target alone, under both acceptance rules, for every sampling parameter that shapes them.
+
+The short form draws 20,000 tokens of each acceptance rule and more, with several parameters at once; the long one
+200,000 under each rule with each parameter alone. Seeds are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exactness.statistics_checks import p_values
+from exactness.statistics_chi_square import p_value, p_value_by_context
+from exactness.statistics_draws import Draws, draw
+from exactness.statistics_laws import exact_laws
+from exactness.statistics_mutants import (
+    Mutation,
+    bonus_of_the_row_before,
+    coupling_lets_one_more_stay,
+    penalties_of_the_committed,
+    residual_is_target,
+)
+from exactness.statistics_services import Pair, serving, target_in_process
+from exactness.statistics_settings import (
+    BONUS,
+    LONG,
+    SHORT,
+    TEMPERATURE_1,
+    TEMPERATURE_1_COUPLED,
+    VOCAB,
+    WIDE,
+    WIDE_VOCAB,
+    WITH_PENALTIES,
+    Setting,
+)
+from scipy.stats import chi2, chisquare
+
+from outrider.wire.sampling import TokenOrigin
+
+LEAST_P = 1e-4
+LEAST_P_BY_CHANCE = 1e-7  # where clocks have a say, every run is a new chance to fail
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, prove: bool) -> Iterator[Pair]:
+    drafts = ("opposite", "tempered")
+    with serving(tmp_path_factory.mktemp("narrow"), drafts, cutting=prove, vocab_size=VOCAB) as running:
+        yield running
+
+
+async def draw_from(pair: Pair, target: str, setting: Setting, num_sequences: int) -> tuple[Draws, dict[str, float]]:
+    """The draws, and a p-value for each question to them."""
+    draws = await draw(setting, target, pair.drafts[setting.draft], setting.seeds(num_sequences))
+    return draws, p_values(draws, exact_laws(pair.hf, setting.prompt, setting.params, setting.depth))
+
+
+async def check(pair: Pair, setting: Setting, num_sequences: int) -> None:
+    """Draws, and compares with the laws; no bug hides behind a path that was not taken."""
+    target = pair.cutting if setting.cut_windows else pair.target
+    assert target is not None
+    draws, found = await draw_from(pair, target, setting, num_sequences)
+    print(f"{setting.name}: {draws.tokens.size} tokens, least p of {len(found)}: {min(found.values()):.2g}")
+    assert draws.tokens.shape == (num_sequences, setting.depth)
+    assert draws.drafted[:, 0].mean() == 1.0 or (setting.cut_windows and draws.drafted.mean() > 0.5)
+    assert draws.share(TokenOrigin.ACCEPTED) > 0.03 and draws.share(TokenOrigin.RECOVERED) > 0.03
+    assert setting.windows_ahead or draws.share(TokenOrigin.BONUS) > (0.2 if setting is BONUS else 0.0)
+    assert min(found.values()) > (LEAST_P_BY_CHANCE if setting.depends_on_time else LEAST_P), found
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("setting", SHORT, ids=lambda setting: setting.name)
+async def test_tokens_follow_the_targets_law(pair: Pair, setting: Setting, prove: bool) -> None:
+    await check(pair, setting, setting.long if prove else setting.short)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("setting", LONG, ids=lambda setting: setting.name)
+async def test_tokens_follow_the_targets_law_under_each_parameter_alone(pair: Pair, setting: Setting) -> None:
+    await check(pair, setting, setting.long)
+
+
+@pytest.mark.timeout(3600)
+async def test_a_wide_vocabulary(tmp_path: Path, prove: bool) -> None:
+    with serving(tmp_path, ("half",), scale=2.0, vocab_size=WIDE_VOCAB, num_hidden_layers=1) as wide:
+        await check(wide, WIDE, WIDE.long if prove else WIDE.short)
+
+
+def test_chi_square() -> None:
+    law = np.array([0.5, 0.3, 0.19, 0.004, 0.006, 0.0])
+    counts, bins = np.array([520.0, 290.0, 180.0, 4.0, 6.0, 0.0]), [520, 290, 180, 10]
+    assert p_value(counts, law) == pytest.approx(chisquare(bins, [500, 300, 190, 10]).pvalue)
+    two = p_value_by_context(np.stack((counts, counts)), np.stack((law, law)))
+    statistic = 2 * chisquare(bins, [500, 300, 190, 10]).statistic
+    assert two == pytest.approx(chi2.sf(statistic, 6))
+    assert p_value(np.array([5000.0, 3000.0, 1900.0, 40.0, 59.0, 1.0]), law) == 0.0  # once is too often
+
+
+async def test_a_seed_fixes_the_draws(pair: Pair) -> None:
+    first, second = [(await draw_from(pair, pair.target, TEMPERATURE_1, 200))[0] for _ in range(2)]
+    assert (first.tokens == second.tokens).all() and (first.origins == second.origins).all()
+
+
+@pytest.mark.parametrize(
+    ("mutation", "setting", "num_sequences"),
+    [
+        (residual_is_target, TEMPERATURE_1, 800),
+        (bonus_of_the_row_before, BONUS, 1200),
+        (penalties_of_the_committed, WITH_PENALTIES, 1000),
+        (coupling_lets_one_more_stay, TEMPERATURE_1_COUPLED, 800),
+    ],
+)
+async def test_mutants_are_found(
+    pair: Pair, mutation: Mutation, setting: Setting, num_sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With far fewer draws than the unharmed services get."""
+    mutation(monkeypatch)
+    async with target_in_process(pair.folder) as target:
+        _, found = await draw_from(pair, target, setting, num_sequences)
+    print(f"{mutation.__name__}: {min(found.values()):.2g}")
+    assert min(found.values()) < LEAST_P, found
