@@ -55,18 +55,6 @@ def quick_switches() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def plain(request: pytest.FixtureRequest) -> Iterator[PlainOutputs]:
-    """Plain decoding of all prompts of the tests that were asked for begins at once, in their order."""
-    with PlainOutputs() as outputs:
-        for item in request.session.items:
-            params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-            for name, batch_invariant in (("invariant_work", True), ("ordinary_work", False)):
-                if name in params:
-                    outputs.start(params[name].prompts, batch_invariant)
-        yield outputs
-
-
-@pytest.fixture(scope="module")
 def outcomes() -> dict[Cell, Outcome]:
     """What happened in the cells of batch-invariant mode."""
     return {}
