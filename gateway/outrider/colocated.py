@@ -19,11 +19,12 @@ from outrider.draft.opening import make_methods
 from outrider.draft.settings import DraftSettings
 from outrider.engine.loader import load_model
 from outrider.engine.runner import ModelRunner, blocks_for_memory
-from outrider.gateway.core import Policy, SpeculationCore
+from outrider.gateway.core import SpeculationCore
 from outrider.gateway.effects import CloseDraft, Effect, Emit, Fail, OpenDraft, OpenTarget, ToDraft, ToTarget
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
-from outrider.target.boot import limits_of, load
-from outrider.target.engine import StreamCommand, TargetEngine
+from outrider.target.boot import limits_of, load, new_engine
+from outrider.target.engine import StreamCommand
 from outrider.target.settings import TargetSettings
 from outrider.wire.errors import from_failure
 from outrider.wire.messages import Close, Open
@@ -45,13 +46,7 @@ class Colocated:
         loaded = load(target)
         runner = ModelRunner(loaded.model, target.num_blocks or blocks_for_memory(loaded.model, target.cache_mb << 20))
         limits = limits_of(target, loaded, runner)
-        self._target = TargetEngine(
-            runner,
-            limits,
-            prefix_cache=target.prefix_cache,
-            max_rows=target.max_rows,
-            cut_windows=target.cut_windows,
-        )
+        self._target = new_engine(target, runner, limits)
         small = load_model(draft.model, dtype=draft.dtype, device=draft.device, max_model_len=draft.max_model_len)
         method = build_model_method(small, draft.num_blocks, draft.cache_mb << 20)
         self._draft = DraftEngine(make_methods([method]), draft.max_sequences, draft.max_rows)

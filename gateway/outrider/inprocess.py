@@ -21,11 +21,10 @@ from outrider.engine.device_thread import DeviceStopped, DeviceThread
 from outrider.engine.loader import LoadedModel
 from outrider.engine.runner import ModelRunner, blocks_for_memory
 from outrider.gateway.backends import Lost, VerifierLink
-from outrider.target.boot import info_of, limits_of
+from outrider.target.boot import info_of, limits_of, new_engine
 from outrider.target.engine import EngineCommand as TargetCommand
-from outrider.target.engine import StreamCommand, TargetEngine
+from outrider.target.engine import StreamCommand
 from outrider.target.settings import TargetSettings
-from outrider.target.tracing import StepTracer
 from outrider.wire.messages import (
     Close,
     Closed,
@@ -160,16 +159,7 @@ class LocalTarget(LocalPeer):
         limits = replace(limits, max_model_len=longest)
         info = info_of(settings, loaded, limits)
         self._info = replace(info, model=replace(info.model, max_model_len=longest))
-        tracer = StepTracer.if_enabled()
-        self.engine = TargetEngine(
-            runner,
-            limits,
-            prefix_cache=settings.prefix_cache,
-            max_rows=settings.max_rows,
-            cut_windows=settings.cut_windows,
-            flush=self.flush,
-            on_step=tracer.on_step if tracer is not None else None,
-        )
+        self.engine = new_engine(settings, runner, limits, self.flush)
         self._thread: DeviceThread[TargetCommand] = DeviceThread(self.engine, "llm-target", settings.threads)
         self._info = replace(self._info, step_costs=self._thread.call(self.engine.profile).result())
 

@@ -12,8 +12,8 @@ from conftest import SEED
 
 from outrider.commands.bench_prompts import read_prompts
 from outrider.commands.processes import Services
-from outrider.gateway.core import Policy
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.gateway.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from exactness.identity_services import Services, serving
 
 from outrider.engine.blocks import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel
-from outrider.gateway.core import Policy
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.sampling import TokenOrigin
 

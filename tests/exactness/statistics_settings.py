@@ -8,7 +8,7 @@ from typing import Any
 
 from conftest import SEED
 
-from outrider.gateway.core import Policy
+from outrider.gateway.policy import Policy
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 PATIENCE_MS = 60_000  # the target waits for every draft: then a seed fixes the draws, whatever the timing

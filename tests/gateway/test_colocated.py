@@ -15,7 +15,7 @@ from tokenizer_factory import train_byte_level
 from outrider.client import SyncClient
 from outrider.colocated import Colocated
 from outrider.commands.processes import ServiceFailed, Services
-from outrider.gateway.core import Policy
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import OutriderError
 from outrider.wire.messages import Open

@@ -12,8 +12,8 @@ import pytest
 from conftest import SEED
 
 from outrider.gateway.controller import OFF, Controller, Limits, Mode, Plan
-from outrider.gateway.core import Policy
 from outrider.gateway.estimates import Acceptance, Experience, Mean, StepCosts, VerifyCosts
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.messages import Commit, StepTimings
 

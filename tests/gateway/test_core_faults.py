@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from outrider.gateway.backends import Lost
-from outrider.gateway.core import Policy, SpeculationCore
+from outrider.gateway.core import SpeculationCore
 from outrider.gateway.effects import CloseDraft, Effect, Emit, EmitPrompt, OpenTarget, ToTarget
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.messages import Commit, Credit, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
 from outrider.wire.sampling import SamplingParams

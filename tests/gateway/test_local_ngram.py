@@ -7,9 +7,9 @@ import time
 import pytest
 from gateway.toys import ToyTarget
 
-from outrider.gateway.core import Policy
 from outrider.gateway.local_ngram import LocalNgramDrafter
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.proposers.ngram import NgramProposer
 from outrider.wire.messages import Open

@@ -9,9 +9,10 @@ import pytest
 from gateway.toys import EOS, ToyDraft, ToyTarget, arithmetic, expected, scripted, until
 
 from outrider.gateway.backends import Lost
-from outrider.gateway.core import Policy, SpeculationCore
+from outrider.gateway.core import SpeculationCore
 from outrider.gateway.effects import CloseDraft, Emit, Fail, OpenDraft, OpenTarget, ToDraft, ToTarget
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.errors import OutriderError, Unavailable
 from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs

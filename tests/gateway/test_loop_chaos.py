@@ -9,8 +9,8 @@ import pytest
 from gateway.toys import ToyDraft, ToyTarget, draft_info, expected, until
 
 from outrider.gateway import driver
-from outrider.gateway.core import Policy
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.messages import Failure, Open
 from outrider.wire.sampling import SamplingParams

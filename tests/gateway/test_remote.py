@@ -25,8 +25,8 @@ from gateway.toys import (
 
 from outrider.gateway.backends import Lost
 from outrider.gateway.breaker import MAX_FAILURES
-from outrider.gateway.core import Policy
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import FailedPrecondition, Unavailable

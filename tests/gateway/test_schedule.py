@@ -10,8 +10,8 @@ from gateway.toys import ToyDraft, ToyTarget, expected
 from pydantic import ValidationError
 
 from outrider.gateway.__main__ import GatewaySettings
-from outrider.gateway.core import Policy
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.gateway.schedule import BatchSchedule, ScheduledDrafter
 from outrider.wire.messages import Open

@@ -10,8 +10,9 @@ from simulation.checks import Watch, require
 from simulation.clock import Clock
 from simulation.network import Door, Peer, Stretch
 
-from outrider.gateway.core import Policy, SpeculationCore
+from outrider.gateway.core import SpeculationCore
 from outrider.gateway.driver import SpeculationDriver
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.messages import Failure, Open
 from outrider.wire.sampling import FinishReason, TokenOrigin

@@ -12,7 +12,7 @@ from simulation.network import Stretch, Weather
 from simulation.tables import Table
 from simulation.world import Setting
 
-from outrider.gateway.core import Policy
+from outrider.gateway.policy import Policy
 from outrider.wire.messages import Open
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 

@@ -30,7 +30,7 @@ from outrider.commands.bench_workers import start_floor, start_peers
 from outrider.commands.complaints import load_tokenizer
 from outrider.commands.fleet import Folders
 from outrider.commands.processes import ServiceFailed, Services
-from outrider.gateway.core import Policy
+from outrider.gateway.policy import Policy
 from outrider.pairs import pair_path
 from outrider.wire.errors import OutriderError
 from outrider.wire.sampling import AcceptanceRule

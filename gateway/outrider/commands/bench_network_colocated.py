@@ -13,7 +13,7 @@ from outrider.colocated import Colocated
 from outrider.commands.bench_network_pace import Pace
 from outrider.commands.bench_network_rounds import digest
 from outrider.commands.bench_worker import answer_questions
-from outrider.gateway.core import Policy
+from outrider.gateway.policy import Policy
 from outrider.wire.messages import Open
 from outrider.wire.sampling import SamplingParams
 

@@ -9,8 +9,8 @@ from statistics import median
 
 from outrider.commands.bench_fleet import Addresses
 from outrider.commands.bench_run import Cell
-from outrider.gateway.core import Policy
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.wire.messages import Open

@@ -7,10 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.backends import Drafter, Verifier
-from outrider.gateway.core import Chooser, Policy
 from outrider.gateway.driver import SpeculationDriver
 from outrider.gateway.generation import GenerationDelta, Usage
 from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Chooser, Policy
 from outrider.gateway.prepare import Prepared
 from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.gateway.text import TextStream

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import ceil
 
-from outrider.gateway.core import Policy
 from outrider.gateway.estimates import Acceptance, Experience, Mean
+from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 
 DECIDE_EVERY = 16  # rounds

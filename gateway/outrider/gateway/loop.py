@@ -8,8 +8,9 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 
 from outrider.gateway.backends import Drafter, Verifier
-from outrider.gateway.core import Chooser, Policy, SpeculationCore
+from outrider.gateway.core import SpeculationCore
 from outrider.gateway.driver import SpeculationDriver
+from outrider.gateway.policy import Chooser, Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import from_failure
 from outrider.wire.messages import Failure, Open, PromptLogprobs

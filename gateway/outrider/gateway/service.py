@@ -17,9 +17,9 @@ from outrider.gateway.admission import Admission
 from outrider.gateway.backends import Drafter, Verifier
 from outrider.gateway.completion import Completion, RequestRun
 from outrider.gateway.controller import Controller, Limits, Mode
-from outrider.gateway.core import Policy
 from outrider.gateway.estimates import Experience, VerifyCosts
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
+from outrider.gateway.policy import Policy
 from outrider.gateway.prepare import Prepared, prepare
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.gateway.tracing import RequestTrace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,16 +73,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     runner = ModelRunner(loaded.model, settings.num_blocks or blocks_for_memory(loaded.model, memory))
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
-    tracer = StepTracer.if_enabled()
-    engine = TargetEngine(
-        runner,
-        limits,
-        prefix_cache=settings.prefix_cache,
-        max_rows=settings.max_rows,
-        cut_windows=settings.cut_windows,
-        flush=outboxes.flush,
-        on_step=tracer.on_step if tracer is not None else None,
-    )
+    engine = new_engine(settings, runner, limits, outboxes.flush)
     thread: DeviceThread[EngineCommand] = DeviceThread(engine, "target-device", settings.threads)
     costs = thread.call(engine.profile).result()
     servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs))
@@ -103,6 +95,22 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
         "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
     )
     return TargetService(server, servicer, engine, thread)
+
+
+def new_engine(
+    settings: TargetSettings, runner: ModelRunner, limits: TargetLimits, flush: Callable[[], None] = lambda: None
+) -> TargetEngine:
+    """An engine by the settings, traced if tracing is on."""
+    tracer = StepTracer.if_enabled()
+    return TargetEngine(
+        runner,
+        limits,
+        prefix_cache=settings.prefix_cache,
+        max_rows=settings.max_rows,
+        cut_windows=settings.cut_windows,
+        flush=flush,
+        on_step=tracer.on_step if tracer is not None else None,
+    )
 
 
 def load(settings: TargetSettings) -> LoadedModel:

@@ -22,6 +22,7 @@ from outrider.target.profile import StepCosts, measure_steps
 from outrider.target.reports import position_logprobs, report_prompt
 from outrider.target.scheduler import Scheduler, StepEntry
 from outrider.target.state import Sink, TargetSequence
+from outrider.target.step_report import StepReport, report_step
 from outrider.target.verifier import Judged, Verdict, Verifier
 from outrider.wire.messages import (
     Close,
@@ -59,19 +60,6 @@ class StreamEnded:
 
 
 EngineCommand = StreamCommand | StreamEnded
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a step was, for traces and metrics."""
-
-    started_ns: int  # wall clock
-    ended_ns: int
-    num_rows: int
-    num_sequences: int
-    num_drafted: int
-    num_accepted: int
-    traceparents: tuple[str, ...]
 
 
 class TargetEngine:
@@ -238,15 +226,16 @@ class TargetEngine:
             num_rows=sum(entry.num_rows for entry in entries),
             num_sequences=len(entries),
         )
+        load = self.load()  # once a step: it looks at every sequence
         for verdict in verdicts:
             queue_us = max(0, round((started - verdict.entry.target.ready_since) * 1e6))
-            self._commit(verdict, StepTimings(queue_us, *_rest(timings)), sampled)
+            self._commit(verdict, replace(timings, queue_us=queue_us), load, sampled)
         for entry in entries:
             if not entry.samples:
                 entry.target.sequence.num_computed_tokens = entry.start + entry.num_rows
                 self.cache.publish(entry.target.sequence, entry.committed)
         if self._on_step is not None:
-            self._on_step(_report(entries, verdicts, started_ns))
+            self._on_step(report_step(entries, verdicts, started_ns))
 
     def _judged(self, entries: Sequence[StepEntry], logits: Tensor) -> list[Judged]:
         """Reads prompt log probabilities off their rows; the last rows of each entry judge its window."""
@@ -259,7 +248,7 @@ class TargetEngine:
                 judged.append(Judged(entry, range(end - entry.num_judging, end)))
         return judged
 
-    def _commit(self, verdict: Verdict, timings: StepTimings, now: float) -> None:
+    def _commit(self, verdict: Verdict, timings: StepTimings, load: Load, now: float) -> None:
         entry, target = verdict.entry, verdict.entry.target
         if verdict.invalid:
             message = "the target's logits hold NaN or infinity, or no token is allowed"
@@ -284,7 +273,7 @@ class TargetEngine:
                 stop_token_id=outcome.stop_token_id,
                 dropped=target.chains.take_dropped(),
                 timings=timings,
-                load=self.load(),
+                load=load,
                 num_cached_ids=target.num_cached_ids,
             )
         )
@@ -328,19 +317,3 @@ class TargetEngine:
         target.finished = True
         self.scheduler.remove(target)
         target.sink(Failure(target.open.sequence_id, code.value[0], message, reason))
-
-
-def _rest(timings: StepTimings) -> tuple[int, int, int, int]:
-    return timings.verify_us, timings.sample_us, timings.num_rows, timings.num_sequences
-
-
-def _report(entries: Sequence[StepEntry], verdicts: Sequence[Verdict], started_ns: int) -> StepReport:
-    return StepReport(
-        started_ns=started_ns,
-        ended_ns=time.time_ns(),
-        num_rows=sum(entry.num_rows for entry in entries),
-        num_sequences=len(entries),
-        num_drafted=sum(len(entry.window.ids) for entry in entries),
-        num_accepted=sum(verdict.num_accepted for verdict in verdicts),
-        traceparents=tuple(entry.target.open.traceparent for entry in entries if entry.target.open.traceparent),
-    )

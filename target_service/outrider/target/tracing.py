@@ -7,7 +7,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Link, SpanKind, Tracer
 
-from outrider.target.engine import StepReport
+from outrider.target.step_report import StepReport
 from outrider.wire.tracing import context_from_traceparent
 
 
