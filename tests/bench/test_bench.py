@@ -13,11 +13,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from outrider.client import SpeculationStats
 from outrider.commands.bench_compare import last_result, moved
-from outrider.commands.bench_run import Run, steady
+from outrider.commands.bench_run import Run, rows_of_step, steady
 from outrider.commands.bench_store import store
 from outrider.commands.bench_table import render
 from outrider.commands.bench_worker import Worker, WorkerFailed
+from outrider.wire.sampling import AcceptanceRule
 
 TIMEOUT_S = 180
 WAYS = {"outrider plain", "outrider rejection", "transformers plain", "transformers assisted"}
@@ -52,6 +54,8 @@ def test_quick_measures_every_way(quick: tuple[str, dict[str, Any]]) -> None:
     assert len(drafted["tested"]) == 4 and drafted["share_of_floor"]["median"] > 0
     assert drafted["round_ms"].keys() == {"total", "draft", "wire", "queue", "verify", "sample", "gateway", "rows"}
     assert drafted["round_ms"]["rows"] == 5
+    assert drafted["rows"]["median"] in (4, 5)  # the last windows are short
+    assert greedy["ways"]["outrider plain"]["rows"]["median"] == 1
     assert greedy["ratios"]["outrider rejection / outrider plain"]["median"] > 0
     assert "1 stream, greedy" in text and "share of floor" in text and "accepted/tested" in text
 
@@ -101,6 +105,17 @@ def test_share_of_the_floor() -> None:
     assert run.tokens_per_s == 50.0
     assert run.share_of_floor(1) == pytest.approx(0.8)  # 3 tokens in 40 ms would be 75 a second
     assert run.share_of_floor(2) == pytest.approx(0.4)
+
+
+def test_the_floor_has_the_rows_that_were_verified() -> None:
+    """Not those of the windows asked for: the target cuts them where that pays."""
+
+    def stream(num_rounds: int, num_draft_tokens: int) -> SpeculationStats:
+        return SpeculationStats(num_rounds, num_rounds, num_draft_tokens, 0, (), (), AcceptanceRule.REJECTION, 0)
+
+    assert rows_of_step([stream(100, 400)]) == 5
+    assert rows_of_step([stream(100, 160), stream(50, 100), stream(10, 0)]) == 7  # 2.6 + 3 + 1
+    assert rows_of_step([stream(0, 0)]) == 1
 
 
 @pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])

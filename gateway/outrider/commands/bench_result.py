@@ -29,6 +29,7 @@ def describe_way(runs: Sequence[Run], cell: Cell) -> Json:
         "tokens_per_s": spread([run.tokens_per_s for run in runs]),
         "steady_tokens_per_s": spread([run.steady_tokens_per_s for run in runs]),
         "tokens_per_round": spread([run.tokens_per_round for run in runs]),
+        "rows": spread([run.rows or None for run in runs]),
         "products_ms": spread([run.products_ms for run in runs]),
         "share_of_floor": spread([run.share_of_floor(cell.batch) for run in runs]),
         "overhead_ms": spread([median(run.overhead_us) / 1e3 if run.overhead_us else None for run in runs]),

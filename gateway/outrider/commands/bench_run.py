@@ -32,7 +32,8 @@ class Run:
     num_tokens: int
     steady_tokens_per_s: float | None = None
     tokens_per_round: float | None = None  # of one stream, while steady
-    products_ms: float | None = None  # the bare products of a whole step, measured just before
+    rows: int = 0  # of a step with every stream's window in it; 0: not known
+    products_ms: float | None = None  # the bare products of such a step, measured beside the run
     overhead_us: list[int] = field(default_factory=list)  # each stream's median
     stats: list[SpeculationStats] = field(default_factory=list)
 
@@ -58,9 +59,6 @@ class Way(Protocol):
     def fits(self, cell: Cell) -> bool:
         """Whether it can run there, and differs there from the others."""
 
-    def rows(self, cell: Cell) -> int:
-        """Rows of a step, for the floor; 0: no floor is measured."""
-
     def decode(self, cell: Cell, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> Run:
         """Decodes every prompt at once."""
 
@@ -79,10 +77,6 @@ class GatewayWay:
         """Both rules are one in greedy decoding."""
         return cell.temperature > 0 or self.acceptance == AcceptanceRule.REJECTION
 
-    def rows(self, cell: Cell) -> int:
-        """Every stream's window, all in one step."""
-        return cell.batch * (self.num_draft_tokens + 1)
-
     def decode(self, cell: Cell, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> Run:
         """Streams all prompts at once over one connection."""
         return self.runner.run(self._decode(cell, prompts, max_tokens, seed))
@@ -99,6 +93,7 @@ class GatewayWay:
             run = Run(time.perf_counter() - started, sum(num for stream in parts for _, num in stream))
         run.stats = list(stats)
         run.overhead_us = [found.overhead_us for found in stats]
+        run.rows = rows_of_step(stats)
         run.steady_tokens_per_s, run.tokens_per_round = steady(parts)
         return run
 
@@ -142,10 +137,6 @@ class WorkerWay:
         """Some take one stream only."""
         return self.max_batch is None or cell.batch <= self.max_batch
 
-    def rows(self, cell: Cell) -> int:
-        """A peer's floor is its own business."""
-        return 0
-
     def decode(self, cell: Cell, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> Run:
         """One question, one answer."""
         question = {
@@ -157,6 +148,12 @@ class WorkerWay:
         }
         answer = self.worker.ask(question)
         return Run(answer["seconds"], answer["num_tokens"])
+
+
+def rows_of_step(stats: Sequence[SpeculationStats]) -> int:
+    """Rows of a step that verifies a window of every stream: what was verified, not what was drafted or asked for,
+    since the target verifies less where that pays."""
+    return round(sum(1 + found.num_draft_tokens / max(1, found.num_rounds) for found in stats))
 
 
 def steady(streams: Sequence[Sequence[tuple[float, int]]]) -> tuple[float | None, float | None]:

@@ -32,23 +32,24 @@ class Schedule:
         """All repeats of a cell, after one of each way that counts for nothing."""
         ways = [way for way in self._ways if way.fits(cell)]
         batch = prompts[: cell.batch]
-        for way in ways:
-            way.decode(cell, batch, self._max_tokens, self._seed)
+        rows = {way.name: way.decode(cell, batch, self._max_tokens, self._seed).rows for way in ways}
         before, foreign = self._floor.ask({}), ForeignLoad()
         runs: dict[str, list[Run]] = {way.name: [] for way in ways}
         for repeat in range(self._repeats):
             for way in self._order.sample(ways, len(ways)):
-                runs[way.name].append(self._run(way, cell, batch, self._seed + repeat))
+                run = self._run(way, cell, batch, self._seed + repeat, rows[way.name])
+                runs[way.name].append(run)
+                rows[way.name] = run.rows
             speeds = ", ".join(f"{name} {own[-1].tokens_per_s:.1f}" for name, own in runs.items())
             note(f"  {repeat + 1} of {self._repeats}: {speeds} tokens/s")
         others = foreign.cpus()
         return describe_block(cell, runs, before, self._floor.ask({}), others)
 
-    def _run(self, way: Way, cell: Cell, prompts: Sequence[Sequence[int]], seed: int) -> Run:
-        """One run, between two measurements of its floor."""
-        times = self._products(way.rows(cell))
+    def _run(self, way: Way, cell: Cell, prompts: Sequence[Sequence[int]], seed: int, last_rows: int) -> Run:
+        """One run, between two measurements of its floor: with the rows of the way's last run, and with its own."""
+        times = self._products(last_rows)
         run = way.decode(cell, prompts, self._max_tokens, seed)
-        times += self._products(way.rows(cell))
+        times += self._products(run.rows)
         run.products_ms = median(times) if times else None
         return run
 

@@ -31,13 +31,14 @@ def align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _speeds(block: Json) -> Iterator[str]:
-    rows = [("", "tokens/s", "tokens/round", "products ms", "share of floor", "overhead ms")]
+    rows = [("", "tokens/s", "tokens/round", "rows", "products ms", "share of floor", "overhead ms")]
     for name, way in block["ways"].items():
         rows.append(
             (
                 name,
                 _spread(way.get("tokens_per_s"), 1),
                 _median(way.get("tokens_per_round"), 2),
+                _median(way.get("rows"), 0),
                 _median(way.get("products_ms"), 1),
                 _spread(way.get("share_of_floor"), 2),
                 _spread(way.get("overhead_ms"), 2),
