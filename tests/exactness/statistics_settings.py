@@ -15,8 +15,7 @@ PATIENCE_MS = 60_000  # the target waits for every draft: then a seed fixes the 
 VOCAB, WIDE_VOCAB = 16, 4096
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": -0.6, "frequency_penalty": -1.8}  # it likes to repeat
 EVERY_TOKEN = (7, 2, 11, 0, 5, 14, 9, 3, 12, 6, 1, 15, 8, 4, 13, 10, 7)  # whatever comes next, n-grams have a match
-# Sequences of 3 tokens.
-TOKENS_5K, TOKENS_10K, TOKENS_20K, TOKENS_200K = 1_667, 3_334, 6_667, 66_667
+TOKENS_5K, TOKENS_20K, TOKENS_200K = 1_667, 6_667, 66_667  # sequences of 3 tokens
 
 
 @dataclass(frozen=True)
@@ -63,26 +62,27 @@ class Setting:
 COUPLED = AcceptanceRule.COUPLED
 ALL = {"temperature": 0.6, "top_p": 0.97, "min_p": 0.01, **PENALTIES}
 TEMPERATURE_1 = Setting("temperature 1")
-TEMPERATURE_1_COUPLED = Setting("temperature 1, coupled", acceptance=COUPLED, short=5_000)
-WITH_PENALTIES = Setting("min_p and penalties", {"min_p": 0.05, **PENALTIES}, short=TOKENS_10K, long=TOKENS_20K)
+WITH_PENALTIES = Setting("penalties", PENALTIES)
+EACH = [
+    TEMPERATURE_1,
+    Setting("temperature 0.6", {"temperature": 0.6}),
+    Setting("top_p", {"top_p": 0.8}),
+    Setting("min_p", {"min_p": 0.05}),
+    WITH_PENALTIES,
+]
+EACH_COUPLED = [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in EACH]
+TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
 BONUS = Setting("bonus", draft="tempered", short=TOKENS_5K)
 CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=1_250)
 SHORT = [
-    TEMPERATURE_1,
-    Setting("temperature 0.6 and top_p", {"temperature": 0.6, "top_p": 0.95}, short=TOKENS_10K, long=TOKENS_20K),
-    WITH_PENALTIES,
+    *EACH,
     BONUS,
     Setting("ngram", method="ngram", prompt=EVERY_TOKEN, short=TOKENS_5K, long=TOKENS_20K),
     CHAINS,
     TEMPERATURE_1_COUPLED,
+    Setting("all", ALL, short=TOKENS_5K, long=TOKENS_20K),
+    Setting("all, coupled", ALL, COUPLED, long=TOKENS_20K),
     Setting("branches, coupled", ALL, COUPLED, windows_ahead=1, max_branches=2, short=TOKENS_5K, long=TOKENS_20K),
 ]
-LONG = [
-    Setting("temperature 0.6", {"temperature": 0.6}),
-    Setting("top_p", {"top_p": 0.8}),
-    Setting("min_p", {"min_p": 0.05}),
-    Setting("penalties", PENALTIES),
-]
-LONG += [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in LONG]
-LONG += [replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K)]
+LONG = [*EACH_COUPLED[1:], replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K)]
 WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)

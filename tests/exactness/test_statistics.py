@@ -1,8 +1,8 @@
 """The law of what clients get, through the gateway's loop and draft and target services behind gRPC: chi-square against
 the exact probabilities of the target alone, under both acceptance rules, for every sampling parameter that shapes them.
 
-The short form draws 20,000 tokens of each acceptance rule and more, with several parameters at once; the long one
-200,000 under each rule with each parameter alone. Seeds are fixed.
+The short form draws 20,000 tokens with each parameter alone, judged by rejection, and coupled ones at temperature 1
+and with all parameters at once; the long one 200,000 with each parameter alone under each rule. Seeds are fixed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ async def test_tokens_follow_the_targets_law(pair: Pair, setting: Setting, prove
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setting", LONG, ids=lambda setting: setting.name)
-async def test_tokens_follow_the_targets_law_under_each_parameter_alone(pair: Pair, setting: Setting) -> None:
+async def test_coupled_tokens_follow_the_targets_law_under_each_parameter_alone(pair: Pair, setting: Setting) -> None:
     await check(pair, setting, setting.long)
 
 
