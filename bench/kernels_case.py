@@ -86,7 +86,7 @@ WITHOUT_ROW = {
     "philox.as_int64": "a number, once a request",
     "philox.philox_rounds": "a part of the words and the noise",
     "rejection.accept_uniforms": "one expression of a few numbers",
-    "rejection.count_accepted": "a part of accept and coupled_accept",
+    "rejection.count_accepted": "a part of accept",
     "rejection.cut_at_vocabulary": "a comparison a drafted token, on the host",
     "rotary.apply_rotary": "a part of store_kv_rotary",
     "rotary.rotary_table": "once, at load",

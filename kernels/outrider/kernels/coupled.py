@@ -7,11 +7,12 @@ exponential race, which is the Gumbel-max trick). Greedy decoding uses the same 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.kernels.philox import Purpose, exponential_noise
-from outrider.kernels.rejection import Windows, count_accepted
+from outrider.kernels.rejection import Windows
 
 
 def first_argmax(values: Tensor) -> Tensor:
@@ -33,10 +34,10 @@ def coupled_choice(
         from outrider.kernels import coupled_triton
 
         return coupled_triton.coupled_choice(probs, noise)
-    ratios = noise / probs  # [rows, vocab]; infinite for probability 0
-    ids = first_argmax(ratios.neg_())  # [rows]
-    least = ratios.gather(1, ids[:, None]).squeeze(1)  # [rows]
-    return torch.where(least.isfinite(), ids, -1)
+    ratios = (noise / probs).numpy()  # [rows, vocab]; infinite for probability 0
+    ids = ratios.argmin(axis=-1)  # [rows]; a NaN is taken first
+    ids[~np.isfinite(ratios[np.arange(len(ids)), ids])] = -1
+    return torch.from_numpy(ids)
 
 
 def coupled_draw(
@@ -68,10 +69,15 @@ def coupled_accept(
         from outrider.kernels import coupled_triton
 
         return coupled_triton.coupled_accept(choices, windows, draft_ids)[:2]
-    accepted = choices[windows.row_of_draft] == draft_ids  # [drafted]
-    num_accepted = count_accepted(accepted, windows)
-    next_ids = choices[windows.next_rows(num_accepted)]
-    return num_accepted, torch.where(windows.has_next(num_accepted), next_ids, -1)
+    own, drafted = choices.tolist(), draft_ids.tolist()
+    num_accepted, next_ids = [], []
+    for row, num_rows, first, count in windows.on_host():  # a few ids: lists are faster than tensor operations
+        held = 0
+        while held < count and drafted[first + held] == own[row + held]:
+            held += 1
+        num_accepted.append(held)
+        next_ids.append(own[row + held] if held < num_rows else -1)
+    return torch.tensor(num_accepted, dtype=torch.int64), torch.tensor(next_ids, dtype=torch.int64)
 
 
 def coupled_accept_tree(
@@ -91,10 +97,9 @@ def coupled_accept_tree(
 
         return coupled_triton.coupled_accept(choices, windows, draft_ids, parents)
     own, drafted, above = choices.tolist(), draft_ids.tolist(), parents.tolist()
-    columns = (windows.row_starts, windows.num_rows, windows.draft_starts, windows.num_drafted)
     next_ids, accepted = [], torch.zeros(len(drafted), dtype=torch.bool)
     num_accepted = torch.zeros_like(windows.num_drafted)
-    for window, (row, num_rows, first, count) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+    for window, (row, num_rows, first, count) in enumerate(windows.on_host()):
         node = 0  # the row reached
         for index in range(first, first + count):
             if node < num_rows and above[index] == node and drafted[index] == own[row + node]:

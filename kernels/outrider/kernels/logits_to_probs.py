@@ -102,7 +102,7 @@ def greedy_choice(
         return logits_to_probs_triton.greedy_choice(logits, sampling)
     raw, logits = logits, adjust_logits(logits, sampling)
     ids = first_argmax(logits)  # a NaN is taken first
-    invalid = ~logits.gather(1, ids[:, None]).isfinite().squeeze(1)
+    invalid = torch.from_numpy(~np.isfinite(logits.numpy()[np.arange(len(ids)), ids.numpy()]))  # few operations
     if logits is not raw:  # a mask may hide what is wrong with a row
         invalid |= ~raw.amax(dim=-1).isfinite()
     return ids, invalid

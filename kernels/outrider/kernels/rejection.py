@@ -10,7 +10,7 @@ windows and drafted tokens are packed: no padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,13 @@ class Windows:
         row_starts, draft_starts = _starts(num_rows), _starts(num_drafted)
         row_of_draft = [row_starts[w] + j for w, j in zip(window_of_draft, offset_of_draft, strict=True)]
         columns = (row_starts, num_rows, num_drafted, row_of_draft, window_of_draft, offset_of_draft, draft_starts)
-        return Windows(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))
+        packed = torch.tensor([value for column in columns for value in column], dtype=torch.int64, device=device)
+        return Windows(*packed.split([len(column) for column in columns]))  # one copy to the device
+
+    def on_host(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of each window: its first row, its rows, the index of its first drafted token, its drafted tokens."""
+        columns = (self.row_starts, self.num_rows, self.draft_starts, self.num_drafted)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
     def has_next(self, num_accepted: Tensor) -> Tensor:
         """Whether a row follows the accepted tokens, [n] bool: not after a whole window without a row for the next."""
