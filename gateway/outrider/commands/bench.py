@@ -18,7 +18,7 @@ from outrider.commands.bench_compare import last_result, moved
 from outrider.commands.bench_fleet import Addresses, start_fleet, wait_for_draft
 from outrider.commands.bench_machine import Machine, describe, share_cores
 from outrider.commands.bench_prompts import read_prompts
-from outrider.commands.bench_result import COUPLED, PLAIN, REJECTION, Json, title
+from outrider.commands.bench_result import AUTO, COUPLED, PLAIN, REJECTION, Json, title
 from outrider.commands.bench_rounds import measure_rounds
 from outrider.commands.bench_run import Cell, GatewayWay, Way
 from outrider.commands.bench_schedule import Schedule
@@ -81,11 +81,12 @@ def run(settings: BenchSettings) -> Json:
 
 
 def our_ways(runner: asyncio.Runner, address: str, num_draft_tokens: int) -> list[Way]:
-    """Ours, by name."""
+    """Ours, by name: the sequential loop under both rules, and what a gateway does unless told otherwise."""
     return [
         GatewayWay(PLAIN, runner, address, 0),
         GatewayWay(REJECTION, runner, address, num_draft_tokens, AcceptanceRule.REJECTION),
         GatewayWay(COUPLED, runner, address, num_draft_tokens, AcceptanceRule.COUPLED),
+        GatewayWay(AUTO, runner, address, num_draft_tokens, AcceptanceRule.AUTO, mode="auto"),
     ]
 
 
@@ -125,7 +126,7 @@ def _block(
     )
     block = schedule.measure(cell, prompts, _note)
     for way in ways:
-        if isinstance(way, GatewayWay) and way.name in block["ways"]:
+        if isinstance(way, GatewayWay) and way.mode == "sequential" and way.name in block["ways"]:
             measured = measure_rounds(
                 fleet,
                 cell,

@@ -12,7 +12,8 @@ from outrider.commands.bench_run import Cell, Run
 PLAIN = "outrider plain"
 REJECTION = "outrider rejection"
 COUPLED = "outrider coupled"
-OURS = (REJECTION, COUPLED)
+AUTO = "outrider auto"
+OURS = (REJECTION, COUPLED, AUTO)
 
 Json = dict[str, Any]
 

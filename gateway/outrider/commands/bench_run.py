@@ -72,10 +72,11 @@ class GatewayWay:
     address: str
     num_draft_tokens: int  # 0: plain
     acceptance: AcceptanceRule = AcceptanceRule.REJECTION
+    mode: str = "sequential"
 
     def fits(self, cell: Cell) -> bool:
         """Both rules are one in greedy decoding."""
-        return cell.temperature > 0 or self.acceptance == AcceptanceRule.REJECTION
+        return cell.temperature > 0 or self.acceptance != AcceptanceRule.COUPLED
 
     def decode(self, cell: Cell, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> Run:
         """Streams all prompts at once over one connection."""
@@ -115,6 +116,7 @@ class GatewayWay:
             speculate=self.num_draft_tokens > 0,
             num_draft_tokens=self.num_draft_tokens or None,
             acceptance=self.acceptance,
+            mode=self.mode,
         ):
             if part.token_ids:
                 parts.append((time.perf_counter(), len(part.token_ids)))

@@ -44,7 +44,7 @@ class Windows:
         row_of_draft = [row_starts[w] + j for w, j in zip(window_of_draft, offset_of_draft, strict=True)]
         columns = (row_starts, num_rows, num_drafted, row_of_draft, window_of_draft, offset_of_draft, draft_starts)
         packed = torch.tensor([value for column in columns for value in column], dtype=torch.int64, device=device)
-        return Windows(*packed.split([len(column) for column in columns]))  # one copy to the device
+        return Windows(*torch.split(packed, [len(column) for column in columns]))  # one copy to the device
 
     def on_host(self) -> Iterator[tuple[int, int, int, int]]:
         """Of each window: its first row, its rows, the index of its first drafted token, its drafted tokens."""
