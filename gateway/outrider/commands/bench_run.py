@@ -70,7 +70,7 @@ class GatewayWay:
     name: str
     runner: asyncio.Runner
     address: str
-    num_draft_tokens: int  # 0: plain
+    num_draft_tokens: int  # 0: plain; in mode auto the most
     acceptance: AcceptanceRule = AcceptanceRule.REJECTION
     mode: str = "sequential"
 
@@ -114,7 +114,7 @@ class GatewayWay:
             seed=seed,
             ignore_eos=True,
             speculate=self.num_draft_tokens > 0,
-            num_draft_tokens=self.num_draft_tokens or None,
+            num_draft_tokens=self.num_draft_tokens if self.num_draft_tokens and self.mode != "auto" else None,
             acceptance=self.acceptance,
             mode=self.mode,
         ):
