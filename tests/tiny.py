@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.kernels.cpu_library import cpu_library
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -30,6 +35,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
 }
+
+
+KERNELS = ("c", "pytorch")  # what computes on the CPU
+
+
+@contextmanager
+def cpu_kernels(which: str) -> Iterator[None]:
+    """Decoders built meanwhile compute by C kernels where they take the model, or by PyTorch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if which == "pytorch":
+            patch.setattr("outrider.kernels.cpu_decoder.cpu_library", lambda: None)
+        elif cpu_library() is None:
+            pytest.skip("no C compiler")
+        yield
 
 
 def tiny_config(family: str = "llama", **options: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import FAMILIES, tiny_config, tiny_hf_model, tiny_state
+from tiny import FAMILIES, KERNELS, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
@@ -18,14 +18,19 @@ SIZE = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 6000}  # the 
 TABLE, OTHER_TABLES = list(range(30, 40)), [list(range(10 * index, 10 * index + 10)) for index in range(3)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[(family, kernels) for family in FAMILIES for kernels in KERNELS], ids="-".join)
 def runner(request: pytest.FixtureRequest) -> ModelRunner:
-    return make_runner(request.param, batch_invariant=True)
+    return make_runner(request.param[0], batch_invariant=True, kernels=request.param[1])
 
 
-def make_runner(family: str, batch_invariant: bool, dtype: str = "float32") -> ModelRunner:
+def make_runner(
+    family: str, batch_invariant: bool, dtype: str = "float32", kernels: str = "pytorch", halves: bool = False
+) -> ModelRunner:
     config, state = tiny_config(family, **SIZE), tiny_state(tiny_hf_model(family, **SIZE))
-    loaded = build_decoder(config, state, dtype=dtype, batch_invariant=batch_invariant)
+    if halves:
+        state = {name: tensor.bfloat16().float() for name, tensor in state.items()}
+    with cpu_kernels(kernels):
+        loaded = build_decoder(config, state, dtype=dtype, batch_invariant=batch_invariant)
     return ModelRunner(loaded.model, num_blocks=44)
 
 
@@ -99,13 +104,32 @@ def test_bfloat16_holds_the_contract_too() -> None:
     assert all(torch.equal(run_steps(runner, schedule, others=1), whole) for schedule in SCHEDULES.values())
 
 
-def test_equal_models_give_equal_bits() -> None:
-    first, second = (run_steps(make_runner("llama", batch_invariant=True), [LENGTH]) for _ in range(2))
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_equal_models_give_equal_bits(kernels: str) -> None:
+    first, second = (run_steps(make_runner("llama", True, kernels=kernels), [LENGTH]) for _ in range(2))
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_c_kernels_hold_the_contract_whatever_the_threads_and_the_weights(batch_invariant: bool) -> None:
+    """They need no mode for it. Weights of 16 bits are widened on the way, a part at a time where rows are many."""
+    runner = make_runner("qwen3", batch_invariant, kernels="c", halves=True)
+    whole = run_steps(runner, [LENGTH])
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            for schedule in ("seventeens", "fives", "mixed"):
+                assert torch.equal(run_steps(runner, SCHEDULES[schedule], others=number), whole)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(
+        run_steps(make_runner("qwen3", False, halves=True), [LENGTH]), whole, atol=1e-4, rtol=1e-4
+    )
+
+
 def test_ordinary_mode_fails_the_contract() -> None:
-    """The inverse test: without the mode some step size changes bits."""
+    """The inverse test: without the mode some step size changes bits where PyTorch computes."""
     runner = make_runner("llama", batch_invariant=False)
     whole = run_steps(runner, [LENGTH])
     results = [run_steps(runner, schedule) for schedule in SCHEDULES.values()]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import hf_logits, tiny_config, tiny_hf_model, tiny_state
+from tiny import KERNELS, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
@@ -75,10 +75,12 @@ LENGTH = 90  # beyond every window, and beyond the length from which long-RoPE t
 class Case:
     """A model of ours, and what transformers says of three sequences."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kernels: str = "c") -> None:
         family, options = MODELS[name]
         model = tiny_hf_model(family, **options)
-        self.runner = ModelRunner(build_decoder(tiny_config(family, **options), tiny_state(model)).model, num_blocks=40)
+        with cpu_kernels(kernels):
+            ours = build_decoder(tiny_config(family, **options), tiny_state(model)).model
+        self.runner = ModelRunner(ours, num_blocks=40)
         generator = torch.Generator().manual_seed(1)
         self.ids = [torch.randint(0, 97, (LENGTH,), generator=generator).tolist() for _ in range(3)]
         self.expected = [hf_logits(model, ids) for ids in self.ids]
@@ -96,9 +98,9 @@ class Case:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[(name, kernels) for name in MODELS for kernels in KERNELS], ids="-".join)
 def case(request: pytest.FixtureRequest) -> Case:
-    return Case(request.param)
+    return Case(*request.param)
 
 
 def test_whole_prefill(case: Case) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from outrider.engine import checkpoint
+from outrider.engine.models import cpu_decoder
 from outrider.engine.models.base import CausalLM, UnsupportedModel
+from outrider.engine.models.cpu_decoder import NativeDecoder
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.decoder_config import MODEL_TYPES, parse_config
+from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -62,7 +64,7 @@ def load_model(
     if model_type in MODEL_TYPES:
         parsed = parse_config(config, max_model_len)
         state = checkpoint.read_tensors(files)
-        model = Decoder(parsed, state, dtype=weights_dtype, device=device, batch_invariant=batch_invariant)
+        model = _decoder(parsed, state, weights_dtype, device, batch_invariant)
     elif batch_invariant:
         raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
     else:
@@ -87,15 +89,9 @@ def build_decoder(
 ) -> LoadedModel:
     """Our own decoder from the contents of a config.json and tensors in memory, by their Hugging Face names."""
     device = find_device(device)
-    model = Decoder(
-        parse_config(dict(config), max_model_len),
-        state,
-        dtype=_dtype(dtype, device),
-        device=device,
-        batch_invariant=batch_invariant,
-    )
+    parsed = parse_config(dict(config), max_model_len)
     return LoadedModel(
-        model=model,
+        model=_decoder(parsed, state, _dtype(dtype, device), device, batch_invariant),
         model_type=str(config["model_type"]),
         eos_token_ids=checkpoint.eos_ids(config, {}),
         default_sampling={},
@@ -117,6 +113,19 @@ def find_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{given}; allowed: cpu, cuda, and cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
+
+
+def _decoder(
+    config: DecoderConfig,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool,
+) -> CausalLM:
+    """By our C kernels where they can, else by PyTorch's and Triton's."""
+    if cpu_decoder.can_run(config, dtype, device):
+        return NativeDecoder(config, state)
+    return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
 
 
 def _load_registry(

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.commands.bench_worker import answer_questions
+from outrider.engine.checkpoint import read_tensors, weight_files
+from outrider.engine.models.cpu_decoder import NativeDecoder, can_run
 from outrider.engine.models.decoder import KEEP_PLAIN_BYTES
 from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
 from outrider.engine.models.weights import expected_shapes
@@ -25,8 +27,25 @@ SQUARE = 1536
 PROBE_PASSES = 5
 
 
-class Products:
-    """Every product of one step of a decoder, with random weights, each with memory of its own."""
+class Products(Protocol):
+    """Every product of one step, each weight with memory of its own."""
+
+    def run(self, rows: int) -> None:
+        """All of them once, for so many rows."""
+
+
+class NativeProducts:
+    """The checkpoint's own weights, as the C kernels read them."""
+
+    def __init__(self, config: DecoderConfig, folder: Path) -> None:
+        self._kernel = NativeDecoder(config, read_tensors(weight_files(folder))).kernel
+
+    def run(self, rows: int) -> None:
+        self._kernel.products(rows)
+
+
+class PackedProducts:
+    """Random weights, as PyTorch reads them."""
 
     def __init__(self, config: DecoderConfig) -> None:
         keep = sum(map(prod, expected_shapes(config).values())) * torch.float32.itemsize <= KEEP_PLAIN_BYTES
@@ -38,10 +57,21 @@ class Products:
         self._linears.append((head, config.hidden_size))
 
     @torch.inference_mode()
-    def measure(self, rows: int, passes: int) -> list[float]:
-        """Milliseconds of each pass, after one that counts for nothing."""
-        inputs = {width: torch.randn(rows, width) for _, width in self._linears}
-        return timed(lambda: [linear(inputs[width]) for linear, width in self._linears], passes)
+    def run(self, rows: int) -> None:
+        inputs = {width: torch.ones(rows, width) for _, width in self._linears}
+        for linear, width in self._linears:
+            linear(inputs[width])
+
+
+def make_products(folder: Path) -> Products | None:
+    """Of the kernels that the services use for this model; None for models that are not our decoder's."""
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") not in MODEL_TYPES:
+        return None
+    parsed = parse_config(config)
+    if can_run(parsed, torch.float32, torch.device("cpu")):
+        return NativeProducts(parsed, folder)
+    return PackedProducts(parsed)
 
 
 def layer_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
@@ -82,13 +112,14 @@ def make_handler(folder: Path, threads: int) -> Callable[[dict[str, Any]], dict[
     """Answers {"rows", "passes"} with the products' times (none for models that are not our decoder's), and {} with
     the probe's."""
     torch.set_num_threads(threads)
-    config = json.loads((folder / "config.json").read_text())
-    products = Products(parse_config(config)) if config.get("model_type") in MODEL_TYPES else None
+    products = make_products(folder)
 
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         if "rows" not in question:
             return probe()
-        return {"ms": products.measure(question["rows"], question["passes"]) if products is not None else []}
+        if products is None:
+            return {"ms": []}
+        return {"ms": timed(lambda: products.run(question["rows"]), question["passes"])}
 
     return handle
 

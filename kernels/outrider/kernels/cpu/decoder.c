@@ -1,0 +1,238 @@
+/* A pass of a decoder (Llama, Mistral, Qwen) over a ragged batch, in float32, on threads that stay together from the first
+   layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no number of threads. */
+
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "attention.h"
+#include "product.h"
+
+#define SPINS 1000
+
+typedef struct {
+    Matrix qkv, output, gate, up, down;
+    const float *input_norm, *post_norm; /* [hidden] */
+    const float *qk_norm;                /* [heads + kv_heads][head_dim], or none */
+    int64_t window;
+} Layer;
+
+typedef struct {
+    int64_t num_layers, hidden, intermediate, heads, kv_heads, head_dim;
+    float eps, scale;
+    const Layer *layers;
+    const float *cos, *sin; /* [positions][head_dim]; the first half of the sines is negated */
+    const float *norm;      /* [hidden] */
+    Matrix head;
+} Decoder;
+
+typedef struct {
+    int64_t rows, sequences, table_width, longest, block_size; /* longest context */
+    const int64_t *positions, *slots;              /* [rows] */
+    const int64_t *tables;                         /* [sequences][table_width] */
+    const int64_t *starts, *contexts;              /* [sequences + 1], [sequences] */
+    float *const *keys, *const *values;            /* [layers]: [blocks][block_size][kv_heads][head_dim] */
+} Rows;
+
+typedef struct {
+    int64_t index, size;
+    long rounds;
+    atomic_long *arrived;
+    Tile *results; /* twice as many as a batch has tiles */
+    float *scores; /* of one row, with room for 15 more */
+} Thread;
+
+/* All threads of the team have come here. They are about as fast as each other, so none sleeps at first. */
+static void meet(Thread *thread) {
+    if (thread->size == 1) return;
+    long all_here = ++thread->rounds * (long)thread->size;
+    atomic_fetch_add_explicit(thread->arrived, 1, memory_order_acq_rel);
+    for (long spins = 0; atomic_load_explicit(thread->arrived, memory_order_acquire) < all_here; spins++) {
+        if (spins > SPINS) sched_yield();
+#if defined(__x86_64__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}
+
+#define SHARE(variable, count)                                                                     \
+    int64_t variable = (count) * thread->index / thread->size,                                     \
+            variable##_end = (count) * (thread->index + 1) / thread->size;                         \
+    variable < variable##_end;                                                                     \
+    variable++
+
+static float rms_factor(const float *x, int64_t dim, float eps) {
+    floats squares = {};
+    for (int64_t at = 0; at < dim; at += LANES) squares += load(x + at) * load(x + at);
+    return 1.0f / sqrtf(sum(squares) / (float)dim + eps);
+}
+
+/* Of the first rows of x, or of those that `chosen` names. out: tiled. */
+static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, const float *weight, int64_t rows,
+                      int64_t dim, float eps, float *out) {
+    for (SHARE(row, rows)) {
+        const float *from = x + (chosen ? chosen[row] : row) * dim;
+        int64_t stride;
+        float *to = tiled(out, row, rows, dim, &stride), factor = rms_factor(from, dim, eps);
+        for (int64_t at = 0; at < dim; at++) to[at * stride] = from[at] * factor * weight[at];
+    }
+    meet(thread);
+}
+
+/* x: tiled; out: [rows][outputs], set, or added to. */
+static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, float *out) {
+    for (SHARE(panel, num_panels(matrix))) {
+        int64_t first = panel * PANEL, left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
+        product_panel(matrix, panel, x, rows, thread->results);
+        for (int64_t tile = 0; tile < num_tiles(rows); tile++)
+            for (int64_t start = tile_start(tile, rows), row = start; row < tile_start(tile + 1, rows); row++) {
+                float *to = out + row * matrix->outputs + first, *result = thread->results[tile][row - start];
+                for (int64_t at = 0; at < width; at++) to[at] = adds ? to[at] + result[at] : result[at];
+            }
+    }
+    meet(thread);
+}
+
+/* x: tiled; out: silu(gate) * up, tiled. */
+static void gated(Thread *thread, const Layer *layer, const float *x, int64_t rows, float *out) {
+    Tile *gates = thread->results, *ups = gates + num_tiles(rows);
+    int64_t outputs = layer->gate.outputs;
+    for (SHARE(panel, num_panels(&layer->gate))) {
+        int64_t first = panel * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
+        product_panel(&layer->gate, panel, x, rows, gates);
+        product_panel(&layer->up, panel, x, rows, ups);
+        for (int64_t tile = 0; tile < num_tiles(rows); tile++) {
+            int64_t start = tile_start(tile, rows), count = tile_start(tile + 1, rows) - start;
+            float *to = out + start * outputs + first * count, *gate = gates[tile][0], *up = ups[tile][0];
+            for (int64_t at = 0; at < count * PANEL; at += LANES) {
+                floats value = load(gate + at);
+                store(gate + at, value / (all(1.0f) + exponential(-value)) * load(up + at));
+            }
+            for (int64_t at = 0; at < width; at++)
+                for (int64_t index = 0; index < count; index++) *to++ = gate[index * PANEL + at];
+        }
+    }
+    meet(thread);
+}
+
+/* qkv: [rows][heads + 2 kv_heads][head_dim]. Norms and turns queries and keys where they are, and stores keys and
+   values. */
+static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *layer, const Rows *batch, float *qkv,
+                           float *keys, float *values) {
+    int64_t dim = decoder->head_dim, turned = decoder->heads + decoder->kv_heads, half = dim / 2;
+    int64_t width = (turned + decoder->kv_heads) * dim, kept = decoder->kv_heads * dim;
+    float head[MOST_DIM];
+    for (SHARE(row, batch->rows)) {
+        float *own = qkv + row * width;
+        const float *cosine = decoder->cos + batch->positions[row] * dim;
+        const float *sine = decoder->sin + batch->positions[row] * dim;
+        for (int64_t index = 0; index < turned; index++) {
+            float *at = own + index * dim;
+            memcpy(head, at, (size_t)dim * sizeof(float));
+            if (layer->qk_norm) {
+                float factor = rms_factor(at, dim, decoder->eps);
+                for (int64_t i = 0; i < dim; i++) head[i] = at[i] * factor * layer->qk_norm[index * dim + i];
+            }
+            for (int64_t i = 0; i < half; i++) at[i] = head[i] * cosine[i] + head[i + half] * sine[i];
+            for (int64_t i = half; i < dim; i++) at[i] = head[i] * cosine[i] + head[i - half] * sine[i];
+        }
+        memcpy(keys + batch->slots[row] * kept, own + decoder->heads * dim, (size_t)kept * sizeof(float));
+        memcpy(values + batch->slots[row] * kept, own + turned * dim, (size_t)kept * sizeof(float));
+    }
+    meet(thread);
+}
+
+/* out: tiled. A thread takes every so many-th row and key-value head: late rows have most keys. */
+static void attention(Thread *thread, const Decoder *decoder, const Layer *layer, const Rows *batch, const float *qkv,
+                      const float *keys, const float *values, float *out) {
+    AttentionShape shape = {decoder->heads,    decoder->kv_heads, decoder->head_dim,
+                            batch->block_size, layer->window,     decoder->scale};
+    int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = (shape.heads + 2 * shape.kv_heads) * dim;
+    int64_t task = 0, stride;
+    float attended[MOST_DIM];
+    for (int64_t sequence = 0; sequence < batch->sequences; sequence++) {
+        int64_t start = batch->starts[sequence], end = batch->starts[sequence + 1];
+        for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
+            for (int64_t row = start; row < end; row++) {
+                if (task++ % thread->size != thread->index) continue;
+                int64_t position = batch->contexts[sequence] - (end - row);
+                float *to = tiled(out, row, batch->rows, shape.heads * dim, &stride);
+                for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+                    attend(&shape, qkv + row * width + head * dim, keys + kv_head * dim, values + kv_head * dim,
+                           batch->tables + sequence * batch->table_width, position, thread->scores, attended);
+                    for (int64_t i = 0; i < dim; i++) to[(head * dim + i) * stride] = attended[i];
+                }
+            }
+    }
+    meet(thread);
+}
+
+static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch, float *hidden, float *scratch) {
+    int64_t rows = batch->rows, width = decoder->heads * decoder->head_dim;
+    float *normed = scratch, *qkv = normed + rows * decoder->hidden;
+    float *attended = qkv + rows * (width + 2 * decoder->kv_heads * decoder->head_dim), *wide = attended + rows * width;
+    for (int64_t index = 0; index < decoder->num_layers; index++) {
+        const Layer *layer = decoder->layers + index;
+        float *keys = batch->keys[index], *values = batch->values[index];
+        norm_rows(thread, hidden, NULL, layer->input_norm, rows, decoder->hidden, decoder->eps, normed);
+        product(thread, &layer->qkv, normed, rows, 0, qkv);
+        turn_and_store(thread, decoder, layer, batch, qkv, keys, values);
+        attention(thread, decoder, layer, batch, qkv, keys, values, attended);
+        product(thread, &layer->output, attended, rows, 1, hidden);
+        norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->hidden, decoder->eps, normed);
+        gated(thread, layer, normed, rows, wide);
+        product(thread, &layer->down, wide, rows, 1, hidden);
+    }
+}
+
+/* Floats of a thread's own scratch: the results of two panels, and one row's scores. */
+static int64_t own_scratch(int64_t rows, int64_t keys) {
+    return 2 * num_tiles(rows) * MOST_ROWS * PANEL + (keys + 2 * LANES) / LANES * LANES;
+}
+
+/* Floats that the functions below need as scratch. */
+int64_t decoder_scratch(const Decoder *decoder, int64_t rows, int64_t keys, int64_t threads) {
+    int64_t heads = 2 * decoder->heads + 2 * decoder->kv_heads;
+    int64_t shared = decoder->hidden + heads * decoder->head_dim + 2 * decoder->intermediate;
+    return rows * shared + threads * own_scratch(rows, keys);
+}
+
+static Thread join(atomic_long *arrived, int64_t rows, int64_t keys, float *scratch) {
+    Thread thread = {omp_get_thread_num(), omp_get_num_threads(), 0, arrived, NULL, NULL};
+    thread.results = (Tile *)(scratch + thread.index * own_scratch(rows, keys));
+    thread.scores = (float *)(thread.results + 2 * num_tiles(rows));
+    return thread;
+}
+
+/* hidden: [rows][hidden], the embeddings; becomes the residual stream after the last layer. logits: [wanted][vocab], of the
+   rows that `logit_rows` names. */
+void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, const int64_t *logit_rows, int64_t wanted,
+                     float *logits, float *scratch, int64_t threads) {
+    atomic_long arrived = 0;
+    float *shared = scratch + threads * own_scratch(batch->rows, batch->longest);
+#pragma omp parallel num_threads((int)threads)
+    {
+        Thread thread = join(&arrived, batch->rows, batch->longest, scratch);
+        run_layers(&thread, decoder, batch, hidden, shared);
+        norm_rows(&thread, hidden, logit_rows, decoder->norm, wanted, decoder->hidden, decoder->eps, shared);
+        product(&thread, &decoder->head, shared, wanted, 0, logits);
+    }
+}
+
+/* The products of a pass alone, on whatever `scratch` holds: what the pass would cost if it were nothing else. */
+void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float *scratch, int64_t threads) {
+    atomic_long arrived = 0;
+    float *in = scratch + threads * own_scratch(rows, 0), *out = in + rows * decoder->intermediate;
+#pragma omp parallel num_threads((int)threads)
+    {
+        Thread thread = join(&arrived, rows, 0, scratch);
+        for (int64_t index = 0; index < decoder->num_layers; index++) {
+            const Layer *layer = decoder->layers + index;
+            const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate, &layer->up, &layer->down};
+            for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, out);
+        }
+        product(&thread, &decoder->head, in, rows, 0, logits);
+    }
+}

@@ -1,0 +1,71 @@
+/* Sixteen float32 lanes, by GCC's and Clang's vector extensions: whatever the machine has carries them. */
+#ifndef OUTRIDER_VECTORS_H
+#define OUTRIDER_VECTORS_H
+
+#include <stdint.h>
+
+#define LANES 16
+
+typedef float floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE floats load(const float *from) { return *(const floats *)from; }
+INLINE void store(float *to, floats value) { *(floats *)to = value; }
+INLINE floats all(float value) { return value - (floats){}; }
+
+/* bfloat16 numbers are the upper halves of float32 numbers: nothing is rounded. */
+INLINE floats widen(const uint16_t *from) {
+    return (floats)(__builtin_convertvector(*(const halves *)from, words) << 16);
+}
+
+/* Lanes of `yes` where the mask is set, of `no` elsewhere. */
+INLINE floats choose(integers mask, floats yes, floats no) {
+    return (floats)(((integers)yes & mask) | ((integers)no & ~mask));
+}
+
+/* The sum of the lanes, always in the same order. */
+INLINE float sum(floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+INLINE floats add_neighbours(floats left, floats right) {
+    return __builtin_shufflevector(left, right, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(left, right, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+/* The sums of sixteen vectors' lanes, each in the same order; changes them. */
+INLINE floats sums_of(floats vectors[LANES]) {
+#pragma GCC unroll 4
+    for (int count = LANES / 2; count; count /= 2)
+#pragma GCC unroll 8
+        for (int at = 0; at < count; at++) vectors[at] = add_neighbours(vectors[2 * at], vectors[2 * at + 1]);
+    return vectors[0];
+}
+
+/* e to the power of each lane, to about two units in the last place; below -87 about 1e-38. */
+INLINE floats exponential(floats x) {
+    const floats magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    x = choose(x < all(-87.0f), all(-87.0f), x);
+    x = choose(x > all(88.0f), all(88.0f), x);
+    floats count = (x * all(1.44269504f) + magic) - magic;
+    floats rest = x - count * all(0.693359375f) + count * all(2.12194440e-4f);
+    floats power = all(1.9875691e-4f);
+    power = power * rest + all(1.3981999e-3f);
+    power = power * rest + all(8.3334519e-3f);
+    power = power * rest + all(4.1665796e-2f);
+    power = power * rest + all(1.6666666e-1f);
+    power = power * rest + all(0.5f);
+    power = power * rest * rest + rest + all(1.0f);
+    integers exponent = __builtin_convertvector(count, integers) << 23;
+    return (floats)((integers)power + exponent);
+}
+
+#endif

@@ -1,0 +1,195 @@
+"""A decoder's pass on the CPU as one C function: norms, products, rotary embedding, paged attention and gate of all
+layers, on threads that stay together. Everything is computed in float32.
+
+A weight whose numbers all are bfloat16 numbers, as most checkpoints' are, is read as 16 bits: half the memory traffic,
+the same function. Every row's bits depend on its own sequence alone: the pass is batch-invariant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels.cpu_library import cpu_library
+
+PANEL = 32  # outputs whose weights lie together
+LANES = 16
+MOST_DIM = 256  # of a head
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("is_half", c_int64),
+    )  # fmt: skip
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "output", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "qk_norm")),
+        ("window", c_int64),
+    )  # fmt: skip
+
+
+class _Decoder(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
+        ("eps", c_float), ("scale", c_float), ("layers", POINTER(_Layer)),
+        ("cos", c_void_p), ("sin", c_void_p), ("norm", c_void_p), ("head", _Matrix),
+    )  # fmt: skip
+
+
+class _Rows(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "sequences", "table_width", "longest", "block_size")),
+        *((name, c_void_p) for name in ("positions", "slots", "tables", "starts", "contexts", "keys", "values")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's, all float32."""
+
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    output: Tensor  # [hidden, heads * head_dim]
+    gate: Tensor  # [intermediate, hidden]
+    up: Tensor  # [intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+    input_norm: Tensor  # [hidden]
+    post_norm: Tensor  # [hidden]
+    qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """The rows of several sequences: the last ones of each context."""
+
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64: where keys and values are stored
+    tables: Tensor  # [sequences, most blocks] int64
+    starts: Sequence[int]  # [sequences + 1]
+    contexts: Sequence[int]  # [sequences]
+
+
+def can_run(hidden: int, head_dim: int) -> bool:
+    """Whether the kernels are there and take these shapes."""
+    fits = hidden % LANES == 0 and head_dim % LANES == 0 and head_dim <= MOST_DIM
+    return fits and cpu_library() is not None
+
+
+class CpuDecoder:
+    """The layers and the head of a model. One thread at a time may call it: it keeps its scratch memory."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        rotary: tuple[Tensor, Tensor],  # cos and signed sin, [positions, head_dim] float32 each
+        norm: Tensor,  # [hidden]
+        head: Tensor,  # [vocab, hidden]
+        *,
+        heads: int,
+        kv_heads: int,
+        eps: float,
+    ) -> None:
+        library = cpu_library()
+        if library is None:
+            raise RuntimeError("the CPU kernels are not there")
+        self._library: Any = library
+        self._library.decoder_scratch.restype = c_int64
+        self._kept: list[Tensor] = []  # what the pointers below point to
+        self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        self.hidden, self.vocab_size = norm.shape[0], head.shape[0]
+        head_dim = rotary[0].shape[-1]
+        self._decoder = _Decoder(
+            len(layers), self.hidden, layers[0].gate.shape[0], heads, kv_heads, head_dim, eps, head_dim**-0.5,
+            self._layers, *map(self._pointer, rotary), self._pointer(norm), self._matrix(head, None),
+        )  # fmt: skip
+        self._scratch = torch.empty(0)
+
+    def forward(
+        self,
+        hidden: Tensor,  # [rows, hidden] float32: the embeddings; becomes the residual stream after the last layer
+        rows: RaggedRows,
+        keys: Sequence[Tensor],  # per layer [blocks, block_size, kv_heads, head_dim], where the rows' are stored
+        values: Sequence[Tensor],
+        logit_rows: Tensor,  # [wanted] int64
+    ) -> Tensor:  # [wanted, vocab] float32
+        """All layers, and the logits of the rows that want them."""
+        tensors = (rows.positions, rows.slots, rows.tables)
+        starts, contexts = (c_int64 * len(rows.starts))(*rows.starts), (c_int64 * len(rows.contexts))(*rows.contexts)
+        caches = [(c_void_p * len(part))(*(tensor.data_ptr() for tensor in part)) for part in (keys, values)]
+        batch = _Rows(
+            hidden.shape[0], len(rows.contexts), rows.tables.shape[1], max(rows.contexts), keys[0].shape[1],
+            *(tensor.data_ptr() for tensor in tensors), *(ctypes.addressof(part) for part in (starts, contexts)),
+            *(ctypes.addressof(part) for part in caches),
+        )  # fmt: skip
+        logits = torch.empty(len(logit_rows), self.vocab_size)
+        threads = torch.get_num_threads()
+        self._library.decoder_forward(
+            byref(self._decoder), byref(batch), c_void_p(hidden.data_ptr()), c_void_p(logit_rows.data_ptr()),
+            c_int64(len(logit_rows)), c_void_p(logits.data_ptr()),
+            self._scratch_for(len(hidden), max(rows.contexts), threads), c_int64(threads),
+        )  # fmt: skip
+        return logits
+
+    def products(self, rows: int) -> None:
+        """The products of such a pass alone: its floor."""
+        logits = torch.empty(rows, self.vocab_size)
+        threads = torch.get_num_threads()
+        self._library.decoder_products(
+            byref(self._decoder), c_int64(rows), c_void_p(logits.data_ptr()), self._scratch_for(rows, 0, threads),
+            c_int64(threads),
+        )  # fmt: skip
+
+    def _scratch_for(self, rows: int, keys: int, threads: int) -> c_void_p:
+        """Memory that is kept: fresh pages would cost more than the work in them."""
+        size = self._library.decoder_scratch(byref(self._decoder), c_int64(rows), c_int64(keys), c_int64(threads))
+        if self._scratch.numel() < size:
+            self._scratch = torch.zeros(size)
+        return c_void_p(self._scratch.data_ptr())
+
+    def _layer(self, layer: LayerWeights) -> _Layer:
+        return _Layer(
+            self._matrix(layer.qkv, layer.qkv_bias),
+            self._matrix(layer.output, layer.output_bias),
+            self._matrix(layer.gate, layer.gate_bias),
+            self._matrix(layer.up, layer.up_bias),
+            self._matrix(layer.down, layer.down_bias),
+            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.qk_norm)),
+            layer.window or 0,
+        )
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
+        panels = pack(weight)
+        is_half = int(panels.dtype == torch.int16)
+        return _Matrix(self._pointer(panels), self._pointer(bias), weight.shape[0], weight.shape[1], is_half)
+
+    def _pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[out, in] float32 -> panels [ceil(out / 32), in, 32], the last one filled with zeros: float32, or int16 with the
+    bfloat16 numbers' bits if all are such."""
+    bits = weight.contiguous().view(torch.int32)
+    if not bool((bits & 0xFFFF).any()):
+        bits = (bits >> 16).to(torch.int16)
+    padded = F.pad(bits, (0, 0, 0, -bits.shape[0] % PANEL))
+    panels = padded.view(-1, PANEL, bits.shape[1]).transpose(1, 2).contiguous()
+    return panels if panels.dtype == torch.int16 else panels.view(torch.float32)

@@ -1,0 +1,117 @@
+"""The C kernels: how they come to be, how weights are packed, and that the layout changes no bit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels import cpu_library as library_module
+from outrider.kernels.cpu_decoder import CpuDecoder, LayerWeights, RaggedRows, pack
+from outrider.kernels.cpu_library import cpu_library
+from outrider.kernels.rotary import rotary_table
+
+HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 48, 72, 4, 2, 16, 70, 4
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Random numbers, of which all are bfloat16 numbers."""
+    return (torch.randn(*shape, generator=generator) * 0.2).bfloat16().float()
+
+
+def decoder(nudge: float = 0.0) -> CpuDecoder:
+    """Two layers; one number of each weight is changed by `nudge`."""
+    if cpu_library() is None:
+        pytest.skip("no C compiler")
+    generator = torch.Generator().manual_seed(3)
+
+    def weight(outputs: int, inputs: int) -> Tensor:
+        drawn = normal(generator, outputs, inputs)
+        drawn[0, 0] += nudge
+        return drawn
+
+    layers = [
+        LayerWeights(
+            weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), weight(HIDDEN, HEADS * DIM), weight(WIDTH, HIDDEN),
+            weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH), torch.ones(HIDDEN), torch.ones(HIDDEN), window=window,
+        )
+        for window in (None, 5)
+    ]  # fmt: skip
+    rotary = rotary_table(1e4 ** -(torch.arange(0, DIM, 2) / DIM), 1.0, 64, torch.float32)
+    return CpuDecoder(
+        layers, rotary, torch.ones(HIDDEN), weight(VOCAB, HIDDEN), heads=HEADS, kv_heads=KV_HEADS, eps=1e-5
+    )
+
+
+def run(model: CpuDecoder, num_rows: int, poison: bool = False) -> Tensor:
+    """Logits of all rows of one sequence in blocks out of order, all others poisoned or zero."""
+    shape = (40, BLOCK, KV_HEADS, DIM)
+    caches = [torch.full(shape, torch.nan if poison else 0.0) for _ in range(4)]
+    table = torch.arange(33, 33 - (num_rows // BLOCK + 1), -1)
+    at = torch.arange(num_rows)
+    rows = RaggedRows(at, table[at // BLOCK] * BLOCK + at % BLOCK, table[None], (0, num_rows), (num_rows,))
+    hidden = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(4))
+    return model.forward(hidden, rows, caches[:2], caches[2:], at)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 12, 13, 30, 61])
+def test_sixteen_bits_are_the_same_numbers(num_rows: int) -> None:
+    """A weight outside the bfloat16 grid by next to nothing is kept as 32 bits, and all others with it."""
+    logits = run(decoder(), num_rows)
+    torch.testing.assert_close(run(decoder(nudge=1e-7), num_rows), logits, atol=1e-5, rtol=1e-5)
+    assert not logits.isnan().any() and torch.equal(run(decoder(), num_rows, poison=True), logits)
+
+
+def test_pack() -> None:
+    grid = normal(torch.Generator().manual_seed(1), 70, 5)
+    halves, wide = pack(grid), pack(grid + 1e-6)
+    assert halves.dtype == torch.int16 and wide.dtype == torch.float32 and halves.shape == wide.shape == (3, 5, 32)
+    numbers = (halves.int() << 16).view(torch.float32)  # [panels, in, 32]
+    assert torch.equal(numbers.transpose(1, 2).reshape(96, 5)[:70], grid) and not numbers[2, :, 6:].any()
+
+
+def test_the_floor_is_the_products_alone() -> None:
+    model = decoder()
+    for rows in (1, 40):
+        model.products(rows)  # as large a scratch as a pass of the same rows needs, and no more
+
+
+def test_switched_off() -> None:
+    code = "import torch; from outrider.kernels.cpu_library import cpu_library; print(cpu_library())"
+    env = os.environ | {"OUTRIDER_CPU_KERNELS": "off"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+def test_without_a_compiler_pytorch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library_module, "COMPILERS", ("no-such-compiler",))
+    assert library_module.cpu_library.__wrapped__() is None
+
+
+def test_a_compiler_that_fails_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no float today >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert library_module.cpu_library.__wrapped__() is None
+    assert "no float today" in caplog.text
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if cpu_library() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert isinstance(library_module.cpu_library.__wrapped__(), ctypes.CDLL)
+    (built,) = (tmp_path / "outrider").iterdir()
+    before = built.stat().st_mtime_ns
+    assert library_module.cpu_library.__wrapped__() is not None
+    assert [built] == list((tmp_path / "outrider").iterdir()) and built.stat().st_mtime_ns == before
