@@ -9,7 +9,7 @@ import pytest
 
 from outrider.gateway.backends import Lost
 from outrider.gateway.core import SpeculationCore
-from outrider.gateway.effects import CloseDraft, Effect, Emit, EmitPrompt, OpenTarget, ToTarget
+from outrider.gateway.effects import CloseDraft, Effect, Emit, EmitPrompt, OpenDraft, OpenTarget, ToTarget
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.messages import Commit, Credit, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
@@ -95,6 +95,14 @@ def test_a_piece_past_the_drafts_credit_is_dropped() -> None:
     (again,) = made.on_target(Lost("died"), 0.1)
     assert isinstance(again, OpenTarget) and not any(isinstance(message, Piece) for message in again.messages)
     assert sent(made.on_draft(Piece(0, 0, 3, (7,)))) == [Piece(0, 0, 3, (7,))]
+
+
+def test_the_number_of_a_dropped_piece_is_not_given_again() -> None:
+    made = core()
+    assert made.on_draft(Piece(0, 6, 8, (7,))) == []
+    made.stop_drafting("gone", may_return=True)
+    (opened,) = [effect for effect in made.resume_drafting() if isinstance(effect, OpenDraft)]
+    assert opened.request.first_chain == 7
 
 
 def test_the_prompts_logprobs_that_were_lost_between_slices_are_told_once() -> None:

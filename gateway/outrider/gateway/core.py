@@ -106,9 +106,9 @@ class SpeculationCore:
                     validate_piece(event)
                 except InvalidArgument as error:  # the target would end the request for it
                     return self.stop_drafting(str(error))
+                self._last_chain = max(self._last_chain, event.chain)
                 if event.position > self._draft_until:
                     return []  # no credit reaches there: it would lie in the journal for ever
-                self._last_chain = max(self._last_chain, event.chain)
                 self._draft_us += event.draft_us
                 if self.chooser is not None:
                     self.chooser.on_piece(len(event.ids), event.draft_us)
