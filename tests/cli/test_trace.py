@@ -187,7 +187,7 @@ def test_what_the_services_wrote(trio: Trio) -> None:
     drafted, accepted, emitted = (sum(int(row[column]) for row in rows) for column in (5, 6, 7))
     assert len(rows) == stats["num_rounds"] and emitted == 24
     assert (drafted, accepted) == (stats["num_draft_tokens"], stats["num_accepted_tokens"])
-    assert all("V" in row[9] for row in rows) and "24 tokens, the first after" in done.stdout
+    assert any("V" in row[9] for row in rows) and "24 tokens, the first after" in done.stdout
 
 
 def test_the_larger_share_names_a_column() -> None:

@@ -15,7 +15,7 @@ from outrider.commands.processes import Service
 from outrider.wire.sampling import AcceptanceRule, FinishReason
 
 PROMPT = "def parse_args(argv):"
-MAX_TOKENS = 120
+MAX_TOKENS = 600  # no gateway is through with them before it is killed
 GREEDY = {"temperature": 0.0}
 COUPLED = {"temperature": 1.0, "seed": 41, "acceptance": AcceptanceRule.COUPLED}
 REJECTION = {"temperature": 1.0, "seed": 42, "acceptance": AcceptanceRule.REJECTION}

@@ -10,7 +10,7 @@ import pytest
 from exactness.identity_plain import PlainOutputs
 
 FOLDER = Path(__file__).parent
-WORKS = (("invariant_work", True), ("ordinary_work", False))  # parameters that hold prompts; whether batch-invariant
+WORKS = ("invariant_work", "ordinary_work")  # parameters that hold an arithmetic and prompts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +27,8 @@ def plain(request: pytest.FixtureRequest) -> Iterator[PlainOutputs]:
     with PlainOutputs() as outputs:
         for item in request.session.items:
             params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-            for name, batch_invariant in WORKS:
+            for name in WORKS:
                 if name in params:
-                    outputs.start(params[name].prompts, batch_invariant)
+                    arithmetic, work = params[name]
+                    outputs.start(work.prompts, arithmetic)
         yield outputs

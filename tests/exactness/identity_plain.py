@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from exactness.identity_prompts import Prompt, decode_plainly
+from exactness.identity_prompts import Arithmetic, Prompt, decode_plainly
 
-_Key = tuple[tuple[int, ...], int, bool, bool]
+_Key = tuple[tuple[int, ...], int, Arithmetic, bool]
 
 
 class PlainOutputs:
@@ -30,18 +30,18 @@ class PlainOutputs:
     ) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    def start(self, prompts: Iterable[Prompt], batch_invariant: bool, twins: bool = False) -> None:
+    def start(self, prompts: Iterable[Prompt], arithmetic: Arithmetic, twins: bool = False) -> None:
         """Decodes those that were not started before, in the background."""
         for prompt in prompts:
-            key = _key(prompt, batch_invariant, twins)
+            key = _key(prompt, arithmetic, twins)
             if key not in self._outputs:
-                self._outputs[key] = self._executor.submit(decode_plainly, prompt, batch_invariant, twins)
+                self._outputs[key] = self._executor.submit(decode_plainly, prompt, arithmetic, twins)
 
-    def of(self, prompt: Prompt, batch_invariant: bool, twins: bool = False) -> list[int]:
+    def of(self, prompt: Prompt, arithmetic: Arithmetic, twins: bool = False) -> list[int]:
         """The output of one prompt, by now or after a wait."""
-        self.start([prompt], batch_invariant, twins)
-        return self._outputs[_key(prompt, batch_invariant, twins)].result()
+        self.start([prompt], arithmetic, twins)
+        return self._outputs[_key(prompt, arithmetic, twins)].result()
 
 
-def _key(prompt: Prompt, batch_invariant: bool, twins: bool) -> _Key:
-    return prompt.ids, prompt.sampling.max_tokens, batch_invariant, twins
+def _key(prompt: Prompt, arithmetic: Arithmetic, twins: bool) -> _Key:
+    return prompt.ids, prompt.sampling.max_tokens, arithmetic, twins

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from typing import Any
 
 import torch
 from conftest import SEED
 from target_harness import Harness
-from tiny import tiny_config, tiny_hf_model, tiny_state
+from tiny import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.blocks import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, build_decoder
@@ -44,6 +45,14 @@ COUPLED_MENU: tuple[dict[str, Any], ...] = (
     {"min_p": 0.02},
     {"top_p": 0.95, "top_k": 50, "repetition_penalty": 1.2},
 )
+
+
+class Arithmetic(Enum):
+    """What computes the target's logits. Only in ordinary mode do a row's bits depend on the others of its step."""
+
+    C = "C kernels"
+    INVARIANT = "PyTorch, batch-invariant"
+    ORDINARY = "PyTorch, ordinary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +111,11 @@ def hf_model(twins: bool = False) -> Any:
 
 
 @cache
-def target_model(batch_invariant: bool, twins: bool = False) -> LoadedModel:
+def target_model(arithmetic: Arithmetic, twins: bool = False) -> LoadedModel:
     """The target."""
-    return build_decoder(tiny_config("llama", **SHAPE), tiny_state(hf_model(twins)), batch_invariant=batch_invariant)
+    invariant = arithmetic != Arithmetic.ORDINARY
+    with cpu_kernels("c" if arithmetic == Arithmetic.C else "pytorch"):
+        return build_decoder(tiny_config("llama", **SHAPE), tiny_state(hf_model(twins)), batch_invariant=invariant)
 
 
 @cache
@@ -117,9 +128,9 @@ def draft_model() -> LoadedModel:
     return build_decoder(tiny_config("llama", **SHAPE), state)
 
 
-def decode_plainly(prompt: Prompt, batch_invariant: bool, twins: bool = False) -> list[int]:
+def decode_plainly(prompt: Prompt, arithmetic: Arithmetic, twins: bool = False) -> list[int]:
     """One token a step, alone in the batch, nothing cached before, blocks enough."""
-    loaded = target_model(batch_invariant, twins)
+    loaded = target_model(arithmetic, twins)
     total = len(prompt.ids) + prompt.sampling.max_tokens
     harness = Harness.of(loaded, num_blocks=-(-total // BLOCK_SIZE) + 1, prefix_cache=False)
     harness.send(prompt.open(), Credit(0, total, 0))

@@ -14,6 +14,7 @@ from outrider.draft.state import DraftSequence
 from outrider.engine.models import decoder
 from outrider.engine.sequence import Sequence as CachedSequence
 from outrider.engine.sequence import SequenceCache
+from outrider.kernels.cpu_decoder import CpuDecoder, RaggedRows
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -38,7 +39,21 @@ def slots_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
         empty = (key_cache.flatten(0, 1)[slots] == 0).flatten(1).all(1)
         store_kv(keys[empty], values[empty], key_cache, value_cache, slots[empty])
 
+    forward = CpuDecoder.forward
+
+    def wrong_pass(
+        self: CpuDecoder, hidden: Tensor, rows: RaggedRows, keys: Any, values: Any, logit_rows: Tensor
+    ) -> Tensor:
+        held = (keys[0].flatten(0, 1)[rows.slots] != 0).flatten(1).any(1)
+        slots = rows.slots[held]
+        before = [(cache.flatten(0, 1), cache.flatten(0, 1)[slots]) for cache in (*keys, *values)]
+        logits = forward(self, hidden, rows, keys, values, logit_rows)
+        for cache, stale in before:
+            cache[slots] = stale
+        return logits
+
     monkeypatch.setattr(decoder, "store_kv", wrong)
+    monkeypatch.setattr(CpuDecoder, "forward", wrong_pass)
 
 
 def committed_blocks_are_published_before_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +131,15 @@ def masked_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
             groups.append(replace(group, slots=slots.flatten()))
         return replace(plan, groups=tuple(groups))
 
+    forward = CpuDecoder.forward
+
+    def wrong_pass(
+        self: CpuDecoder, hidden: Tensor, rows: RaggedRows, keys: Any, values: Any, logit_rows: Tensor
+    ) -> Tensor:
+        return forward(self, hidden + 0 * keys[0][0].sum(), rows, keys, values, logit_rows)
+
     monkeypatch.setattr(decoder, "plan_attention", wrong)
+    monkeypatch.setattr(CpuDecoder, "forward", wrong_pass)
 
 
 def all_rows_advance_by_the_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from exactness import scenario_bugs as bugs
 from exactness.identity_cell import Outcome, Work, assign, check_happened, run
 from exactness.identity_design import LEVELS, NOT_CROSSED, Cell, cells
 from exactness.identity_plain import PlainOutputs
-from exactness.identity_prompts import first_difference, hf_model, make_prompt, target_model
+from exactness.identity_prompts import Arithmetic, first_difference, hf_model, make_prompt, target_model
 from exactness.identity_ties import NearTie, near_tie, plain_scores, score_bound
 from exactness.statistics_mutants import coupling_lets_one_more_stay
 from target_harness import hf_greedy
@@ -39,10 +39,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     works: list[Work] = []
     if "invariant_work" in metafunc.fixturenames:
         works = assign(cells(crossed=prove), 1000 if prove else 200, 256 if prove else 128)
-        metafunc.parametrize("invariant_work", works, ids=[work.cell.name for work in works])
+        invariant = (Arithmetic.C, Arithmetic.INVARIANT)
+        # Short: every other cell.
+        shares = [(arithmetic, works[:] if prove else works[first::2]) for first, arithmetic in enumerate(invariant)]
+        dealt = [(arithmetic, work) for arithmetic, share in shares for work in share]
+        metafunc.parametrize("invariant_work", dealt, ids=[f"{how.name} {work.cell.name}" for how, work in dealt])
     if "ordinary_work" in metafunc.fixturenames:
         works = assign(cells(prove, SMALL_LEVELS), 100 if prove else 40, 256 if prove else 64, truncated=False)
-        metafunc.parametrize("ordinary_work", works, ids=[work.cell.name for work in works])
+        dealt = [(Arithmetic.ORDINARY, work) for work in works]
+        metafunc.parametrize("ordinary_work", dealt, ids=[work.cell.name for _, work in dealt])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,14 +87,17 @@ def test_every_pair_of_circumstances_and_every_prompt_occurs(crossed: bool) -> N
     assert len(dealt) == num_prompts
 
 
-async def test_batch_invariant(invariant_work: Work, plain: PlainOutputs, outcomes: dict[Cell, Outcome]) -> None:
-    outcome = await run(invariant_work, target_model(batch_invariant=True))
-    for prompt, output in zip(invariant_work.prompts, outcome.outputs, strict=True):
-        expected = plain.of(prompt, batch_invariant=True)
+async def test_batch_invariant(
+    invariant_work: tuple[Arithmetic, Work], plain: PlainOutputs, outcomes: dict[Cell, Outcome]
+) -> None:
+    arithmetic, work = invariant_work
+    outcome = await run(work, target_model(arithmetic))
+    for prompt, output in zip(work.prompts, outcome.outputs, strict=True):
+        expected = plain.of(prompt, arithmetic)
         assert len(expected) == prompt.sampling.max_tokens
         assert first_difference(expected, output) is None, (prompt.sampling, expected, output)
-    check_happened(invariant_work, outcome)
-    outcomes[invariant_work.cell] = outcome
+    check_happened(work, outcome)
+    outcomes[work.cell] = outcome
 
 
 def test_drafts_were_right_and_wrong(outcomes: dict[Cell, Outcome], prove: bool) -> None:
@@ -105,21 +113,25 @@ def test_drafts_were_right_and_wrong(outcomes: dict[Cell, Outcome], prove: bool)
     assert any(outcome.branches_taken for outcome in outcomes.values())
 
 
-async def test_ordinary(ordinary_work: Work, plain: PlainOutputs, near_ties: dict[str, list[NearTie]]) -> None:
-    outcome = await run(ordinary_work, target_model(batch_invariant=False))
-    near_ties.setdefault("random target", []).extend(judge(ordinary_work, outcome, plain))
-    check_happened(ordinary_work, outcome)
+async def test_ordinary(
+    ordinary_work: tuple[Arithmetic, Work], plain: PlainOutputs, near_ties: dict[str, list[NearTie]]
+) -> None:
+    arithmetic, work = ordinary_work
+    outcome = await run(work, target_model(arithmetic))
+    near_ties.setdefault("random target", []).extend(judge(work, outcome, plain))
+    check_happened(work, outcome)
 
 
 async def test_twins(plain: PlainOutputs, near_ties: dict[str, list[NearTie]]) -> None:
     """A target whose tokens come in pairs with almost equal logits. Ordinary mode parts from plain decoding, at
-    near-ties only; batch-invariant mode does not even here."""
+    near-ties only; batch-invariant mode does not even here, and the C kernels never do."""
     (work,) = assign([TWINS_CELL], 32, 64)
-    plain.start(work.prompts, True, twins=True)
-    plain.start(work.prompts, False, twins=True)
-    outcome = await run(work, target_model(True, twins=True))
-    assert outcome.outputs == [plain.of(prompt, True, twins=True) for prompt in work.prompts]
-    outcome = await run(work, target_model(False, twins=True))
+    for arithmetic in Arithmetic:
+        plain.start(work.prompts, arithmetic, twins=True)
+    for arithmetic in (Arithmetic.C, Arithmetic.INVARIANT):
+        outcome = await run(work, target_model(arithmetic, twins=True))
+        assert outcome.outputs == [plain.of(prompt, arithmetic, twins=True) for prompt in work.prompts]
+    outcome = await run(work, target_model(Arithmetic.ORDINARY, twins=True))
     near_ties["target of twins"] = judge(work, outcome, plain, twins=True)
     assert near_ties["target of twins"]
 
@@ -131,19 +143,19 @@ BUGS = [bugs.slots_are_written_once, bugs.a_prefix_hit_claims_a_block_that_it_ha
 async def test_a_bug_is_seen(bug: bugs.Bug, plain: PlainOutputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain decoding runs in another process, without the bug."""
     (work,) = assign([replace(TWINS_CELL, batch=4, warm=True, coupled=True)], 8, 48)
-    plain.start(work.prompts, True)
+    plain.start(work.prompts, Arithmetic.INVARIANT)
     bug(monkeypatch)
-    outcome = await run(work, target_model(True))
-    assert outcome.outputs != [plain.of(prompt, True) for prompt in work.prompts]
+    outcome = await run(work, target_model(Arithmetic.INVARIANT))
+    assert outcome.outputs != [plain.of(prompt, Arithmetic.INVARIANT) for prompt in work.prompts]
 
 
 def judge(work: Work, outcome: Outcome, plain: PlainOutputs, twins: bool = False) -> list[NearTie]:
     """The near-ties of a cell in ordinary mode; fails at any other difference."""
     ties = []
     for prompt, output in zip(work.prompts, outcome.outputs, strict=True):
-        expected = plain.of(prompt, batch_invariant=False, twins=twins)
+        expected = plain.of(prompt, Arithmetic.ORDINARY, twins=twins)
         if expected != output:
-            ties.append(near_tie(expected, output, prompt, target_model(False, twins), hf_model(twins)))
+            ties.append(near_tie(expected, output, prompt, target_model(Arithmetic.ORDINARY, twins), hf_model(twins)))
     return ties
 
 
@@ -156,17 +168,18 @@ def test_plain_decoding_is_transformers(plain: PlainOutputs, prove: bool) -> Non
     assert len(sample) == (40 if prove else 8)
     for prompt in sample:
         expected = hf_greedy(hf_model(), prompt.ids, num_tokens)
-        output = plain.of(prompt, batch_invariant=True)
-        if output != expected:
-            print(near_tie(output, expected, prompt, target_model(batch_invariant=True), hf_model()))
+        for arithmetic in (Arithmetic.C, Arithmetic.INVARIANT):
+            output = plain.of(prompt, arithmetic)
+            if output != expected:
+                print(near_tie(output, expected, prompt, target_model(arithmetic), hf_model()))
 
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_only_rounding_is_a_near_tie(coupled: bool, plain: PlainOutputs) -> None:
     """The second-best token in the place of the best is refused, wherever it is further away than the bound."""
     prompt = make_prompt(1, coupled, 64, truncated=False)
-    output = plain.of(prompt, batch_invariant=False)
-    loaded, refused = target_model(batch_invariant=False), 0
+    output = plain.of(prompt, Arithmetic.ORDINARY)
+    loaded, refused = target_model(Arithmetic.ORDINARY), 0
     for index in range(0, 64, 8):
         gap, second = second_best(plain_scores(prompt, output[:index], loaded), output[index])
         if gap > score_bound(prompt, len(prompt.ids) + index, hf_model()):
@@ -188,7 +201,7 @@ def second_best(scores: torch.Tensor, best: int) -> tuple[float, int]:  # scores
 def test_the_bound_is_near_what_rounding_does() -> None:
     """Logits of steps of many sizes differ by less than the bound, and not by far less."""
     prompt = make_prompt(1, False, 64)
-    runner = ModelRunner(target_model(batch_invariant=False).model, 8)
+    runner = ModelRunner(target_model(Arithmetic.ORDINARY).model, 8)
     ids, table = list(prompt.ids), list(range(8))
 
     def logits(step: int) -> torch.Tensor:  # [tokens, vocab]
