@@ -19,7 +19,7 @@ from outrider.kernels.philox import Purpose, words
 from outrider.target.goodput import Goodput
 from outrider.wire.messages import Credit, Piece, TokenWeights
 
-VOCAB, DRAWS, BATCH, K = 16, 6000, 200, 2
+VOCAB, DRAWS, BATCH, K = 16, 4000, 200, 2
 PROMPT = (3, 1, 4, 1, 5)
 ROWS = len(PROMPT) * BATCH  # of the first step with windows of one token
 SAMPLING = {"temperature": 1.2, "min_p": 0.02, "max_tokens": 3}

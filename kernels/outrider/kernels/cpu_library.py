@@ -64,10 +64,10 @@ def _target(compiler: str) -> bytes:
 
 def _cache_folder() -> Path:
     """The user's, or a new one that ends with the machine's temporary files."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home
         return Path(tempfile.mkdtemp(prefix="outrider-"))
     return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="outrider-"))
 

@@ -1,5 +1,5 @@
-/* Causal attention of one sequence's rows over the paged cache, for the query heads that share one key-value head. A row
-   meets its keys in order of position, whatever else is in the batch. */
+/* Causal attention of one sequence's rows over the paged cache, for the query heads that share one key-value head. A
+   row meets its keys in order of position, whatever else is in the batch. */
 #ifndef OUTRIDER_ATTENTION_H
 #define OUTRIDER_ATTENTION_H
 

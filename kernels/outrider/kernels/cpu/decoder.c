@@ -1,5 +1,6 @@
-/* A pass of a decoder (Llama, Mistral, Qwen) over a ragged batch, in float32, on threads that stay together from the first
-   layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no number of threads. */
+/* A pass of a decoder (Llama, Mistral, Qwen) over a ragged batch, in float32, on threads that stay together from the
+   first layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no number of
+   threads. */
 
 #include <math.h>
 #include <omp.h>
@@ -30,10 +31,10 @@ typedef struct {
 
 typedef struct {
     int64_t rows, sequences, table_width, longest, block_size; /* longest context */
-    const int64_t *positions, *slots;              /* [rows] */
-    const int64_t *tables;                         /* [sequences][table_width] */
-    const int64_t *starts, *contexts;              /* [sequences + 1], [sequences] */
-    float *const *keys, *const *values;            /* [layers]: [blocks][block_size][kv_heads][head_dim] */
+    const int64_t *positions, *slots;                          /* [rows] */
+    const int64_t *tables;                                     /* [sequences][table_width] */
+    const int64_t *starts, *contexts;                          /* [sequences + 1], [sequences] */
+    float *const *keys, *const *values;                        /* [layers]: [blocks][block_size][kv_heads][head_dim] */
 } Rows;
 
 typedef struct {
@@ -52,15 +53,16 @@ static void meet(Thread *thread) {
     for (long spins = 0; atomic_load_explicit(thread->arrived, memory_order_acquire) < all_here; spins++) {
         if (spins > SPINS) sched_yield();
 #if defined(__x86_64__)
-        else __builtin_ia32_pause();
+        else
+            __builtin_ia32_pause();
 #endif
     }
 }
 
-#define SHARE(variable, count)                                                                     \
-    int64_t variable = (count) * thread->index / thread->size,                                     \
-            variable##_end = (count) * (thread->index + 1) / thread->size;                         \
-    variable < variable##_end;                                                                     \
+#define SHARE(variable, count)                                                                                         \
+    int64_t variable = (count) * thread->index / thread->size,                                                         \
+            variable##_end = (count) * (thread->index + 1) / thread->size;                                             \
+    variable < variable##_end;                                                                                         \
     variable++
 
 static float rms_factor(const float *x, int64_t dim, float eps) {
@@ -149,7 +151,8 @@ static void attention(Thread *thread, const Decoder *decoder, const Layer *layer
                       const float *keys, const float *values, float *out) {
     AttentionShape shape = {decoder->heads,    decoder->kv_heads, decoder->head_dim,
                             batch->block_size, layer->window,     decoder->scale};
-    int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads, width = (shape.heads + 2 * shape.kv_heads) * dim;
+    int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads,
+            width = (shape.heads + 2 * shape.kv_heads) * dim;
     int64_t task = 0, stride;
     float attended[MOST_DIM];
     for (int64_t sequence = 0; sequence < batch->sequences; sequence++) {
@@ -206,10 +209,10 @@ static Thread join(atomic_long *arrived, int64_t rows, int64_t keys, float *scra
     return thread;
 }
 
-/* hidden: [rows][hidden], the embeddings; becomes the residual stream after the last layer. logits: [wanted][vocab], of the
-   rows that `logit_rows` names. */
-void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, const int64_t *logit_rows, int64_t wanted,
-                     float *logits, float *scratch, int64_t threads) {
+/* hidden: [rows][hidden], the embeddings; becomes the residual stream after the last layer. logits: [wanted][vocab], of
+   the rows that `logit_rows` names. */
+void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, const int64_t *logit_rows,
+                     int64_t wanted, float *logits, float *scratch, int64_t threads) {
     atomic_long arrived = 0;
     float *shared = scratch + threads * own_scratch(batch->rows, batch->longest);
 #pragma omp parallel num_threads((int)threads)

@@ -1,7 +1,7 @@
-/* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32 or as the upper halves
-   of float32 numbers whose lower halves are zero. The rows lie in tiles of up to MOST_ROWS, [in][rows of the tile] each:
-   so all that one step of a sum reads lies together. Every output is one sum over the inputs in ascending order: its bits
-   depend neither on the other rows nor on the threads. */
+/* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32 or as the upper
+   halves of float32 numbers whose lower halves are zero. The rows lie in tiles of up to MOST_ROWS, [in][rows of the
+   tile] each: so all that one step of a sum reads lies together. Every output is one sum over the inputs in ascending
+   order: its bits depend neither on the other rows nor on the threads. */
 #ifndef OUTRIDER_PRODUCT_H
 #define OUTRIDER_PRODUCT_H
 
@@ -15,7 +15,7 @@
 #else
 #define MOST_ROWS 3
 #endif
-#define PART 128 /* inputs whose weights are widened together: 16 KiB */
+#define PART 128           /* inputs whose weights are widened together: 16 KiB */
 #define AHEAD (32 * PANEL) /* numbers fetched before they are needed */
 
 typedef struct {
@@ -55,17 +55,21 @@ INLINE void multiply(const int rows, const int is_half, const float *x, const vo
     }
 }
 
-#define CASE(rows)                                              \
-    case rows:                                                  \
-        if (is_half) multiply(rows, 1, x, weights, inputs, out); \
-        else multiply(rows, 0, x, weights, inputs, out);         \
+#define CASE(rows)                                                                                                     \
+    case rows:                                                                                                         \
+        if (is_half)                                                                                                   \
+            multiply(rows, 1, x, weights, inputs, out);                                                                \
+        else                                                                                                           \
+            multiply(rows, 0, x, weights, inputs, out);                                                                \
         break;
 
-static void multiply_rows(int64_t rows, int64_t is_half, const float *x, const void *weights, int64_t inputs, Tile out) {
+static void multiply_rows(int64_t rows, int64_t is_half, const float *x, const void *weights, int64_t inputs,
+                          Tile out) {
     switch (rows) {
-        CASE(1) CASE(2) CASE(3)
+        CASE(1)
+        CASE(2) CASE(3)
 #if MOST_ROWS > 3
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+            CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
 }
