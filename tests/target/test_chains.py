@@ -86,6 +86,22 @@ def test_a_lost_piece_drops_what_follows_it() -> None:
     assert c.buffer.take_dropped() == (3,)
 
 
+def test_a_chain_with_a_gap_takes_no_more() -> None:
+    """Not even where the committed tokens have come as far as its next piece: what was lost may differ from them."""
+    c = Committed()
+    c.buffer.add(piece(0, 4, 1))
+    c.buffer.add(piece(0, 6, 3))
+    assert c.buffer.take_dropped() == (0,) and c.window() == (1,)
+    c.commit(1, 2, 9)
+    c.buffer.add(piece(0, 7, 4))
+    assert c.window() == () and not c.buffer.take_dropped()
+    c.buffer.add(piece(1, 7, *range(50, 70)))  # more than is held
+    assert len(c.window(20)) == 16 and c.buffer.take_dropped() == (1,)
+    c.commit(*range(50, 66), 0)
+    c.buffer.add(piece(1, 24, 5))
+    assert c.window() == ()
+
+
 def test_a_chain_whose_first_piece_was_dropped_is_not_held_later() -> None:
     c = Committed()
     c.buffer.add(piece(3, 6, 1, 2))

@@ -58,7 +58,7 @@ class ChainBuffer:
         self._max_held = max_held
         self._chains: dict[int, Chain] = {}
         self._dead: dict[int, int] = {}  # number of a dead chain: the position at which it parts from what is committed
-        self._refused: dict[int, None] = {}  # chains whose first piece was dropped: what follows rests on it
+        self._refused: dict[int, None] = {}  # chains of which a piece was dropped: they take no more
         self._dropped: list[int] = []
         self._idle_at = -1  # where the draft said that it has nothing to propose
 
@@ -77,7 +77,7 @@ class ChainBuffer:
         elif piece.position <= max(chain.end, self._committed):
             self._append(chain, piece)
         else:
-            self._drop(piece.chain)
+            self._refuse(piece.chain)
 
     def advance(self) -> None:
         """Compares every chain with the tokens committed since the last call and buries those that differ."""
@@ -158,7 +158,7 @@ class ChainBuffer:
                 chain.ended = True
                 break
             if chain.end - committed >= self._max_held:
-                self._drop(chain.number)
+                self._refuse(chain.number)
                 break
             chain.ids.append(piece.ids[index])
             chain.weights.append(piece.weights[index] if index < len(piece.weights) else None)
@@ -185,6 +185,7 @@ class ChainBuffer:
             del self._dead[next(iter(self._dead))]
 
     def _refuse(self, number: int) -> None:
+        """Takes nothing more of a chain, whatever is held of it: later pieces rest on tokens that were not seen."""
         self._drop(number)
         self._refused[number] = None
         if len(self._refused) > MAX_DEAD:
