@@ -114,6 +114,7 @@ def test_equal_models_give_equal_bits(kernels: str) -> None:
 def test_c_kernels_hold_the_contract_whatever_the_threads_and_the_weights(batch_invariant: bool) -> None:
     """They need no mode for it. Weights of 16 bits are widened on the way, a part at a time where rows are many."""
     runner = make_runner("qwen3", batch_invariant, kernels="c", halves=True)
+    assert runner.model.batch_invariant and not make_runner("qwen3", False).model.batch_invariant
     whole = run_steps(runner, [LENGTH])
     threads = torch.get_num_threads()
     try:

@@ -212,7 +212,7 @@ async def serving(
         threads=1,
         max_rows=max_rows,
         cut_windows=cut_windows,
-        batch_invariant=target.model.batch_invariant,  # type: ignore[attr-defined]
+        batch_invariant=target.model.batch_invariant,
     )
     one, other = build(settings, target), build_draft(draft, draft_blocks)
     await one.server.start()

@@ -176,7 +176,7 @@ def info_of(
         default_sampling=SamplingParams(**loaded.default_sampling),  # type: ignore[arg-type]
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         device=settings.device,
-        batch_invariant=settings.batch_invariant,
+        batch_invariant=loaded.model.batch_invariant,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
     )

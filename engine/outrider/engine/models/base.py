@@ -43,6 +43,10 @@ class CausalLM(Protocol):
         """Of the weights, the activations and the cache."""
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's bits depend on its own sequence alone."""
+
+    @property
     def device(self) -> torch.device:
         """Where the weights live and the cache must."""
 

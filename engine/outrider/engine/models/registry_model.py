@@ -33,6 +33,7 @@ class RegistryModel:
         self.hidden_size = int(text.hidden_size)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.batch_invariant = False
         self.vocab_size, seen = self._inspect()
         self.layers: tuple[LayerShape, ...] = tuple(seen.shapes[layer] for layer in range(text.num_hidden_layers))
         self._windows = tuple(seen.windows[layer] for layer in range(text.num_hidden_layers))
