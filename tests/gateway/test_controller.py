@@ -53,18 +53,22 @@ class World:
         verify = self.cost(k) * (self.slower_ahead if ahead else 1.0)
         hits = self.hits if plan.mode is Mode.BRANCHES else self.acceptance ** (k + 1)
         late = 0.0 if plan is OFF else self.between + k * self.draft_pass
-        waited = late
+        waited, queued = late, 0.0
         if ahead:
             waited = max(0.0, late - verify) if self._at_hand or not plan.waits else late
+            if self.sequences > 1 and waited == late:  # the others make a step meanwhile
+                queued = ceil(late / verify) * verify - late
             self._at_hand = dice.random() < hits
             self._late = late
-        return self.closed(index, k, accepted, verify, waited, k * self.draft_pass)
+        return self.closed(index, k, accepted, verify, waited, k * self.draft_pass, queued)
 
-    def closed(self, index: int, k: int, accepted: int, verify: float, waited: float, drafting: float) -> Round:
-        timings = StepTimings(0, round(verify), 0, self.sequences * (k + 1), self.sequences)
+    def closed(
+        self, index: int, k: int, accepted: int, verify: float, waited: float, drafting: float, queued: float = 0.0
+    ) -> Round:
+        timings = StepTimings(round(queued), round(verify), 0, self.sequences * (k + 1), self.sequences)
         ids = tuple(range(accepted + 1))
         commit = Commit(0, 0, ids, num_drafted=k, num_accepted=accepted, timings=timings)
-        return Round(index, commit, k, 0.0, (verify + waited) * 1e-6, round(drafting))
+        return Round(index, commit, k, 0.0, (verify + waited + queued) * 1e-6, round(drafting))
 
 
 def play(world: World, controller: Controller, num_rounds: int = 400) -> list[Plan]:
@@ -99,8 +103,9 @@ def new(profile: Iterable[tuple[int, float]] = (), **limits: object) -> Controll
         (World(slower_ahead=1.4), {Mode.SEQUENTIAL}),  # both sides share their cores
         (World(acceptance=0.05, hits=0.2, between=8_000, draft_pass=6_000), {Mode.OFF}),  # a useless draft
         (World(per_row=40_000, verify=1_000), {Mode.OFF}),  # every row costs: the target is saturated
+        (World(sequences=8, draft_pass=1_500, hits=0.5), {Mode.SEQUENTIAL}),  # whoever is late misses a step
     ],
-    ids=["branches", "any speculation", "sequential", "bad draft", "saturated"],
+    ids=["branches", "any speculation", "sequential", "bad draft", "saturated", "shared steps"],
 )
 def test_it_settles_at_the_cheapest_mode(world: World, modes: set[Mode]) -> None:
     profile = [(rows, world.verify + world.per_row * rows) for rows in (1, 2, 4, 8, 16, 32)]

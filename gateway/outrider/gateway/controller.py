@@ -11,7 +11,8 @@ the services (Leviathan et al., arXiv 2211.17192, section 3.3, with the network 
 where h is the share of rounds whose window was at the target when the round before ended (for a chain alone the chance
 that all of it holds and the target's own token too, for branches as measured), and n the mean number of plain tokens
 decoded until a chain is there that agrees with them. v counts the rows of all sequences in a step, as if all did the
-same: what pays for one while the others hold back need not pay for all. What a way was measured at corrects its
+same: what pays for one while the others hold back need not pay for all. Where sequences share steps, a window that comes
+late has missed the step that the others make meanwhile: r + k d is then rounded up to whole verifications. What a way was measured at corrects its
 prediction, so that what the formulas leave out (cores that both services share) counts too. The choice is made anew
 every few rounds, and changes only for a gain above the noise; off is left for a while now and then, by one request for
 all, to look.
@@ -34,6 +35,7 @@ HYSTERESIS = 0.95  # a change must promise at most this share of the present tim
 PREFERENCE = 0.93  # off, where speculation gains next to nothing: the draft has other work
 PROBE_ROUNDS = 12
 FIRST_REST, MAX_REST = 32, 2048  # tokens decoded without speculation before the next look
+SHARED = 1.5  # sequences in a step, from which on the others make the steps
 MAX_PLAIN = 8  # tokens between two chains
 PRIOR_HITS = 0.7
 UNKNOWN_ROUND_TRIP_US = 1500.0
@@ -176,7 +178,8 @@ class Controller:
             return (late + verify) / tokens
         misses = 1 - self._hits(plan)
         if plan.waits:
-            return (max(verify, late) + misses * min(verify, late)) / tokens
+            missed = ceil(late / max(1.0, verify)) * verify if self.known.sequences.value > SHARED else late
+            return ((1 - misses) * max(verify, late) + misses * (verify + missed)) / tokens
         plain_us = self._verify_us(OFF)
         plain = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
         return (verify + plain * plain_us) / (tokens + plain)
