@@ -11,11 +11,11 @@ the services (Leviathan et al., arXiv 2211.17192, section 3.3, with the network 
 where h is the share of rounds whose window was at the target when the round before ended (for a chain alone the chance
 that all of it holds and the target's own token too, for branches as measured), and n the mean number of plain tokens
 decoded until a chain is there that agrees with them. v counts the rows of all sequences in a step, as if all did the
-same: what pays for one while the others hold back need not pay for all. Where sequences share steps, a window that comes
-late has missed the step that the others make meanwhile: r + k d is then rounded up to whole verifications. What a way was measured at corrects its
-prediction, so that what the formulas leave out (cores that both services share) counts too. The choice is made anew
-every few rounds, and changes only for a gain above the noise; off is left for a while now and then, by one request for
-all, to look.
+same: what pays for one while the others hold back need not pay for all. Where sequences share steps, a window that
+comes late has missed the step that the others make meanwhile: r + k d is then rounded up to whole verifications. What a
+way was measured at corrects its prediction, so that what the formulas leave out (cores that both services share) counts
+too. The choice is made anew every few rounds, and changes only for a gain above the noise; off is left for a while now
+and then, by one request for all, to look.
 """
 
 from __future__ import annotations
