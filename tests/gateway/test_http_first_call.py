@@ -95,7 +95,7 @@ def test_the_first_call(reader: Reader) -> None:
     choice = again["choices"][0]
     assert printed.startswith(choice["text"] + "\n") and "'num_rounds': " in printed
     did = choice["speculation"]
-    assert did["num_accepted_tokens"] > 0 and sum(did["num_rounds_by_mode"].values()) == did["num_rounds"]
+    assert sum(did["num_rounds_by_mode"].values()) == did["num_rounds"] > 0  # whether it drafts is the controller's
 
 
 @pytest.mark.parametrize(("name", "options"), [
