@@ -74,6 +74,8 @@ def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tup
 def make_llama(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, int | None]:
     """llama.cpp through its Python bindings, in float32, token ids in and out; the draft model drafts greedily."""
     from llama_cpp import Llama
+
+    sys.path.append(str(Path(__file__).parent))
     from peers_gguf import write_gguf
 
     folder = Path(tempfile.mkdtemp(prefix="outrider-gguf-"))
@@ -116,7 +118,7 @@ PEERS = {"vllm": make_vllm, "llama.cpp": make_llama}
 def main(argv: list[str]) -> int:
     """Makes the engine and answers until the input ends. What the engines print goes to standard error."""
     peer, mode, target, draft, threads, k = argv
-    sys.path.append(sys.path.pop(0))  # this folder's kernels.py is not the package of that name, which peers look for
+    sys.path.pop(0)  # this folder: its kernels.py is not the package of that name, which vllm looks for
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -116,6 +117,20 @@ def test_the_floor_has_the_rows_that_were_verified() -> None:
     assert rows_of_step([stream(100, 400)]) == 5
     assert rows_of_step([stream(100, 160), stream(50, 100), stream(10, 0)]) == 7  # 2.6 + 3 + 1
     assert rows_of_step([stream(0, 0)]) == 1
+
+
+def test_a_pausing_worker_stands_still_between_questions() -> None:
+    code = (
+        "import sys, threading, time\nfrom outrider.commands.bench_worker import answer_questions\nticks = []\n"
+        "def tick():\n  while True: ticks.append(0); time.sleep(0.001)\n"
+        "threading.Thread(target=tick, daemon=True).start()\n"
+        "sys.exit(answer_questions(lambda: lambda question: {'ticks': len(ticks)}))"
+    )
+    with Worker("ticking", [sys.executable, "-c", code], pauses=True) as worker:
+        worker.receive(TIMEOUT_S)
+        before = worker.ask({})["ticks"]
+        time.sleep(0.5)
+        assert worker.ask({})["ticks"] < before + 200  # of 500 that it would have made
 
 
 @pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])

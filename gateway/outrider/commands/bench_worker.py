@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,16 +39,23 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 
 class Worker:
-    """One process. It ends when its input does, so it never outlives this one."""
+    """One process. It ends when its input does, so it never outlives this one. With `pauses` it and what it starts
+    stand still between questions: some engines poll while they are idle."""
 
-    def __init__(self, name: str, command: Sequence[str], cores: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, command: Sequence[str], cores: Sequence[int] = (), *, pauses: bool = False) -> None:
         self.name = name
+        self._pauses = pauses
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("OMP_NUM_THREADS", None)
         with on_cores(cores):
             self._process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=environment,
+                process_group=0 if pauses else None,
             )
 
     def __enter__(self) -> Self:
@@ -71,12 +79,14 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerFailed(f"{self.name}: {answer['error']}")
+        self._signal(signal.SIGSTOP)
         return answer
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a question and waits for the answer."""
         if self._process.stdin is None:
             raise WorkerFailed(f"{self.name} has no input")
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
@@ -86,6 +96,7 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process."""
+        self._signal(signal.SIGCONT)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -95,6 +106,10 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._errors.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._pauses and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def _tail(self) -> str:
         self._errors.seek(0)

@@ -49,7 +49,7 @@ def _script_ways(stack: ExitStack, script: Path, name: str, python: Path, models
         raise WorkerFailed(f"{name}: there is no {script}; give --peers-script")
     ways: list[Way] = []
     for mode in ("plain", "draft"):
-        worker = stack.enter_context(Worker(name, [str(python), str(script), name, mode, *models]))
+        worker = stack.enter_context(Worker(name, [str(python), str(script), name, mode, *models], pauses=True))
         ready = worker.receive(PEER_START_S)
         ways.append(WorkerWay(f"{name} {mode}", worker, mode, ready.get("max_batch")))
     return ways
