@@ -76,7 +76,7 @@ WITHOUT_ROW = {
     "attention_plan.plan_on_device": "what plan_attention does on a GPU",
     "batch_invariant.by_row_tiles": "a part of the batch-invariant Linear on a CPU",
     "batch_invariant.padded_tiles": "a part of by_row_tiles",
-    "coupled.first_argmax": "a part of greedy_choice and coupled_choice",
+    "coupled.first_argmax": "a part of greedy_choice",
     "cpu_decoder.can_run": "a question, once at load; the pass itself is measured by `outrider bench`",
     "cpu_decoder.pack": "once, at load",
     "cpu_library.cpu_library": "once, at load",

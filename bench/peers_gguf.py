@@ -33,6 +33,8 @@ def write_gguf(folder: Path, path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "llama":
         raise ValueError(f"{folder}: model_type is {config['model_type']}; only llama can be written")
+    if config.get("rope_scaling") or "rope_theta" not in config:
+        raise ValueError(f"{folder}: only a plain rope_theta can be written")
     writer = gguf.GGUFWriter(path, "llama")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads

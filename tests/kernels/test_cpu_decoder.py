@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,10 +77,33 @@ def test_pack() -> None:
     assert torch.equal(numbers.transpose(1, 2).reshape(96, 5)[:70], grid) and not numbers[2, :, 6:].any()
 
 
-def test_the_floor_is_the_products_alone() -> None:
-    model = decoder()
-    for rows in (1, 40):
-        model.products(rows)  # as large a scratch as a pass of the same rows needs, and no more
+@pytest.mark.parametrize("num_rows", [1, 12, 13, 61])
+def test_scratch_memory_is_as_large_as_said(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a pass nor its products alone, which are its floor, write past it."""
+    model, guard, seen = decoder(), torch.full((64,), 7.0), []
+    needed = model._library.decoder_scratch
+
+    def guarded(*sizes: ctypes.c_int64) -> int:
+        size = needed(*sizes)
+        model._scratch = torch.cat([torch.ones(size), guard])
+        seen.append(size)
+        return size
+
+    monkeypatch.setattr(model, "_library", _Guarded(model._library, guarded))
+    for run_once in (lambda: run(model, num_rows), lambda: model.products(num_rows)):
+        run_once()
+        assert torch.equal(model._scratch[-64:], guard) and bool((model._scratch[: seen[-1]] != 1).any())
+    assert len(seen) == 2
+
+
+class _Guarded:
+    """The library with another size of the scratch memory."""
+
+    def __init__(self, library: Any, scratch: Any) -> None:
+        self._library, self.decoder_scratch = library, scratch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
 
 
 def test_switched_off() -> None:
@@ -89,7 +113,7 @@ def test_switched_off() -> None:
     assert done.stdout.strip() == "None"
 
 
-def test_without_a_compiler_pytorch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_module, "COMPILERS", ("no-such-compiler",))
     assert library_module.cpu_library.__wrapped__() is None
 

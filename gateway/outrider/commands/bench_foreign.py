@@ -13,7 +13,7 @@ PARENT, USER, SYSTEM = 1, 11, 12  # of a process's stat, after its name
 
 
 class ForeignLoad:
-    """From its making on: the processors that this process and its children did not keep busy, but somebody did."""
+    """From its making on: the processors that this process and what it started did not keep busy, but somebody did."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -34,14 +34,16 @@ def _foreign_ticks() -> int | None:
     except OSError:
         return None
     busy = sum(ticks for index, ticks in enumerate(fields) if index not in IDLE_FIELDS)
-    return busy - sum(map(_own_ticks, PROC.glob("[0-9]*/stat")))
+    processes = {int(path.parent.name): fields for path in PROC.glob("[0-9]*/stat") if (fields := _fields(path))}
+    own = {os.getpid()}
+    while found := {number for number, of in processes.items() if int(of[PARENT]) in own} - own:
+        own |= found  # peers start processes of their own
+    return busy - sum(int(processes[number][USER]) + int(processes[number][SYSTEM]) for number in own)
 
 
-def _own_ticks(path: Path) -> int:
-    """What this process or a child of it computed so far; 0 for any other."""
+def _fields(path: Path) -> list[str]:
+    """Of a process's stat, after its name; none if it has ended meanwhile."""
     try:
-        fields = path.read_text().rpartition(")")[2].split()
-    except OSError:  # it ended meanwhile
-        return 0
-    own = os.getpid() in (int(path.parent.name), int(fields[PARENT]))
-    return int(fields[USER]) + int(fields[SYSTEM]) if own else 0
+        return path.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -3,8 +3,8 @@ is verified next.
 
 Plain Python over integers; the rules are those of the protocol: a piece is held if it starts at or below the committed
 length, at or below the end of its chain's held tokens, or, for a branch, inside or at the end of its parent's; a chain
-that differs from the committed tokens is dead; the live chain of the lowest number that reaches past the committed
-length is used. Dropping is always safe.
+that differs from the committed tokens is dead; one of which a piece was dropped takes no more; the live chain of the
+lowest number that reaches past the committed length is used. Dropping is always safe.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ SPLIT_SEED = 7
 class Workshop:
     """Where a run reads, keeps its checkpoints and writes, and whether it compiles the losses."""
 
-    library: Path
+    sources: Path
     work: Path
     output: Path
     compile: bool
@@ -82,9 +82,9 @@ class Workshop:
         return compiled
 
 
-def make_corpus(library: Path) -> tuple[Tokenizer, Corpus]:
+def make_corpus(sources: Path) -> tuple[Tokenizer, Corpus]:
     """The tokenizer, trained on the training files alone, and both sides' token ids."""
-    training_files, held_out_files = split_sources(read_sources(library))
+    training_files, held_out_files = split_sources(read_sources(sources))
     tokenizer = train_tokenizer(file.text for file in training_files)
     corpus = tokenize(tokenizer, training_files, held_out_files)
     logger.info("%d training tokens, %d held out", corpus.train.numel(), corpus.num_held_out_tokens)
@@ -128,7 +128,7 @@ def finish_draft(shop: Workshop, draft: Llama, target: Llama, split: Tensor) -> 
 
 def make_pair(shop: Workshop) -> Report:
     """The whole pair below `shop.output`, and what it measures."""
-    tokenizer, corpus = make_corpus(shop.library)
+    tokenizer, corpus = make_corpus(shop.sources)
     split = split_line_breaks(tokenizer, corpus.train, SPLIT_SHARE, SPLIT_SEED)
     export(make_target(shop, corpus.train, split), tokenizer, shop.output / "target")
     target = read_weights(shop.output / "target", TARGET_SHAPE, torch.bfloat16)
@@ -142,7 +142,7 @@ def main() -> None:
     options = _parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
-    shop = Workshop(options.library, options.work, options.output, options.compile)
+    shop = Workshop(options.sources, options.work, options.output, options.compile)
     report = make_pair(shop)
     print(json.dumps(asdict(report) | _rates(report), indent=2))
 
@@ -165,7 +165,7 @@ def _rates(report: Report) -> dict[str, float]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m outrider.training.pair", description=__doc__)
-    parser.add_argument("--library", type=Path, default=standard_library(), help="folder of Python sources to read")
+    parser.add_argument("--sources", type=Path, default=standard_library(), help="folder of Python sources to read")
     parser.add_argument("--work", type=Path, default=Path("build/pair/work"), help="folder of the checkpoints")
     parser.add_argument("--output", type=Path, default=Path("build/pair/python"), help="folder to write the pair to")
     parser.add_argument("--threads", type=int, default=2, help="threads of the products")
