@@ -34,14 +34,14 @@ def _foreign_ticks() -> int | None:
     except OSError:
         return None
     busy = sum(ticks for index, ticks in enumerate(fields) if index not in IDLE_FIELDS)
-    processes = {int(path.parent.name): fields for path in PROC.glob("[0-9]*/stat") if (fields := _fields(path))}
+    processes = {int(path.parent.name): stat for path in PROC.glob("[0-9]*/stat") if (stat := _stat(path))}
     own = {os.getpid()}
     while found := {number for number, of in processes.items() if int(of[PARENT]) in own} - own:
         own |= found  # peers start processes of their own
     return busy - sum(int(processes[number][USER]) + int(processes[number][SYSTEM]) for number in own)
 
 
-def _fields(path: Path) -> list[str]:
+def _stat(path: Path) -> list[str]:
     """Of a process's stat, after its name; none if it has ended meanwhile."""
     try:
         return path.read_text().rpartition(")")[2].split()
