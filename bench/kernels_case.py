@@ -81,6 +81,7 @@ WITHOUT_ROW = {
     "cpu_decoder.pack": "once, at load",
     "cpu_library.cpu_library": "once, at load",
     "device_plan.split_keys": "a number, once a step",
+    "dispatch.runs_triton": "a question",
     "draft_sample.draw_integer": "a part of draft_sample",
     "draft_sample.integer_weights": "a part of draft_sample",
     "logits_to_probs.most_probable": "a part of logits_to_probs and draft_sample on a CPU",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from outrider.kernels import dispatch
 from outrider.kernels.batch_invariant import TILE_ROWS
 from outrider.kernels.device_plan import DevicePlan, split_keys
 from outrider.kernels.tree_mask import ROOT, TREE_ROWS, TreeMask, tree_mask
@@ -55,7 +56,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """Groups sequences of few rows and similar context; a row sees itself and what lies before it, within the
     window. With `parents` a row of a tree sees its ancestors alone of its own window."""
-    if block_tables.is_cuda:
+    if dispatch.runs_triton(block_tables):
         starts, lens = (
             torch.tensor(part, dtype=torch.int32).to(block_tables.device) for part in (query_starts, context_lens)
         )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels import dispatch
 from outrider.kernels.philox import Purpose, exponential_noise
 from outrider.kernels.rejection import Windows
 
@@ -30,7 +31,7 @@ def coupled_choice(
     noise: Tensor,  # [rows, vocab] float32, exponential, under the same counters on both sides
 ) -> Tensor:  # [rows] int64; -1 where no token has a probability above 0
     """The token of least noise / probability; ids of probability 0 never win, ties go to the lowest id."""
-    if probs.is_cuda:
+    if dispatch.runs_triton(probs):
         from outrider.kernels import coupled_triton
 
         return coupled_triton.coupled_choice(probs, noise)
@@ -48,7 +49,7 @@ def coupled_draw(
     purpose: Purpose = Purpose.BONUS,
 ) -> Tensor:  # [rows] int64; -1 where no token has a probability above 0
     """`coupled_choice` under the noise of these counters, which a device computes on the spot."""
-    if probs.is_cuda:
+    if dispatch.runs_triton(probs):
         from outrider.kernels import coupled_triton
 
         return coupled_triton.coupled_draw(probs, seeds, positions, completions, purpose)
@@ -65,7 +66,7 @@ def coupled_accept(
     Returns the numbers accepted, [n] int64, and the target's token after them, [n] int64; -1 where the window was fully
     accepted and no row follows.
     """
-    if choices.is_cuda:
+    if dispatch.runs_triton(choices):
         from outrider.kernels import coupled_triton
 
         return coupled_triton.coupled_accept(choices, windows, draft_ids)[:2]
@@ -92,7 +93,7 @@ def coupled_accept_tree(
     Returns the numbers accepted and the target's token after them as `coupled_accept` does, and which drafted tokens
     are accepted, [drafted] bool. A chain is the tree of parents 0, 1, 2, ...
     """
-    if choices.is_cuda:
+    if dispatch.runs_triton(choices):
         from outrider.kernels import coupled_triton
 
         return coupled_triton.coupled_accept(choices, windows, draft_ids, parents)

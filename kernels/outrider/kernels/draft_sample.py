@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels import dispatch
 from outrider.kernels.logits_to_probs import most_probable
 
 MAX_WEIGHT = 32767
@@ -38,7 +39,7 @@ def draft_sample(
     """Keeps the smallest set that holds `mass`, at most `max_entries` ids, and draws from its integer weights."""
     if not 1 <= max_entries <= MAX_ENTRIES:
         raise ValueError(f"max_entries must be 1 to {MAX_ENTRIES}, not {max_entries}")
-    if draft_probs.is_cuda:
+    if dispatch.runs_triton(draft_probs):
         from outrider.kernels import draft_sample_triton
 
         token_ids, ids, sent, starts = draft_sample_triton.draft_sample(draft_probs, words, mass, max_entries)

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kernels import dispatch
+
 
 def gated_silu(gate_up: Tensor, *, batch_invariant: bool = False) -> Tensor:  # [rows, 2 * width] -> [rows, width]
     """The gate is the first half of each row."""
-    if gate_up.is_cuda:
+    if dispatch.runs_triton(gate_up):
         from outrider.kernels.gated_silu_triton import gated
 
         return gated(gate_up, "silu")
@@ -28,7 +30,7 @@ def gated_gelu(
     batch_invariant: bool = False,
 ) -> Tensor:  # [rows, width]
     """The same with gelu: by default its approximation with tanh, as Gemma has it, else with erf."""
-    if gate_up.is_cuda:
+    if dispatch.runs_triton(gate_up):
         from outrider.kernels.gated_silu_triton import gated
 
         return gated(gate_up, "gelu_tanh" if approximate else "gelu")

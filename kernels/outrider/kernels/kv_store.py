@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.kernels import dispatch
 from outrider.kernels.rms_norm import rms_norm
 from outrider.kernels.rotary import apply_rotary
 
@@ -21,7 +22,7 @@ def store_kv(
 ) -> None:
     """Copies row i to slot `slot_mapping[i]`; all other slots keep what they hold. An fp8 cache holds x / scale. On an
     accelerator a row of slot -1 is padding and stored nowhere."""
-    if keys.is_cuda:
+    if dispatch.runs_triton(keys):
         from outrider.kernels.kv_store_triton import store_kv as launch
 
         launch(keys, values, key_cache, value_cache, slot_mapping, kv_scales=kv_scales)
@@ -47,7 +48,7 @@ def store_kv_rotary(
     batch_invariant: bool = False,
 ) -> Tensor:  # [rows, heads, head_dim]
     """Norms and turns queries and keys, stores keys and values, returns the queries."""
-    if qkv.is_cuda:
+    if dispatch.runs_triton(qkv):
         from outrider.kernels.kv_store_triton import store_kv_rotary as launch
 
         return launch(qkv, rotary, key_cache, value_cache, slot_mapping, qk_norm=qk_norm, eps=eps, kv_scales=kv_scales)

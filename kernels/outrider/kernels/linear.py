@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kernels import dispatch
 from outrider.kernels.batch_invariant import TILE_ROWS, by_row_tiles
 
 SMALL_WEIGHT = 512 * 1024  # elements: up to here the transposed layout wins
@@ -35,7 +36,8 @@ class Linear:
         self._packed: Tensor | None = None
         self._plain: Tensor | None = None
         self._transposed: Tensor | None = None
-        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        has_layouts = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        if dispatch.runs_triton(weight) or weight.device.type != "cpu" or not has_layouts:
             self._plain = weight
         elif weight.numel() <= SMALL_WEIGHT:
             self._transposed = weight.t().contiguous()
@@ -45,7 +47,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
         """The product."""
-        if x.is_cuda and self._batch_invariant and self._plain is not None:
+        if dispatch.runs_triton(x) and self._batch_invariant and self._plain is not None:
             from outrider.kernels import linear_triton
 
             return linear_triton.linear(x, self._plain, self._bias)

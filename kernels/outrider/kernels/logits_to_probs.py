@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels import dispatch
 from outrider.kernels.coupled import first_argmax
 
 
@@ -70,7 +71,7 @@ def logits_to_probs(
     A greedy row is one-hot at its arg max, ties to the lowest id. A row with a NaN, an infinity above, or no id left is
     invalid: its probabilities mean nothing.
     """
-    if logits.is_cuda:
+    if dispatch.runs_triton(logits):
         from outrider.kernels import logits_to_probs_triton
 
         return logits_to_probs_triton.logits_to_probs(logits, sampling)
@@ -96,7 +97,7 @@ def greedy_choice(
     sampling: RowSampling,
 ) -> tuple[Tensor, Tensor]:
     """The arg max of every row before temperature, [rows] int64, and which rows are invalid, [rows] bool."""
-    if logits.is_cuda:
+    if dispatch.runs_triton(logits):
         from outrider.kernels import logits_to_probs_triton
 
         return logits_to_probs_triton.greedy_choice(logits, sampling)
@@ -128,7 +129,7 @@ def adjust_logits(
     sampling: RowSampling,
 ) -> Tensor:  # [rows, vocab] float32; the argument itself where nothing applies
     """Everything that precedes temperature."""
-    if logits.is_cuda:
+    if dispatch.runs_triton(logits):
         from outrider.kernels import adjust_logits_triton
 
         return adjust_logits_triton.adjust_logits(logits, sampling).float()

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.kernels import dispatch
+
 Array = TypeVar(
     "Array", Tensor, NDArray[np.int64]
 )  # numpy's calls are the cheaper ones on a CPU; the arithmetic is the same
@@ -76,7 +78,7 @@ def words(
 ) -> Tensor:  # [n, 4] int64, each below 2^32
     """Four words per position, for decisions that take a number rather than noise over a vocabulary."""
     _check_draw(draw)
-    if seeds.is_cuda:
+    if dispatch.runs_triton(seeds):
         from outrider.kernels import philox_triton
 
         return philox_triton.words(seeds, positions, purpose, completions, draw)
@@ -94,7 +96,7 @@ def vocabulary_words(
 ) -> Tensor:  # [n, vocab] int64, each below 2^32
     """One word per token id and position."""
     _check_draw(draw)
-    if seeds.is_cuda:
+    if dispatch.runs_triton(seeds):
         from outrider.kernels import philox_triton
 
         return philox_triton.vocabulary_words(seeds, positions, purpose, completions, vocab_size, draw)
@@ -114,7 +116,7 @@ def exponential_noise(
     float64 holds 1 - (x + 1/2) 2^-32 exactly, so that one expression is right for every x; a float32 implementation
     needs -log((~x + 1/2) 2^-32) from x = 2^31 on, where the argument would round to 1.
     """
-    if seeds.is_cuda:
+    if dispatch.runs_triton(seeds):
         from outrider.kernels import philox_triton
 
         return philox_triton.exponential_noise(seeds, positions, purpose, completions, vocab_size)

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.kernels import dispatch
+
 MAX_TOTAL_WEIGHT = 1 << 24  # totals stay below, so that a coin times a weight is exact in float64
 
 
@@ -108,7 +110,7 @@ def accept(
     The weights need not sum to 1; they are all 0 where the window was fully accepted and no row follows. A drafted id
     outside the vocabulary is never accepted.
     """
-    if target_probs.is_cuda:
+    if dispatch.runs_triton(target_probs):
         from outrider.kernels import rejection_triton
 
         return rejection_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms)
@@ -138,7 +140,7 @@ def draw(
     words: Tensor,  # [n, 4] int64
 ) -> Tensor:  # [n] int64; -1 where no weight is above 0
     """Draws one id per row in proportion to the weights, by 53 bits of two words; a weight of zero never wins."""
-    if weights.is_cuda:
+    if dispatch.runs_triton(weights):
         from outrider.kernels import rejection_triton
 
         return rejection_triton.draw(weights, words)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.kernels import dispatch
 from outrider.kernels.batch_invariant import by_row_tiles
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, batch_invariant: bool = False) -> Tensor:
     """x: [rows, ..., dim]; weight: [dim] or [..., dim] -> [rows, ..., dim], computed in float32."""
-    if x.is_cuda:
+    if dispatch.runs_triton(x):
         from outrider.kernels.rms_norm_triton import rms_norm as launch
 
         return launch(x, weight, eps)
@@ -30,7 +31,7 @@ def add_rms_norm(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [rows, dim] each
     """The norm of the sum, and the sum, rounded to its type before it is normed."""
-    if x.is_cuda:
+    if dispatch.runs_triton(x):
         from outrider.kernels.rms_norm_triton import add_rms_norm as launch
 
         return launch(x, residual, weight, eps)

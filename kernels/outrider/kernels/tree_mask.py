@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.kernels import dispatch
+
 ROOT = -1  # parent of a row that continues the token before the window
 CHAIN = -2  # parent of a row that sees all rows before it: those of sequences without a tree, of any length
 TREE_ROWS = 64  # most rows of a window that holds a tree: one bit each
@@ -25,7 +27,7 @@ class TreeMask:
 
 def tree_mask(parents: Tensor, query_starts: Tensor) -> TreeMask:
     """parents: [rows] int32, indices into the row's own window, below its own; query_starts: [sequences + 1] int32."""
-    if parents.is_cuda:
+    if dispatch.runs_triton(parents):
         from outrider.kernels.tree_mask_triton import launch_tree_mask
 
         return launch_tree_mask(parents, query_starts)
