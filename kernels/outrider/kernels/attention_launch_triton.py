@@ -39,14 +39,17 @@ def attention(
     num_sequences, num_splits = len(plan.context_lens), -(-plan.block_tables.shape[1] * block_size // plan.split_keys)
     split_rows = plan.split_rows if num_splits > 1 else 0
     out = query.new_empty(rows, heads, value_dim)
-    partial = query.new_empty(num_sequences * split_rows, heads, num_splits, value_dim, dtype=torch.float32)
+    part_by_row = rows <= num_sequences * split_rows  # the fewer of the two
+    parts = rows if part_by_row else num_sequences * split_rows
+    partial = query.new_empty(parts, heads, num_splits, value_dim, dtype=torch.float32)
     sums = query.new_empty(2, *partial.shape[:3], dtype=torch.float32)  # greatest score and weight of each part
     row_bytes = _tile(max(query.shape[2], value_dim)) * query.dtype.itemsize
     key_scale, value_scale = kv_scales or (None, None)
     common: dict[str, Any] = {
         "num_sequences": num_sequences, "HEADS": heads, "GROUP": heads // kv_heads, "VALUE_DIM": value_dim,
         "VALUE_TILE": _tile(value_dim), "WINDOW": plan.sliding_window or 0, "SPLIT_ROWS": split_rows,
-        "NUM_SPLITS": num_splits, "enable_fp_fusion": False,  # a fused product here and not there would part bits
+        "PART_BY_ROW": part_by_row, "NUM_SPLITS": num_splits,
+        "enable_fp_fusion": False,  # a fused product here and not there would part bits
     }  # fmt: skip
     for split in (True,) * (split_rows > 0) + (False,) * (plan.max_query_len > split_rows):
         queries = _tile_queries(plan, row_bytes, heads // kv_heads, split)

@@ -81,11 +81,20 @@ def attend_keys(
     return most, weight, total
 
 
+@triton.jit
+def part_of(
+    row: tl.tensor, sequence: tl.tensor, local: tl.tensor, SPLIT_ROWS: tl.constexpr, PART_BY_ROW: tl.constexpr
+) -> tl.tensor:
+    """Where the partial results of a row are: at its place in the batch, or among the SPLIT_ROWS of its sequence, which
+    are fewer beside long prompts."""
+    return row if PART_BY_ROW else sequence * SPLIT_ROWS + local
+
+
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_kernel(
     out: tl.tensor,  # [rows, heads, value_dim], written if not SPLIT
-    partial: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS, value_dim] float32, written if SPLIT
-    partial_most: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS] float32, written if SPLIT
+    partial: tl.tensor,  # [parts, heads, NUM_SPLITS, value_dim] float32, written if SPLIT; see part_of
+    partial_most: tl.tensor,  # [parts, heads, NUM_SPLITS] float32, written if SPLIT
     partial_weight: tl.tensor,  # the same
     query: tl.tensor,  # [rows, heads, dim]
     key_cache: tl.tensor,  # [slots, kv_heads, dim]
@@ -120,6 +129,7 @@ def attend_kernel(
     SPLIT: tl.constexpr,  # one split a program, of sequences of up to SPLIT_ROWS rows; else all keys of the others
     IN_TURN: tl.constexpr,  # all keys split by split
     SPLIT_ROWS: tl.constexpr,
+    PART_BY_ROW: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -192,7 +202,8 @@ def attend_kernel(
 
     columns = live[:, None] & (value_dim < VALUE_DIM)[None, :]
     if SPLIT:
-        place = ((sequence * SPLIT_ROWS + local).to(tl.int64) * HEADS + head) * NUM_SPLITS + tl.program_id(2)
+        kept = part_of(row, sequence, local, SPLIT_ROWS, PART_BY_ROW)
+        place = (kept.to(tl.int64) * HEADS + head) * NUM_SPLITS + tl.program_id(2)
         tl.store(partial_most + place, most, mask=live)
         tl.store(partial_weight + place, weight, mask=live)
         tl.store(partial + place[:, None] * VALUE_DIM + value_dim[None, :], total, mask=columns)
@@ -205,8 +216,8 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["num_sequences"])
 def merge_kernel(
     out: tl.tensor,  # [rows, heads, value_dim], written
-    partial: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS, value_dim] float32
-    partial_most: tl.tensor,  # [sequences * SPLIT_ROWS, heads, NUM_SPLITS] float32
+    partial: tl.tensor,  # [parts, heads, NUM_SPLITS, value_dim] float32
+    partial_most: tl.tensor,  # [parts, heads, NUM_SPLITS] float32
     partial_weight: tl.tensor,  # the same
     query_starts: tl.tensor,  # [sequences + 1]
     context_lens: tl.tensor,  # [sequences]
@@ -221,6 +232,7 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     SPLIT_ROWS: tl.constexpr,
+    PART_BY_ROW: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ) -> None:
@@ -245,7 +257,7 @@ def merge_kernel(
     most = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     weight = tl.zeros((GROUP_TILE,), tl.float32)
     total = tl.zeros((GROUP_TILE, VALUE_TILE), tl.float32)
-    source = ((sequence * SPLIT_ROWS + local).to(tl.int64) * HEADS + head) * NUM_SPLITS
+    source = (part_of(row, sequence, local, SPLIT_ROWS, PART_BY_ROW).to(tl.int64) * HEADS + head) * NUM_SPLITS
     for split in range(start // SPLIT_KEYS, tl.cdiv(window_start + local + 1, SPLIT_KEYS)):
         part_most = tl.load(partial_most + source + split, mask=live, other=float("-inf"))
         part_weight = tl.load(partial_weight + source + split, mask=live, other=0.0)

@@ -8,19 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.engine.batch import Batch
+from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.decoder_config import DecoderConfig
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.models.weights import WeightReader, check_state
-from outrider.kernels.attention_plan import AttentionPlan, plan_attention
+from outrider.kernels.attention_plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.gated_silu import gated_silu
-from outrider.kernels.kv_store import store_kv
+from outrider.kernels.kv_store import store_kv_rotary
 from outrider.kernels.linear import Linear
 from outrider.kernels.paged_attention import planned_attention
-from outrider.kernels.rms_norm import rms_norm
-from outrider.kernels.rotary import apply_rotary
+from outrider.kernels.rms_norm import add_rms_norm, rms_norm
 
 KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
 
@@ -57,29 +56,31 @@ class _Layer:
 
     def forward(
         self,
-        hidden: Tensor,  # [rows, hidden]
+        update: Tensor | None,  # [rows, hidden]: what the block before adds to the residual stream
+        residual: Tensor,  # [rows, hidden]
         rotary: tuple[Tensor, Tensor],  # [rows, 1, head_dim] each
         plan: AttentionPlan,
         slot_mapping: Tensor,  # [rows]
         key_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
         value_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
-    ) -> Tensor:  # [rows, hidden]
-        """Stores the rows' keys and values, and returns the residual stream after this block."""
+    ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
+        """Stores the rows' keys and values; returns what this block adds to the residual stream, and the stream without
+        it: the next norm adds it on its way."""
         eps, invariant = self._config.rms_norm_eps, self._batch_invariant
         heads, kv_heads, dim = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
 
-        qkv = self._qkv(rms_norm(hidden, self._input_norm, eps, batch_invariant=invariant))
-        qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
-        turned = qkv[:, : heads + kv_heads]  # [rows, heads + kv_heads, head_dim]
-        if self._qk_norm is not None:
-            turned = rms_norm(turned, self._qk_norm, eps, batch_invariant=invariant)
-        turned = apply_rotary(turned, *rotary)
-        store_kv(turned[:, heads:], qkv[:, heads + kv_heads :], key_cache, value_cache, slot_mapping)
-        attended = planned_attention(plan, turned[:, :heads], key_cache, value_cache, scale=dim**-0.5)
-        hidden = hidden + self._output(attended.flatten(1))
+        if update is None:
+            normed = rms_norm(residual, self._input_norm, eps, batch_invariant=invariant)
+        else:
+            normed, residual = add_rms_norm(update, residual, self._input_norm, eps, batch_invariant=invariant)
+        qkv = self._qkv(normed).view(-1, heads + 2 * kv_heads, dim)
+        query = store_kv_rotary(
+            qkv, rotary, key_cache, value_cache, slot_mapping, qk_norm=self._qk_norm, eps=eps, batch_invariant=invariant
+        )
+        attended = self._output(planned_attention(plan, query, key_cache, value_cache, scale=dim**-0.5).flatten(1))
 
-        gate_up = self._gate_up(rms_norm(hidden, self._post_norm, eps, batch_invariant=invariant))
-        return hidden + self._down(gated_silu(gate_up, batch_invariant=invariant))
+        normed, residual = add_rms_norm(attended, residual, self._post_norm, eps, batch_invariant=invariant)
+        return self._down(gated_silu(self._gate_up(normed), batch_invariant=invariant)), residual
 
 
 class Decoder:
@@ -94,8 +95,6 @@ class Decoder:
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        if batch_invariant and device.type != "cpu":
-            raise UnsupportedModel("batch-invariant mode is proven on the CPU only")
         check_state(config, state)
         reader = WeightReader(state, dtype, device)
         keep_plain = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize <= KEEP_PLAIN_BYTES
@@ -117,34 +116,47 @@ class Decoder:
         head = self._embedding if config.tied_embeddings else reader.tensor("lm_head.weight")
         self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab] float32
+    def forward(self, batch: Batch | StaticBatch, cache: KVCache) -> Tensor:  # [logit rows, vocab] float32
         """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of `batch.logit_rows`
         alone."""
         hidden = self.forward_hidden(batch, cache)
-        if batch.logit_rows.shape[0] != hidden.shape[0]:
+        if isinstance(batch, StaticBatch) or batch.logit_rows.shape[0] != hidden.shape[0]:
             hidden = hidden[batch.logit_rows]
         return self.logits(hidden)
 
-    def forward_hidden(self, batch: Batch, cache: KVCache) -> Tensor:  # [rows, hidden]
+    def forward_hidden(self, batch: Batch | StaticBatch, cache: KVCache) -> Tensor:  # [rows, hidden]
         """The residual stream after the last block, before the last norm, of every row."""
-        plans = {
-            window: plan_attention(
+        plans = {window: self._plan(batch, cache.block_size, window) for window in set(self.config.sliding_windows)}
+        rotary = self._cos[batch.positions], self._sin[batch.positions]
+        update, residual = None, F.embedding(batch.token_ids, self._embedding)
+        for block, keys, values in zip(self._blocks, cache.keys, cache.values, strict=True):
+            plan = plans[block.sliding_window]
+            update, residual = block.forward(update, residual, rotary, plan, batch.slot_mapping, keys, values)
+        return residual if update is None else residual + update
+
+    def _plan(self, batch: Batch | StaticBatch, block_size: int, sliding_window: int | None) -> AttentionPlan:
+        """Of all layers of one window. Where keys are split follows from `max_model_len`, in every batch alike."""
+        if isinstance(batch, StaticBatch):
+            return plan_on_device(
                 batch.block_tables,
                 batch.query_starts,
                 batch.context_lens,
-                block_size=cache.block_size,
-                heads_per_kv_head=self.config.num_heads // self.config.num_kv_heads,
-                dtype=self.dtype,
-                sliding_window=window,
+                max_query_len=batch.max_query_len,
+                sliding_window=sliding_window,
                 batch_invariant=self.batch_invariant,
+                max_model_len=self.max_model_len,
             )
-            for window in set(self.config.sliding_windows)
-        }
-        rotary = self._cos[batch.positions], self._sin[batch.positions]
-        hidden = F.embedding(batch.token_ids, self._embedding)
-        for block, keys, values in zip(self._blocks, cache.keys, cache.values, strict=True):
-            hidden = block.forward(hidden, rotary, plans[block.sliding_window], batch.slot_mapping, keys, values)
-        return hidden
+        return plan_attention(
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            block_size=block_size,
+            heads_per_kv_head=self.config.num_heads // self.config.num_kv_heads,
+            dtype=self.dtype,
+            sliding_window=sliding_window,
+            batch_invariant=self.batch_invariant,
+            max_model_len=self.max_model_len,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
         """The language-model head of rows of the residual stream; a step of prompt chunks alone wants none."""
