@@ -1,67 +1,7 @@
-"""Triton kernels run interpreted where there is no GPU, and compiled where there is one: a process has one mode, which
-tests/conftest.py sets before anything imports Triton."""
+"""The kernels' tests run Triton interpreted where there is no GPU."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from typing import Any
+from interpreted import interpreted_loops, one_patch_a_launch, triton_device
 
-import pytest
-import torch
-
-INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def triton_device(request: pytest.FixtureRequest) -> torch.device:
-    """Where a test of a Triton kernel puts its tensors: interpreted on the CPU, compiled on a GPU."""
-    pytest.importorskip("triton")
-    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("needs a GPU and TRITON_INTERPRET=0")
-    if request.param == "cpu" and not INTERPRETED:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    return torch.device(request.param)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def interpreted_loops() -> None:
-    """The interpreter keeps scalars as arrays of one element, which numpy 2.4 no longer takes for whole numbers: a loop
-    over a range that the kernel computes would fail."""
-    if not INTERPRETED or importlib.util.find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_patch_a_launch(interpreted_loops: None) -> None:
-    """The interpreter patches the language anew for every call of a device function, which is half of its time; once
-    in a launch is enough."""
-    if not INTERPRETED or importlib.util.find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    patch_language, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
-    patched: set[tuple[bool, ...]] = set()
-
-    def patch_once(function: Any) -> Any:
-        seen = list(function.__globals__.values())
-        visible = tuple(any(value is language for value in seen) for language in languages)
-        if visible in patched:
-            return None  # a device function ignores it
-        scope, is_launch = patch_language(function), not patched
-        patched.add(visible)
-        if is_launch:
-            restore = scope.restore
-            scope.restore = lambda: (patched.clear(), restore())
-        return scope
-
-    interpreter._patch_lang = patch_once
+__all__ = ["interpreted_loops", "one_patch_a_launch", "triton_device"]

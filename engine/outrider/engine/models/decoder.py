@@ -116,13 +116,19 @@ class Decoder:
         head = self._embedding if config.tied_embeddings else reader.tensor("lm_head.weight")
         self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
 
-    def forward(self, batch: Batch | StaticBatch, cache: KVCache) -> Tensor:  # [logit rows, vocab] float32
+    def forward(
+        self,
+        batch: Batch | StaticBatch,
+        cache: KVCache,
+        *,
+        out: Tensor | None = None,  # [logit rows, vocab] float32, written
+    ) -> Tensor:  # [logit rows, vocab] float32
         """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of `batch.logit_rows`
         alone."""
         hidden = self.forward_hidden(batch, cache)
         if isinstance(batch, StaticBatch) or batch.logit_rows.shape[0] != hidden.shape[0]:
             hidden = hidden[batch.logit_rows]
-        return self.logits(hidden)
+        return self.logits(hidden) if out is None else out.copy_(self._head_product(hidden))
 
     def forward_hidden(self, batch: Batch | StaticBatch, cache: KVCache) -> Tensor:  # [rows, hidden]
         """The residual stream after the last block, before the last norm, of every row."""
@@ -162,5 +168,8 @@ class Decoder:
         """The language-model head of rows of the residual stream; a step of prompt chunks alone wants none."""
         if hidden.shape[0] == 0:
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
+        return self._head_product(hidden).float()
+
+    def _head_product(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
         normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps, batch_invariant=self.batch_invariant)
-        return self._head(normed).float()
+        return self._head(normed)

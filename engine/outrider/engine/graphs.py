@@ -1,0 +1,95 @@
+"""Steps captured once and replayed: what a small step costs is then its kernels, not their launches.
+
+A captured step reads everything that changes (ids, slots, tables, lengths) from one buffer on the device, which one
+copy from one pinned buffer fills before the replay. Its grids depend on its bucket alone; rows and sequences that pad a
+bucket store nothing and are attended to by nothing. Graphs run one at a time, so all share one pool of memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import BatchEntry, PackedRows
+from outrider.engine.buckets import Bucket, StepLimits, all_buckets, choose_bucket
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.step_buffer import StepBuffer, buffer_size
+
+log = logging.getLogger(__name__)
+
+
+class GraphDevice(Protocol):
+    """What captures, and how a step's numbers get there; CUDA's is in cuda_graphs.py."""
+
+    def host_buffer(self, size: int) -> Tensor:
+        """[size] int32 on the host, that `upload` may read later on."""
+
+    def upload(self, target: Tensor, source: Tensor) -> None:
+        """Copies a part of the host buffer, both [numbers] int32; it may go on after this returns."""
+
+    def wait_for_upload(self) -> None:
+        """Returns once the host buffer may be written again."""
+
+    def capture(self, step: Callable[[], object]) -> Callable[[], object]:
+        """What runs `step` again, on the same memory."""
+
+    def reserved_bytes(self) -> int:
+        """Memory of the device in this process's hands."""
+
+
+class CapturedSteps:
+    """The graphs of one model and one cache. Called from one thread at a time."""
+
+    def __init__(self, model: Decoder, cache: KVCache, limits: StepLimits, device: GraphDevice) -> None:
+        self._model = model
+        self._cache = cache
+        self._limits = limits
+        self._device = device
+        self._buckets = all_buckets(limits)
+        self._table_width = -(-model.max_model_len // cache.block_size)
+        size = max(buffer_size(bucket, self._table_width) for bucket in self._buckets)
+        self._host = device.host_buffer(size)
+        self._numbers = torch.zeros(size, dtype=torch.int32, device=model.device)
+        most_rows = self._buckets[0].rows
+        self._logits = torch.zeros(most_rows, model.vocab_size, dtype=torch.float32, device=model.device)
+        self._replays: dict[Bucket, tuple[StepBuffer, Callable[[], object]]] = {}
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures every bucket, the largest first. Stores nothing in the cache."""
+        before = self._device.reserved_bytes()
+        for bucket in self._buckets:
+            buffer = StepBuffer(bucket, self._table_width, self._host, self._numbers)
+            self._fill(buffer, PackedRows.of([], self._cache.block_size), [])
+            step = partial(self._model.forward, buffer.batch, self._cache, out=self._logits[: bucket.rows])
+            self._replays[bucket] = buffer, self._device.capture(step)
+        taken = (self._device.reserved_bytes() - before) >> 20
+        log.info("captured %d graphs of up to %d rows in %d MiB", len(self._buckets), self._buckets[0].rows, taken)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many were captured."""
+        return len(self._replays)
+
+    @torch.inference_mode()
+    def run(self, entries: Sequence[BatchEntry]) -> Tensor | None:  # [rows that want logits, vocab] float32
+        """One step, or None if no graph holds it. The logits hold until the next step."""
+        lengths = [len(entry.token_ids) for entry in entries]
+        bucket = choose_bucket(self._limits, sum(lengths), len(entries), max(lengths))
+        if bucket is None or bucket not in self._replays:
+            return None
+        buffer, replay = self._replays[bucket]
+        rows = PackedRows.of(entries, self._cache.block_size)
+        self._fill(buffer, rows, entries)
+        replay()
+        return self._logits[: len(rows.logit_rows)]
+
+    def _fill(self, buffer: StepBuffer, rows: PackedRows, entries: Sequence[BatchEntry]) -> None:
+        self._device.wait_for_upload()
+        used = buffer.write(rows, [entry.block_table for entry in entries], self._cache.block_size)
+        self._device.upload(self._numbers[:used], self._host[:used])

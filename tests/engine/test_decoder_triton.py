@@ -1,0 +1,112 @@
+"""A whole decoder by the Triton kernels: its logits against the CPU path's, and what a row's bits depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from torch import Tensor
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.loader import build_decoder
+from outrider.engine.runner import ModelRunner
+
+LENGTH = 40
+TABLES = [[7, 2, 11], [3, 9, 0], [5, 1, 8]]
+MIXED = {  # a layer with a window and one without; queries and keys are normed
+    "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
+    "attention_bias": True,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen3-window-biases": ("qwen3", MIXED),
+}
+STEPS = {
+    "prefill": [[(0, 0, LENGTH)]],
+    "windows": [[(0, 0, 30), (1, 0, 26)], [(0, 30, 35), (1, 26, 31)], [(0, 32, 37)]],
+    "ragged": [[(0, 0, 20), (1, 0, 3), (2, 0, 17)], [(1, 3, 20), (2, 17, 22), (0, 20, 21)]],
+}
+
+
+def build(family: str, device: torch.device | str, *, batch_invariant: bool = False, **options: Any) -> ModelRunner:
+    loaded = build_decoder(
+        tiny_config(family, **options), tiny_state(tiny_hf_model(family, **options)),
+        dtype="float32", device=device, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return ModelRunner(loaded.model, num_blocks=12)
+
+
+def tokens(index: int, length: int = LENGTH) -> list[int]:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(index)).tolist()
+
+
+def run(runner: ModelRunner, steps: list[list[tuple[int, int, int]]]) -> Tensor:
+    """The logits of all rows of all steps, each of (sequence, start, end)."""
+    logits = [
+        runner.forward([BatchEntry(tokens(i)[start:end], start, TABLES[i], end - start) for i, start, end in step])
+        for step in steps
+    ]
+    return torch.cat(logits).cpu()
+
+
+@pytest.fixture
+def no_tf32() -> Iterator[None]:
+    """Plain products of float32 on a GPU, to be compared with a CPU's."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_cpu(
+    name: str, triton_everywhere: torch.device, no_tf32: None, request: pytest.FixtureRequest
+) -> None:
+    family, options = MODELS[name]
+    runner = build(family, triton_everywhere, **options)
+    ours = {kind: run(runner, steps) for kind, steps in STEPS.items()}
+    request.getfixturevalue("monkeypatch").undo()  # the reference: every op's PyTorch form
+    with cpu_kernels("pytorch"):
+        reference = build(family, "cpu", **options)
+    for kind, steps in STEPS.items():
+        torch.testing.assert_close(ours[kind], run(reference, steps), atol=2e-5, rtol=2e-5)
+
+
+SCHEDULES = {"ones": [34, 1, 5], "twos": [17, 2, 2, 17, 2], "fives": [5, 5, 30], "seventeens": [17, 17, 6]}
+
+
+def in_chunks(runner: ModelRunner, schedule: list[int], *, beside: bool = False) -> Tensor:
+    """All logits of sequence 0 in steps of so many rows, alone or before rows of another."""
+    logits, at = [], 0
+    for rows in schedule:
+        entries = [BatchEntry(tokens(0)[at : at + rows], at, TABLES[0], rows)]
+        if beside:
+            entries.append(BatchEntry(tokens(1)[:9], 0, TABLES[1], 9))
+        logits.append(runner.forward(entries)[:rows].cpu())
+        at += rows
+    return torch.cat(logits)
+
+
+def test_batch_invariant_bits(triton_everywhere: torch.device) -> None:
+    """Alone or among others, whole or in chunks."""
+    runner = build("qwen3", triton_everywhere, batch_invariant=True, **MIXED)
+    whole = in_chunks(runner, [LENGTH])
+    for name, schedule in SCHEDULES.items():
+        assert torch.equal(in_chunks(runner, schedule), whole), name
+    assert torch.equal(in_chunks(runner, SCHEDULES["fives"], beside=True), whole)
+
+
+@pytest.mark.gpu
+def test_ordinary_mode_has_other_bits(triton_device: torch.device) -> None:
+    """The inverse: products of the library take their order from the number of rows. The interpreter's do not."""
+    if triton_device.type != "cuda":
+        pytest.skip("needs a GPU")
+    wide = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 128}
+    for batch_invariant in (True, False):
+        runner = build("llama", triton_device, batch_invariant=batch_invariant, **wide)
+        whole = in_chunks(runner, [LENGTH])
+        same = all(torch.equal(in_chunks(runner, schedule), whole) for schedule in SCHEDULES.values())
+        assert same == batch_invariant
