@@ -1,0 +1,133 @@
+"""Captured steps against eager ones: the same logits and the same cache, whatever ran in a bucket before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from replayed import Replayed
+from tiny import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.buckets import StepLimits
+from outrider.engine.graphs import CapturedSteps
+from outrider.engine.loader import build_decoder
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.runner import ModelRunner
+
+SIZE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 61, "max_position_embeddings": 320,
+}  # fmt: skip
+NUM_BLOCKS = 64
+POISON = NUM_BLOCKS - 1  # as a block it is one of NaN, as a slot it lies in block 3, as a row or position in no step
+NUM_SEQUENCES = 6
+LIMITS = StepLimits(max_rows=24, max_sequences=NUM_SEQUENCES, max_query_len=5)
+
+
+def make_runner(device: torch.device | str) -> ModelRunner:
+    model = build_decoder(
+        tiny_config("qwen3", **SIZE), tiny_state(tiny_hf_model("qwen3", **SIZE)), dtype="float32", device=device
+    ).model
+    runner = ModelRunner(model, NUM_BLOCKS)
+    for tensor in (*runner.cache.keys, *runner.cache.values):
+        tensor[POISON] = torch.nan
+    return runner
+
+
+class Text:
+    """Sequences in blocks of their own, of which steps of random windows are taken."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        blocks = self._random.sample([block for block in range(POISON) if block != 3], 8 * NUM_SEQUENCES)
+        self._tables = [blocks[8 * index : 8 * index + 8] for index in range(NUM_SEQUENCES)]
+        self._ids = [[self._random.randrange(61) for _ in range(128)] for _ in range(NUM_SEQUENCES)]
+        self._computed = [0] * NUM_SEQUENCES
+
+    def prompts(self) -> list[BatchEntry]:
+        """A chunk of every sequence."""
+        return [self._entry(index, 0, self._random.randint(6, 40)) for index in range(NUM_SEQUENCES)]
+
+    def windows(self) -> list[BatchEntry]:
+        """Of some sequences, in any order; some go back behind what was computed, as after a rejection."""
+        chosen = self._random.sample(range(NUM_SEQUENCES), self._random.randint(1, LIMITS.max_sequences))
+        longest = self._random.choice((1, LIMITS.max_query_len))
+        entries = []
+        for index in chosen:
+            start = self._computed[index] - self._random.choice((0, 0, 3))
+            rows = self._random.randint(1, longest)
+            entries.append(self._entry(index, start, start + rows))
+        return entries if sum(len(entry.token_ids) for entry in entries) <= LIMITS.max_rows else entries[:1]
+
+    def _entry(self, index: int, start: int, end: int) -> BatchEntry:
+        self._computed[index] = end
+        ids = self._ids[index][start:end]
+        return BatchEntry(ids, start, self._tables[index], self._random.randint(0, len(ids)))
+
+
+class Pair:
+    """The same model with and without captured steps, each with a cache of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = Replayed()
+        self.captured = make_runner(device)
+        model = self.captured.model
+        assert isinstance(model, Decoder)
+        self.steps = CapturedSteps(model, self.captured.cache, LIMITS, self.device)
+        self.steps.capture()
+
+    def poison(self) -> None:
+        """Fills every buffer with what would show, if it were read. Whoever read the logits has waited for the step."""
+        self.device.host.fill_(POISON)
+        self.steps._numbers.fill_(POISON)
+        self.steps._logits.fill_(torch.nan)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[ModelRunner]:
+    """PyTorch's forms on the CPU."""
+    with cpu_kernels("pytorch"):
+        yield make_runner("cpu")
+
+
+def check_cache(captured: ModelRunner, reference: ModelRunner) -> None:
+    """Every slot, so that whatever padding stored would show."""
+    for ours, theirs in zip(
+        (*captured.cache.keys, *captured.cache.values), (*reference.cache.keys, *reference.cache.values), strict=True
+    ):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@torch.inference_mode()
+def test_replays_are_the_eager_pass(
+    reference: ModelRunner, triton_everywhere: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if triton_everywhere.type != "cpu":
+        pytest.skip("tests/engine/test_graphs_gpu.py")
+    pair, texts = Pair(triton_everywhere), [Text(0), Text(0)]
+    check_cache(pair.captured, reference)  # capturing stored nothing
+    prompts = [text.prompts() for text in texts]
+    assert pair.steps.run(prompts[0]) is None  # too long for a window
+    pair.captured.forward(prompts[0])
+    steps = [(texts[0].windows(), texts[1].windows()) for _ in range(40)]
+    found = []
+    for ours, _ in steps:
+        logits = pair.steps.run(ours)
+        assert logits is not None
+        if len(logits):
+            pair.device.synchronize()
+        found.append(logits.clone())
+        if len(logits):
+            pair.poison()
+    pair.device.synchronize()
+    assert pair.device.replayed == 40
+    monkeypatch.undo()
+    reference.forward(prompts[1])
+    for logits, (_, theirs) in zip(found, steps, strict=True):
+        expected = reference.forward(theirs)
+        assert logits.shape == expected.shape
+        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+    check_cache(pair.captured, reference)
