@@ -14,16 +14,18 @@ from typing import Any, Self
 import torch
 
 from outrider.draft.boot import build_model_method
+from outrider.draft.boot import runner_options as draft_options
 from outrider.draft.engine import Attach, Deliver, DraftEngine
 from outrider.draft.opening import make_methods
 from outrider.draft.settings import DraftSettings
 from outrider.engine.loader import load_model
-from outrider.engine.runner import ModelRunner, blocks_for_memory
+from outrider.engine.memory import build_runner
 from outrider.gateway.core import SpeculationCore
 from outrider.gateway.effects import CloseDraft, Effect, Emit, Fail, OpenDraft, OpenTarget, ToDraft, ToTarget
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 from outrider.target.boot import limits_of, load, new_engine
+from outrider.target.boot import runner_options as target_options
 from outrider.target.engine import StreamCommand
 from outrider.target.settings import TargetSettings
 from outrider.wire.errors import from_failure
@@ -44,11 +46,11 @@ class Colocated:
         if draft.model is None:
             raise ValueError("a co-located draft is a model: give its folder")
         loaded = load(target)
-        runner = ModelRunner(loaded.model, target.num_blocks or blocks_for_memory(loaded.model, target.cache_mb << 20))
+        runner = build_runner(loaded.model, target_options(target))
         limits = limits_of(target, loaded, runner)
         self._target = new_engine(target, runner, limits)
         small = load_model(draft.model, dtype=draft.dtype, device=draft.device, max_model_len=draft.max_model_len)
-        method = build_model_method(small, draft.num_blocks, draft.cache_mb << 20)
+        method = build_model_method(small, draft_options(draft).beside_another())
         self._draft = DraftEngine(make_methods([method]), draft.max_sequences, draft.max_rows)
         self._target_threads, self._draft_threads = target.threads, draft.threads
         _use_threads(self._target_threads)

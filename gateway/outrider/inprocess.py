@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.draft.boot import build_model_method, model_info
+from outrider.draft.boot import runner_options as draft_options
 from outrider.draft.engine import Attach, Deliver, DraftEngine
 from outrider.draft.engine import EngineCommand as DraftCommand
 from outrider.draft.opening import make_methods
@@ -19,9 +20,10 @@ from outrider.draft.settings import DraftSettings
 from outrider.draft.tracing import installed_tracer
 from outrider.engine.device_thread import DeviceStopped, DeviceThread
 from outrider.engine.loader import LoadedModel
-from outrider.engine.runner import ModelRunner, blocks_for_memory
+from outrider.engine.memory import build_runner
 from outrider.gateway.backends import Lost, VerifierLink
 from outrider.target.boot import info_of, limits_of, new_engine
+from outrider.target.boot import runner_options as target_options
 from outrider.target.engine import EngineCommand as TargetCommand
 from outrider.target.engine import StreamCommand
 from outrider.target.settings import TargetSettings
@@ -152,8 +154,7 @@ class LocalTarget(LocalPeer):
 
     def __init__(self, settings: TargetSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        blocks = settings.num_blocks or blocks_for_memory(loaded.model, settings.cache_mb << 20)
-        runner = ModelRunner(loaded.model, blocks)
+        runner = build_runner(loaded.model, target_options(settings))
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
@@ -191,7 +192,7 @@ class LocalDraft(LocalPeer):
 
     def __init__(self, settings: DraftSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        method = build_model_method(loaded, settings.num_blocks, settings.cache_mb << 20)
+        method = build_model_method(loaded, draft_options(settings).beside_another())
         self._info = DraftInfo(model_info(settings, loaded, method), (DraftMethod(method.name),))
         engine = DraftEngine(
             make_methods([method]), settings.max_sequences, settings.max_rows, tracer=installed_tracer()

@@ -183,6 +183,9 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
     assert given.draft_arguments() == [
         "draft", *common, "--model=small", "--dtype=bfloat16", "--device=cpu", "--threads=1", "--max-model-len=99",
     ]  # fmt: skip
+    both = settings("large", "--draft", "small", "--device", "cuda")
+    assert "--cache-mb=256" in both.draft_arguments()  # the rest of the device is the target's
+    assert not any(flag.startswith("--cache-mb") for flag in both.target_arguments())
     assert given.gateway_arguments("t:1", "d:2") == [
         "gateway", "--listen=:1", "--grace-s=2", "--target=t:1", "--draft=d:2", "--tokenizer=large", "--mode=chains",
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from outrider.draft.engine import Attach, Deliver, DraftEngine
 from outrider.draft.opening import make_methods
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.memory import RunnerOptions
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling import SamplingRows, SequenceSampler, process, process_greedy
 from outrider.kernels.coupled import coupled_choice
@@ -47,7 +48,7 @@ class Harness:
         self, num_blocks: int = 64, max_model_len: int | None = None, batch_invariant: bool = True, **options: Any
     ) -> None:
         self.loaded = tiny_model(max_model_len, batch_invariant)
-        self.method = build_model_method(self.loaded, num_blocks)
+        self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks))
         self.engine = DraftEngine(make_methods([self.method, NgramProposer(2, 4)]), **options)
         self.events: list[DraftEvent] = []
         self.flushes: list[list[DraftEvent]] = []

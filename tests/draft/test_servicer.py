@@ -19,6 +19,7 @@ from outrider.draft.engine import DraftEngine, EngineCommand
 from outrider.draft.opening import make_methods
 from outrider.draft.servicer import SERVICE, DraftServicer, register
 from outrider.engine.device_thread import DeviceThread
+from outrider.engine.memory import RunnerOptions
 from outrider.proposers.ngram import NgramProposer
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.channel import connect
@@ -38,7 +39,7 @@ class Service:
     """A served engine and a channel to it."""
 
     def __init__(self) -> None:
-        method = build_model_method(Harness().loaded, 64)
+        method = build_model_method(Harness().loaded, RunnerOptions(num_blocks=64))
         self.engine = DraftEngine(make_methods([method, NgramProposer()]))
         self.thread: DeviceThread[EngineCommand] = DeviceThread(self.engine, "test-device", 1)
         self.servicer = DraftServicer(self.thread, Outboxes(asyncio.get_running_loop()), INFO)

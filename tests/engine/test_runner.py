@@ -1,24 +1,24 @@
-"""The runner: memory to blocks, and the time of a pass."""
+"""The runner: batches, captured steps, and the time of a pass."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from replayed import Replayed
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import BatchEntry, build_batch
+from outrider.engine.buckets import StepLimits, all_buckets
 from outrider.engine.loader import build_decoder
-from outrider.engine.runner import ModelRunner, blocks_for_memory
+from outrider.engine.models.base import CausalLM
+from outrider.engine.runner import ModelRunner
 
 
-def test_blocks_for_memory_counts_keys_and_values_of_all_layers() -> None:
-    model = build_decoder(tiny_config(), tiny_state(tiny_hf_model())).model
-    per_block = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, kv heads, head_dim, tokens, bytes
-    assert blocks_for_memory(model, 10 * per_block + 5) == 10
-    cache = ModelRunner(model, 10).cache
-    assert sum(tensor.nbytes for tensor in (*cache.keys, *cache.values)) == 10 * per_block
-    with pytest.raises(ValueError, match="no block"):
-        blocks_for_memory(model, per_block - 1)
+class SomeModel:
+    """Any other CausalLM."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
 
 
 def test_forward_is_timed_and_records_no_gradient() -> None:
@@ -26,6 +26,31 @@ def test_forward_is_timed_and_records_no_gradient() -> None:
     logits = runner.forward([BatchEntry([1, 2, 3], 0, [2], 1)])
     assert runner.last_forward_us > 0
     assert logits.is_inference() and not logits.requires_grad
+
+
+def test_small_steps_are_replayed_and_prompts_are_not(triton_everywhere: torch.device) -> None:
+    if triton_everywhere.type != "cpu":
+        pytest.skip("tests/engine/test_graphs.py has the real capture")
+    runner = ModelRunner(build_decoder(tiny_config(), tiny_state(tiny_hf_model()), device="cpu").model, 4)
+    eager = runner.forward([BatchEntry(list(range(9)), 0, [2], 9)])
+    device = Replayed()
+    runner.capture(StepLimits(4, 2, 2), device)
+    assert device.captured == len(all_buckets(StepLimits(4, 2, 2))) and device.replayed == 0
+    runner.forward([BatchEntry([7], 7, [2], 1)])
+    logits = runner.forward([BatchEntry([7, 8], 7, [2], 1)])
+    assert device.replayed == 2
+    device.synchronize()
+    torch.testing.assert_close(logits, eager[-1:], atol=1e-5, rtol=1e-5)
+    runner.forward([BatchEntry([6, 7, 8], 6, [2], 1)])
+    assert device.replayed == 2
+
+
+def test_only_our_own_decoder_is_captured() -> None:
+    runner = ModelRunner(build_decoder(tiny_config(), tiny_state(tiny_hf_model())).model, 4)  # the C kernels, if any
+    device = Replayed()
+    runner.model = SomeModel(runner.model)
+    runner.capture(StepLimits(4, 2, 2), device)
+    assert device.captured == 0
 
 
 def test_batch_packs_rows_slots_and_tables() -> None:

@@ -19,6 +19,7 @@ from outrider.draft.opening import make_methods
 from outrider.draft.servicer import SERVICE, DraftServicer, register
 from outrider.engine.device_thread import DeviceThread
 from outrider.engine.loader import LoadedModel
+from outrider.engine.memory import RunnerOptions
 from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.proposers.ngram import NgramProposer
@@ -159,7 +160,7 @@ class Draft:
 
 def build_draft(loaded: LoadedModel, num_blocks: int) -> Draft:
     """With both methods."""
-    method = build_model_method(loaded, num_blocks)
+    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks))
     engine, pieces = DraftEngine(make_methods([method, NgramProposer(*NGRAM)])), DraftWatch()
     pieces.watch(engine)
     thread: DeviceThread[DraftCommand] = DeviceThread(engine, "draft-device", 1)

@@ -10,13 +10,15 @@ import torch
 
 from outrider.draft.engine import DraftEngine, EngineCommand
 from outrider.draft.opening import ModelMethod, make_methods
+from outrider.draft.scheduler import LONG_PREFILL
 from outrider.draft.servicer import SERVICE, DraftServicer, register
 from outrider.draft.settings import DraftSettings
 from outrider.draft.tracing import installed_tracer
 from outrider.engine.blocks import BlockPool
+from outrider.engine.buckets import StepLimits
 from outrider.engine.device_thread import DeviceThread, set_switch_interval
 from outrider.engine.loader import LoadedModel, load_model
-from outrider.engine.runner import ModelRunner, blocks_for_memory
+from outrider.engine.memory import RunnerOptions, build_runner
 from outrider.engine.sequence import SequenceCache
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
@@ -81,7 +83,7 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
         loaded = load_model(
             settings.model, dtype=settings.dtype, device=settings.device, max_model_len=settings.max_model_len
         )
-        method = build_model_method(loaded, settings.num_blocks, settings.cache_mb << 20)
+        method = build_model_method(loaded, runner_options(settings))
         methods.append(method)
         model = model_info(settings, loaded, method)
     methods.sort(key=lambda method: method.name != settings.method)
@@ -89,9 +91,21 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
     return methods, DraftInfo(model, tuple(DraftMethod(method.name) for method in methods))
 
 
-def build_model_method(loaded: LoadedModel, num_blocks: int | None = None, memory: int = 256 << 20) -> ModelMethod:
-    """The model over a cache of `num_blocks` blocks, or of as many as `memory` bytes hold."""
-    runner = ModelRunner(loaded.model, num_blocks or blocks_for_memory(loaded.model, memory))
+def runner_options(settings: DraftSettings) -> RunnerOptions:
+    """What the runner is told. Rows of a sequence are one, two after a bonus token, and more where a chain died."""
+    return RunnerOptions(
+        StepLimits(settings.max_rows, settings.max_sequences, LONG_PREFILL),
+        num_blocks=settings.num_blocks,
+        cache_bytes=None if settings.cache_mb is None else settings.cache_mb << 20,
+        default_cache_bytes=256 << 20,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        cuda_graphs=settings.cuda_graphs,
+    )
+
+
+def build_model_method(loaded: LoadedModel, options: RunnerOptions) -> ModelMethod:
+    """The model over a cache of its own."""
+    runner = build_runner(loaded.model, options)
     cache = SequenceCache(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
     return ModelMethod(DraftModelProposer(runner), cache, loaded.eos_token_ids)
 

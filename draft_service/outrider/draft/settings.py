@@ -25,8 +25,16 @@ class DraftSettings(ServiceSettings):
     device: str = Field("cpu", description="where the model runs")
     threads: int | None = Field(None, ge=1, le=256, description="threads for the model's products (default: torch's)")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the model's)")
-    cache_mb: int = Field(256, ge=1, description="memory of the key-value cache, in MiB")
+    cache_mb: int | None = Field(
+        None,
+        ge=1,
+        description="memory of the key-value cache, in MiB (default: 256; on a GPU what gpu-memory-utilization leaves)",
+    )
     num_blocks: int | None = Field(None, ge=1, description="blocks of 16 tokens in the cache (overrides cache-mb)")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of a GPU's memory that is in use once the cache is there, by whomever"
+    )
+    cuda_graphs: bool = Field(True, description="on a GPU, capture steps at start and replay them")
     max_rows: int = Field(512, ge=1, le=65536, description="rows of one step, chains and prompts together")
     max_sequences: int = Field(256, ge=1, description="sequences open at once")
     prompt_lookup_min: int | None = Field(None, ge=1, description="shortest n-gram that is looked up (default: 5)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -10,17 +9,12 @@ from torch import Tensor
 
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.blocks import BLOCK_SIZE
-from outrider.engine.kv_cache import KVCache, bytes_per_block
+from outrider.engine.buckets import StepLimits
+from outrider.engine.forward_timer import timer_of
+from outrider.engine.graphs import CapturedSteps, GraphDevice
+from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.base import CausalLM
-
-
-def blocks_for_memory(model: CausalLM, memory: int, block_size: int = BLOCK_SIZE) -> int:
-    """How many blocks `memory` bytes hold over all layers of `model`. Raises ValueError for less than one sequence of a
-    block."""
-    blocks = memory // bytes_per_block(model.layers, model.dtype, block_size)
-    if blocks < 1:
-        raise ValueError(f"{memory} bytes hold no block of {block_size} tokens of this model")
-    return blocks
+from outrider.engine.models.decoder import Decoder
 
 
 class ModelRunner:
@@ -29,12 +23,25 @@ class ModelRunner:
     def __init__(self, model: CausalLM, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.model = model
         self.cache = KVCache.allocate(model.layers, num_blocks, model.dtype, model.device, block_size)
-        self.last_forward_us = 0
+        self._timer = timer_of(model.device)
+        self._steps: CapturedSteps | None = None
 
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.cache.block_size
+
+    @property
+    def last_forward_us(self) -> int:
+        """How long the last pass took, once it has ended: on an accelerator, once its logits were read."""
+        return self._timer.microseconds()
+
+    def capture(self, limits: StepLimits, device: GraphDevice) -> None:
+        """Captures the steps without a prompt's chunk, from then on replayed. Other models than our own decoder run
+        eagerly: what theirs do on the host is not ours to know."""
+        if isinstance(self.model, Decoder):
+            self._steps = CapturedSteps(self.model, self.cache, limits, device)
+            self._steps.capture()
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -43,10 +50,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, entries: Sequence[BatchEntry]) -> Tensor:  # [rows that want logits, vocab] float32
-        """Computes all rows of `entries`; the logits are in the entries' order. On an accelerator `last_forward_us` is
-        the time to launch, until the caller reads the logits."""
-        started = time.perf_counter_ns()
-        batch = build_batch(entries, self.cache.block_size, self.model.device)
-        logits = self.model.forward(batch, self.cache)
-        self.last_forward_us = (time.perf_counter_ns() - started) // 1000
+        """Computes all rows of `entries`; the logits are in the entries' order, and hold until the next pass."""
+        self._timer.start()
+        logits = None if self._steps is None else self._steps.run(entries)
+        if logits is None:
+            logits = self.model.forward(build_batch(entries, self.cache.block_size, self.model.device), self.cache)
+        self._timer.stop()
         return logits

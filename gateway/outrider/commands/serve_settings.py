@@ -15,6 +15,7 @@ from outrider.pairs import pair_path
 from outrider.wire.config import ServiceSettings
 
 NGRAM = "ngram"
+CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 
 
 class ServeSettings(ServiceSettings):
@@ -45,8 +46,8 @@ class ServeSettings(ServiceSettings):
     threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores but one)")
     draft_threads: int = Field(1, ge=1, le=256, description="threads of the draft")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the models')")
-    cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its: 512)")
-    draft_cache_mb: int | None = Field(None, ge=1, description="memory of the draft's cache, in MiB (its: 256)")
+    cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its own choice)")
+    draft_cache_mb: int | None = Field(None, ge=1, description="memory of the draft's cache, in MiB (its own choice)")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
     trace_file: Path | None = Field(None, description="file to append traces to, for outrider trace")
@@ -110,7 +111,7 @@ class ServeSettings(ServiceSettings):
             "device": self.draft_device or self.device,
             "threads": self.draft_threads,
             "max-model-len": self.max_model_len,
-            "cache-mb": self.draft_cache_mb,
+            "cache-mb": self.draft_cache_mb or self._cache_beside_target,
         }
         return ["draft", *self._common(LOOPBACK), *_flags(flags)]
 
@@ -127,6 +128,12 @@ class ServeSettings(ServiceSettings):
             "model-name": self.model_name or None,
         }
         return ["gateway", *self._common(self.listen), *_flags(flags)]
+
+    @property
+    def _cache_beside_target(self) -> int | None:
+        """On a GPU with the target the draft takes little: what the device has left is the target's."""
+        on_cpu = (self.device or "cpu") == "cpu"
+        return None if on_cpu or (self.draft_device or self.device) != self.device else CACHE_BESIDE_TARGET
 
     @property
     def _draft_tokenizer(self) -> Path | None:

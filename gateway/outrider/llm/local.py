@@ -156,6 +156,7 @@ def _target_settings(
             "max_sequences": arguments.max_num_seqs * MAX_N,
             "trust_remote_code": arguments.trust_remote_code,
             "name": arguments.served_model_name or "",
+            "cuda_graphs": not arguments.enforce_eager,
         }
     )
 
@@ -171,6 +172,7 @@ def _draft_settings(
             "num_blocks": num_blocks,
             "max_rows": arguments.max_num_batched_tokens,
             "max_sequences": arguments.max_num_seqs * MAX_N,
+            "cuda_graphs": not arguments.enforce_eager,
         }
     )
 

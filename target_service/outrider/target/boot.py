@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+from outrider.engine.buckets import StepLimits
 from outrider.engine.checkpoint import read_tensors, weight_files
 from outrider.engine.device_thread import DeviceThread, set_switch_interval
 from outrider.engine.loader import LoadedModel, build_decoder, load_model
-from outrider.engine.runner import ModelRunner, blocks_for_memory
+from outrider.engine.memory import RunnerOptions, build_runner
+from outrider.engine.runner import ModelRunner
 from outrider.target.admission import TargetLimits
 from outrider.target.engine import EngineCommand, TargetEngine
 from outrider.target.profile import StepCosts
@@ -69,8 +71,7 @@ async def serve(settings: TargetSettings) -> None:
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     """Puts the parts together on the running event loop; the device thread starts here, and measures its steps before
     anybody can reach it."""
-    memory = settings.cache_mb << 20
-    runner = ModelRunner(loaded.model, settings.num_blocks or blocks_for_memory(loaded.model, memory))
+    runner = build_runner(loaded.model, runner_options(settings))
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     engine = new_engine(settings, runner, limits, outboxes.flush)
@@ -90,7 +91,6 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
         ),
         enable_reflection=settings.reflection,
     )
-    log.info("%s: %d blocks of %d tokens", settings.model, limits.num_blocks, limits.block_size)
     log.info(
         "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
     )
@@ -144,6 +144,18 @@ def load_expanded(settings: TargetSettings) -> LoadedModel:
         batch_invariant=settings.batch_invariant,
     )
     return replace(small, model=large.model)
+
+
+def runner_options(settings: TargetSettings) -> RunnerOptions:
+    """What the runner is told: a window's rows are its drafted tokens and the token before them."""
+    return RunnerOptions(
+        StepLimits(settings.max_rows, settings.max_sequences, settings.max_window + 1),
+        num_blocks=settings.num_blocks,
+        cache_bytes=None if settings.cache_mb is None else settings.cache_mb << 20,
+        default_cache_bytes=512 << 20,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        cuda_graphs=settings.cuda_graphs,
+    )
 
 
 def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner) -> TargetLimits:

@@ -22,8 +22,16 @@ class TargetSettings(ServiceSettings):
     device: str = Field("cpu", description="where the model runs")
     threads: int | None = Field(None, ge=1, le=256, description="threads for the model's products (default: torch's)")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the model's)")
-    cache_mb: int = Field(512, ge=1, description="memory of the key-value cache, in MiB")
+    cache_mb: int | None = Field(
+        None,
+        ge=1,
+        description="memory of the key-value cache, in MiB (default: 512; on a GPU what gpu-memory-utilization leaves)",
+    )
     num_blocks: int | None = Field(None, ge=1, description="blocks of 16 tokens in the cache (overrides cache-mb)")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of a GPU's memory that is in use once the cache is there, by whomever"
+    )
+    cuda_graphs: bool = Field(True, description="on a GPU, capture steps at start and replay them")
     prefix_cache: bool = Field(True, description="reuse the blocks of known prompts")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     max_rows: int = Field(512, ge=1, le=65536, description="rows of one step, prompts and windows together")

@@ -1,0 +1,136 @@
+"""How much memory the key-value cache gets, and the runner that has it.
+
+On a GPU the largest step is run once over a small cache; what a share of the device's memory leaves beside it is the
+cache's. Elsewhere, and where the operator says so, it is a number of bytes or of blocks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.buckets import StepLimits
+from outrider.engine.kv_cache import bytes_per_block
+from outrider.engine.models.base import CausalLM
+from outrider.engine.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
+SAMPLING_COPIES = 4  # of a step's logits, in float32: processed, sorted, and summed up
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What a service was told of its cache, and what its steps hold."""
+
+    steps: StepLimits = DEFAULT_STEPS
+    num_blocks: int | None = None  # wins
+    cache_bytes: int | None = None  # then this
+    default_cache_bytes: int = 512 << 20  # on a CPU
+    gpu_memory_utilization: float = 0.9  # on a GPU
+    cuda_graphs: bool = True
+
+    def beside_another(self) -> RunnerOptions:
+        """For the second model of a process: what a device has left is the first one's."""
+        return replace(self, cache_bytes=self.cache_bytes or self.default_cache_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of one device."""
+
+    total: int
+    free: int  # before the largest step
+    held: int  # by this process's allocator at that time: weights
+    peak: int  # by this process's allocator in the largest step, the small cache not counted
+    reserve: int  # for what that step did not show: sampling, and the pool of captured graphs
+
+    def room(self, share: float) -> int:
+        """What the cache may have, so that `share` of the device is in use with it. What others hold counts, too."""
+        others = self.total - self.free - self.held
+        return int(self.total * share) - others - self.peak - self.reserve
+
+
+def build_runner(model: CausalLM, options: RunnerOptions) -> ModelRunner:
+    """A runner with its cache, and on a GPU its graphs. Raises ValueError where no block fits."""
+    runner = ModelRunner(model, options.num_blocks or _num_blocks(model, options))
+    cache = runner.cache
+    size = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    log.info("key-value cache: %d blocks of %d tokens, %d MiB", cache.num_blocks, cache.block_size, size >> 20)
+    if options.cuda_graphs and model.device.type == "cuda":
+        from outrider.engine.cuda_graphs import CudaGraphs
+
+        runner.capture(options.steps, CudaGraphs(model.device))
+    return runner
+
+
+def blocks_for_memory(model: CausalLM, memory: int, block_size: int = BLOCK_SIZE) -> int:
+    """How many blocks `memory` bytes hold over all layers of `model`. Raises ValueError for less than one sequence of a
+    block."""
+    blocks = memory // bytes_per_block(model.layers, model.dtype, block_size)
+    if blocks < 1:
+        raise ValueError(f"{memory} bytes hold no block of {block_size} tokens of this model")
+    return blocks
+
+
+def blocks_for_share(model: CausalLM, use: MemoryUse, options: RunnerOptions) -> int:
+    """How many blocks the share of a GPU leaves room for, and no more than all sequences fill. Raises ValueError if it
+    is none."""
+    share, most = options.gpu_memory_utilization, options.steps.max_sequences * _table_width(model)
+    blocks = use.room(share) // bytes_per_block(model.layers, model.dtype)
+    if blocks < 1:
+        raise ValueError(
+            f"gpu_memory_utilization={share} leaves no memory for the key-value cache: of {use.total >> 20} MiB "
+            f"{(use.total - use.free - use.held) >> 20} are others', {use.peak >> 20} the model's with its largest "
+            f"step, and {use.reserve >> 20} kept for sampling and graphs; raise it, free the device, or give cache_mb"
+        )
+    return min(blocks, most)
+
+
+def largest_step(model: CausalLM, limits: StepLimits) -> list[BatchEntry]:
+    """As many rows as a step may hold, in windows, all of which want logits; the tables are of the longest context, as
+    far as memory goes. Sequence i has the blocks from i * blocks per window on."""
+    entries: list[BatchEntry] = []
+    length = min(max(limits.max_query_len, -(-limits.max_rows // limits.max_sequences)), model.max_model_len)
+    per_window = -(-length // BLOCK_SIZE)
+    width = _table_width(model)
+    for index in range(min(limits.max_sequences, -(-limits.max_rows // length))):
+        rows = min(length, limits.max_rows - index * length)
+        table = [index * per_window + block for block in range(per_window)]
+        entries.append(BatchEntry([0] * rows, 0, table + [0] * (width - per_window), rows))
+    return entries
+
+
+def _num_blocks(model: CausalLM, options: RunnerOptions) -> int:
+    if options.cache_bytes is None and model.device.type == "cuda":
+        return blocks_for_share(model, _measured(model, options), options)
+    return blocks_for_memory(model, options.cache_bytes or options.default_cache_bytes)
+
+
+def _measured(model: CausalLM, options: RunnerOptions) -> MemoryUse:
+    """Runs the largest step."""
+    device, entries = model.device, largest_step(model, options.steps)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    num_blocks = max(max(entry.block_table) for entry in entries) + 1
+    runner = ModelRunner(model, num_blocks)
+    runner.forward(entries)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device) - num_blocks * bytes_per_block(model.layers, model.dtype)
+    del runner
+    torch.cuda.empty_cache()
+    logits = sum(entry.num_logits for entry in entries) * model.vocab_size * torch.float32.itemsize
+    graphs = peak - held + logits if options.cuda_graphs else 0  # a pool of their own, and the logits that they fill
+    return MemoryUse(total, free, held, peak, SAMPLING_COPIES * logits + graphs)
+
+
+def _table_width(model: CausalLM) -> int:
+    """Blocks of the longest sequence."""
+    return -(-model.max_model_len // BLOCK_SIZE)
