@@ -15,12 +15,10 @@ class Replayed:
     def __init__(self) -> None:
         self.captured = 0
         self.replayed = 0
-        self.host = torch.zeros(0)
         self._stream: list[Callable[[], object]] = []
 
     def host_buffer(self, size: int) -> Tensor:
-        self.host = torch.zeros(size, dtype=torch.int32)
-        return self.host
+        return torch.zeros(size, dtype=torch.int32)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         self._stream.append(lambda: target.copy_(source))

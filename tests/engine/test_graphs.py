@@ -9,9 +9,11 @@ import pytest
 import torch
 from replayed import Replayed
 from tiny import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.buckets import StepLimits
+from outrider.engine.cuda_graphs import CudaGraphs
 from outrider.engine.graphs import CapturedSteps
 from outrider.engine.loader import build_decoder
 from outrider.engine.models.decoder import Decoder
@@ -27,10 +29,9 @@ NUM_SEQUENCES = 6
 LIMITS = StepLimits(max_rows=24, max_sequences=NUM_SEQUENCES, max_query_len=5)
 
 
-def make_runner(device: torch.device | str) -> ModelRunner:
-    model = build_decoder(
-        tiny_config("qwen3", **SIZE), tiny_state(tiny_hf_model("qwen3", **SIZE)), dtype="float32", device=device
-    ).model
+def make_runner(device: torch.device | str, *, batch_invariant: bool = False) -> ModelRunner:
+    config, state = tiny_config("qwen3", **SIZE), tiny_state(tiny_hf_model("qwen3", **SIZE))
+    model = build_decoder(config, state, dtype="float32", device=device, batch_invariant=batch_invariant).model
     runner = ModelRunner(model, NUM_BLOCKS)
     for tensor in (*runner.cache.keys, *runner.cache.values):
         tensor[POISON] = torch.nan
@@ -68,20 +69,38 @@ class Text:
         return BatchEntry(ids, start, self._tables[index], self._random.randint(0, len(ids)))
 
 
-class Pair:
-    """The same model with and without captured steps, each with a cache of its own."""
+class Captured:
+    """A model with captured steps: replayed by hand on a CPU, by CUDA on a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = Replayed()
-        self.captured = make_runner(device)
-        model = self.captured.model
+    def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
+        self.device = Replayed() if device.type == "cpu" else CudaGraphs(device)
+        self.runner = make_runner(device, batch_invariant=batch_invariant)
+        model = self.runner.model
         assert isinstance(model, Decoder)
-        self.steps = CapturedSteps(model, self.captured.cache, LIMITS, self.device)
+        self.steps = CapturedSteps(model, self.runner.cache, LIMITS, self.device)
         self.steps.capture()
+
+    def run(self, entries: list[BatchEntry]) -> Tensor:
+        """The logits of a step. A step that wants none is not waited for."""
+        logits = self.steps.run(entries)
+        assert logits is not None
+        if len(logits) == 0:
+            return logits.clone().cpu()
+        self.wait()
+        found = logits.clone().cpu()
+        self.poison()
+        return found
+
+    def wait(self) -> None:
+        """Until all that was launched has run."""
+        if isinstance(self.device, Replayed):
+            self.device.synchronize()
+        else:
+            torch.cuda.synchronize()
 
     def poison(self) -> None:
         """Fills every buffer with what would show, if it were read. Whoever read the logits has waited for the step."""
-        self.device.host.fill_(POISON)
+        self.steps._host.fill_(POISON)
         self.steps._numbers.fill_(POISON)
         self.steps._logits.fill_(torch.nan)
 
@@ -93,10 +112,10 @@ def reference() -> Iterator[ModelRunner]:
         yield make_runner("cpu")
 
 
-def check_cache(captured: ModelRunner, reference: ModelRunner) -> None:
+def check_cache(ours_of: ModelRunner, reference: ModelRunner) -> None:
     """Every slot, so that whatever padding stored would show."""
     for ours, theirs in zip(
-        (*captured.cache.keys, *captured.cache.values), (*reference.cache.keys, *reference.cache.values), strict=True
+        (*ours_of.cache.keys, *ours_of.cache.values), (*reference.cache.keys, *reference.cache.values), strict=True
     ):
         torch.testing.assert_close(ours.cpu(), theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
@@ -105,29 +124,33 @@ def check_cache(captured: ModelRunner, reference: ModelRunner) -> None:
 def test_replays_are_the_eager_pass(
     reference: ModelRunner, triton_everywhere: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if triton_everywhere.type != "cpu":
-        pytest.skip("tests/engine/test_graphs_gpu.py")
-    pair, texts = Pair(triton_everywhere), [Text(0), Text(0)]
-    check_cache(pair.captured, reference)  # capturing stored nothing
+    captured, texts = Captured(triton_everywhere), [Text(0), Text(0)]
+    captured.wait()
+    check_cache(captured.runner, reference)  # capturing stored nothing
     prompts = [text.prompts() for text in texts]
-    assert pair.steps.run(prompts[0]) is None  # too long for a window
-    pair.captured.forward(prompts[0])
+    assert captured.steps.run(prompts[0]) is None  # too long for a window
+    captured.runner.forward(prompts[0])
     steps = [(texts[0].windows(), texts[1].windows()) for _ in range(40)]
-    found = []
-    for ours, _ in steps:
-        logits = pair.steps.run(ours)
-        assert logits is not None
-        if len(logits):
-            pair.device.synchronize()
-        found.append(logits.clone())
-        if len(logits):
-            pair.poison()
-    pair.device.synchronize()
-    assert pair.device.replayed == 40
+    found = [captured.run(ours) for ours, _ in steps]
+    captured.wait()
+    if isinstance(captured.device, Replayed):
+        assert captured.device.replayed == 40
     monkeypatch.undo()
     reference.forward(prompts[1])
+    tolerance = 2e-5 if triton_everywhere.type == "cpu" else 1e-4
     for logits, (_, theirs) in zip(found, steps, strict=True):
         expected = reference.forward(theirs)
         assert logits.shape == expected.shape
-        torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
-    check_cache(pair.captured, reference)
+        torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
+    check_cache(captured.runner, reference)
+
+
+@torch.inference_mode()
+def test_replays_have_the_bits_of_the_eager_pass_in_batch_invariant_mode(triton_everywhere: torch.device) -> None:
+    captured, text = Captured(triton_everywhere, batch_invariant=True), Text(1)
+    captured.runner.forward(text.prompts())
+    for _ in range(8):
+        step = text.windows()
+        logits = captured.run(step)
+        captured.wait()
+        assert torch.equal(logits, captured.runner.forward(step).cpu())  # which stores the same once more
