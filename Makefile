@@ -20,7 +20,7 @@ given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients prove simulate check bench bench-network bench-kernels protos install clean
+.PHONY: help demo test test-clients prove simulate check bench bench-network bench-kernels gpu protos install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo 'make bench [ARGS="--batches 1,4"]                                 the embedded pair against peers and the floor'
 	@echo 'make bench-network [ARGS=--full]                                  what the network between the services costs'
 	@echo 'make bench-kernels [ARGS="--only linear"]                         each kernel against its floor and PyTorch'
+	@echo 'make gpu                                                          on a GPU: its tests, its kernels, whole steps'
 	@echo 'make protos                                                       the gRPC stubs, anew'
 	@echo 'make install                                                      $(VENV) with everything in it'
 	@echo 'make clean                                                        removes what make made'
@@ -76,6 +77,9 @@ bench-network: $(STAMP)
 
 bench-kernels: $(STAMP)
 	@exec $(BIN)/python bench/kernels.py $(ARGS)
+
+gpu: $(STAMP)
+	@exec $(BIN)/python bench/gpu_check.py $(ARGS)
 
 protos: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh

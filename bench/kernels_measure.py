@@ -53,6 +53,11 @@ class Probe:
         self._left, self._right = torch.randn(2, square, square, device=place.device).to(place.dtype)
         self._result = torch.empty_like(self._left)
 
+    @property
+    def num_bytes(self) -> int:
+        """That a read takes from memory; a copy writes as many."""
+        return self._source.nbytes
+
     def copy(self) -> None:
         """Reads and writes."""
         self._target.copy_(self._source)
@@ -67,7 +72,7 @@ class Probe:
 
     def rates(self, copies_us: list[float], read_us: float, product_us: float) -> Rates:
         """The best copy counts: the floor is to be one."""
-        num_bytes, flops = self._source.nbytes, 2 * self._left.shape[0] ** 3
+        num_bytes, flops = self.num_bytes, 2 * self._left.shape[0] ** 3
         return Rates(2 * num_bytes / min(copies_us) / 1e3, num_bytes / read_us / 1e3, flops / product_us / 1e3)
 
 

@@ -15,11 +15,16 @@ HEAD = ("function", "where", "shape", "us", "floor us", "share of floor", "compa
 def store(folder: Path, result: Json) -> Path:
     """Writes JSON and Markdown; returns the JSON's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", "", result["device"]["name"]).lower()).strip("-")
-    path = folder / f"{re.sub(r'[-:]', '', result['when'])[:13]}-{slug}.json"
+    path = folder / f"{file_stem(result)}.json"
     path.write_text(dump(result), encoding="utf-8")
     path.with_suffix(".md").write_text("\n".join(render(result)) + "\n", encoding="utf-8")
     return path
+
+
+def file_stem(result: Json) -> str:
+    """When it was measured, and on what."""
+    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", "", result["device"]["name"]).lower()).strip("-")
+    return f"{re.sub(r'[-:]', '', result['when'])[:13]}-{slug}"
 
 
 def render(result: Json) -> Iterator[str]:

@@ -1,0 +1,46 @@
+"""What waits for a GPU says so without one; the measurement of whole steps runs here with the kernels interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import INTERPRETED, interpreted_loops, one_patch_a_launch
+from replayed import Replayed
+
+from outrider.kernels import dispatch
+
+__all__ = ["interpreted_loops", "one_patch_a_launch"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(repository: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(repository / "bench/gpu_check.py")],
+        env=os.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines() == ["there is no GPU here, and nothing was checked"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_whole_steps_are_measured(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository / "bench"))
+    steps, case = import_module("gpu_steps"), import_module("kernels_case")
+    shape = dataclasses.replace(steps.QUICK, batches=(1,))
+    monkeypatch.setattr(steps, "QUICK", shape)
+    monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
+    device = Replayed()
+    result = steps.measure_steps(shape, case.QUICK, device, repeats=1) | {"device": {"name": "some device"}}
+    (row,) = result["rows"]
+    assert device.replayed == 2 * (steps.WARM_UP + 1)
+    assert row["batch"] == 1 and row["bytes"] > 0
+    assert all(math.isfinite(row[name]["median"]) and row[name]["median"] > 0 for name in ("replayed_us", "floor_us"))
+    assert "some device" in "\n".join(steps.render(result))
