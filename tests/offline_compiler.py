@@ -28,18 +28,19 @@ class _NoDevice:
         return 0
 
 
-def compile_only(capability: int) -> list[str]:
-    """From now on `kernel[grid](...)` compiles. Returns a list that names each kernel as it is compiled."""
+def compile_only(capability: int) -> list[tuple[str, str]]:
+    """From now on `kernel[grid](...)` compiles. Returns a list that gets each launch's name, and its
+    binary's hash."""
     import triton
     from triton.runtime.jit import JITFunction
 
     triton.runtime.driver.set_active(_NoDevice(capability))
-    compiled: list[str] = []
+    compiled: list[tuple[str, str]] = []
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
             binary = kernel.run(*args, grid=grid, warmup=True, **kwargs)
-            compiled.append(kernel.fn.__name__)
+            compiled.append((kernel.fn.__name__, binary.hash))
             return binary
 
         return launch

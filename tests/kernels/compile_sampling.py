@@ -58,4 +58,4 @@ def compile_all() -> None:
 if __name__ == "__main__":
     compiled = compile_only(int(sys.argv[1]))
     compile_all()
-    print(" ".join(sorted(set(compiled))))
+    print(" ".join(sorted({name for name, _ in compiled})))

@@ -46,9 +46,9 @@ def attention(
     row_bytes = _tile(max(query.shape[2], value_dim)) * query.dtype.itemsize
     key_scale, value_scale = kv_scales or (None, None)
     common: dict[str, Any] = {
-        "num_sequences": num_sequences, "HEADS": heads, "GROUP": heads // kv_heads, "VALUE_DIM": value_dim,
-        "VALUE_TILE": _tile(value_dim), "WINDOW": plan.sliding_window or 0, "SPLIT_ROWS": split_rows,
-        "PART_BY_ROW": part_by_row, "NUM_SPLITS": num_splits,
+        "num_sequences": num_sequences, "split_rows": split_rows, "num_splits": num_splits,
+        "HEADS": heads, "GROUP": heads // kv_heads, "VALUE_DIM": value_dim, "VALUE_TILE": _tile(value_dim),
+        "WINDOW": plan.sliding_window or 0, "PART_BY_ROW": part_by_row,
         "enable_fp_fusion": False,  # a fused product here and not there would part bits
     }  # fmt: skip
     for split in (True,) * (split_rows > 0) + (False,) * (plan.max_query_len > split_rows):

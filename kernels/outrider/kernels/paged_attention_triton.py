@@ -16,6 +16,9 @@ import triton.language as tl
 from outrider.kernels.attention_steps_triton import exp2_from, finish, merge, sees, tanh
 from outrider.kernels.row_search_triton import find_sequence
 
+# What varies from step to step: one binary for all of it, since a step must not wait for a compiler.
+SIZES = ["num_sequences", "split_rows", "num_splits", "table_stride"]
+
 
 @triton.jit
 def attend_keys(
@@ -83,18 +86,18 @@ def attend_keys(
 
 @triton.jit
 def part_of(
-    row: tl.tensor, sequence: tl.tensor, local: tl.tensor, SPLIT_ROWS: tl.constexpr, PART_BY_ROW: tl.constexpr
+    row: tl.tensor, sequence: tl.tensor, local: tl.tensor, split_rows: tl.tensor, PART_BY_ROW: tl.constexpr
 ) -> tl.tensor:
-    """Where the partial results of a row are: at its place in the batch, or among the SPLIT_ROWS of its sequence, which
-    are fewer beside long prompts."""
-    return row if PART_BY_ROW else sequence * SPLIT_ROWS + local
+    """Where the partial results of a row are: at its place in the batch, or among the `split_rows` of its sequence,
+    which are fewer beside long prompts."""
+    return row if PART_BY_ROW else sequence * split_rows + local
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["block_tables"])
 def attend_kernel(
     out: tl.tensor,  # [rows, heads, value_dim], written if not SPLIT
-    partial: tl.tensor,  # [parts, heads, NUM_SPLITS, value_dim] float32, written if SPLIT; see part_of
-    partial_most: tl.tensor,  # [parts, heads, NUM_SPLITS] float32, written if SPLIT
+    partial: tl.tensor,  # [parts, heads, splits, value_dim] float32, written if SPLIT; see part_of
+    partial_most: tl.tensor,  # [parts, heads, splits] float32, written if SPLIT
     partial_weight: tl.tensor,  # the same
     query: tl.tensor,  # [rows, heads, dim]
     key_cache: tl.tensor,  # [slots, kv_heads, dim]
@@ -110,6 +113,8 @@ def attend_kernel(
     scale: tl.tensor,
     softcap: tl.tensor,  # 0: none
     num_sequences: tl.tensor,
+    split_rows: tl.tensor,
+    num_splits: tl.tensor,
     query_row_stride: tl.tensor,
     query_head_stride: tl.tensor,
     key_slot_stride: tl.tensor,
@@ -126,12 +131,10 @@ def attend_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr,  # one split a program, of sequences of up to SPLIT_ROWS rows; else all keys of the others
+    SPLIT: tl.constexpr,  # one split a program, of sequences of up to split_rows rows; else all keys of the others
     IN_TURN: tl.constexpr,  # all keys split by split
-    SPLIT_ROWS: tl.constexpr,
     PART_BY_ROW: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -145,7 +148,7 @@ def attend_kernel(
     first = (tile - begin // TILE_ROWS - sequence) * TILE_ROWS  # row of the window
     if first >= length:
         return
-    is_short = length <= SPLIT_ROWS
+    is_short = length <= split_rows
     if is_short != SPLIT:
         return
     window_start = tl.load(context_lens + sequence) - length
@@ -202,8 +205,8 @@ def attend_kernel(
 
     columns = live[:, None] & (value_dim < VALUE_DIM)[None, :]
     if SPLIT:
-        kept = part_of(row, sequence, local, SPLIT_ROWS, PART_BY_ROW)
-        place = (kept.to(tl.int64) * HEADS + head) * NUM_SPLITS + tl.program_id(2)
+        kept = part_of(row, sequence, local, split_rows, PART_BY_ROW)
+        place = (kept.to(tl.int64) * HEADS + head) * num_splits + tl.program_id(2)
         tl.store(partial_most + place, most, mask=live)
         tl.store(partial_weight + place, weight, mask=live)
         tl.store(partial + place[:, None] * VALUE_DIM + value_dim[None, :], total, mask=columns)
@@ -213,17 +216,19 @@ def attend_kernel(
         tl.store(out + place[:, None] + value_dim[None, :], result.to(out.dtype.element_ty), mask=columns)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=SIZES[:3])
 def merge_kernel(
     out: tl.tensor,  # [rows, heads, value_dim], written
-    partial: tl.tensor,  # [parts, heads, NUM_SPLITS, value_dim] float32
-    partial_most: tl.tensor,  # [parts, heads, NUM_SPLITS] float32
+    partial: tl.tensor,  # [parts, heads, splits, value_dim] float32
+    partial_most: tl.tensor,  # [parts, heads, splits] float32
     partial_weight: tl.tensor,  # the same
     query_starts: tl.tensor,  # [sequences + 1]
     context_lens: tl.tensor,  # [sequences]
     sinks: tl.tensor,  # [heads] or None
     value_scale: tl.tensor,  # [1] or None
     num_sequences: tl.tensor,
+    split_rows: tl.tensor,
+    num_splits: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
@@ -231,10 +236,8 @@ def merge_kernel(
     VALUE_TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
-    SPLIT_ROWS: tl.constexpr,
     PART_BY_ROW: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
 ) -> None:
     """Merges the splits that a row sees, in order of position; rows of no sequence get zeros."""
     row, kv_head = tl.program_id(0), tl.program_id(1)
@@ -247,7 +250,7 @@ def merge_kernel(
     if row >= after:
         tl.store(out + place, tl.zeros((GROUP_TILE, VALUE_TILE), out.dtype.element_ty), mask=columns)
         return
-    if after - begin > SPLIT_ROWS:
+    if after - begin > split_rows:
         return
     local = row - begin
     window_start = tl.load(context_lens + sequence) - (after - begin)
@@ -257,7 +260,7 @@ def merge_kernel(
     most = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     weight = tl.zeros((GROUP_TILE,), tl.float32)
     total = tl.zeros((GROUP_TILE, VALUE_TILE), tl.float32)
-    source = (part_of(row, sequence, local, SPLIT_ROWS, PART_BY_ROW).to(tl.int64) * HEADS + head) * NUM_SPLITS
+    source = (part_of(row, sequence, local, split_rows, PART_BY_ROW).to(tl.int64) * HEADS + head) * num_splits
     for split in range(start // SPLIT_KEYS, tl.cdiv(window_start + local + 1, SPLIT_KEYS)):
         part_most = tl.load(partial_most + source + split, mask=live, other=float("-inf"))
         part_weight = tl.load(partial_weight + source + split, mask=live, other=0.0)
