@@ -1,6 +1,6 @@
 """Everything that waits for a GPU and needs nobody to look on, on a machine that has one:
 
-    python bench/gpu_check.py [--repeats N]
+    python bench/gpu_check.py [--only tests|kernels|steps] [--repeats N]
 
 The tests marked `gpu`, the kernel bench, and a whole step replayed against the same step launched kernel by kernel,
 stored in bench/results/steps. Exits with 2 where there is no GPU."""
@@ -32,20 +32,23 @@ def main() -> int:
     """0 if all went well, 1 if a part failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=30, help="timed steps of each kind and batch")
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--only", choices=("tests", "kernels", "steps"), help="one part of it")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("there is no GPU here, and nothing was checked", file=sys.stderr)
         return 2
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    parts = (
-        ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", "tests/engine"),
-        (str(BENCH / "kernels.py"), "--device", "cuda"),
-    )
+    parts = {
+        "tests": ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", "tests/engine"),
+        "kernels": (str(BENCH / "kernels.py"), "--device", "cuda"),
+    }
     codes = [
         subprocess.run([sys.executable, *part], cwd=BENCH.parent, env=environment, check=False).returncode
-        for part in parts
+        for name, part in parts.items()
+        if options.only in (None, name)
     ]
-    _steps(repeats)
+    if options.only in (None, "steps"):
+        _steps(options.repeats)
     return int(any(codes))
 
 

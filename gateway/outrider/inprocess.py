@@ -161,7 +161,9 @@ class LocalTarget(LocalPeer):
         info = info_of(settings, loaded, limits)
         self._info = replace(info, model=replace(info.model, max_model_len=longest))
         self.engine = new_engine(settings, runner, limits, self.flush)
-        self._thread: DeviceThread[TargetCommand] = DeviceThread(self.engine, "llm-target", settings.threads)
+        self._thread: DeviceThread[TargetCommand] = DeviceThread(
+            self.engine, "llm-target", settings.threads, settings.device
+        )
         self._info = replace(self._info, step_costs=self._thread.call(self.engine.profile).result())
 
     @property
@@ -197,7 +199,7 @@ class LocalDraft(LocalPeer):
         engine = DraftEngine(
             make_methods([method]), settings.max_sequences, settings.max_rows, tracer=installed_tracer()
         )
-        self._thread: DeviceThread[DraftCommand] = DeviceThread(engine, "llm-draft", settings.threads)
+        self._thread: DeviceThread[DraftCommand] = DeviceThread(engine, "llm-draft", settings.threads, settings.device)
         self._thread.submit(Attach(STREAM, self._sink))
 
     @property

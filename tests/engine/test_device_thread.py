@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from outrider.engine.device_thread import DeviceStopped, DeviceThread
 
@@ -174,3 +175,14 @@ def test_stop_takes_what_was_submitted_before_and_may_be_repeated() -> None:
     thread.stop(TIMEOUT)
     thread.stop(TIMEOUT)
     assert worker.commands == list(range(10))
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", []), ("cuda:1", [1])])
+def test_the_current_device_is_the_models(device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is the thread's own; a device without a number is the one that is current."""
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(device.index))
+    thread: DeviceThread[object] = DeviceThread(Recorder(), "test", device=device)
+    thread.call(lambda: None).result(TIMEOUT)
+    thread.stop(TIMEOUT)
+    assert found == expected

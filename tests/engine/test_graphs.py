@@ -26,6 +26,7 @@ SIZE = {
 NUM_BLOCKS = 64
 POISON = NUM_BLOCKS - 1  # as a block it is one of NaN, as a slot it lies in block 3, as a row or position in no step
 NUM_SEQUENCES = 6
+NUM_STEPS = 30
 LIMITS = StepLimits(max_rows=24, max_sequences=NUM_SEQUENCES, max_query_len=5)
 
 
@@ -130,11 +131,11 @@ def test_replays_are_the_eager_pass(
     prompts = [text.prompts() for text in texts]
     assert captured.steps.run(prompts[0]) is None  # too long for a window
     captured.runner.forward(prompts[0])
-    steps = [(texts[0].windows(), texts[1].windows()) for _ in range(40)]
+    steps = [(texts[0].windows(), texts[1].windows()) for _ in range(NUM_STEPS)]
     found = [captured.run(ours) for ours, _ in steps]
     captured.wait()
     if isinstance(captured.device, Replayed):
-        assert captured.device.replayed == 40
+        assert captured.device.replayed == NUM_STEPS
     monkeypatch.undo()
     reference.forward(prompts[1])
     tolerance = 2e-5 if triton_everywhere.type == "cpu" else 1e-4

@@ -46,7 +46,7 @@ async def serve(settings: DraftSettings) -> None:
     stop_tracing = setup_tracing("outrider-draft", settings.trace_file)
     methods, info = await asyncio.to_thread(load_methods, settings)
     engine = DraftEngine(make_methods(methods), settings.max_sequences, settings.max_rows, tracer=installed_tracer())
-    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "draft-device", settings.threads)
+    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "draft-device", settings.threads, settings.device)
     servicer = DraftServicer(thread, Outboxes(asyncio.get_running_loop()), info)
     try:
         server = build_server(

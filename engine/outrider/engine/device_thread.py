@@ -67,9 +67,11 @@ class DeviceThread(Generic[Command]):
         worker: Worker[Command],
         name: str,
         num_threads: int | None = None,  # of torch's products; the setting belongs to the thread
+        device: torch.device | str = "cpu",  # of its model
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
+        self._device = torch.device(device)
         self._num_threads = num_threads
         self._clock = clock
         self._queue: queue.SimpleQueue[Command | _Call | _Stop] = queue.SimpleQueue()
@@ -118,6 +120,8 @@ class DeviceThread(Generic[Command]):
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
+        if self._device.type == "cuda" and self._device.index is not None:
+            torch.cuda.set_device(self._device)  # a thread's own, too; Triton launches there, wherever its tensors are
         try:
             wait: float | None = None
             while self._apply(wait):

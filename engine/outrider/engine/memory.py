@@ -6,6 +6,7 @@ cache's. Elsewhere, and where the operator says so, it is a number of bytes or o
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,15 +58,8 @@ class MemoryUse:
 
 def build_runner(model: CausalLM, options: RunnerOptions) -> ModelRunner:
     """A runner with its cache, and on a GPU its graphs. Raises ValueError where no block fits."""
-    runner = ModelRunner(model, options.num_blocks or _num_blocks(model, options))
-    cache = runner.cache
-    size = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-    log.info("key-value cache: %d blocks of %d tokens, %d MiB", cache.num_blocks, cache.block_size, size >> 20)
-    if options.cuda_graphs and model.device.type == "cuda":
-        from outrider.engine.cuda_graphs import CudaGraphs
-
-        runner.capture(options.steps, CudaGraphs(model.device))
-    return runner
+    with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+        return _built(model, options)
 
 
 def blocks_for_memory(model: CausalLM, memory: int, block_size: int = BLOCK_SIZE) -> int:
@@ -103,6 +97,18 @@ def largest_step(model: CausalLM, limits: StepLimits) -> list[BatchEntry]:
         table = [index * per_window + block for block in range(per_window)]
         entries.append(BatchEntry([0] * rows, 0, table + [0] * (width - per_window), rows))
     return entries
+
+
+def _built(model: CausalLM, options: RunnerOptions) -> ModelRunner:
+    runner = ModelRunner(model, options.num_blocks or _num_blocks(model, options))
+    cache = runner.cache
+    size = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    log.info("key-value cache: %d blocks of %d tokens, %d MiB", cache.num_blocks, cache.block_size, size >> 20)
+    if options.cuda_graphs and model.device.type == "cuda":
+        from outrider.engine.cuda_graphs import CudaGraphs
+
+        runner.capture(options.steps, CudaGraphs(model.device))
+    return runner
 
 
 def _num_blocks(model: CausalLM, options: RunnerOptions) -> int:

@@ -75,7 +75,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     engine = new_engine(settings, runner, limits, outboxes.flush)
-    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "target-device", settings.threads)
+    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "target-device", settings.threads, settings.device)
     costs = thread.call(engine.profile).result()
     servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs))
 
