@@ -14,6 +14,7 @@ from outrider.draft.state import DraftSequence
 from outrider.engine.models import decoder
 from outrider.engine.sequence import Sequence as CachedSequence
 from outrider.engine.sequence import SequenceCache
+from outrider.kernels import kv_store
 from outrider.kernels.cpu_decoder import CpuDecoder, RaggedRows
 
 Bug = Callable[[pytest.MonkeyPatch], None]
@@ -33,11 +34,13 @@ def rollback_keeps_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def slots_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that cannot be trimmed: what a refused token left stays."""
-    store_kv = decoder.store_kv
+    store_kv = kv_store.store_kv  # which the decoder's fused turn ends in
 
-    def wrong(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    def wrong(
+        keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, **options: Any
+    ) -> None:
         empty = (key_cache.flatten(0, 1)[slots] == 0).flatten(1).all(1)
-        store_kv(keys[empty], values[empty], key_cache, value_cache, slots[empty])
+        store_kv(keys[empty], values[empty], key_cache, value_cache, slots[empty], **options)
 
     forward = CpuDecoder.forward
 
@@ -52,7 +55,7 @@ def slots_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
             cache[slots] = stale
         return logits
 
-    monkeypatch.setattr(decoder, "store_kv", wrong)
+    monkeypatch.setattr(kv_store, "store_kv", wrong)
     monkeypatch.setattr(CpuDecoder, "forward", wrong_pass)
 
 
