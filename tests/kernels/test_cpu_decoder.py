@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels import cpu_decoder as decoder_module
 from outrider.kernels import cpu_library as library_module
-from outrider.kernels.cpu_decoder import CpuDecoder, LayerWeights, RaggedRows, pack
+from outrider.kernels.cpu_decoder import CpuDecoder, Kind, LayerWeights, RaggedRows, is_bfloat16, pack
 from outrider.kernels.cpu_library import cpu_library
 from outrider.kernels.rotary import rotary_table
 
@@ -61,26 +62,53 @@ def run(model: CpuDecoder, num_rows: int, poison: bool = False) -> Tensor:
     return model.forward(hidden, rows, caches[:2], caches[2:], at)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 12, 13, 30, 61])
-def test_sixteen_bits_are_the_same_numbers(num_rows: int) -> None:
-    """A weight outside the bfloat16 grid by next to nothing is kept as 32 bits, and all others with it."""
-    logits = run(decoder(), num_rows)
-    torch.testing.assert_close(run(decoder(nudge=1e-7), num_rows), logits, atol=1e-5, rtol=1e-5)
-    assert not logits.isnan().any() and torch.equal(run(decoder(), num_rows, poison=True), logits)
+@pytest.fixture(params=[Kind.HALVES, Kind.TILES], ids=["halves", "tiles"])
+def sixteen_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuDecoder:
+    """The decoder on the processor's vectors, and on its matrix unit."""
+    library: Any = cpu_library()
+    if request.param is Kind.TILES and not (library and library.tiles_allowed()):
+        pytest.skip("the processor has no matrix unit")
+    if request.param is Kind.HALVES:
+        monkeypatch.setattr(decoder_module, "cpu_library", lambda: _Changed(library, tiles_allowed=_NotAllowed()))
+    model = decoder()
+    assert model.kind is request.param
+    return model
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 6, 10, 11, 12, 13, 30, 61])
+def test_sixteen_bits_are_the_same_numbers(sixteen_bits: CpuDecoder, num_rows: int) -> None:
+    """One weight outside the bfloat16 grid, by next to nothing, and all are kept as 32 bits."""
+    logits, wide = run(sixteen_bits, num_rows), decoder(nudge=1e-7)
+    assert wide.kind is Kind.FLOATS
+    torch.testing.assert_close(run(wide, num_rows), logits, atol=1e-5, rtol=0)
+    assert not logits.isnan().any() and torch.equal(run(sixteen_bits, num_rows, poison=True), logits)
+
+
+def test_rows_have_the_bits_that_they_have_among_fewer(sixteen_bits: CpuDecoder) -> None:
+    logits = run(sixteen_bits, 61)
+    for num_rows in (1, 2, 5, 6, 10, 11, 13, 17, 60):
+        assert torch.equal(run(sixteen_bits, num_rows), logits[:num_rows]), num_rows
 
 
 def test_pack() -> None:
     grid = normal(torch.Generator().manual_seed(1), 70, 5)
-    halves, wide = pack(grid), pack(grid + 1e-6)
+    assert is_bfloat16(grid) and not is_bfloat16(grid + 1e-6)
+    halves, wide, tiles = (pack(grid, kind) for kind in (Kind.HALVES, Kind.FLOATS, Kind.TILES))
     assert halves.dtype == torch.int16 and wide.dtype == torch.float32 and halves.shape == wide.shape == (3, 5, 32)
     numbers = (halves.int() << 16).view(torch.float32)  # [panels, in, 32]
+    assert torch.equal(numbers, wide)
     assert torch.equal(numbers.transpose(1, 2).reshape(96, 5)[:70], grid) and not numbers[2, :, 6:].any()
+    assert tiles.dtype == torch.int16 and tiles.shape == (3, 1, 2, 16, 16, 2)
+    ordered = (tiles.int() << 16).view(torch.float32).permute(0, 2, 4, 1, 3, 5).reshape(96, 32)
+    assert torch.equal(ordered[:70, :5], grid) and not ordered[70:].any() and not ordered[:, 5:].any()
 
 
 @pytest.mark.parametrize("num_rows", [1, 12, 13, 61])
-def test_scratch_memory_is_as_large_as_said(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_memory_is_as_large_as_said(
+    sixteen_bits: CpuDecoder, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither a pass nor its products alone, which are its floor, write past it."""
-    model, guard, seen = decoder(), torch.full((64,), 7.0), []
+    model, guard, seen = sixteen_bits, torch.full((64,), 7.0), []
     needed = model._library.decoder_scratch
 
     def guarded(*sizes: ctypes.c_int64) -> int:
@@ -89,21 +117,29 @@ def test_scratch_memory_is_as_large_as_said(num_rows: int, monkeypatch: pytest.M
         seen.append(size)
         return size
 
-    monkeypatch.setattr(model, "_library", _Guarded(model._library, guarded))
+    monkeypatch.setattr(model, "_library", _Changed(model._library, decoder_scratch=guarded))
     for run_once in (lambda: run(model, num_rows), lambda: model.products(num_rows)):
         run_once()
         assert torch.equal(model._scratch[-64:], guard) and bool((model._scratch[: seen[-1]] != 1).any())
     assert len(seen) == 2
 
 
-class _Guarded:
-    """The library with another size of the scratch memory."""
+class _Changed:
+    """The library with some functions replaced."""
 
-    def __init__(self, library: Any, scratch: Any) -> None:
-        self._library, self.decoder_scratch = library, scratch
+    def __init__(self, library: Any, **functions: Any) -> None:
+        self._library = library
+        self.__dict__.update(functions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
+
+
+class _NotAllowed:
+    """Takes the place of a C function that says no."""
+
+    def __call__(self) -> int:
+        return 0
 
 
 def test_switched_off() -> None:
