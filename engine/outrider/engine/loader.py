@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from outrider.engine import checkpoint
 from outrider.engine.models import cpu_decoder
@@ -68,7 +67,17 @@ def load_model(
     elif batch_invariant:
         raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
     else:
-        model = _load_registry(folder, weights_dtype, device, max_model_len, trust_remote_code)
+        # Only where needed: it imports transformers' models.
+        from outrider.engine.models.registry import load_registry_model
+
+        model = load_registry_model(
+            folder,
+            config,
+            dtype=weights_dtype,
+            device=device,
+            max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+        )
     return LoadedModel(
         model=model,
         model_type=model_type,
@@ -126,25 +135,6 @@ def _decoder(
     if cpu_decoder.can_run(config, dtype, device):
         return NativeDecoder(config, state)
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
-
-
-def _load_registry(
-    folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None, trust_remote_code: bool
-) -> CausalLM:
-    from outrider.engine.models.registry import (
-        load_registry_model,
-    )  # only where needed: it imports transformers' models
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except ValueError as error:
-        raise UnsupportedModel(f"{folder}: {error}") from error
-    length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None)
-    if length is None:
-        raise UnsupportedModel(f"{folder} ({config.model_type}) states no longest sequence: give max_model_len")
-    return load_registry_model(
-        folder, config, dtype=dtype, device=device, max_model_len=length, trust_remote_code=trust_remote_code
-    )
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
