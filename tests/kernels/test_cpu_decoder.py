@@ -27,7 +27,7 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return (torch.randn(*shape, generator=generator) * 0.2).bfloat16().float()
 
 
-def decoder(nudge: float = 0.0) -> CpuDecoder:
+def decoder(nudge: float = 0.0, gemma: bool = False) -> CpuDecoder:
     """Two layers; one number of each weight is changed by `nudge`."""
     if cpu_library() is None:
         pytest.skip("no C compiler")
@@ -38,17 +38,23 @@ def decoder(nudge: float = 0.0) -> CpuDecoder:
         drawn[0, 0] += nudge
         return drawn
 
+    rotary = rotary_table(1e4 ** -(torch.arange(0, DIM, 2) / DIM), 1.0, 64, torch.float32)
+    norms: dict[str, Any] = {"output_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)} if gemma else {}
+    options: dict[str, Any] = {}
+    if gemma:
+        options = {"activation": "gelu_tanh", "attention_softcap": 2.0, "logit_softcap": 3.0}
     layers = [
         LayerWeights(
             weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), weight(HIDDEN, HEADS * DIM), weight(WIDTH, HIDDEN),
-            weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH), torch.ones(HIDDEN), torch.ones(HIDDEN), window=window,
+            weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH), torch.ones(HIDDEN), torch.ones(HIDDEN), rotary,
+            window=window, **norms,
         )
         for window in (None, 5)
     ]  # fmt: skip
-    rotary = rotary_table(1e4 ** -(torch.arange(0, DIM, 2) / DIM), 1.0, 64, torch.float32)
     return CpuDecoder(
-        layers, rotary, torch.ones(HIDDEN), weight(VOCAB, HIDDEN), heads=HEADS, kv_heads=KV_HEADS, eps=1e-5
-    )
+        layers, torch.ones(HIDDEN), weight(VOCAB, HIDDEN), heads=HEADS, kv_heads=KV_HEADS, eps=1e-5, scale=DIM**-0.5,
+        **options,
+    )  # fmt: skip
 
 
 def run(model: CpuDecoder, num_rows: int, poison: bool = False) -> Tensor:
@@ -62,23 +68,29 @@ def run(model: CpuDecoder, num_rows: int, poison: bool = False) -> Tensor:
     return model.forward(hidden, rows, caches[:2], caches[2:], at)
 
 
+@pytest.fixture(params=[False, True], ids=["llama", "gemma"])
+def gemma(request: pytest.FixtureRequest) -> bool:
+    """Whether the decoder has what only Gemma's has."""
+    return bool(request.param)
+
+
 @pytest.fixture(params=[Kind.HALVES, Kind.TILES], ids=["halves", "tiles"])
-def sixteen_bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuDecoder:
+def sixteen_bits(request: pytest.FixtureRequest, gemma: bool, monkeypatch: pytest.MonkeyPatch) -> CpuDecoder:
     """The decoder on the processor's vectors, and on its matrix unit."""
     library: Any = cpu_library()
     if request.param is Kind.TILES and not (library and library.tiles_allowed()):
         pytest.skip("the processor has no matrix unit")
     if request.param is Kind.HALVES:
         monkeypatch.setattr(decoder_module, "cpu_library", lambda: _Changed(library, tiles_allowed=_NotAllowed()))
-    model = decoder()
+    model = decoder(gemma=gemma)
     assert model.kind is request.param
     return model
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 6, 10, 11, 12, 13, 30, 61])
-def test_sixteen_bits_are_the_same_numbers(sixteen_bits: CpuDecoder, num_rows: int) -> None:
+def test_sixteen_bits_are_the_same_numbers(sixteen_bits: CpuDecoder, gemma: bool, num_rows: int) -> None:
     """One weight outside the bfloat16 grid, by next to nothing, and all are kept as 32 bits."""
-    logits, wide = run(sixteen_bits, num_rows), decoder(nudge=1e-7)
+    logits, wide = run(sixteen_bits, num_rows), decoder(1e-7, gemma)
     assert wide.kind is Kind.FLOATS
     torch.testing.assert_close(run(wide, num_rows), logits, atol=1e-5, rtol=0)
     assert not logits.isnan().any() and torch.equal(run(sixteen_bits, num_rows, poison=True), logits)

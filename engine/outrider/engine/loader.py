@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.engine import checkpoint
 from outrider.engine.models import cpu_decoder
-from outrider.engine.models.base import CausalLM, UnsupportedModel
+from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedModel
 from outrider.engine.models.cpu_decoder import NativeDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
@@ -50,7 +50,7 @@ def load_model(
     batch_invariant: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads a folder. Model types that are not our own decoder's run through transformers' attention registry. Raises
+    """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. Raises
     UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there."""
     device = find_device(device)
     weights_dtype = _dtype(dtype, device)
@@ -60,12 +60,10 @@ def load_model(
     files = checkpoint.weight_files(folder)
     model_type = str(config.get("model_type"))
     model: CausalLM
-    if model_type in MODEL_TYPES:
-        parsed = parse_config(config, max_model_len)
+    parsed = _parsed(config, max_model_len, batch_invariant)
+    if parsed is not None:
         state = checkpoint.read_tensors(files)
         model = _decoder(parsed, state, weights_dtype, device, batch_invariant)
-    elif batch_invariant:
-        raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
     else:
         # Only where needed: it imports transformers' models.
         from outrider.engine.models.registry import load_registry_model
@@ -122,6 +120,21 @@ def find_device(name: str | torch.device) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{given}; allowed: cpu, cuda, and cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
+
+
+def _parsed(config: dict[str, Any], max_model_len: int | None, batch_invariant: bool) -> DecoderConfig | None:
+    """What our decoder needs to know; None for what it does not compute. Batch-invariant mode is for it alone."""
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        if batch_invariant:
+            raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
+        return None
+    try:
+        return parse_config(config, max_model_len)
+    except NotForDecoder as error:
+        if batch_invariant:
+            raise UnsupportedModel(f"batch-invariant mode is for our own decoder, not for {error}") from error
+        return None
 
 
 def _decoder(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,8 @@ class _Matrix(Structure):
 class _Layer(Structure):
     _fields_ = (
         *((name, _Matrix) for name in ("qkv", "output", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "qk_norm")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "output_norm", "down_norm", "qk_norm")),
+        ("cos", c_void_p), ("sin", c_void_p),
         ("window", c_int64),
     )  # fmt: skip
 
@@ -52,8 +53,8 @@ class _Layer(Structure):
 class _Decoder(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
-        ("eps", c_float), ("scale", c_float), ("layers", POINTER(_Layer)),
-        ("cos", c_void_p), ("sin", c_void_p), ("norm", c_void_p), ("head", _Matrix),
+        ("gate_is_gelu", c_int64), *((name, c_float) for name in ("eps", "scale", "softcap", "logit_softcap")),
+        ("layers", POINTER(_Layer)), ("norm", c_void_p), ("head", _Matrix),
     )  # fmt: skip
 
 
@@ -73,8 +74,11 @@ class LayerWeights:
     gate: Tensor  # [intermediate, hidden]
     up: Tensor  # [intermediate, hidden]
     down: Tensor  # [hidden, intermediate]
-    input_norm: Tensor  # [hidden]
-    post_norm: Tensor  # [hidden]
+    input_norm: Tensor  # [hidden]: before attention
+    post_norm: Tensor  # [hidden]: before the gate
+    rotary: tuple[Tensor, Tensor]  # cos and signed sin, [positions, head_dim] each
+    output_norm: Tensor | None = None  # [hidden]: of attention's output, before it is added
+    down_norm: Tensor | None = None  # [hidden]: of the feed-forward's
     qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
@@ -112,13 +116,16 @@ class CpuDecoder:
     def __init__(
         self,
         layers: Sequence[LayerWeights],
-        rotary: tuple[Tensor, Tensor],  # cos and signed sin, [positions, head_dim] float32 each
         norm: Tensor,  # [hidden]
         head: Tensor,  # [vocab, hidden]
         *,
         heads: int,
         kv_heads: int,
         eps: float,
+        scale: float,  # of the scores
+        activation: Literal["silu", "gelu_tanh"] = "silu",  # of the gate
+        attention_softcap: float | None = None,
+        logit_softcap: float | None = None,
     ) -> None:
         library = cpu_library()
         if library is None:
@@ -132,10 +139,10 @@ class CpuDecoder:
         self._kept: list[Tensor] = []  # what the pointers below point to
         self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
         self.hidden, self.vocab_size = norm.shape[0], head.shape[0]
-        head_dim = rotary[0].shape[-1]
         self._decoder = _Decoder(
-            len(layers), self.hidden, layers[0].gate.shape[0], heads, kv_heads, head_dim, eps, head_dim**-0.5,
-            self._layers, *map(self._pointer, rotary), self._pointer(norm), self._matrix(head, None),
+            len(layers), self.hidden, layers[0].gate.shape[0], heads, kv_heads, layers[0].rotary[0].shape[-1],
+            int(activation == "gelu_tanh"), eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
+            self._layers, self._pointer(norm), self._matrix(head, None),
         )  # fmt: skip
         self._scratch = torch.empty(0)
 
@@ -188,7 +195,8 @@ class CpuDecoder:
             self._matrix(layer.gate, layer.gate_bias),
             self._matrix(layer.up, layer.up_bias),
             self._matrix(layer.down, layer.down_bias),
-            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.qk_norm)),
+            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.output_norm, layer.down_norm, layer.qk_norm)),
+            *map(self._pointer, layer.rotary),
             layer.window or 0,
         )
 

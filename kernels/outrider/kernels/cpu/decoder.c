@@ -1,6 +1,6 @@
-/* A pass of a decoder (Llama, Mistral, Qwen) over a ragged batch, in float32, on threads that stay together from the
-   first layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no number of
-   threads. */
+/* A pass of a decoder (Llama, Mistral, Qwen, Gemma, Phi) over a ragged batch, in float32, on threads that stay together
+   from the first layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no
+   number of threads. */
 
 #include <math.h>
 #include <omp.h>
@@ -15,17 +15,19 @@
 
 typedef struct {
     Matrix qkv, output, gate, up, down;
-    const float *input_norm, *post_norm; /* [hidden] */
-    const float *qk_norm;                /* [heads + kv_heads][head_dim], or none */
+    const float *input_norm, *post_norm;  /* [hidden]: before attention, before the gate */
+    const float *output_norm, *down_norm; /* [hidden], or none: of what is then added to the residual stream */
+    const float *qk_norm;                 /* [heads + kv_heads][head_dim], or none */
+    const float *cos, *sin;               /* [positions][head_dim]; the first half of the sines is negated */
     int64_t window;
 } Layer;
 
 typedef struct {
     int64_t num_layers, hidden, intermediate, heads, kv_heads, head_dim;
-    float eps, scale;
+    int64_t gate_is_gelu;                     /* its approximation with tanh; else silu */
+    float eps, scale, softcap, logit_softcap; /* softcap 0: none */
     const Layer *layers;
-    const float *cos, *sin; /* [positions][head_dim]; the first half of the sines is negated */
-    const float *norm;      /* [hidden] */
+    const float *norm; /* [hidden] */
     Matrix head;
 } Decoder;
 
@@ -42,7 +44,7 @@ typedef struct {
     long rounds;
     atomic_long *arrived;
     Results *results; /* of two panels for every row */
-    float *scores; /* of one row, with room for 15 more */
+    float *scores;    /* of one row, with room for 15 more */
 } Thread;
 
 /* All threads of the team have come here. They are about as fast as each other, so none sleeps at first. */
@@ -87,6 +89,19 @@ static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, con
     meet(thread);
 }
 
+/* hidden += the norm of x; both [rows][dim]. */
+static void add_normed(Thread *thread, const float *x, const float *weight, int64_t rows, int64_t dim, float eps,
+                       float *hidden) {
+    for (SHARE(row, rows)) {
+        const float *from = x + row * dim;
+        floats factor = all(rms_factor(from, dim, eps));
+        float *to = hidden + row * dim;
+        for (int64_t at = 0; at < dim; at += LANES)
+            store(to + at, load(to + at) + load(from + at) * factor * load(weight + at));
+    }
+    meet(thread);
+}
+
 /* x: placed; out: [rows][outputs], set, or added to. */
 static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, float *out) {
     for (SHARE(panel, num_panels(matrix))) {
@@ -100,8 +115,22 @@ static void product(Thread *thread, const Matrix *matrix, const float *x, int64_
     meet(thread);
 }
 
-/* x: placed; out: silu(gate) * up, placed. */
-static void gated(Thread *thread, const Layer *layer, const float *x, int64_t rows, float *out) {
+/* x: placed. hidden += the product, or its norm; `spare` has room for the product. */
+static void add_product(Thread *thread, const Matrix *matrix, const float *norm, float eps, const float *x,
+                        int64_t rows, float *spare, float *hidden) {
+    product(thread, matrix, x, rows, !norm, norm ? spare : hidden);
+    if (norm) add_normed(thread, spare, norm, rows, matrix->outputs, eps, hidden);
+}
+
+/* x * sigmoid(x); or x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is x / 2 * (1 + tanh(half of that)). */
+INLINE floats activated(floats x, int64_t is_gelu) {
+    floats slope = x;
+    if (is_gelu) slope *= all(1.5957691216f) + all(0.0713548162f) * x * x;
+    return x / (all(1.0f) + exponential(-slope));
+}
+
+/* x: placed; out: activated(gate) * up, placed. */
+static void gated(Thread *thread, const Layer *layer, int64_t is_gelu, const float *x, int64_t rows, float *out) {
     Results *gates = thread->results, *ups = gates + rows;
     int64_t outputs = layer->gate.outputs;
     for (SHARE(panel, num_panels(&layer->gate))) {
@@ -109,10 +138,8 @@ static void gated(Thread *thread, const Layer *layer, const float *x, int64_t ro
         product_panel(&layer->gate, panel, x, rows, gates);
         product_panel(&layer->up, panel, x, rows, ups);
         for (int64_t row = 0; row < rows; row++) {
-            for (int64_t at = 0; at < PANEL; at += LANES) {
-                floats value = load(gates[row] + at);
-                store(gates[row] + at, value / (all(1.0f) + exponential(-value)) * load(ups[row] + at));
-            }
+            for (int64_t at = 0; at < PANEL; at += LANES)
+                store(gates[row] + at, activated(load(gates[row] + at), is_gelu) * load(ups[row] + at));
             place(&layer->down, rows, row, first, width, gates[row], out);
         }
     }
@@ -128,8 +155,8 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
     float head[MOST_DIM];
     for (SHARE(row, batch->rows)) {
         float *own = qkv + row * width;
-        const float *cosine = decoder->cos + batch->positions[row] * dim;
-        const float *sine = decoder->sin + batch->positions[row] * dim;
+        const float *cosine = layer->cos + batch->positions[row] * dim;
+        const float *sine = layer->sin + batch->positions[row] * dim;
         for (int64_t index = 0; index < turned; index++) {
             float *at = own + index * dim;
             memcpy(head, at, (size_t)dim * sizeof(float));
@@ -149,8 +176,8 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
 /* out: placed. A thread takes every so many-th row and key-value head: late rows have most keys. */
 static void attention(Thread *thread, const Decoder *decoder, const Layer *layer, const Rows *batch, const float *qkv,
                       const float *keys, const float *values, float *out) {
-    AttentionShape shape = {decoder->heads,    decoder->kv_heads, decoder->head_dim,
-                            batch->block_size, layer->window,     decoder->scale};
+    AttentionShape shape = {decoder->heads, decoder->kv_heads, decoder->head_dim, batch->block_size,
+                            layer->window,  decoder->scale,    decoder->softcap};
     int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads,
             width = (shape.heads + 2 * shape.kv_heads) * dim;
     int64_t task = 0;
@@ -175,6 +202,7 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
     int64_t rows = batch->rows, width = decoder->heads * decoder->head_dim;
     float *normed = scratch, *attended = normed + placed_size(decoder->hidden, rows);
     float *wide = attended + placed_size(width, rows), *qkv = wide + placed_size(decoder->intermediate, rows);
+    float *spare = qkv + rows * (width + 2 * decoder->kv_heads * decoder->head_dim); /* [rows][hidden] */
     for (int64_t index = 0; index < decoder->num_layers; index++) {
         const Layer *layer = decoder->layers + index;
         float *keys = batch->keys[index], *values = batch->values[index];
@@ -182,17 +210,27 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
         product(thread, &layer->qkv, normed, rows, 0, qkv);
         turn_and_store(thread, decoder, layer, batch, qkv, keys, values);
         attention(thread, decoder, layer, batch, qkv, keys, values, attended);
-        product(thread, &layer->output, attended, rows, 1, hidden);
+        add_product(thread, &layer->output, layer->output_norm, decoder->eps, attended, rows, spare, hidden);
         norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->eps, &layer->gate, normed);
-        gated(thread, layer, normed, rows, wide);
-        product(thread, &layer->down, wide, rows, 1, hidden);
+        gated(thread, layer, decoder->gate_is_gelu, normed, rows, wide);
+        add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, spare, hidden);
     }
 }
 
-/* Floats of a thread's own scratch: the results of two panels, and one row's scores. */
-static int64_t own_scratch(int64_t rows, int64_t keys) {
-    return 2 * rows * PANEL + (keys + 2 * LANES) / LANES * LANES;
+/* Changes `count` numbers, any number of them. */
+static void cap_all(Thread *thread, float *x, int64_t count, float cap) {
+    for (SHARE(part, (count + LANES - 1) / LANES)) {
+        int64_t at = part * LANES, size = count - at < LANES ? count - at : LANES;
+        float lanes[LANES] = {0};
+        memcpy(lanes, x + at, (size_t)size * sizeof(float));
+        store(lanes, soft_cap(load(lanes), cap));
+        memcpy(x + at, lanes, (size_t)size * sizeof(float));
+    }
+    meet(thread);
 }
+
+/* Floats of a thread's own scratch: the results of two panels, and one row's scores. */
+static int64_t own_scratch(int64_t rows, int64_t keys) { return 2 * rows * PANEL + (keys + 2 * LANES) / LANES * LANES; }
 
 /* Floats of the inputs of all products of a layer. */
 static int64_t inputs_scratch(const Decoder *decoder, int64_t rows) {
@@ -227,6 +265,8 @@ void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, c
         run_layers(&thread, decoder, batch, hidden, shared);
         norm_rows(&thread, hidden, logit_rows, decoder->norm, wanted, decoder->eps, &decoder->head, shared);
         product(&thread, &decoder->head, shared, wanted, 0, logits);
+        if (decoder->logit_softcap != 0.0f)
+            cap_all(&thread, logits, wanted * decoder->head.outputs, decoder->logit_softcap);
         if (decoder->head.kind == TILES) tiles_end();
     }
 }
