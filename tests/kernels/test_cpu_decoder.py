@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,12 @@ class _NotAllowed:
 
     def __call__(self) -> int:
         return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="no gcc")
+def test_they_compile_here() -> None:
+    """Sources that do not compile would otherwise only skip the tests of them."""
+    assert library_module.cpu_library.__wrapped__() is not None
 
 
 def test_switched_off() -> None:
