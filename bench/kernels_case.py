@@ -78,6 +78,7 @@ WITHOUT_ROW = {
     "batch_invariant.padded_tiles": "a part of by_row_tiles",
     "coupled.first_argmax": "a part of greedy_choice",
     "cpu_decoder.can_run": "a question, once at load; the pass itself is measured by `outrider bench`",
+    "cpu_decoder.is_bfloat16": "once, at load",
     "cpu_decoder.pack": "once, at load",
     "cpu_library.cpu_library": "once, at load",
     "device_plan.split_keys": "a number, once a step",

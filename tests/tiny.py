@@ -34,6 +34,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 24},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,  # low enough to show
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 24},
 }
 
 

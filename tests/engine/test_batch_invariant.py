@@ -98,8 +98,9 @@ def test_rejected_rows_change_no_bit(runner: ModelRunner) -> None:
         assert torch.equal(runner.forward([BatchEntry(wrong, at, TABLE, 5)])[0], whole[at])
 
 
-def test_bfloat16_holds_the_contract_too() -> None:
-    runner = make_runner("qwen3", batch_invariant=True, dtype="bfloat16")
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text"])
+def test_bfloat16_holds_the_contract_too(family: str) -> None:
+    runner = make_runner(family, batch_invariant=True, dtype="bfloat16")
     whole = run_steps(runner, [LENGTH])
     assert all(torch.equal(run_steps(runner, schedule, others=1), whole) for schedule in SCHEDULES.values())
 
@@ -111,10 +112,11 @@ def test_equal_models_give_equal_bits(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_c_kernels_hold_the_contract_whatever_the_threads_and_the_weights(batch_invariant: bool) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_c_kernels_hold_the_contract_whatever_the_threads_and_the_weights(family: str, batch_invariant: bool) -> None:
     """They need no mode for it. Weights of 16 bits are widened on the way, a part at a time where rows are many."""
-    runner = make_runner("qwen3", batch_invariant, kernels="c", halves=True)
-    assert runner.model.batch_invariant and not make_runner("qwen3", False).model.batch_invariant
+    runner = make_runner(family, batch_invariant, kernels="c", halves=True)
+    assert runner.model.batch_invariant and not make_runner(family, False).model.batch_invariant
     whole = run_steps(runner, [LENGTH])
     threads = torch.get_num_threads()
     try:
@@ -125,7 +127,7 @@ def test_c_kernels_hold_the_contract_whatever_the_threads_and_the_weights(batch_
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(
-        run_steps(make_runner("qwen3", False, halves=True), [LENGTH]), whole, atol=1e-4, rtol=1e-4
+        run_steps(make_runner(family, False, halves=True), [LENGTH]), whole, atol=1e-4, rtol=1e-4
     )
 
 

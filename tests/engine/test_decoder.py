@@ -13,6 +13,8 @@ from torch import Tensor
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import build_decoder
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.models.decoder_config import parse_config
+from outrider.engine.models.weights import WeightReader
 from outrider.engine.runner import ModelRunner
 
 ROPE = {"rope_theta": 10000.0}
@@ -69,7 +71,51 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-LENGTH = 90  # beyond every window, and beyond the length from which long-RoPE takes its long factors
+MODELS |= {
+    "gemma": ("gemma", {}),
+    "gemma-gelu-of-old-biases-own-head": (
+        "gemma",
+        {"hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-softcaps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-high-softcaps": ("gemma2", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-old-rope-layout": (
+        "gemma3_text",
+        {
+            "rope_theta": 20000.0,
+            "rope_local_base_freq": 500.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "layer_types": None,
+            "sliding_window_pattern": 3,
+            "num_hidden_layers": 4,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3-both-rotary-tables-scaled": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {**ROPE, "rope_type": "linear", "factor": 2.0},
+                "full_attention": {**ROPE, **LLAMA3},
+            }
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-no-window-tied": ("phi3", {"sliding_window": None, "tie_word_embeddings": True}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+    "phi3-partly-turned": ("phi3", {"partial_rotary_factor": 0.75}),
+    "phi3-partly-turned-longrope-of-old": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]},
+        },
+    ),
+}
+LENGTH = 90  # beyond twice every window, and beyond the length from which long-RoPE takes its long factors
 
 
 class Case:
@@ -148,7 +194,7 @@ def test_longrope_factors_follow_max_model_len_alone() -> None:
     assert (ModelRunner(long, 4).forward([entry]) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"])
 def test_bfloat16_is_close(family: str) -> None:
     model = tiny_hf_model(family)
     runner = ModelRunner(build_decoder(tiny_config(family), tiny_state(model), dtype="bfloat16").model, 8)
@@ -156,6 +202,13 @@ def test_bfloat16_is_close(family: str) -> None:
     logits = runner.forward([BatchEntry(ids, 0, [0, 1], 30)])
     assert logits.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(logits, hf_logits(model, ids)).min() > 0.995
+
+
+def test_gemma_norms_multiply_in_float32() -> None:
+    state = tiny_state(tiny_hf_model("gemma2"))
+    reader = WeightReader(parse_config(tiny_config("gemma2")), state, torch.bfloat16, torch.device("cpu"))
+    weight = state["model.norm.weight"].bfloat16().float()
+    assert torch.equal(reader.norm("model.norm.weight"), 1 + weight)
 
 
 def test_dynamic_rope_is_refused_by_name() -> None:
@@ -169,6 +222,20 @@ def test_dynamic_rope_is_refused_by_name() -> None:
     [
         ({"model_type": "mamba"}, "'mamba'"),
         (tiny_config(hidden_act="gelu"), "gelu"),
+        (
+            tiny_config("gemma2", hidden_activation="gelu"),
+            "gemma2 with hidden_activation: is 'gelu'; allowed: gelu_pytorch_tanh, silu",
+        ),
+        (
+            tiny_config("gemma", use_bidirectional_attention=True),
+            "use_bidirectional_attention: is True; allowed: False",
+        ),
+        (
+            tiny_config("qwen3", layer_types=["chunked_attention"] * 2),
+            "layer_types: has chunked_attention; allowed: full",
+        ),
+        (tiny_config("phi3", partial_rotary_factor=0.7), "partial_rotary_factor: is 0.7, which turns 11 of 16"),
+        (tiny_config("qwen3", partial_rotary_factor=0.5), "partial_rotary_factor: is 0.5; allowed: 1.0"),
         (tiny_config(num_attention_heads=3), "multiple of the number of attention heads"),
         (tiny_config(quantization_config={"quant_method": "gptq"}), "quantized"),
     ],

@@ -23,6 +23,7 @@ MIXED = {  # a layer with a window and one without; queries and keys are normed
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "qwen3-window-biases": ("qwen3", MIXED),
+    "gemma2": ("gemma2", {}),  # both soft caps, norms behind the products, and gelu
 }
 STEPS = {
     "prefill": [[(0, 0, LENGTH)]],

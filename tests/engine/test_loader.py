@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny import hf_logits, save_tiny, tiny_config, tiny_hf_model, tiny_state
+from tiny import FAMILIES, KERNELS, cpu_kernels, hf_logits, save_tiny, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, build_decoder, find_device, load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.models.cpu_decoder import NativeDecoder
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.registry_model import RegistryModel
 from outrider.engine.runner import ModelRunner
 
 IDS = [5, 17, 3, 44, 96, 0, 12]
@@ -30,12 +34,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama", {}), ("mistral", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {})],
+    [(family, {"tie_word_embeddings": True} if family == "qwen2" else {}) for family in FAMILIES],
 )
-def test_saved_checkpoints_give_transformers_logits(family: str, options: dict[str, bool], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_saved_checkpoints_give_transformers_logits(
+    family: str, options: dict[str, bool], kernels: str, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, family, **options)
     expected = hf_logits(tiny_hf_model(family, **options), IDS)
-    torch.testing.assert_close(logits_of(load_model(tmp_path)), expected, atol=1e-4, rtol=1e-4)
+    with cpu_kernels(kernels):
+        loaded = load_model(tmp_path)
+    assert isinstance(loaded.model, NativeDecoder if kernels == "c" else Decoder)
+    torch.testing.assert_close(logits_of(loaded), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "named"),
+    [
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation: is 'gelu'"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: is True"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act: is 'relu'"),
+    ],
+)
+def test_configurations_that_our_decoder_does_not_compute_run_through_transformers(
+    family: str, options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    options = {**options, "max_position_embeddings": 64}
+    save_tiny(tmp_path, family, **options)
+    loaded = load_model(tmp_path)
+    assert isinstance(loaded.model, RegistryModel) and not loaded.model.batch_invariant
+    expected = hf_logits(tiny_hf_model(family, **options), IDS)
+    torch.testing.assert_close(logits_of(loaded), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(UnsupportedModel, match=f"batch-invariant mode .* {named}"):
+        load_model(tmp_path, batch_invariant=True)
+
+
+def test_gemma_3_that_sees_later_tokens_is_refused_by_name(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gemma3_text", use_bidirectional_attention=True, max_position_embeddings=64)
+    with pytest.raises(UnsupportedModel, match=r"\(gemma3_text\) is not served: .*neither causal nor a causal window"):
+        load_model(tmp_path)
 
 
 def test_shards_are_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.kernels import cpu_decoder as decoder_module
 from outrider.kernels import cpu_library as library_module
-from outrider.kernels.cpu_decoder import CpuDecoder, LayerWeights, RaggedRows, pack
+from outrider.kernels.cpu_decoder import CpuDecoder, Kind, LayerWeights, RaggedRows, is_bfloat16, pack
 from outrider.kernels.cpu_library import cpu_library
 from outrider.kernels.rotary import rotary_table
 
@@ -26,7 +28,7 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return (torch.randn(*shape, generator=generator) * 0.2).bfloat16().float()
 
 
-def decoder(nudge: float = 0.0) -> CpuDecoder:
+def decoder(nudge: float = 0.0, gemma: bool = False) -> CpuDecoder:
     """Two layers; one number of each weight is changed by `nudge`."""
     if cpu_library() is None:
         pytest.skip("no C compiler")
@@ -37,17 +39,23 @@ def decoder(nudge: float = 0.0) -> CpuDecoder:
         drawn[0, 0] += nudge
         return drawn
 
+    rotary = rotary_table(1e4 ** -(torch.arange(0, DIM, 2) / DIM), 1.0, 64, torch.float32)
+    norms: dict[str, Any] = {"output_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)} if gemma else {}
+    options: dict[str, Any] = {}
+    if gemma:
+        options = {"activation": "gelu_tanh", "attention_softcap": 2.0, "logit_softcap": 3.0}
     layers = [
         LayerWeights(
             weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), weight(HIDDEN, HEADS * DIM), weight(WIDTH, HIDDEN),
-            weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH), torch.ones(HIDDEN), torch.ones(HIDDEN), window=window,
+            weight(WIDTH, HIDDEN), weight(HIDDEN, WIDTH), torch.ones(HIDDEN), torch.ones(HIDDEN), rotary,
+            window=window, **norms,
         )
         for window in (None, 5)
     ]  # fmt: skip
-    rotary = rotary_table(1e4 ** -(torch.arange(0, DIM, 2) / DIM), 1.0, 64, torch.float32)
     return CpuDecoder(
-        layers, rotary, torch.ones(HIDDEN), weight(VOCAB, HIDDEN), heads=HEADS, kv_heads=KV_HEADS, eps=1e-5
-    )
+        layers, torch.ones(HIDDEN), weight(VOCAB, HIDDEN), heads=HEADS, kv_heads=KV_HEADS, eps=1e-5, scale=DIM**-0.5,
+        **options,
+    )  # fmt: skip
 
 
 def run(model: CpuDecoder, num_rows: int, poison: bool = False) -> Tensor:
@@ -61,26 +69,59 @@ def run(model: CpuDecoder, num_rows: int, poison: bool = False) -> Tensor:
     return model.forward(hidden, rows, caches[:2], caches[2:], at)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 12, 13, 30, 61])
-def test_sixteen_bits_are_the_same_numbers(num_rows: int) -> None:
-    """A weight outside the bfloat16 grid by next to nothing is kept as 32 bits, and all others with it."""
-    logits = run(decoder(), num_rows)
-    torch.testing.assert_close(run(decoder(nudge=1e-7), num_rows), logits, atol=1e-5, rtol=1e-5)
-    assert not logits.isnan().any() and torch.equal(run(decoder(), num_rows, poison=True), logits)
+@pytest.fixture(params=[False, True], ids=["llama", "gemma"])
+def gemma(request: pytest.FixtureRequest) -> bool:
+    """Whether the decoder has what only Gemma's has."""
+    return bool(request.param)
+
+
+@pytest.fixture(params=[Kind.HALVES, Kind.TILES], ids=["halves", "tiles"])
+def sixteen_bits(request: pytest.FixtureRequest, gemma: bool, monkeypatch: pytest.MonkeyPatch) -> CpuDecoder:
+    """The decoder on the processor's vectors, and on its matrix unit."""
+    library: Any = cpu_library()
+    if request.param is Kind.TILES and not (library and library.tiles_allowed()):
+        pytest.skip("the processor has no matrix unit")
+    if request.param is Kind.HALVES:
+        monkeypatch.setattr(decoder_module, "cpu_library", lambda: _Changed(library, tiles_allowed=_NotAllowed()))
+    model = decoder(gemma=gemma)
+    assert model.kind is request.param
+    return model
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 6, 10, 11, 12, 13, 30, 61])
+def test_sixteen_bits_are_the_same_numbers(sixteen_bits: CpuDecoder, gemma: bool, num_rows: int) -> None:
+    """One weight outside the bfloat16 grid, by next to nothing, and all are kept as 32 bits."""
+    logits, wide = run(sixteen_bits, num_rows), decoder(1e-7, gemma)
+    assert wide.kind is Kind.FLOATS
+    torch.testing.assert_close(run(wide, num_rows), logits, atol=1e-5, rtol=0)
+    assert not logits.isnan().any() and torch.equal(run(sixteen_bits, num_rows, poison=True), logits)
+
+
+def test_rows_have_the_bits_that_they_have_among_fewer(sixteen_bits: CpuDecoder) -> None:
+    logits = run(sixteen_bits, 61)
+    for num_rows in (1, 2, 5, 6, 10, 11, 13, 17, 60):
+        assert torch.equal(run(sixteen_bits, num_rows), logits[:num_rows]), num_rows
 
 
 def test_pack() -> None:
     grid = normal(torch.Generator().manual_seed(1), 70, 5)
-    halves, wide = pack(grid), pack(grid + 1e-6)
+    assert is_bfloat16(grid) and not is_bfloat16(grid + 1e-6)
+    halves, wide, tiles = (pack(grid, kind) for kind in (Kind.HALVES, Kind.FLOATS, Kind.TILES))
     assert halves.dtype == torch.int16 and wide.dtype == torch.float32 and halves.shape == wide.shape == (3, 5, 32)
     numbers = (halves.int() << 16).view(torch.float32)  # [panels, in, 32]
+    assert torch.equal(numbers, wide)
     assert torch.equal(numbers.transpose(1, 2).reshape(96, 5)[:70], grid) and not numbers[2, :, 6:].any()
+    assert tiles.dtype == torch.int16 and tiles.shape == (3, 1, 2, 16, 16, 2)
+    ordered = (tiles.int() << 16).view(torch.float32).permute(0, 2, 4, 1, 3, 5).reshape(96, 32)
+    assert torch.equal(ordered[:70, :5], grid) and not ordered[70:].any() and not ordered[:, 5:].any()
 
 
 @pytest.mark.parametrize("num_rows", [1, 12, 13, 61])
-def test_scratch_memory_is_as_large_as_said(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_memory_is_as_large_as_said(
+    sixteen_bits: CpuDecoder, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither a pass nor its products alone, which are its floor, write past it."""
-    model, guard, seen = decoder(), torch.full((64,), 7.0), []
+    model, guard, seen = sixteen_bits, torch.full((64,), 7.0), []
     needed = model._library.decoder_scratch
 
     def guarded(*sizes: ctypes.c_int64) -> int:
@@ -89,21 +130,35 @@ def test_scratch_memory_is_as_large_as_said(num_rows: int, monkeypatch: pytest.M
         seen.append(size)
         return size
 
-    monkeypatch.setattr(model, "_library", _Guarded(model._library, guarded))
+    monkeypatch.setattr(model, "_library", _Changed(model._library, decoder_scratch=guarded))
     for run_once in (lambda: run(model, num_rows), lambda: model.products(num_rows)):
         run_once()
         assert torch.equal(model._scratch[-64:], guard) and bool((model._scratch[: seen[-1]] != 1).any())
     assert len(seen) == 2
 
 
-class _Guarded:
-    """The library with another size of the scratch memory."""
+class _Changed:
+    """The library with some functions replaced."""
 
-    def __init__(self, library: Any, scratch: Any) -> None:
-        self._library, self.decoder_scratch = library, scratch
+    def __init__(self, library: Any, **functions: Any) -> None:
+        self._library = library
+        self.__dict__.update(functions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._library, name)
+
+
+class _NotAllowed:
+    """Takes the place of a C function that says no."""
+
+    def __call__(self) -> int:
+        return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="no gcc")
+def test_they_compile_here() -> None:
+    """Sources that do not compile would otherwise only skip the tests of them."""
+    assert library_module.cpu_library.__wrapped__() is not None
 
 
 def test_switched_off() -> None:

@@ -37,6 +37,18 @@ def test_rms_norm_is_x_over_its_root_mean_square(batch_invariant: bool, per_head
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_weight_in_float32_multiplies_before_the_one_rounding(per_head: bool, batch_invariant: bool) -> None:
+    """As Gemma's norms do; a weight of the rows' own type multiplies what has been rounded."""
+    x = torch.randn(11, 3, 128).bfloat16() * 3
+    weight = 1 + torch.randn(3, 128) if per_head else 1 + torch.randn(128)
+    expected = (x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight).bfloat16()
+    out = rms_norm(x, weight, 1e-5, batch_invariant=batch_invariant)
+    assert out.dtype == torch.bfloat16 and (out != expected).float().mean() < 0.001
+    assert (rms_norm(x, weight.bfloat16(), 1e-5, batch_invariant=batch_invariant) != expected).float().mean() > 0.1
+
+
 @pytest.mark.parametrize("dim", [36, 128, 4100])
 def test_rms_norm_bits_do_not_depend_on_the_batch(dim: int) -> None:
     weight = torch.randn(dim)

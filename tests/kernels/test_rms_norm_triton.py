@@ -35,6 +35,13 @@ def test_rms_norm(heads: int, per_head: bool, dim: int, dtype: torch.dtype, trit
     assert out.shape == x.shape and out.is_contiguous()
 
 
+def test_rms_norm_with_a_weight_in_float32(triton_device: torch.device) -> None:
+    x, weight = torch.randn(7, 3, 72).bfloat16(), 1 + torch.randn(3, 72)
+    out = rms_norm_triton.rms_norm(x.to(triton_device), weight.to(triton_device), 1e-5)
+    assert out.dtype == torch.bfloat16
+    close(out, rms_norm(x.double(), weight.double(), 1e-5), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [36, 100, 4100])
 def test_add_rms_norm(dim: int, dtype: torch.dtype, triton_device: torch.device) -> None:

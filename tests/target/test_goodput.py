@@ -64,6 +64,18 @@ def test_a_dear_row_is_taken_when_those_after_it_are_cheap() -> None:
     assert best_rows(gains, 2.0, 100, lambda n: 1.0 if n < 3 else 3.0) == [1, 1]
 
 
+def test_the_pause_between_steps_counts() -> None:
+    """Two sequences, 1 ms a row: 2 tokens in 2 ms; with a pause of 2 ms as well, 2 in 4 or, with four likely ones, 5.1
+    in 8."""
+    goodput = Goodput(STEEP)
+    for _ in range(200):
+        goodput.ran(2, 2_000, 10_000_000)  # nobody was there: it counts as one step
+    assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 0, 512) == [4, 0]
+    for _ in range(200):
+        goodput.ran(2, 2_000, 0)
+    assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 0, 512) == [0, 0]
+
+
 def test_one_sequence_alone_is_never_cut() -> None:
     assert Goodput(STEEP).choose(wishes_of(0.01), 0, 512) == [4]
     assert Goodput(STEEP).choose([], 7, 512) == []

@@ -139,3 +139,17 @@ async def test_info(service: TargetService, settings: TargetSettings) -> None:
     assert info.model.name == Path(settings.model).name and info.max_window == 32
     assert [rows for rows, _ in info.step_costs[:3]] == [1, 2, 4] and all(step_us > 0 for _, step_us in info.step_costs)
     await channel.close()
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "phi3"])
+async def test_info_says_that_gemma_and_phi_are_batch_invariant(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, family)
+    settings = TargetSettings(model=folder, listen="127.0.0.1:0", num_blocks=64, threads=1, batch_invariant=True)
+    service = build(settings, load(settings))
+    await service.server.start()
+    channel = connect(service.server.address)
+    stub = target_pb2_grpc.TargetServiceStub(channel)
+    info = decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+    assert info.model.batch_invariant
+    await channel.close()
+    await service.stop()

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from outrider.engine import checkpoint
 from outrider.engine.models import cpu_decoder
-from outrider.engine.models.base import CausalLM, UnsupportedModel
+from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedModel
 from outrider.engine.models.cpu_decoder import NativeDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
@@ -51,7 +50,7 @@ def load_model(
     batch_invariant: bool = False,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Loads a folder. Model types that are not our own decoder's run through transformers' attention registry. Raises
+    """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. Raises
     UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there."""
     device = find_device(device)
     weights_dtype = _dtype(dtype, device)
@@ -61,14 +60,22 @@ def load_model(
     files = checkpoint.weight_files(folder)
     model_type = str(config.get("model_type"))
     model: CausalLM
-    if model_type in MODEL_TYPES:
-        parsed = parse_config(config, max_model_len)
+    parsed = _parsed(config, max_model_len, batch_invariant)
+    if parsed is not None:
         state = checkpoint.read_tensors(files)
         model = _decoder(parsed, state, weights_dtype, device, batch_invariant)
-    elif batch_invariant:
-        raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
     else:
-        model = _load_registry(folder, weights_dtype, device, max_model_len, trust_remote_code)
+        # Only where needed: it imports transformers' models.
+        from outrider.engine.models.registry import load_registry_model
+
+        model = load_registry_model(
+            folder,
+            config,
+            dtype=weights_dtype,
+            device=device,
+            max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+        )
     return LoadedModel(
         model=model,
         model_type=model_type,
@@ -115,6 +122,21 @@ def find_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def _parsed(config: dict[str, Any], max_model_len: int | None, batch_invariant: bool) -> DecoderConfig | None:
+    """What our decoder needs to know; None for what it does not compute. Batch-invariant mode is for it alone."""
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        if batch_invariant:
+            raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
+        return None
+    try:
+        return parse_config(config, max_model_len)
+    except NotForDecoder as error:
+        if batch_invariant:
+            raise UnsupportedModel(f"batch-invariant mode is for our own decoder, not for {error}") from error
+        return None
+
+
 def _decoder(
     config: DecoderConfig,
     state: Mapping[str, Tensor],
@@ -126,25 +148,6 @@ def _decoder(
     if cpu_decoder.can_run(config, dtype, device):
         return NativeDecoder(config, state)
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
-
-
-def _load_registry(
-    folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None, trust_remote_code: bool
-) -> CausalLM:
-    from outrider.engine.models.registry import (
-        load_registry_model,
-    )  # only where needed: it imports transformers' models
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except ValueError as error:
-        raise UnsupportedModel(f"{folder}: {error}") from error
-    length = max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None)
-    if length is None:
-        raise UnsupportedModel(f"{folder} ({config.model_type}) states no longest sequence: give max_model_len")
-    return load_registry_model(
-        folder, config, dtype=dtype, device=device, max_model_len=length, trust_remote_code=trust_remote_code
-    )
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

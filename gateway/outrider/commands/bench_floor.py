@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.commands.bench_worker import answer_questions
 from outrider.engine.checkpoint import read_tensors, weight_files
+from outrider.engine.models.base import NotForDecoder
 from outrider.engine.models.cpu_decoder import NativeDecoder, can_run
 from outrider.engine.models.decoder import KEEP_PLAIN_BYTES
 from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
@@ -68,7 +69,10 @@ def make_products(folder: Path) -> Products | None:
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") not in MODEL_TYPES:
         return None
-    parsed = parse_config(config)
+    try:
+        parsed = parse_config(config)
+    except NotForDecoder:
+        return None
     if can_run(parsed, torch.float32, torch.device("cpu")):
         return NativeProducts(parsed, folder)
     return PackedProducts(parsed)

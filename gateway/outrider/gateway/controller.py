@@ -31,8 +31,8 @@ from outrider.gateway.rounds import Round
 
 DECIDE_EVERY = 16  # rounds
 FIRST_DECISION = 8
-HYSTERESIS = 0.95  # a change must promise at most this share of the present time
-PREFERENCE = 0.93  # off, where speculation gains next to nothing: the draft has other work
+HYSTERESIS = 0.97  # a change must promise at most this share of the present time
+PREFERENCE = 0.97  # off, where speculation gains next to nothing: the draft has other work
 PROBE_ROUNDS = 12
 FIRST_REST, MAX_REST = 32, 2048  # tokens decoded without speculation before the next look
 SHARED = 1.5  # sequences in a step, from which on the others make the steps
@@ -238,7 +238,8 @@ class Controller:
         if self.plan is not OFF and self.plan.waits:
             if not closed.commit.num_drafted:
                 return  # a wait that ran out
-            tokens = self._tokens(self.plan)  # the luck of one round is none of the machine's
+            # The luck of one round is none of the machine's; a target that cut the window verified fewer tokens.
+            tokens = self._tokens(replace(self.plan, num_draft_tokens=closed.commit.num_drafted))
         self._spent_us += closed.total_us
         self._expected_us += self._formula_us(self.plan) * tokens
 

@@ -1,8 +1,9 @@
 """A decoder's pass on the CPU as one C function: norms, products, rotary embedding, paged attention and gate of all
 layers, on threads that stay together. Everything is computed in float32.
 
-A weight whose numbers all are bfloat16 numbers, as most checkpoints' are, is read as 16 bits: half the memory traffic,
-the same function. Every row's bits depend on its own sequence alone: the pass is batch-invariant.
+Where all weights are bfloat16 numbers, as most checkpoints' are, they are read as 16 bits: half the memory traffic, the
+same function; and multiplied by the processor's matrix unit (AMX) if it has one. Every row's bits depend on its own
+sequence alone: the pass is batch-invariant.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +23,29 @@ from outrider.kernels.cpu_library import cpu_library
 
 PANEL = 32  # outputs whose weights lie together
 LANES = 16
+STEP = 32  # inputs that the matrix unit adds up at once
 MOST_DIM = 256  # of a head
+
+
+class Kind(IntEnum):
+    """How weights lie in memory."""
+
+    FLOATS = 0
+    HALVES = 1
+    TILES = 2
 
 
 class _Matrix(Structure):
     _fields_ = (
-        ("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("is_half", c_int64),
+        ("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("kind", c_int64),
     )  # fmt: skip
 
 
 class _Layer(Structure):
     _fields_ = (
         *((name, _Matrix) for name in ("qkv", "output", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "qk_norm")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "output_norm", "down_norm", "qk_norm")),
+        ("cos", c_void_p), ("sin", c_void_p),
         ("window", c_int64),
     )  # fmt: skip
 
@@ -41,8 +53,8 @@ class _Layer(Structure):
 class _Decoder(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
-        ("eps", c_float), ("scale", c_float), ("layers", POINTER(_Layer)),
-        ("cos", c_void_p), ("sin", c_void_p), ("norm", c_void_p), ("head", _Matrix),
+        ("gate_is_gelu", c_int64), *((name, c_float) for name in ("eps", "scale", "softcap", "logit_softcap")),
+        ("layers", POINTER(_Layer)), ("norm", c_void_p), ("head", _Matrix),
     )  # fmt: skip
 
 
@@ -62,8 +74,11 @@ class LayerWeights:
     gate: Tensor  # [intermediate, hidden]
     up: Tensor  # [intermediate, hidden]
     down: Tensor  # [hidden, intermediate]
-    input_norm: Tensor  # [hidden]
-    post_norm: Tensor  # [hidden]
+    input_norm: Tensor  # [hidden]: before attention
+    post_norm: Tensor  # [hidden]: before the gate
+    rotary: tuple[Tensor, Tensor]  # cos and signed sin, [positions, head_dim] each
+    output_norm: Tensor | None = None  # [hidden]: of attention's output, before it is added
+    down_norm: Tensor | None = None  # [hidden]: of the feed-forward's
     qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
@@ -71,6 +86,11 @@ class LayerWeights:
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     window: int | None = None
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """What rows are multiplied with."""
+        return self.qkv, self.output, self.gate, self.up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +116,33 @@ class CpuDecoder:
     def __init__(
         self,
         layers: Sequence[LayerWeights],
-        rotary: tuple[Tensor, Tensor],  # cos and signed sin, [positions, head_dim] float32 each
         norm: Tensor,  # [hidden]
         head: Tensor,  # [vocab, hidden]
         *,
         heads: int,
         kv_heads: int,
         eps: float,
+        scale: float,  # of the scores
+        activation: Literal["silu", "gelu_tanh"] = "silu",  # of the gate
+        attention_softcap: float | None = None,
+        logit_softcap: float | None = None,
     ) -> None:
         library = cpu_library()
         if library is None:
             raise RuntimeError("the CPU kernels are not there")
         self._library: Any = library
-        self._library.decoder_scratch.restype = c_int64
+        self._library.decoder_scratch.restype = self._library.tiles_allowed.restype = c_int64
+        weights = [weight for layer in layers for weight in layer.matrices] + [head]
+        self.kind = Kind.FLOATS
+        if all(is_bfloat16(weight) for weight in weights):
+            self.kind = Kind.TILES if self._library.tiles_allowed() else Kind.HALVES
         self._kept: list[Tensor] = []  # what the pointers below point to
         self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
         self.hidden, self.vocab_size = norm.shape[0], head.shape[0]
-        head_dim = rotary[0].shape[-1]
         self._decoder = _Decoder(
-            len(layers), self.hidden, layers[0].gate.shape[0], heads, kv_heads, head_dim, eps, head_dim**-0.5,
-            self._layers, *map(self._pointer, rotary), self._pointer(norm), self._matrix(head, None),
+            len(layers), self.hidden, layers[0].gate.shape[0], heads, kv_heads, layers[0].rotary[0].shape[-1],
+            int(activation == "gelu_tanh"), eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
+            self._layers, self._pointer(norm), self._matrix(head, None),
         )  # fmt: skip
         self._scratch = torch.empty(0)
 
@@ -168,14 +195,14 @@ class CpuDecoder:
             self._matrix(layer.gate, layer.gate_bias),
             self._matrix(layer.up, layer.up_bias),
             self._matrix(layer.down, layer.down_bias),
-            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.qk_norm)),
+            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.output_norm, layer.down_norm, layer.qk_norm)),
+            *map(self._pointer, layer.rotary),
             layer.window or 0,
         )
 
     def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
-        panels = pack(weight)
-        is_half = int(panels.dtype == torch.int16)
-        return _Matrix(self._pointer(panels), self._pointer(bias), weight.shape[0], weight.shape[1], is_half)
+        panels = pack(weight, self.kind)
+        return _Matrix(self._pointer(panels), self._pointer(bias), weight.shape[0], weight.shape[1], self.kind)
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -184,12 +211,22 @@ class CpuDecoder:
         return self._kept[-1].data_ptr()
 
 
-def pack(weight: Tensor) -> Tensor:
-    """[out, in] float32 -> panels [ceil(out / 32), in, 32], the last one filled with zeros: float32, or int16 with the
-    bfloat16 numbers' bits if all are such."""
+def is_bfloat16(weight: Tensor) -> bool:
+    """Whether every number of a float32 tensor is one of bfloat16."""
+    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())
+
+
+def pack(weight: Tensor, kind: Kind) -> Tensor:
+    """[out, in] float32 -> panels of 32 outputs, filled up with zeros: [ceil(out / 32), in, 32] float32, or int16 with
+    the bfloat16 numbers' bits; for tiles [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a panel's outputs,
+    pairs of inputs, outputs, the two of a pair."""
     bits = weight.contiguous().view(torch.int32)
-    if not bool((bits & 0xFFFF).any()):
+    if kind is not Kind.FLOATS:
         bits = (bits >> 16).to(torch.int16)
-    padded = F.pad(bits, (0, 0, 0, -bits.shape[0] % PANEL))
-    panels = padded.view(-1, PANEL, bits.shape[1]).transpose(1, 2).contiguous()
-    return panels if panels.dtype == torch.int16 else panels.view(torch.float32)
+    bits = F.pad(bits, (0, 0, 0, -bits.shape[0] % PANEL))
+    if kind is Kind.TILES:
+        bits = F.pad(bits, (0, -bits.shape[1] % STEP))
+        tiles = bits.view(-1, 2, PANEL // 2, bits.shape[1] // STEP, STEP // 2, 2)  # [panels, 2, out, steps, pairs, 2]
+        return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+    panels = bits.view(-1, PANEL, bits.shape[1]).transpose(1, 2).contiguous()
+    return panels if kind is Kind.HALVES else panels.view(torch.float32)

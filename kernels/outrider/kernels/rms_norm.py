@@ -10,11 +10,14 @@ from outrider.kernels.batch_invariant import by_row_tiles
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, batch_invariant: bool = False) -> Tensor:
-    """x: [rows, ..., dim]; weight: [dim] or [..., dim] -> [rows, ..., dim], computed in float32."""
+    """x: [rows, ..., dim]; weight: [dim] or [..., dim] -> [rows, ..., dim], computed in float32. A float32 weight
+    multiplies before the result is rounded to the type of x; on the CPU one of x's own type does so after."""
     if dispatch.runs_triton(x):
         from outrider.kernels.rms_norm_triton import rms_norm as launch
 
         return launch(x, weight, eps)
+    if weight.dtype != x.dtype:
+        return rms_norm(x.float(), weight.float(), eps, batch_invariant=batch_invariant).to(x.dtype)
     if batch_invariant:
         return by_row_tiles(lambda tile: _reference(tile, weight, eps), x)
     if weight.dim() == 1:

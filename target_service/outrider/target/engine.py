@@ -85,6 +85,7 @@ class TargetEngine:
         self._clock = clock
         self._cut_windows = cut_windows
         self._arrivals = 0
+        self._step_ended = 0.0
         self._verifier = Verifier(limits.vocab_size, runner.model.device)
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = SequenceCache(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
@@ -219,7 +220,9 @@ class TargetEngine:
         sampled = self._clock()
         self._gathering.ran(sampled - started, chunked=any(not entry.samples for entry in entries))
         if self.scheduler.goodput is not None and all(entry.num_rows == entry.num_judging for entry in entries):
-            self.scheduler.goodput.time.add(sum(entry.num_rows for entry in entries), (sampled - started) * 1e6)
+            num_rows, pause_s = sum(entry.num_rows for entry in entries), started - self._step_ended
+            self.scheduler.goodput.ran(num_rows, (sampled - started) * 1e6, pause_s * 1e6)
+        self._step_ended = sampled
         timings = StepTimings(
             verify_us=round((forwarded - started) * 1e6),
             sample_us=round((sampled - forwarded) * 1e6),

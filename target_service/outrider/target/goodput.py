@@ -2,7 +2,8 @@
 
 A row for a drafted token pays if the chance that it is of use exceeds goodput x what one more row costs. The chance
 falls with the position in a window, so the rows of all sequences are sorted by it, and of the steps that take the first
-0, 1, 2, ... of them the one with most expected tokens per time is chosen (goodput: arXiv 2406.14066).
+0, 1, 2, ... of them the one with most expected tokens per time is chosen (goodput: arXiv 2406.14066). The time is the
+step's and the pause before the next one, in which windows come: the longer that is, the more a step shall verify.
 
 It looks at clocks, counts and earlier verdicts alone, never at drafted tokens or what they were drawn from. And a cut
 refuses nothing: the tokens past it stay held, and each meets the same random numbers whenever it is verified.
@@ -21,6 +22,7 @@ SEQUENCE_MEMORY, TARGET_MEMORY = 64.0, 1024.0  # verifications that an estimate 
 MARGIN = 1.1  # a cut must promise so much more than whole windows do: what is put off makes the next window short
 PROBE_SHARE = 0.03  # of the time goes to whole windows where cut ones seem better: what is never tried is never learned
 LEARNING_RATE, SHARED_RATE = 0.1, 0.02  # of the step's own number of rows, and of all
+PAUSE_RATE = 0.1
 FORGETTING = 0.003  # of what was learned of one number of rows, with every step
 MAX_SURPRISE = 2.0  # one step is not believed to be slower or faster than expected by more
 MOST_ROWS = 1 << 16
@@ -115,6 +117,7 @@ class Goodput:
     def __init__(self, step_costs: Iterable[tuple[int, int]]) -> None:
         self.time = StepTime(step_costs)
         self._of_all = Acceptance(TARGET_MEMORY)
+        self._pause_us = 0.0  # between two steps
         self._cut_us = 0.0  # in steps with cut windows, since there were whole ones
 
     def judged(self, acceptance: Acceptance, num_drafted: int, num_accepted: int) -> None:
@@ -122,6 +125,11 @@ class Goodput:
         if num_drafted:
             acceptance.add(num_drafted, num_accepted)
             self._of_all.add(num_drafted, num_accepted)
+
+    def ran(self, num_rows: int, step_us: float, pause_us: float) -> None:
+        """A step ran, so long after the one before. What is longer than a step was no pause: nobody was there."""
+        self.time.add(num_rows, step_us)
+        self._pause_us += PAUSE_RATE * (min(pause_us, step_us) - self._pause_us)
 
     def choose(self, wishes: Sequence[Wish], other_rows: int, max_rows: int) -> list[int]:
         """How many further rows each gets, beside `other_rows` of the step that are no one's window."""
@@ -138,7 +146,7 @@ class Goodput:
             gains.append(survival[wish.num_sure :])
 
         def time_at(more: int) -> float:
-            return self.time.at(min(max_rows, rows + other_rows + more))
+            return self._pause_us + self.time.at(min(max_rows, rows + other_rows + more))
 
         chosen = best_rows(gains, tokens, max_rows - rows, time_at)
         self._cut_us = 0.0 if chosen == whole else self._cut_us + time_at(sum(chosen))

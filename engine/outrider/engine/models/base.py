@@ -15,6 +15,10 @@ class UnsupportedModel(Exception):
     """This model, or this setting of it, is not served; the message names it and the reason."""
 
 
+class NotForDecoder(UnsupportedModel):
+    """Our own decoder does not compute this configuration; transformers may. The message names the field."""
+
+
 class WrongCheckpoint(UnsupportedModel):
     """The tensors are not those that the configuration asks for; the message names them."""
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
-from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.decoder_config import DecoderConfig
+from outrider.engine.models.embedding import Embedding
 from outrider.engine.models.rope import rotary_tables
-from outrider.engine.models.weights import WeightReader, check_state
+from outrider.engine.models.weights import WeightReader
 from outrider.kernels import cpu_decoder
 from outrider.kernels.cpu_decoder import CpuDecoder, LayerWeights, RaggedRows
 
@@ -29,8 +28,7 @@ class NativeDecoder:
     """A CausalLM. Batch-invariant whether that was asked for or not."""
 
     def __init__(self, config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
-        check_state(config, state)
-        reader = WeightReader(state, torch.float32, torch.device("cpu"))
+        reader = WeightReader(config, state, torch.float32, torch.device("cpu"))
         self.config = config
         self.dtype = torch.float32
         self.device = torch.device("cpu")
@@ -39,45 +37,43 @@ class NativeDecoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = config.max_model_len
-        self._embedding = reader.tensor("model.embed_tokens.weight")  # [vocab, hidden]
+        self._embedding = Embedding(reader.tensor("model.embed_tokens.weight"), config.embedding_scale)
+        rotary = rotary_tables(config, torch.float32)
         self.kernel = CpuDecoder(
-            [_layer(config, index, reader) for index in range(config.num_layers)],
-            rotary_tables(config.hf, config.head_dim, config.max_model_len, torch.float32),
-            reader.tensor("model.norm.weight"),
-            self._embedding if config.tied_embeddings else reader.tensor("lm_head.weight"),
+            [_layer(config, index, reader, rotary) for index in range(config.num_layers)],
+            reader.norm("model.norm.weight"),
+            self._embedding.weight if config.tied_embeddings else reader.tensor("lm_head.weight"),
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,
+            scale=config.attention_scale,
+            activation=config.activation,
+            attention_softcap=config.attention_softcap,
+            logit_softcap=config.logit_softcap,
         )
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab] float32
         """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of `batch.logit_rows`
         alone."""
-        hidden = F.embedding(batch.token_ids, self._embedding)
+        hidden = self._embedding(batch.token_ids)
         rows = RaggedRows(
             batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens
         )
         return self.kernel.forward(hidden, rows, cache.keys, cache.values, batch.logit_rows)
 
 
-def _layer(config: DecoderConfig, index: int, reader: WeightReader) -> LayerWeights:
+def _layer(
+    config: DecoderConfig, index: int, reader: WeightReader, rotary: dict[str | None, tuple[Tensor, Tensor]]
+) -> LayerWeights:
     prefix = f"model.layers.{index}."
-
-    def read(*names: str) -> tuple[Tensor, Tensor | None]:
-        weight, bias = (reader.stacked(prefix, names, kind) for kind in (".weight", ".bias"))
-        if weight is None:
-            raise UnsupportedModel(f"no weight for {prefix}{names[0]}")
-        return weight, bias
-
-    qkv, qkv_bias = read("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    output, output_bias = read("self_attn.o_proj")
-    (gate, gate_bias), (up, up_bias), (down, down_bias) = (read(f"mlp.{name}_proj") for name in ("gate", "up", "down"))
-    qk_norm: Tensor | None = None
-    if config.qk_norm:
-        query_norm, key_norm = (reader.tensor(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-        qk_norm = torch.cat([query_norm.expand(config.num_heads, -1), key_norm.expand(config.num_kv_heads, -1)])
+    qkv, qkv_bias = reader.linear(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output, output_bias = reader.linear(prefix, "self_attn.o_proj")
+    gate, gate_bias = reader.linear(prefix, "mlp.gate_proj")
+    up, up_bias = reader.linear(prefix, "mlp.up_proj")
+    down, down_bias = reader.linear(prefix, "mlp.down_proj")
+    input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)
     return LayerWeights(
-        qkv, output, gate, up, down,
-        reader.tensor(f"{prefix}input_layernorm.weight"), reader.tensor(f"{prefix}post_attention_layernorm.weight"),
-        qk_norm, qkv_bias, output_bias, gate_bias, up_bias, down_bias, config.sliding_windows[index],
+        qkv, output, gate, up, down, input_norm, post_norm, rotary[config.rotary_types[index]],
+        output_norm, down_norm, reader.qk_norm(prefix),
+        qkv_bias, output_bias, gate_bias, up_bias, down_bias, config.sliding_windows[index],
     )  # fmt: skip

@@ -1,21 +1,20 @@
-"""Our own decoder: Llama, Mistral, Qwen2 and Qwen3 over the paged cache, with fused and packed products."""
+"""Our own decoder: Llama, Mistral, Qwen, Gemma and Phi over the paged cache, with fused and packed products."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
-from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.decoder_config import DecoderConfig
+from outrider.engine.models.embedding import Embedding
 from outrider.engine.models.rope import rotary_tables
-from outrider.engine.models.weights import WeightReader, check_state
+from outrider.engine.models.weights import WeightReader
 from outrider.kernels.attention_plan import AttentionPlan, plan_attention, plan_on_device
-from outrider.kernels.gated_silu import gated_silu
+from outrider.kernels.gated_silu import gated_gelu, gated_silu
 from outrider.kernels.kv_store import store_kv_rotary
 from outrider.kernels.linear import Linear
 from outrider.kernels.paged_attention import planned_attention
@@ -33,26 +32,19 @@ class _Layer:
         prefix = f"model.layers.{index}."
 
         def linear(*names: str) -> Linear:
-            weight, bias = (reader.stacked(prefix, names, kind) for kind in (".weight", ".bias"))
-            if weight is None:
-                raise UnsupportedModel(f"no weight for {prefix}{names[0]}")
-            return Linear(weight, bias, batch_invariant=batch_invariant, keep_plain=keep_plain)
+            return Linear(*reader.linear(prefix, *names), batch_invariant=batch_invariant, keep_plain=keep_plain)
 
         self._config = config
         self._batch_invariant = batch_invariant
+        self._gate: Callable[..., Tensor] = gated_silu if config.activation == "silu" else gated_gelu
         self.sliding_window = config.sliding_windows[index]
+        self.rotary_type = config.rotary_types[index]
         self._qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self._output = linear("self_attn.o_proj")
         self._gate_up = linear("mlp.gate_proj", "mlp.up_proj")
         self._down = linear("mlp.down_proj")
-        self._input_norm = reader.tensor(f"{prefix}input_layernorm.weight")  # [hidden]
-        self._post_norm = reader.tensor(f"{prefix}post_attention_layernorm.weight")  # [hidden]
-        self._qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]
-        if config.qk_norm:
-            query_norm, key_norm = (reader.tensor(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-            self._qk_norm = torch.cat(
-                [query_norm.expand(config.num_heads, -1), key_norm.expand(config.num_kv_heads, -1)]
-            ).contiguous()
+        self._input_norm, self._post_norm, self._output_norm, self._down_norm = reader.block_norms(prefix)  # [hidden]
+        self._qk_norm = reader.qk_norm(prefix)  # [heads + kv_heads, head_dim]
 
     def forward(
         self,
@@ -66,21 +58,28 @@ class _Layer:
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
         """Stores the rows' keys and values; returns what this block adds to the residual stream, and the stream without
         it: the next norm adds it on its way."""
-        eps, invariant = self._config.rms_norm_eps, self._batch_invariant
-        heads, kv_heads, dim = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
+        config, invariant = self._config, self._batch_invariant
+        eps, num_heads = config.rms_norm_eps, config.num_heads + 2 * config.num_kv_heads
 
         if update is None:
             normed = rms_norm(residual, self._input_norm, eps, batch_invariant=invariant)
         else:
             normed, residual = add_rms_norm(update, residual, self._input_norm, eps, batch_invariant=invariant)
-        qkv = self._qkv(normed).view(-1, heads + 2 * kv_heads, dim)
+        qkv = self._qkv(normed).view(-1, num_heads, config.head_dim)
         query = store_kv_rotary(
             qkv, rotary, key_cache, value_cache, slot_mapping, qk_norm=self._qk_norm, eps=eps, batch_invariant=invariant
         )
-        attended = self._output(planned_attention(plan, query, key_cache, value_cache, scale=dim**-0.5).flatten(1))
+        scale, softcap = config.attention_scale, config.attention_softcap
+        attended = planned_attention(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
+        output = self._output(attended.flatten(1))
+        if self._output_norm is not None:
+            output = rms_norm(output, self._output_norm, eps, batch_invariant=invariant)
 
-        normed, residual = add_rms_norm(attended, residual, self._post_norm, eps, batch_invariant=invariant)
-        return self._down(gated_silu(self._gate_up(normed), batch_invariant=invariant)), residual
+        normed, residual = add_rms_norm(output, residual, self._post_norm, eps, batch_invariant=invariant)
+        down = self._down(self._gate(self._gate_up(normed), batch_invariant=invariant))
+        if self._down_norm is not None:
+            down = rms_norm(down, self._down_norm, eps, batch_invariant=invariant)
+        return down, residual
 
 
 class Decoder:
@@ -95,8 +94,7 @@ class Decoder:
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        check_state(config, state)
-        reader = WeightReader(state, dtype, device)
+        reader = WeightReader(config, state, dtype, device)
         keep_plain = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize <= KEEP_PLAIN_BYTES
         self.config = config
         self.dtype = dtype
@@ -106,14 +104,16 @@ class Decoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = config.max_model_len
-        cos, sin = rotary_tables(config.hf, config.head_dim, config.max_model_len, dtype)
-        self._cos, self._sin = cos[:, None].to(device), sin[:, None].to(device)  # [positions, 1, head_dim]
-        self._embedding = reader.tensor("model.embed_tokens.weight")  # [vocab, hidden]
+        self._rotary = {  # of each kind of layer cos and signed sin, [positions, 1, head_dim] each
+            kind: (cos[:, None].to(device), sin[:, None].to(device))
+            for kind, (cos, sin) in rotary_tables(config, dtype).items()
+        }
+        self._embedding = Embedding(reader.tensor("model.embed_tokens.weight"), config.embedding_scale)
         self._blocks = tuple(
             _Layer(config, index, reader, batch_invariant, keep_plain) for index in range(config.num_layers)
         )
-        self._norm = reader.tensor("model.norm.weight")  # [hidden]
-        head = self._embedding if config.tied_embeddings else reader.tensor("lm_head.weight")
+        self._norm = reader.norm("model.norm.weight")  # [hidden]
+        head = self._embedding.weight if config.tied_embeddings else reader.tensor("lm_head.weight")
         self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
 
     def forward(
@@ -128,16 +128,16 @@ class Decoder:
         hidden = self.forward_hidden(batch, cache)
         if isinstance(batch, StaticBatch) or batch.logit_rows.shape[0] != hidden.shape[0]:
             hidden = hidden[batch.logit_rows]
-        return self.logits(hidden) if out is None else out.copy_(self._head_product(hidden))
+        return self.logits(hidden, out)
 
     def forward_hidden(self, batch: Batch | StaticBatch, cache: KVCache) -> Tensor:  # [rows, hidden]
         """The residual stream after the last block, before the last norm, of every row."""
         plans = {window: self._plan(batch, cache.block_size, window) for window in set(self.config.sliding_windows)}
-        rotary = self._cos[batch.positions], self._sin[batch.positions]
-        update, residual = None, F.embedding(batch.token_ids, self._embedding)
+        rotary = {kind: (cos[batch.positions], sin[batch.positions]) for kind, (cos, sin) in self._rotary.items()}
+        update, residual = None, self._embedding(batch.token_ids)
         for block, keys, values in zip(self._blocks, cache.keys, cache.values, strict=True):
-            plan = plans[block.sliding_window]
-            update, residual = block.forward(update, residual, rotary, plan, batch.slot_mapping, keys, values)
+            plan, turn = plans[block.sliding_window], rotary[block.rotary_type]
+            update, residual = block.forward(update, residual, turn, plan, batch.slot_mapping, keys, values)
         return residual if update is None else residual + update
 
     def _plan(self, batch: Batch | StaticBatch, block_size: int, sliding_window: int | None) -> AttentionPlan:
@@ -164,12 +164,12 @@ class Decoder:
             max_model_len=self.max_model_len,
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:  # [rows, hidden] -> [rows, vocab] float32
         """The language-model head of rows of the residual stream; a step of prompt chunks alone wants none."""
         if hidden.shape[0] == 0:
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
-        return self._head_product(hidden).float()
-
-    def _head_product(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
         normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps, batch_invariant=self.batch_invariant)
-        return self._head(normed)
+        product = self._head(normed)
+        logits = product.float() if out is None else out.copy_(product)
+        cap = self.config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from outrider.engine.models.base import UnsupportedModel
+from outrider.engine.models.base import NotForDecoder, UnsupportedModel
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+GEMMA_TYPES = ("gemma", "gemma2", "gemma3_text")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA_TYPES, "phi3")
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,23 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # of each head, the rest is not turned
     rms_norm_eps: float
+    activation: Literal["silu", "gelu_tanh"]  # of the gate
+    embedding_scale: float | None
+    attention_scale: float
+    attention_softcap: float | None
+    logit_softcap: float | None
     tied_embeddings: bool
     attention_bias: bool  # of query, key and value
     output_bias: bool  # of the attention's output
     mlp_bias: bool
     qk_norm: bool
+    norms_from_one: bool  # the checkpoint holds the norms' weights less one
+    norms_after: bool  # what attention and feed-forward give is normed before it is added
+    fused: bool  # the checkpoint holds query, key and value as one weight, and gate and up
     sliding_windows: tuple[int | None, ...]  # per layer
+    rotary_types: tuple[str | None, ...]  # per layer: which of several rotary tables
     max_model_len: int
     hf: Any
 
@@ -41,7 +54,52 @@ class DecoderConfig:
 
 
 def parse_config(config: dict[str, Any], max_model_len: int | None = None) -> DecoderConfig:
-    """From the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel."""
+    """From the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel;
+    NotForDecoder for what transformers may compute instead."""
+    hf = _transformers_config(config, max_model_len)
+    model_type = hf.model_type
+    gemma, newer_gemma = model_type in GEMMA_TYPES, model_type in ("gemma2", "gemma3_text")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    attention_bias = model_type == "qwen2" or (model_type != "phi3" and bool(getattr(hf, "attention_bias", False)))
+    sliding_windows, rotary_types = _sliding_windows(hf), _rotary_types(hf)
+    return DecoderConfig(
+        model_type=model_type,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(hf, head_dim, rotary_types),
+        rms_norm_eps=hf.rms_norm_eps,
+        activation=_activation(hf, "hidden_activation" if newer_gemma else "hidden_act"),
+        embedding_scale=hf.hidden_size**0.5 if gemma else None,
+        attention_scale=(hf.query_pre_attn_scalar if newer_gemma else head_dim) ** -0.5,
+        attention_softcap=hf.attn_logit_softcapping if model_type == "gemma2" else None,
+        logit_softcap=hf.final_logit_softcapping if newer_gemma else None,
+        tied_embeddings=bool(hf.tie_word_embeddings),
+        attention_bias=attention_bias,
+        output_bias=attention_bias and model_type != "qwen2",
+        mlp_bias=model_type == "llama" and hf.mlp_bias,
+        qk_norm=model_type in ("qwen3", "gemma3_text"),
+        norms_from_one=gemma,
+        norms_after=newer_gemma,
+        fused=model_type == "phi3",
+        sliding_windows=sliding_windows,
+        rotary_types=rotary_types,
+        max_model_len=hf.max_position_embeddings if max_model_len is None else max_model_len,
+        hf=hf,
+    )
+
+
+def rotary_parameters(hf: Any, layer_type: str | None) -> dict[str, Any]:
+    """Of the rotary table of a type of layer, or of the only one."""
+    parameters: dict[str, Any] = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
+    return parameters
+
+
+def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> Any:
+    """transformers' object for a configuration; raises for what no family of ours may ask."""
     values = dict(config)
     model_type = values.pop("model_type", None)
     if model_type not in MODEL_TYPES:
@@ -50,38 +108,55 @@ def parse_config(config: dict[str, Any], max_model_len: int | None = None) -> De
         hf = AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModel(f"the configuration of this {model_type} is not valid: {error}") from error
-    if hf.hidden_act != "silu":
-        raise UnsupportedModel(f"{model_type} with activation {hf.hidden_act!r} is not served: only silu is")
     if "quantization_config" in config:
         raise UnsupportedModel(f"{model_type} with quantized weights is not served")
     limit = hf.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:
         raise UnsupportedModel(f"max_model_len {max_model_len} exceeds the model's {limit} positions")
-    attention_bias = bool(model_type == "qwen2" or getattr(hf, "attention_bias", False))
-    return DecoderConfig(
-        model_type=model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        rms_norm_eps=hf.rms_norm_eps,
-        tied_embeddings=bool(hf.tie_word_embeddings),
-        attention_bias=attention_bias,
-        output_bias=attention_bias and model_type != "qwen2",
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
-        sliding_windows=_sliding_windows(hf),
-        max_model_len=limit if max_model_len is None else max_model_len,
-        hf=hf,
-    )
+    if getattr(hf, "use_bidirectional_attention", False):
+        raise NotForDecoder(f"{model_type} with use_bidirectional_attention: is True; allowed: False")
+    return hf
+
+
+def _activation(hf: Any, field: str) -> Literal["silu", "gelu_tanh"]:
+    name = getattr(hf, field)
+    if name not in ACTIVATIONS:
+        raise NotForDecoder(f"{hf.model_type} with {field}: is {name!r}; allowed: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
     layer_types = getattr(hf, "layer_types", None)
-    if hf.model_type == "llama":
+    if hf.model_type in ("llama", "gemma"):
         return (None,) * int(hf.num_hidden_layers)
-    if layer_types is None:  # Mistral: every layer or none
+    if layer_types is None:  # Mistral and Phi-3: every layer or none
         return (hf.sliding_window,) * int(hf.num_hidden_layers)
+    if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        allowed = "full_attention, sliding_attention"
+        raise NotForDecoder(f"{hf.model_type} with layer_types: has {', '.join(unknown)}; allowed: {allowed}")
     return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _rotary_types(hf: Any) -> tuple[str | None, ...]:
+    """Gemma 3 has a rotary table for each type of layer."""
+    return tuple(hf.layer_types) if hf.model_type == "gemma3_text" else (None,) * int(hf.num_hidden_layers)
+
+
+def _rotary_dim(hf: Any, head_dim: int, rotary_types: tuple[str | None, ...]) -> int:
+    """How many elements of a head turn: all, except in Phi-3."""
+    width = head_dim
+    for layer_type in sorted(set(rotary_types), key=str):
+        parameters = rotary_parameters(hf, layer_type)
+        kind, share = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
+        width = int(head_dim * share)
+        problem = None
+        if kind not in ROTARY_TYPES:
+            reason = ", which depends on the length of the batch" if kind == "dynamic" else ""
+            problem = f"rope_type: is {kind!r}{reason}; allowed: {', '.join(ROTARY_TYPES)}"
+        elif hf.model_type != "phi3" and width != head_dim:
+            problem = f"partial_rotary_factor: is {share}; allowed: 1.0"
+        elif width % 2 or not 0 < width <= head_dim:
+            problem = f"partial_rotary_factor: is {share}, which turns {width} of {head_dim}; allowed: an even number"
+        if problem is not None:
+            raise NotForDecoder(f"{hf.model_type} with {problem}")
+    return width

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder_config import DecoderConfig
+from outrider.engine.models.rope import turned_first
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -22,15 +23,23 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     linears = [
-        ("self_attn.q_proj", heads, hidden, config.attention_bias),
-        ("self_attn.k_proj", kv_heads, hidden, config.attention_bias),
-        ("self_attn.v_proj", kv_heads, hidden, config.attention_bias),
         ("self_attn.o_proj", hidden, heads, config.output_bias),
-        ("mlp.gate_proj", width, hidden, config.mlp_bias),
-        ("mlp.up_proj", width, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, width, config.mlp_bias),
     ]
-    norms = [("input_layernorm", hidden), ("post_attention_layernorm", hidden)]
+    if config.fused:
+        linears += [
+            ("self_attn.qkv_proj", heads + 2 * kv_heads, hidden, config.attention_bias),
+            ("mlp.gate_up_proj", 2 * width, hidden, config.mlp_bias),
+        ]
+    else:
+        linears += [
+            ("self_attn.q_proj", heads, hidden, config.attention_bias),
+            ("self_attn.k_proj", kv_heads, hidden, config.attention_bias),
+            ("self_attn.v_proj", kv_heads, hidden, config.attention_bias),
+            ("mlp.gate_proj", width, hidden, config.mlp_bias),
+            ("mlp.up_proj", width, hidden, config.mlp_bias),
+        ]
+    norms = [(name, hidden) for name in _block_norms(config) if name is not None]
     if config.qk_norm:
         norms += [("self_attn.q_norm", dim), ("self_attn.k_norm", dim)]
     for layer in range(config.num_layers):
@@ -64,19 +73,84 @@ def check_state(config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
 
 
 class WeightReader:
-    """Hands out tensors of one dtype and device, several stacked into one where asked."""
+    """Hands out the tensors of a checked checkpoint in one dtype and on one device, by the names that Llama gave them.
+    Raises WrongCheckpoint for tensors that are not those of the configuration."""
 
-    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        check_state(config, state)
+        self._config = config
         self._state = state
+        self._parts = _fused_parts(config)
         self._dtype = dtype
         self._device = device
 
     def tensor(self, name: str) -> Tensor:
         """A copy that shares no memory with the checkpoint (whose mapping may not be aligned)."""
-        return self._state[name].to(device=self._device, dtype=self._dtype, copy=True)
+        return self._copy(self._state[name])
 
-    def stacked(self, prefix: str, names: tuple[str, ...], kind: str) -> Tensor | None:
-        """The tensors `prefix + name + kind` on top of one another; None where the checkpoint has none of that kind."""
-        if prefix + names[0] + kind not in self._state:
+    def linear(self, prefix: str, *names: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the projections `prefix + name`, stacked on top of one another."""
+        weight = torch.cat([self._projection(f"{prefix}{name}.weight") for name in names])
+        if f"{prefix}{names[0]}.bias" not in self._state:
+            return weight, None
+        return weight, torch.cat([self._projection(f"{prefix}{name}.bias") for name in names])
+
+    def norm(self, name: str) -> Tensor:
+        """A norm's factors. Gemma's, which are one more than what the checkpoint holds, are float32 whatever the rows
+        are: there they multiply before the rounding."""
+        weight = self.tensor(name)
+        return 1.0 + weight.float() if self._config.norms_from_one else weight
+
+    def block_norms(self, prefix: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Of a layer: before attention, before the feed-forward, after attention, after the feed-forward."""
+        before, before_wide, *after = _block_norms(self._config)
+        after_attention, after_wide = (None if name is None else self.norm(f"{prefix}{name}.weight") for name in after)
+        return (
+            self.norm(f"{prefix}{before}.weight"),
+            self.norm(f"{prefix}{before_wide}.weight"),
+            after_attention,
+            after_wide,
+        )
+
+    def qk_norm(self, prefix: str) -> Tensor | None:  # [heads + kv_heads, head_dim]
+        """Of the queries and keys of a layer, head by head."""
+        if not self._config.qk_norm:
             return None
-        return torch.cat([self.tensor(prefix + name + kind) for name in names])
+        query, key = (self.norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
+        return torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
+
+    def _projection(self, name: str) -> Tensor:
+        """Cut out where the checkpoint holds several as one; of a head of which a part turns, that part first."""
+        stem, projection, kind = name.rsplit(".", 2)
+        fused, rows = self._parts.get(projection, (projection, slice(None)))
+        part = self._state[f"{stem}.{fused}.{kind}"][rows]
+        if projection in ("q_proj", "k_proj") and self._config.rotary_dim != self._config.head_dim:
+            part = turned_first(part, self._config.head_dim, self._config.rotary_dim)
+        return self._copy(part)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+
+def _block_norms(config: DecoderConfig) -> tuple[str, str, str | None, str | None]:
+    """Before attention, before the feed-forward, after attention, after the feed-forward."""
+    if config.norms_after:
+        return "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+    return "input_layernorm", "post_attention_layernorm", None, None
+
+
+def _fused_parts(config: DecoderConfig) -> dict[str, tuple[str, slice]]:
+    """Where each projection lies in a weight that holds several: its name and the rows."""
+    if not config.fused:
+        return {}
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "q_proj": ("qkv_proj", slice(0, heads)),
+        "k_proj": ("qkv_proj", slice(heads, heads + kv_heads)),
+        "v_proj": ("qkv_proj", slice(heads + kv_heads, None)),
+        "gate_proj": ("gate_up_proj", slice(0, config.intermediate_size)),
+        "up_proj": ("gate_up_proj", slice(config.intermediate_size, None)),
+    }

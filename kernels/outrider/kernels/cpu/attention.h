@@ -9,7 +9,7 @@
 
 typedef struct {
     int64_t heads, kv_heads, head_dim, block_size, window; /* window 0: all keys */
-    float scale;
+    float scale, softcap;                                  /* softcap 0: none */
 } AttentionShape;
 
 /* The slots of up to sixteen keys that lie together, from position `at` up to `end`. */
@@ -37,7 +37,8 @@ INLINE void score(const AttentionShape *shape, const float *query, const float *
             for (int64_t i = LANES; i < dim; i += LANES) product += load(query + i) * load(key + i);
             products[index] = product;
         }
-        store(scores + (at - first), sums_of(products) * all(shape->scale));
+        floats found = sums_of(products) * all(shape->scale);
+        store(scores + (at - first), shape->softcap != 0.0f ? soft_cap(found, shape->softcap) : found);
     }
 }
 

@@ -1,6 +1,6 @@
-/* A pass of a decoder (Llama, Mistral, Qwen) over a ragged batch, in float32, on threads that stay together from the
-   first layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no number of
-   threads. */
+/* A pass of a decoder (Llama, Mistral, Qwen, Gemma, Phi) over a ragged batch, in float32, on threads that stay together
+   from the first layer to the last. Every row's bits depend on its own sequence alone: on no other row, no tiling, no
+   number of threads. */
 
 #include <math.h>
 #include <omp.h>
@@ -15,17 +15,19 @@
 
 typedef struct {
     Matrix qkv, output, gate, up, down;
-    const float *input_norm, *post_norm; /* [hidden] */
-    const float *qk_norm;                /* [heads + kv_heads][head_dim], or none */
+    const float *input_norm, *post_norm;  /* [hidden]: before attention, before the gate */
+    const float *output_norm, *down_norm; /* [hidden], or none: of what is then added to the residual stream */
+    const float *qk_norm;                 /* [heads + kv_heads][head_dim], or none */
+    const float *cos, *sin;               /* [positions][head_dim]; the first half of the sines is negated */
     int64_t window;
 } Layer;
 
 typedef struct {
     int64_t num_layers, hidden, intermediate, heads, kv_heads, head_dim;
-    float eps, scale;
+    int64_t gate_is_gelu;                     /* its approximation with tanh; else silu */
+    float eps, scale, softcap, logit_softcap; /* softcap 0: none */
     const Layer *layers;
-    const float *cos, *sin; /* [positions][head_dim]; the first half of the sines is negated */
-    const float *norm;      /* [hidden] */
+    const float *norm; /* [hidden] */
     Matrix head;
 } Decoder;
 
@@ -41,8 +43,8 @@ typedef struct {
     int64_t index, size;
     long rounds;
     atomic_long *arrived;
-    Tile *results; /* twice as many as a batch has tiles */
-    float *scores; /* of one row, with room for 15 more */
+    Results *results; /* of two panels for every row */
+    float *scores;    /* of one row, with room for 15 more */
 } Thread;
 
 /* All threads of the team have come here. They are about as fast as each other, so none sleeps at first. */
@@ -71,49 +73,74 @@ static float rms_factor(const float *x, int64_t dim, float eps) {
     return 1.0f / sqrtf(sum(squares) / (float)dim + eps);
 }
 
-/* Of the first rows of x, or of those that `chosen` names. out: tiled. */
+/* Of the first rows of x, or of those that `chosen` names. out: placed for the product with `next`. */
 static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, const float *weight, int64_t rows,
-                      int64_t dim, float eps, float *out) {
+                      float eps, const Matrix *next, float *out) {
+    int64_t dim = next->inputs;
     for (SHARE(row, rows)) {
         const float *from = x + (chosen ? chosen[row] : row) * dim;
-        int64_t stride;
-        float *to = tiled(out, row, rows, dim, &stride), factor = rms_factor(from, dim, eps);
-        for (int64_t at = 0; at < dim; at++) to[at * stride] = from[at] * factor * weight[at];
+        floats factor = all(rms_factor(from, dim, eps));
+        for (int64_t at = 0; at < dim; at += LANES) {
+            float normed[LANES];
+            store(normed, load(from + at) * factor * load(weight + at));
+            place(next, rows, row, at, LANES, normed, out);
+        }
     }
     meet(thread);
 }
 
-/* x: tiled; out: [rows][outputs], set, or added to. */
+/* hidden += the norm of x; both [rows][dim]. */
+static void add_normed(Thread *thread, const float *x, const float *weight, int64_t rows, int64_t dim, float eps,
+                       float *hidden) {
+    for (SHARE(row, rows)) {
+        const float *from = x + row * dim;
+        floats factor = all(rms_factor(from, dim, eps));
+        float *to = hidden + row * dim;
+        for (int64_t at = 0; at < dim; at += LANES)
+            store(to + at, load(to + at) + load(from + at) * factor * load(weight + at));
+    }
+    meet(thread);
+}
+
+/* x: placed; out: [rows][outputs], set, or added to. */
 static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, float *out) {
     for (SHARE(panel, num_panels(matrix))) {
         int64_t first = panel * PANEL, left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
         product_panel(matrix, panel, x, rows, thread->results);
-        for (int64_t tile = 0; tile < num_tiles(rows); tile++)
-            for (int64_t start = tile_start(tile, rows), row = start; row < tile_start(tile + 1, rows); row++) {
-                float *to = out + row * matrix->outputs + first, *result = thread->results[tile][row - start];
-                for (int64_t at = 0; at < width; at++) to[at] = adds ? to[at] + result[at] : result[at];
-            }
+        for (int64_t row = 0; row < rows; row++) {
+            float *to = out + row * matrix->outputs + first, *result = thread->results[row];
+            for (int64_t at = 0; at < width; at++) to[at] = adds ? to[at] + result[at] : result[at];
+        }
     }
     meet(thread);
 }
 
-/* x: tiled; out: silu(gate) * up, tiled. */
-static void gated(Thread *thread, const Layer *layer, const float *x, int64_t rows, float *out) {
-    Tile *gates = thread->results, *ups = gates + num_tiles(rows);
+/* x: placed. hidden += the product, or its norm; `spare` has room for the product. */
+static void add_product(Thread *thread, const Matrix *matrix, const float *norm, float eps, const float *x,
+                        int64_t rows, float *spare, float *hidden) {
+    product(thread, matrix, x, rows, !norm, norm ? spare : hidden);
+    if (norm) add_normed(thread, spare, norm, rows, matrix->outputs, eps, hidden);
+}
+
+/* x * sigmoid(x); or x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is x / 2 * (1 + tanh(half of that)). */
+INLINE floats activated(floats x, int64_t is_gelu) {
+    floats slope = x;
+    if (is_gelu) slope *= all(1.5957691216f) + all(0.0713548162f) * x * x;
+    return x / (all(1.0f) + exponential(-slope));
+}
+
+/* x: placed; out: activated(gate) * up, placed. */
+static void gated(Thread *thread, const Layer *layer, int64_t is_gelu, const float *x, int64_t rows, float *out) {
+    Results *gates = thread->results, *ups = gates + rows;
     int64_t outputs = layer->gate.outputs;
     for (SHARE(panel, num_panels(&layer->gate))) {
         int64_t first = panel * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
         product_panel(&layer->gate, panel, x, rows, gates);
         product_panel(&layer->up, panel, x, rows, ups);
-        for (int64_t tile = 0; tile < num_tiles(rows); tile++) {
-            int64_t start = tile_start(tile, rows), count = tile_start(tile + 1, rows) - start;
-            float *to = out + start * outputs + first * count, *gate = gates[tile][0], *up = ups[tile][0];
-            for (int64_t at = 0; at < count * PANEL; at += LANES) {
-                floats value = load(gate + at);
-                store(gate + at, value / (all(1.0f) + exponential(-value)) * load(up + at));
-            }
-            for (int64_t at = 0; at < width; at++)
-                for (int64_t index = 0; index < count; index++) *to++ = gate[index * PANEL + at];
+        for (int64_t row = 0; row < rows; row++) {
+            for (int64_t at = 0; at < PANEL; at += LANES)
+                store(gates[row] + at, activated(load(gates[row] + at), is_gelu) * load(ups[row] + at));
+            place(&layer->down, rows, row, first, width, gates[row], out);
         }
     }
     meet(thread);
@@ -128,8 +155,8 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
     float head[MOST_DIM];
     for (SHARE(row, batch->rows)) {
         float *own = qkv + row * width;
-        const float *cosine = decoder->cos + batch->positions[row] * dim;
-        const float *sine = decoder->sin + batch->positions[row] * dim;
+        const float *cosine = layer->cos + batch->positions[row] * dim;
+        const float *sine = layer->sin + batch->positions[row] * dim;
         for (int64_t index = 0; index < turned; index++) {
             float *at = own + index * dim;
             memcpy(head, at, (size_t)dim * sizeof(float));
@@ -146,14 +173,14 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
     meet(thread);
 }
 
-/* out: tiled. A thread takes every so many-th row and key-value head: late rows have most keys. */
+/* out: placed. A thread takes every so many-th row and key-value head: late rows have most keys. */
 static void attention(Thread *thread, const Decoder *decoder, const Layer *layer, const Rows *batch, const float *qkv,
                       const float *keys, const float *values, float *out) {
-    AttentionShape shape = {decoder->heads,    decoder->kv_heads, decoder->head_dim,
-                            batch->block_size, layer->window,     decoder->scale};
+    AttentionShape shape = {decoder->heads, decoder->kv_heads, decoder->head_dim, batch->block_size,
+                            layer->window,  decoder->scale,    decoder->softcap};
     int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads,
             width = (shape.heads + 2 * shape.kv_heads) * dim;
-    int64_t task = 0, stride;
+    int64_t task = 0;
     float attended[MOST_DIM];
     for (int64_t sequence = 0; sequence < batch->sequences; sequence++) {
         int64_t start = batch->starts[sequence], end = batch->starts[sequence + 1];
@@ -161,11 +188,10 @@ static void attention(Thread *thread, const Decoder *decoder, const Layer *layer
             for (int64_t row = start; row < end; row++) {
                 if (task++ % thread->size != thread->index) continue;
                 int64_t position = batch->contexts[sequence] - (end - row);
-                float *to = tiled(out, row, batch->rows, shape.heads * dim, &stride);
                 for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
                     attend(&shape, qkv + row * width + head * dim, keys + kv_head * dim, values + kv_head * dim,
                            batch->tables + sequence * batch->table_width, position, thread->scores, attended);
-                    for (int64_t i = 0; i < dim; i++) to[(head * dim + i) * stride] = attended[i];
+                    place(&layer->output, batch->rows, row, head * dim, dim, attended, out);
                 }
             }
     }
@@ -174,38 +200,55 @@ static void attention(Thread *thread, const Decoder *decoder, const Layer *layer
 
 static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch, float *hidden, float *scratch) {
     int64_t rows = batch->rows, width = decoder->heads * decoder->head_dim;
-    float *normed = scratch, *qkv = normed + rows * decoder->hidden;
-    float *attended = qkv + rows * (width + 2 * decoder->kv_heads * decoder->head_dim), *wide = attended + rows * width;
+    float *normed = scratch, *attended = normed + placed_size(decoder->hidden, rows);
+    float *wide = attended + placed_size(width, rows), *qkv = wide + placed_size(decoder->intermediate, rows);
+    float *spare = qkv + rows * (width + 2 * decoder->kv_heads * decoder->head_dim); /* [rows][hidden] */
     for (int64_t index = 0; index < decoder->num_layers; index++) {
         const Layer *layer = decoder->layers + index;
         float *keys = batch->keys[index], *values = batch->values[index];
-        norm_rows(thread, hidden, NULL, layer->input_norm, rows, decoder->hidden, decoder->eps, normed);
+        norm_rows(thread, hidden, NULL, layer->input_norm, rows, decoder->eps, &layer->qkv, normed);
         product(thread, &layer->qkv, normed, rows, 0, qkv);
         turn_and_store(thread, decoder, layer, batch, qkv, keys, values);
         attention(thread, decoder, layer, batch, qkv, keys, values, attended);
-        product(thread, &layer->output, attended, rows, 1, hidden);
-        norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->hidden, decoder->eps, normed);
-        gated(thread, layer, normed, rows, wide);
-        product(thread, &layer->down, wide, rows, 1, hidden);
+        add_product(thread, &layer->output, layer->output_norm, decoder->eps, attended, rows, spare, hidden);
+        norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->eps, &layer->gate, normed);
+        gated(thread, layer, decoder->gate_is_gelu, normed, rows, wide);
+        add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, spare, hidden);
     }
 }
 
+/* Changes `count` numbers, any number of them. */
+static void cap_all(Thread *thread, float *x, int64_t count, float cap) {
+    for (SHARE(part, (count + LANES - 1) / LANES)) {
+        int64_t at = part * LANES, size = count - at < LANES ? count - at : LANES;
+        float lanes[LANES] = {0};
+        memcpy(lanes, x + at, (size_t)size * sizeof(float));
+        store(lanes, soft_cap(load(lanes), cap));
+        memcpy(x + at, lanes, (size_t)size * sizeof(float));
+    }
+    meet(thread);
+}
+
 /* Floats of a thread's own scratch: the results of two panels, and one row's scores. */
-static int64_t own_scratch(int64_t rows, int64_t keys) {
-    return 2 * num_tiles(rows) * MOST_ROWS * PANEL + (keys + 2 * LANES) / LANES * LANES;
+static int64_t own_scratch(int64_t rows, int64_t keys) { return 2 * rows * PANEL + (keys + 2 * LANES) / LANES * LANES; }
+
+/* Floats of the inputs of all products of a layer. */
+static int64_t inputs_scratch(const Decoder *decoder, int64_t rows) {
+    return placed_size(decoder->hidden, rows) + placed_size(decoder->heads * decoder->head_dim, rows) +
+           placed_size(decoder->intermediate, rows);
 }
 
 /* Floats that the functions below need as scratch. */
 int64_t decoder_scratch(const Decoder *decoder, int64_t rows, int64_t keys, int64_t threads) {
-    int64_t heads = 2 * decoder->heads + 2 * decoder->kv_heads;
-    int64_t shared = decoder->hidden + heads * decoder->head_dim + 2 * decoder->intermediate;
-    return rows * shared + threads * own_scratch(rows, keys);
+    int64_t qkv = (decoder->heads + 2 * decoder->kv_heads) * decoder->head_dim;
+    int64_t outputs = rows * (qkv + decoder->hidden + decoder->intermediate);
+    return inputs_scratch(decoder, rows) + outputs + threads * own_scratch(rows, keys);
 }
 
 static Thread join(atomic_long *arrived, int64_t rows, int64_t keys, float *scratch) {
     Thread thread = {omp_get_thread_num(), omp_get_num_threads(), 0, arrived, NULL, NULL};
-    thread.results = (Tile *)(scratch + thread.index * own_scratch(rows, keys));
-    thread.scores = (float *)(thread.results + 2 * num_tiles(rows));
+    thread.results = (Results *)(scratch + thread.index * own_scratch(rows, keys));
+    thread.scores = (float *)(thread.results + 2 * rows);
     return thread;
 }
 
@@ -218,24 +261,30 @@ void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, c
 #pragma omp parallel num_threads((int)threads)
     {
         Thread thread = join(&arrived, batch->rows, batch->longest, scratch);
+        if (decoder->head.kind == TILES) tiles_begin();
         run_layers(&thread, decoder, batch, hidden, shared);
-        norm_rows(&thread, hidden, logit_rows, decoder->norm, wanted, decoder->hidden, decoder->eps, shared);
+        norm_rows(&thread, hidden, logit_rows, decoder->norm, wanted, decoder->eps, &decoder->head, shared);
         product(&thread, &decoder->head, shared, wanted, 0, logits);
+        if (decoder->logit_softcap != 0.0f)
+            cap_all(&thread, logits, wanted * decoder->head.outputs, decoder->logit_softcap);
+        if (decoder->head.kind == TILES) tiles_end();
     }
 }
 
 /* The products of a pass alone, on whatever `scratch` holds: what the pass would cost if it were nothing else. */
 void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float *scratch, int64_t threads) {
     atomic_long arrived = 0;
-    float *in = scratch + threads * own_scratch(rows, 0), *out = in + rows * decoder->intermediate;
+    float *in = scratch + threads * own_scratch(rows, 0), *out = in + inputs_scratch(decoder, rows);
 #pragma omp parallel num_threads((int)threads)
     {
         Thread thread = join(&arrived, rows, 0, scratch);
+        if (decoder->head.kind == TILES) tiles_begin();
         for (int64_t index = 0; index < decoder->num_layers; index++) {
             const Layer *layer = decoder->layers + index;
             const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate, &layer->up, &layer->down};
             for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, out);
         }
         product(&thread, &decoder->head, in, rows, 0, logits);
+        if (decoder->head.kind == TILES) tiles_end();
     }
 }

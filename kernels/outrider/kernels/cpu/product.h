@@ -1,12 +1,14 @@
-/* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32 or as the upper
-   halves of float32 numbers whose lower halves are zero. The rows lie in tiles of up to MOST_ROWS, [in][rows of the
-   tile] each: so all that one step of a sum reads lies together. Every output is one sum over the inputs in ascending
-   order: its bits depend neither on the other rows nor on the threads. */
+/* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32 or as bfloat16, which
+   are the upper halves of float32 numbers. The rows lie in groups of up to MOST_ROWS, [in][rows of the group] each: so
+   all that one step of a sum reads lies together. Every output is one sum over the inputs in ascending order: its bits
+   depend neither on the other rows nor on the threads. Where the processor multiplies tiles of bfloat16 numbers, weights
+   and rows lie as tiles.h has them. */
 #ifndef OUTRIDER_PRODUCT_H
 #define OUTRIDER_PRODUCT_H
 
 #include <string.h>
 
+#include "tiles.h"
 #include "vectors.h"
 
 #define PANEL 32
@@ -18,16 +20,19 @@
 #define PART 128           /* inputs whose weights are widened together: 16 KiB */
 #define AHEAD (32 * PANEL) /* numbers fetched before they are needed */
 
+enum { FLOATS, HALVES, TILES }; /* how weights lie */
+
 typedef struct {
-    const void *panels; /* [ceil(outputs / 32)][inputs][32] */
+    const void *panels; /* [ceil(outputs / 32)] of [inputs][32], or of [steps][2][16][16][2] */
     const float *bias;  /* [outputs], or none */
-    int64_t outputs, inputs, is_half;
+    int64_t outputs, inputs, kind;
 } Matrix;
 
-typedef float Tile[MOST_ROWS][PANEL];
+typedef float Results[PANEL]; /* of one row and panel */
 
 /* Adds to `out` the sums over `inputs` inputs. */
-INLINE void multiply(const int rows, const int is_half, const float *x, const void *panel, int64_t inputs, Tile out) {
+INLINE void multiply(const int rows, const int is_half, const float *x, const void *panel, int64_t inputs,
+                     Results *out) {
     floats sums[MOST_ROWS][2];
 #pragma GCC unroll 12
     for (int row = 0; row < rows; row++) sums[row][0] = load(out[row]), sums[row][1] = load(out[row] + LANES);
@@ -64,7 +69,7 @@ INLINE void multiply(const int rows, const int is_half, const float *x, const vo
         break;
 
 static void multiply_rows(int64_t rows, int64_t is_half, const float *x, const void *weights, int64_t inputs,
-                          Tile out) {
+                          Results *out) {
     switch (rows) {
         CASE(1)
         CASE(2) CASE(3)
@@ -74,30 +79,49 @@ static void multiply_rows(int64_t rows, int64_t is_half, const float *x, const v
     }
 }
 
-/* Tiles of about equal size: how many, and where each starts. */
-INLINE int64_t num_tiles(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
-INLINE int64_t tile_start(int64_t tile, int64_t rows) { return rows * tile / num_tiles(rows); }
+/* Groups of about equal size: how many, and where each starts. */
+INLINE int64_t num_groups(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+INLINE int64_t group_start(int64_t group, int64_t rows) { return rows * group / num_groups(rows); }
 
-/* Where a row begins in tiled memory; its numbers are `stride` apart. */
-INLINE float *tiled(float *base, int64_t row, int64_t rows, int64_t inputs, int64_t *stride) {
-    int64_t tile = ((row + 1) * num_tiles(rows) - 1) / rows, start = tile_start(tile, rows);
-    *stride = tile_start(tile + 1, rows) - start;
-    return base + start * inputs + row - start;
+/* Floats that rows take where a product reads them. */
+INLINE int64_t placed_size(int64_t inputs, int64_t rows) {
+    int64_t tiled = num_row_tiles(rows) * num_steps(inputs) * TILE / 2, grouped = rows * inputs;
+    return tiled > grouped ? tiled : grouped;
 }
 
-/* All tiles of x times one panel, and its bias. Weights that several tiles need are widened once, a part at a time that
+/* Puts `count` numbers of a row, from column `at` on, where the product with `matrix` reads them. Both are multiples of
+   sixteen, or the row ends there. */
+INLINE void place(const Matrix *matrix, int64_t rows, int64_t row, int64_t at, int64_t count, const float *from,
+                  float *x) {
+    if (matrix->kind == TILES) {
+        int64_t past = at + count == matrix->inputs ? num_steps(matrix->inputs) * TILE_IN : at + count;
+        for (int64_t end = at + count; at < past; at += LANES, from += LANES) {
+            floats values = {};
+            if (at + LANES <= end)
+                values = load(from);
+            else
+                for (int64_t lane = 0; at + lane < end; lane++) values[lane] = from[lane];
+            split_into((uint16_t *)x, matrix->inputs, row, at, values);
+        }
+        return;
+    }
+    int64_t group = ((row + 1) * num_groups(rows) - 1) / rows, start = group_start(group, rows);
+    int64_t stride = group_start(group + 1, rows) - start;
+    float *to = x + start * matrix->inputs + row - start + at * stride;
+    for (int64_t index = 0; index < count; index++) to[index * stride] = from[index];
+}
+
+/* All rows times one panel of floats or halves. Weights that several groups need are widened once, a part at a time that
    stays in the first-level cache. */
-static void product_panel(const Matrix *matrix, int64_t panel, const float *x, int64_t rows, Tile *out) {
-    int64_t inputs = matrix->inputs, tiles = num_tiles(rows), first = panel * PANEL;
-    float bias[PANEL] = {0}, wide[PART * PANEL] __attribute__((aligned(64)));
-    for (int64_t at = 0; matrix->bias && at < PANEL && first + at < matrix->outputs; at++)
-        bias[at] = matrix->bias[first + at];
-    memset(out, 0, (size_t)tiles * sizeof(Tile));
-    int64_t widens = matrix->is_half && tiles > 1, part = widens ? PART : inputs;
+static void multiply_groups(const Matrix *matrix, int64_t panel, const float *x, int64_t rows, Results *out) {
+    int64_t inputs = matrix->inputs, groups = num_groups(rows), is_half = matrix->kind == HALVES;
+    int64_t widens = is_half && groups > 1, part = widens ? PART : inputs;
+    float wide[PART * PANEL] __attribute__((aligned(64)));
+    memset(out, 0, (size_t)rows * sizeof(Results));
     for (int64_t k = 0; k < inputs; k += part) {
-        int64_t count = inputs - k < part ? inputs - k : part, place = first * inputs + k * PANEL;
-        const void *weights = matrix->is_half ? (const void *)((const uint16_t *)matrix->panels + place)
-                                              : (const void *)((const float *)matrix->panels + place);
+        int64_t count = inputs - k < part ? inputs - k : part, place = panel * PANEL * inputs + k * PANEL;
+        const void *weights = is_half ? (const void *)((const uint16_t *)matrix->panels + place)
+                                      : (const void *)((const float *)matrix->panels + place);
         if (widens) {
             for (int64_t at = 0; at < count * PANEL; at += LANES) {
                 if (at % PANEL == 0) __builtin_prefetch((const uint16_t *)weights + at + AHEAD);
@@ -105,15 +129,24 @@ static void product_panel(const Matrix *matrix, int64_t panel, const float *x, i
             }
             weights = wide;
         }
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            int64_t start = tile_start(tile, rows), size = tile_start(tile + 1, rows) - start;
-            multiply_rows(size, matrix->is_half && !widens, x + start * inputs + k * size, weights, count, out[tile]);
+        for (int64_t group = 0; group < groups; group++) {
+            int64_t start = group_start(group, rows), size = group_start(group + 1, rows) - start;
+            multiply_rows(size, is_half && !widens, x + start * inputs + k * size, weights, count, out + start);
         }
     }
+}
+
+/* All rows of x times one panel, and its bias. out: [rows] */
+static void product_panel(const Matrix *matrix, int64_t panel, const float *x, int64_t rows, Results *out) {
+    int64_t size = num_steps(matrix->inputs) * 2 * TILE, first = panel * PANEL;
+    if (matrix->kind == TILES)
+        multiply_tiles((const uint16_t *)x, (const uint16_t *)matrix->panels + panel * size, matrix->inputs, rows, out);
+    else
+        multiply_groups(matrix, panel, x, rows, out);
     if (matrix->bias)
-        for (int64_t tile = 0; tile < tiles; tile++)
-            for (int64_t row = 0; row < MOST_ROWS; row++)
-                for (int64_t at = 0; at < PANEL; at++) out[tile][row][at] += bias[at];
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t at = 0; at < PANEL && first + at < matrix->outputs; at++)
+                out[row][at] += matrix->bias[first + at];
 }
 
 INLINE int64_t num_panels(const Matrix *matrix) { return (matrix->outputs + PANEL - 1) / PANEL; }
