@@ -21,9 +21,8 @@ MIXED = {  # a layer with a window and one without; queries and keys are normed
     "attention_bias": True,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "qwen3-window-biases": ("qwen3", MIXED),
-    "gemma2": ("gemma2", {}),  # both soft caps, norms behind the products, and gelu
+    "gemma2": ("gemma2", {}),  # one matrix for embedding and head, both soft caps, norms behind the products, and gelu
 }
 STEPS = {
     "prefill": [[(0, 0, LENGTH)]],
