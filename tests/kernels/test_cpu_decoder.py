@@ -58,15 +58,15 @@ def decoder(nudge: float = 0.0, gemma: bool = False) -> CpuDecoder:
     )  # fmt: skip
 
 
-def run(model: CpuDecoder, num_rows: int, poison: bool = False) -> Tensor:
-    """Logits of all rows of one sequence in blocks out of order, all others poisoned or zero."""
+def run(model: CpuDecoder, num_rows: int, poison: bool = False, wanted: slice = slice(None)) -> Tensor:
+    """Logits of wanted rows of one sequence in blocks out of order, all others poisoned or zero."""
     shape = (40, BLOCK, KV_HEADS, DIM)
     caches = [torch.full(shape, torch.nan if poison else 0.0) for _ in range(4)]
     table = torch.arange(33, 33 - (num_rows // BLOCK + 1), -1)
     at = torch.arange(num_rows)
     rows = RaggedRows(at, table[at // BLOCK] * BLOCK + at % BLOCK, table[None], (0, num_rows), (num_rows,))
     hidden = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(4))
-    return model.forward(hidden, rows, caches[:2], caches[2:], at)
+    return model.forward(hidden, rows, caches[:2], caches[2:], at[wanted])
 
 
 @pytest.fixture(params=[False, True], ids=["llama", "gemma"])
@@ -101,6 +101,12 @@ def test_rows_have_the_bits_that_they_have_among_fewer(sixteen_bits: CpuDecoder)
     logits = run(sixteen_bits, 61)
     for num_rows in (1, 2, 5, 6, 10, 11, 13, 17, 60):
         assert torch.equal(run(sixteen_bits, num_rows), logits[:num_rows]), num_rows
+
+
+def test_rows_that_want_no_logits(sixteen_bits: CpuDecoder) -> None:
+    logits = run(sixteen_bits, 30)
+    assert torch.equal(run(sixteen_bits, 30, wanted=slice(-3, None)), logits[-3:])
+    assert run(sixteen_bits, 30, wanted=slice(0)).shape == (0, VOCAB)
 
 
 def test_pack() -> None:

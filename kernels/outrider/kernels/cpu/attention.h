@@ -1,11 +1,13 @@
-/* Causal attention of one sequence's rows over the paged cache, for the query heads that share one key-value head. A
-   row meets its keys in order of position, whatever else is in the batch. */
+/* Attention over the paged cache, for query heads that share one key-value head. Up to MOST_QUERIES of them go through
+   the keys together, since what they read is the same; each meets its keys in order of position and adds up what it
+   would alone, whatever else is in the batch. */
 #ifndef OUTRIDER_ATTENTION_H
 #define OUTRIDER_ATTENTION_H
 
 #include "vectors.h"
 
 #define MOST_DIM 256
+#define MOST_QUERIES 4
 
 typedef struct {
     int64_t heads, kv_heads, head_dim, block_size, window; /* window 0: all keys */
@@ -23,22 +25,37 @@ INLINE Run run_at(const AttentionShape *shape, const int64_t *table, int64_t at,
     return (Run){table[at / size] * size + offset, count < end - at ? count : end - at};
 }
 
-/* scores: of the keys from `first` to `end`, with room for fifteen more. */
-INLINE void score(const AttentionShape *shape, const float *query, const float *keys, const int64_t *table,
-                  int64_t first, int64_t end, float *scores) {
+/* One row's head. */
+typedef struct {
+    const float *vector;  /* [head_dim] */
+    int64_t first, end;   /* positions of the keys that it sees */
+    float *scores, total; /* of the keys that any of those together sees, with room for fifteen more; their sum */
+    float *out;           /* [head_dim] */
+} Query;
+
+/* The scores of all keys from `first` to `end`. */
+INLINE void score(const int count, const AttentionShape *shape, const Query *queries, const float *keys,
+                  const int64_t *table, int64_t first, int64_t end) {
     int64_t dim = shape->head_dim, stride = shape->kv_heads * dim;
     Run run;
     for (int64_t at = first; at < end; at += run.count) {
         run = run_at(shape, table, at, end);
-        floats products[LANES] = {};
+        floats products[MOST_QUERIES][LANES] = {};
         for (int64_t index = 0; index < run.count; index++) {
             const float *key = keys + (run.slot + index) * stride;
-            floats product = load(query) * load(key);
-            for (int64_t i = LANES; i < dim; i += LANES) product += load(query + i) * load(key + i);
-            products[index] = product;
+            floats sums[MOST_QUERIES];
+            for (int query = 0; query < count; query++) sums[query] = load(queries[query].vector) * load(key);
+            for (int64_t i = LANES; i < dim; i += LANES) {
+                floats part = load(key + i);
+                for (int query = 0; query < count; query++) sums[query] += load(queries[query].vector + i) * part;
+            }
+            for (int query = 0; query < count; query++) products[query][index] = sums[query];
         }
-        floats found = sums_of(products) * all(shape->scale);
-        store(scores + (at - first), shape->softcap != 0.0f ? soft_cap(found, shape->softcap) : found);
+        for (int query = 0; query < count; query++) {
+            floats found = sums_of(products[query]) * all(shape->scale);
+            store(queries[query].scores + (at - first),
+                  shape->softcap != 0.0f ? soft_cap(found, shape->softcap) : found);
+        }
     }
 }
 
@@ -57,36 +74,61 @@ INLINE float exponentials(float *scores, int64_t count) {
     return sum(total);
 }
 
-/* out: the values of the keys from `first` to `end`, weighted by their scores, over `total`. */
-INLINE void average(const AttentionShape *shape, const float *scores, float total, const float *values,
-                    const int64_t *table, int64_t first, int64_t end, float *out) {
+/* The values of the keys from `first` to `end`, weighted by the scores. */
+INLINE void average(const int count, const AttentionShape *shape, const Query *queries, const float *values,
+                    const int64_t *table, int64_t first, int64_t end) {
     int64_t dim = shape->head_dim, stride = shape->kv_heads * dim;
-    for (int64_t i = 0; i < dim; i += 4 * LANES) { /* up to four registers of sums at a time */
-        floats sums[4] = {};
+    for (int64_t i = 0; i < dim; i += 4 * LANES) { /* up to four registers of sums for each at a time */
+        floats sums[MOST_QUERIES][4] = {};
         int64_t parts = (dim - i) / LANES < 4 ? (dim - i) / LANES : 4;
         Run run;
         for (int64_t at = first; at < end; at += run.count) {
             run = run_at(shape, table, at, end);
             for (int64_t index = 0; index < run.count; index++) {
                 const float *value = values + (run.slot + index) * stride + i;
-                floats weight = all(scores[at - first + index]);
-                if (parts == 4)
-                    for (int64_t part = 0; part < 4; part++) sums[part] += weight * load(value + part * LANES);
-                else
-                    for (int64_t part = 0; part < parts; part++) sums[part] += weight * load(value + part * LANES);
+                for (int query = 0; query < count; query++) {
+                    floats weight = all(queries[query].scores[at - first + index]);
+                    if (parts == 4)
+                        for (int64_t part = 0; part < 4; part++)
+                            sums[query][part] += weight * load(value + part * LANES);
+                    else
+                        for (int64_t part = 0; part < parts; part++)
+                            sums[query][part] += weight * load(value + part * LANES);
+                }
             }
         }
-        for (int64_t part = 0; part < parts; part++) store(out + i + part * LANES, sums[part] / all(total));
+        for (int query = 0; query < count; query++)
+            for (int64_t part = 0; part < parts; part++)
+                store(queries[query].out + i + part * LANES, sums[query][part] / all(queries[query].total));
     }
 }
 
-/* One row at `position`, one query head. keys and values: [blocks][block_size][kv_heads][head_dim], of this head on. */
-static void attend(const AttentionShape *shape, const float *query, const float *keys, const float *values,
-                   const int64_t *table, int64_t position, float *scores, float *out) {
-    int64_t end = position + 1, first = shape->window && end > shape->window ? end - shape->window : 0;
-    score(shape, query, keys, table, first, end, scores);
-    float total = exponentials(scores, end - first);
-    average(shape, scores, total, values, table, first, end, out);
+/* keys and values: [blocks][block_size][kv_heads][head_dim], of this head on. */
+INLINE void attend(const int count, const AttentionShape *shape, Query *queries, const float *keys, const float *values,
+                   const int64_t *table) {
+    int64_t first = queries[0].first, end = queries[0].end;
+    for (int query = 1; query < count; query++) {
+        if (queries[query].first < first) first = queries[query].first;
+        if (queries[query].end > end) end = queries[query].end;
+    }
+    score(count, shape, queries, keys, table, first, end);
+    for (int index = 0; index < count; index++) {
+        Query *query = queries + index;
+        for (int64_t key = first; key < query->first; key++) query->scores[key - first] = 0.0f;
+        query->total = exponentials(query->scores + (query->first - first), query->end - query->first);
+        for (int64_t key = query->end; key < end; key++) query->scores[key - first] = 0.0f;
+    }
+    average(count, shape, queries, values, table, first, end);
+}
+
+static void attend_together(int count, const AttentionShape *shape, Query *queries, const float *keys,
+                            const float *values, const int64_t *table) {
+    switch (count) {
+        case 1: attend(1, shape, queries, keys, values, table); break;
+        case 2: attend(2, shape, queries, keys, values, table); break;
+        case 3: attend(3, shape, queries, keys, values, table); break;
+        case 4: attend(4, shape, queries, keys, values, table); break;
+    }
 }
 
 #endif

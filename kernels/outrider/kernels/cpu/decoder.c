@@ -44,8 +44,11 @@ typedef struct {
     long rounds;
     atomic_long *arrived;
     Results *results; /* of two panels for every row */
-    float *scores;    /* of one row, with room for 15 more */
+    float *scores;    /* of MOST_QUERIES queries, each with room for 15 more */
 } Thread;
+
+/* Floats for one query's scores. */
+static int64_t scores_size(int64_t keys) { return (keys + 2 * LANES) / LANES * LANES; }
 
 /* All threads of the team have come here. They are about as fast as each other, so none sleeps at first. */
 static void meet(Thread *thread) {
@@ -173,26 +176,47 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
     meet(thread);
 }
 
-/* out: placed. A thread takes every so many-th row and key-value head: late rows have most keys. */
+#define SHARED_ROWS 32 /* of a sequence, whose keys one thread reads once, where there is work for all threads */
+
+/* Attention of a sequence's rows from `row` to `end` for the query heads of one key-value head. out: placed. */
+static void attend_rows(Thread *thread, const AttentionShape *shape, const Layer *layer, const Rows *batch,
+                        int64_t sequence, int64_t kv_head, int64_t row, int64_t end, const float *qkv,
+                        const float *keys, const float *values, float *out) {
+    int64_t dim = shape->head_dim, group = shape->heads / shape->kv_heads, room = scores_size(batch->longest);
+    int64_t width = (shape->heads + 2 * shape->kv_heads) * dim, heads = (end - row) * group;
+    int64_t after = batch->contexts[sequence] - batch->starts[sequence + 1] + 1; /* a row's position and 1, less row */
+    float attended[MOST_QUERIES][MOST_DIM];
+    for (int64_t done = 0; done < heads; done += MOST_QUERIES) {
+        int count = heads - done < MOST_QUERIES ? (int)(heads - done) : MOST_QUERIES;
+        Query queries[MOST_QUERIES];
+        for (int64_t index = 0; index < count; index++) {
+            int64_t at = row + (done + index) / group, head = kv_head * group + (done + index) % group;
+            int64_t seen = at + after, first = shape->window && seen > shape->window ? seen - shape->window : 0;
+            const float *vector = qkv + at * width + head * dim;
+            queries[index] = (Query){vector, first, seen, thread->scores + index * room, 0.0f, attended[index]};
+        }
+        attend_together(count, shape, queries, keys + kv_head * dim, values + kv_head * dim,
+                        batch->tables + sequence * batch->table_width);
+        for (int64_t index = 0; index < count; index++) {
+            int64_t at = row + (done + index) / group, head = kv_head * group + (done + index) % group;
+            place(&layer->output, batch->rows, at, head * dim, dim, attended[index], out);
+        }
+    }
+}
+
+/* out: placed. A thread takes every so many-th piece: late rows have most keys. */
 static void attention(Thread *thread, const Decoder *decoder, const Layer *layer, const Rows *batch, const float *qkv,
                       const float *keys, const float *values, float *out) {
     AttentionShape shape = {decoder->heads, decoder->kv_heads, decoder->head_dim, batch->block_size,
                             layer->window,  decoder->scale,    decoder->softcap};
-    int64_t dim = shape.head_dim, group = shape.heads / shape.kv_heads,
-            width = (shape.heads + 2 * shape.kv_heads) * dim;
-    int64_t task = 0;
-    float attended[MOST_DIM];
+    int64_t task = 0, together = batch->sequences * shape.kv_heads < 4 * thread->size ? 1 : SHARED_ROWS;
     for (int64_t sequence = 0; sequence < batch->sequences; sequence++) {
-        int64_t start = batch->starts[sequence], end = batch->starts[sequence + 1];
+        int64_t last = batch->starts[sequence + 1];
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
-            for (int64_t row = start; row < end; row++) {
+            for (int64_t row = batch->starts[sequence]; row < last; row += together) {
                 if (task++ % thread->size != thread->index) continue;
-                int64_t position = batch->contexts[sequence] - (end - row);
-                for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-                    attend(&shape, qkv + row * width + head * dim, keys + kv_head * dim, values + kv_head * dim,
-                           batch->tables + sequence * batch->table_width, position, thread->scores, attended);
-                    place(&layer->output, batch->rows, row, head * dim, dim, attended, out);
-                }
+                int64_t end = row + together < last ? row + together : last;
+                attend_rows(thread, &shape, layer, batch, sequence, kv_head, row, end, qkv, keys, values, out);
             }
     }
     meet(thread);
@@ -229,8 +253,19 @@ static void cap_all(Thread *thread, float *x, int64_t count, float cap) {
     meet(thread);
 }
 
-/* Floats of a thread's own scratch: the results of two panels, and one row's scores. */
-static int64_t own_scratch(int64_t rows, int64_t keys) { return 2 * rows * PANEL + (keys + 2 * LANES) / LANES * LANES; }
+/* scratch: room for the rows, placed. */
+static void run_head(Thread *thread, const Decoder *decoder, const float *hidden, const int64_t *logit_rows,
+                     int64_t wanted, float *scratch, float *logits) {
+    norm_rows(thread, hidden, logit_rows, decoder->norm, wanted, decoder->eps, &decoder->head, scratch);
+    product(thread, &decoder->head, scratch, wanted, 0, logits);
+    if (decoder->logit_softcap != 0.0f)
+        cap_all(thread, logits, wanted * decoder->head.outputs, decoder->logit_softcap);
+}
+
+/* Floats of a thread's own scratch: the results of two panels, and the scores of some queries. */
+static int64_t own_scratch(int64_t rows, int64_t keys) {
+    return 2 * rows * PANEL + MOST_QUERIES * scores_size(keys);
+}
 
 /* Floats of the inputs of all products of a layer. */
 static int64_t inputs_scratch(const Decoder *decoder, int64_t rows) {
@@ -253,7 +288,7 @@ static Thread join(atomic_long *arrived, int64_t rows, int64_t keys, float *scra
 }
 
 /* hidden: [rows][hidden], the embeddings; becomes the residual stream after the last layer. logits: [wanted][vocab], of
-   the rows that `logit_rows` names. */
+   the rows that `logit_rows` names; a chunk of a prompt wants none. */
 void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, const int64_t *logit_rows,
                      int64_t wanted, float *logits, float *scratch, int64_t threads) {
     atomic_long arrived = 0;
@@ -263,10 +298,7 @@ void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, c
         Thread thread = join(&arrived, batch->rows, batch->longest, scratch);
         if (decoder->head.kind == TILES) tiles_begin();
         run_layers(&thread, decoder, batch, hidden, shared);
-        norm_rows(&thread, hidden, logit_rows, decoder->norm, wanted, decoder->eps, &decoder->head, shared);
-        product(&thread, &decoder->head, shared, wanted, 0, logits);
-        if (decoder->logit_softcap != 0.0f)
-            cap_all(&thread, logits, wanted * decoder->head.outputs, decoder->logit_softcap);
+        if (wanted) run_head(&thread, decoder, hidden, logit_rows, wanted, shared, logits);
         if (decoder->head.kind == TILES) tiles_end();
     }
 }
