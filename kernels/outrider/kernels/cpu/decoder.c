@@ -12,6 +12,7 @@
 #include "product.h"
 
 #define SPINS 1000
+#define MOST_THREADS 256
 
 typedef struct {
     Matrix qkv, output, gate, up, down;
@@ -39,10 +40,21 @@ typedef struct {
     float *const *keys, *const *values;                        /* [layers]: [blocks][block_size][kv_heads][head_dim] */
 } Rows;
 
+/* How many pieces of a thread's share are taken; alone in its line of the cache. */
+typedef struct {
+    atomic_long count;
+    char rest[64 - sizeof(atomic_long)];
+} Taken;
+
+typedef struct {
+    atomic_long arrived;
+    Taken taken[2][MOST_THREADS]; /* of this stretch of work between two meetings, and of the next */
+} Team;
+
 typedef struct {
     int64_t index, size;
-    long rounds;
-    atomic_long *arrived;
+    long meetings;
+    Team *team;
     Results *results; /* of two panels for every row */
     float *scores;    /* of MOST_QUERIES queries, each with room for 15 more */
 } Thread;
@@ -52,10 +64,12 @@ static int64_t scores_size(int64_t keys) { return (keys + 2 * LANES) / LANES * L
 
 /* All threads of the team have come here. They are about as fast as each other, so none sleeps at first. */
 static void meet(Thread *thread) {
+    /* All have left the stretch before this one: what was taken there is free for the one after. */
+    atomic_store_explicit(&thread->team->taken[++thread->meetings & 1][thread->index].count, 0, memory_order_relaxed);
     if (thread->size == 1) return;
-    long all_here = ++thread->rounds * (long)thread->size;
-    atomic_fetch_add_explicit(thread->arrived, 1, memory_order_acq_rel);
-    for (long spins = 0; atomic_load_explicit(thread->arrived, memory_order_acquire) < all_here; spins++) {
+    long all_here = thread->meetings * (long)thread->size;
+    atomic_fetch_add_explicit(&thread->team->arrived, 1, memory_order_acq_rel);
+    for (long spins = 0; atomic_load_explicit(&thread->team->arrived, memory_order_acquire) < all_here; spins++) {
         if (spins > SPINS) sched_yield();
 #if defined(__x86_64__)
         else
@@ -64,11 +78,25 @@ static void meet(Thread *thread) {
     }
 }
 
-#define SHARE(variable, count)                                                                                         \
-    int64_t variable = (count) * thread->index / thread->size,                                                         \
-            variable##_end = (count) * (thread->index + 1) / thread->size;                                             \
-    variable < variable##_end;                                                                                         \
-    variable++
+static int64_t take(Thread *thread, int64_t owner) {
+    return atomic_fetch_add_explicit(&thread->team->taken[thread->meetings & 1][owner].count, 1, memory_order_relaxed);
+}
+
+/* The next of `count` pieces for this thread: of its own share, then of what a slower one has left, for threads may
+   have a core for themselves or not. -1: none is left. `passed` starts at 0: shares that are used up. */
+static int64_t claim(Thread *thread, int64_t count, int64_t *passed) {
+    for (; *passed < thread->size; ++*passed) {
+        int64_t owner = (thread->index + *passed) % thread->size;
+        int64_t start = count * owner / thread->size, end = count * (owner + 1) / thread->size;
+        int64_t piece = start + take(thread, owner);
+        if (piece < end) return piece;
+    }
+    return -1;
+}
+
+#define CLAIM(variable, count)                                                                                         \
+    int64_t variable, variable##_passed = 0;                                                                           \
+    (variable = claim(thread, count, &variable##_passed)) >= 0;
 
 static float rms_factor(const float *x, int64_t dim, float eps) {
     floats squares = {};
@@ -80,7 +108,7 @@ static float rms_factor(const float *x, int64_t dim, float eps) {
 static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, const float *weight, int64_t rows,
                       float eps, const Matrix *next, float *out) {
     int64_t dim = next->inputs;
-    for (SHARE(row, rows)) {
+    for (CLAIM(row, rows)) {
         const float *from = x + (chosen ? chosen[row] : row) * dim;
         floats factor = all(rms_factor(from, dim, eps));
         for (int64_t at = 0; at < dim; at += LANES) {
@@ -95,7 +123,7 @@ static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, con
 /* hidden += the norm of x; both [rows][dim]. */
 static void add_normed(Thread *thread, const float *x, const float *weight, int64_t rows, int64_t dim, float eps,
                        float *hidden) {
-    for (SHARE(row, rows)) {
+    for (CLAIM(row, rows)) {
         const float *from = x + row * dim;
         floats factor = all(rms_factor(from, dim, eps));
         float *to = hidden + row * dim;
@@ -107,7 +135,7 @@ static void add_normed(Thread *thread, const float *x, const float *weight, int6
 
 /* x: placed; out: [rows][outputs], set, or added to. */
 static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, float *out) {
-    for (SHARE(panel, num_panels(matrix))) {
+    for (CLAIM(panel, num_panels(matrix))) {
         int64_t first = panel * PANEL, left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
         product_panel(matrix, panel, x, rows, thread->results);
         for (int64_t row = 0; row < rows; row++) {
@@ -136,7 +164,7 @@ INLINE floats activated(floats x, int64_t is_gelu) {
 static void gated(Thread *thread, const Layer *layer, int64_t is_gelu, const float *x, int64_t rows, float *out) {
     Results *gates = thread->results, *ups = gates + rows;
     int64_t outputs = layer->gate.outputs;
-    for (SHARE(panel, num_panels(&layer->gate))) {
+    for (CLAIM(panel, num_panels(&layer->gate))) {
         int64_t first = panel * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
         product_panel(&layer->gate, panel, x, rows, gates);
         product_panel(&layer->up, panel, x, rows, ups);
@@ -156,7 +184,7 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
     int64_t dim = decoder->head_dim, turned = decoder->heads + decoder->kv_heads, half = dim / 2;
     int64_t width = (turned + decoder->kv_heads) * dim, kept = decoder->kv_heads * dim;
     float head[MOST_DIM];
-    for (SHARE(row, batch->rows)) {
+    for (CLAIM(row, batch->rows)) {
         float *own = qkv + row * width;
         const float *cosine = layer->cos + batch->positions[row] * dim;
         const float *sine = layer->sin + batch->positions[row] * dim;
@@ -204,19 +232,21 @@ static void attend_rows(Thread *thread, const AttentionShape *shape, const Layer
     }
 }
 
-/* out: placed. A thread takes every so many-th piece: late rows have most keys. */
+/* out: placed. Pieces are taken in their order, one by one: late rows have most keys. */
 static void attention(Thread *thread, const Decoder *decoder, const Layer *layer, const Rows *batch, const float *qkv,
                       const float *keys, const float *values, float *out) {
     AttentionShape shape = {decoder->heads, decoder->kv_heads, decoder->head_dim, batch->block_size,
                             layer->window,  decoder->scale,    decoder->softcap};
-    int64_t task = 0, together = batch->sequences * shape.kv_heads < 4 * thread->size ? 1 : SHARED_ROWS;
+    int64_t together = batch->sequences * shape.kv_heads < 4 * thread->size ? 1 : SHARED_ROWS;
+    int64_t task = 0, own = take(thread, 0);
     for (int64_t sequence = 0; sequence < batch->sequences; sequence++) {
         int64_t last = batch->starts[sequence + 1];
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
             for (int64_t row = batch->starts[sequence]; row < last; row += together) {
-                if (task++ % thread->size != thread->index) continue;
+                if (task++ != own) continue;
                 int64_t end = row + together < last ? row + together : last;
                 attend_rows(thread, &shape, layer, batch, sequence, kv_head, row, end, qkv, keys, values, out);
+                own = take(thread, 0);
             }
     }
     meet(thread);
@@ -243,7 +273,7 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
 
 /* Changes `count` numbers, any number of them. */
 static void cap_all(Thread *thread, float *x, int64_t count, float cap) {
-    for (SHARE(part, (count + LANES - 1) / LANES)) {
+    for (CLAIM(part, (count + LANES - 1) / LANES)) {
         int64_t at = part * LANES, size = count - at < LANES ? count - at : LANES;
         float lanes[LANES] = {0};
         memcpy(lanes, x + at, (size_t)size * sizeof(float));
@@ -280,8 +310,8 @@ int64_t decoder_scratch(const Decoder *decoder, int64_t rows, int64_t keys, int6
     return inputs_scratch(decoder, rows) + outputs + threads * own_scratch(rows, keys);
 }
 
-static Thread join(atomic_long *arrived, int64_t rows, int64_t keys, float *scratch) {
-    Thread thread = {omp_get_thread_num(), omp_get_num_threads(), 0, arrived, NULL, NULL};
+static Thread join(Team *team, int64_t rows, int64_t keys, float *scratch) {
+    Thread thread = {omp_get_thread_num(), omp_get_num_threads(), 0, team, NULL, NULL};
     thread.results = (Results *)(scratch + thread.index * own_scratch(rows, keys));
     thread.scores = (float *)(thread.results + 2 * rows);
     return thread;
@@ -291,11 +321,11 @@ static Thread join(atomic_long *arrived, int64_t rows, int64_t keys, float *scra
    the rows that `logit_rows` names; a chunk of a prompt wants none. */
 void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, const int64_t *logit_rows,
                      int64_t wanted, float *logits, float *scratch, int64_t threads) {
-    atomic_long arrived = 0;
+    Team team = {0};
     float *shared = scratch + threads * own_scratch(batch->rows, batch->longest);
-#pragma omp parallel num_threads((int)threads)
+#pragma omp parallel num_threads((int)(threads < MOST_THREADS ? threads : MOST_THREADS))
     {
-        Thread thread = join(&arrived, batch->rows, batch->longest, scratch);
+        Thread thread = join(&team, batch->rows, batch->longest, scratch);
         if (decoder->head.kind == TILES) tiles_begin();
         run_layers(&thread, decoder, batch, hidden, shared);
         if (wanted) run_head(&thread, decoder, hidden, logit_rows, wanted, shared, logits);
@@ -305,11 +335,11 @@ void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, c
 
 /* The products of a pass alone, on whatever `scratch` holds: what the pass would cost if it were nothing else. */
 void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float *scratch, int64_t threads) {
-    atomic_long arrived = 0;
+    Team team = {0};
     float *in = scratch + threads * own_scratch(rows, 0), *out = in + inputs_scratch(decoder, rows);
-#pragma omp parallel num_threads((int)threads)
+#pragma omp parallel num_threads((int)(threads < MOST_THREADS ? threads : MOST_THREADS))
     {
-        Thread thread = join(&arrived, rows, 0, scratch);
+        Thread thread = join(&team, rows, 0, scratch);
         if (decoder->head.kind == TILES) tiles_begin();
         for (int64_t index = 0; index < decoder->num_layers; index++) {
             const Layer *layer = decoder->layers + index;
