@@ -151,6 +151,17 @@ def test_a_window_that_the_target_cuts_is_worth_what_it_verified() -> None:
     assert sum(plan is OFF for plan in plans[400:]) > 640
 
 
+def test_the_windows_of_others_do_not_count_against_off() -> None:
+    """A plain token in steps of 32 sequences that all others fill with windows takes as long as these do: were it off's
+    own cost, nobody would be the first to stop."""
+    controller = new([(32, 70_000), (96, 140_000)], modes=(Mode.OFF,))
+    for index in range(1, 200):
+        timings = StepTimings(0, 140_000, 0, 96, 32)
+        controller.on_round(Round(index, Commit(0, 0, (1,), timings=timings), 0, 0.0, 0.14, 0))
+    assert controller.known.correction(OFF.way) == pytest.approx(1.0, abs=0.05)
+    assert controller.predicted_us(OFF) == pytest.approx(70_000, rel=0.1)
+
+
 def test_fewer_tokens_where_few_are_accepted() -> None:
     few = play(World(acceptance=0.3, draft_pass=12_000), new())[-1]
     many = play(World(acceptance=0.95, draft_pass=3_000), new())[-1]

@@ -14,8 +14,9 @@ decoded until a chain is there that agrees with them. v counts the rows of all s
 same: what pays for one while the others hold back need not pay for all. Where sequences share steps, a window that
 comes late has missed the step that the others make meanwhile: r + k d is then rounded up to whole verifications. What a
 way was measured at corrects its prediction, so that what the formulas leave out (cores that both services share) counts
-too. The choice is made anew every few rounds, and changes only for a gain above the noise; off is left for a while now
-and then, by one request for all, to look.
+too; it is compared with what its steps' own rows cost, or every request would hold the others' windows against off. The
+choice is made anew every few rounds, and changes only for a gain above the noise; off is left for a while now and then,
+by one request for all, to look.
 """
 
 from __future__ import annotations
@@ -168,8 +169,9 @@ class Controller:
         """Time per token; 0 while verification times are unknown."""
         return self._formula_us(plan) * self.known.correction(plan.way)
 
-    def _formula_us(self, plan: Plan) -> float:
-        verify = self._verify_us(plan)
+    def _formula_us(self, plan: Plan, step_us: float | None = None) -> float:
+        """Time per token where all do as this one does, or where every step takes so long."""
+        verify = self._verify_us(plan) if step_us is None else step_us
         if plan.mode is Mode.OFF:
             return verify
         late = self._away_us + plan.num_draft_tokens * self.known.draft_pass.value
@@ -180,7 +182,7 @@ class Controller:
         if plan.waits:
             missed = ceil(late / max(1.0, verify)) * verify if self.known.sequences.value > SHARED else late
             return ((1 - misses) * max(verify, late) + misses * (verify + missed)) / tokens
-        plain_us = self._verify_us(OFF)
+        plain_us = self._verify_us(OFF) if step_us is None else step_us
         plain = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
         return (verify + plain * plain_us) / (tokens + plain)
 
@@ -240,8 +242,11 @@ class Controller:
                 return  # a wait that ran out
             # The luck of one round is none of the machine's; a target that cut the window verified fewer tokens.
             tokens = self._tokens(replace(self.plan, num_draft_tokens=closed.commit.num_drafted))
+        step_us = None
+        if self.known.sequences.value > SHARED:  # what the others' windows cost is no matter of this one's way
+            step_us = self.known.costs.at(closed.commit.timings.num_rows, self.plan.mode in AHEAD)
         self._spent_us += closed.total_us
-        self._expected_us += self._formula_us(self.plan) * tokens
+        self._expected_us += self._formula_us(self.plan, step_us) * tokens
 
     def _correct(self) -> None:
         """Once a decision: measured over predicted. Sums, since rounds of one token and of five have unlike ratios."""
