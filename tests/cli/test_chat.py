@@ -129,11 +129,18 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self.leader, keys)
 
-    def wait_for(self, text: str) -> None:
-        """Until something new that matches is shown."""
-        start, end = len(self.shown), time.monotonic() + WAIT_S
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C until it shows something that matches: a key between two prompts may meet none."""
+        self.wait_for(text, again=b"\x03")
+
+    def wait_for(self, text: str, again: bytes = b"") -> None:
+        """Until something new that matches is shown; presses `again` at once, and every few seconds."""
+        start, end, due = len(self.shown), time.monotonic() + WAIT_S, time.monotonic()
         while not re.search(text.encode(), self.shown[start:]):
             assert time.monotonic() < end, f"{text} is not in {self.shown[start:]!r}"
+            if again and time.monotonic() >= due:
+                self.press(again)
+                due += 3.0
             if select.select([self.leader], [], [], 0.1)[0]:
                 self.shown += os.read(self.leader, 65536)
 
@@ -164,8 +171,7 @@ def test_on_a_terminal(trio: Trio) -> None:
         chat.wait_for(r"cancelled(.|\n)*> ")
         chat.press(b"/new\n")
         chat.wait_for(r"a new conversation(.|\n)*> ")
-        chat.press(b"\x03")
-        chat.wait_for(r"Ctrl-D ends(.|\n)*> ")
+        chat.interrupt(r"Ctrl-D ends(.|\n)*> ")
         chat.press(b"\x04")
         assert chat.process.wait(WAIT_S) == 0
     assert b"\x1b[32m" in chat.shown and b"target, drafted by draft, k=4, 1024 tokens of context" in chat.shown

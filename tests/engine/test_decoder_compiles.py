@@ -18,7 +18,10 @@ MOST = 6  # with prompts, whose ids are of another type
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize(("capability", "batch_invariant"), [(90, 0), (90, 1), (89, 0)])
+@pytest.mark.parametrize(
+    ("capability", "batch_invariant"),
+    [(90, 0), pytest.param(90, 1, marks=pytest.mark.slow), pytest.param(89, 0, marks=pytest.mark.slow)],
+)
 def test_steps_need_few_binaries(capability: int, batch_invariant: int, tmp_path: Path) -> None:
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
