@@ -4,15 +4,11 @@
 
 #include <math.h>
 #include <omp.h>
-#include <sched.h>
-#include <stdatomic.h>
 #include <string.h>
 
 #include "attention.h"
 #include "product.h"
-
-#define SPINS 1000
-#define MOST_THREADS 256
+#include "team.h"
 
 typedef struct {
     Matrix qkv, output, gate, up, down;
@@ -40,63 +36,8 @@ typedef struct {
     float *const *keys, *const *values;                        /* [layers]: [blocks][block_size][kv_heads][head_dim] */
 } Rows;
 
-/* How many pieces of a thread's share are taken; alone in its line of the cache. */
-typedef struct {
-    atomic_long count;
-    char rest[64 - sizeof(atomic_long)];
-} Taken;
-
-typedef struct {
-    atomic_long arrived;
-    Taken taken[2][MOST_THREADS]; /* of this stretch of work between two meetings, and of the next */
-} Team;
-
-typedef struct {
-    int64_t index, size;
-    long meetings;
-    Team *team;
-    Results *results; /* of two panels for every row */
-    float *scores;    /* of MOST_QUERIES queries, each with room for 15 more */
-} Thread;
-
 /* Floats for one query's scores. */
 static int64_t scores_size(int64_t keys) { return (keys + 2 * LANES) / LANES * LANES; }
-
-/* All threads of the team have come here. They are about as fast as each other, so none sleeps at first. */
-static void meet(Thread *thread) {
-    /* All have left the stretch before this one: what was taken there is free for the one after. */
-    atomic_store_explicit(&thread->team->taken[++thread->meetings & 1][thread->index].count, 0, memory_order_relaxed);
-    if (thread->size == 1) return;
-    long all_here = thread->meetings * (long)thread->size;
-    atomic_fetch_add_explicit(&thread->team->arrived, 1, memory_order_acq_rel);
-    for (long spins = 0; atomic_load_explicit(&thread->team->arrived, memory_order_acquire) < all_here; spins++) {
-        if (spins > SPINS) sched_yield();
-#if defined(__x86_64__)
-        else
-            __builtin_ia32_pause();
-#endif
-    }
-}
-
-static int64_t take(Thread *thread, int64_t owner) {
-    return atomic_fetch_add_explicit(&thread->team->taken[thread->meetings & 1][owner].count, 1, memory_order_relaxed);
-}
-
-/* The next of `count` pieces for this thread: of its own share, then of what a slower one has left, for threads may
-   have a core for themselves or not. -1: none is left. `passed` starts at 0: shares that are used up. */
-static int64_t claim(Thread *thread, int64_t count, int64_t *passed) {
-    for (; *passed < thread->size; ++*passed) {
-        int64_t owner = (thread->index + *passed) % thread->size;
-        int64_t start = count * owner / thread->size, end = count * (owner + 1) / thread->size;
-        int64_t piece = start + take(thread, owner);
-        if (piece < end) return piece;
-    }
-    return -1;
-}
-
-#define CLAIM(variable, count)                                                                                         \
-    int64_t variable, variable##_passed = 0;                                                                           \
-    (variable = claim(thread, count, &variable##_passed)) >= 0;
 
 static float rms_factor(const float *x, int64_t dim, float eps) {
     floats squares = {};
