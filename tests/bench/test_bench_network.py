@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 from conftest import SEED
 
-from outrider.commands.bench_network_aims import judge
+from outrider.commands.bench_network_aims import interval, judge
 from outrider.commands.bench_network_forms import Costs, branches, chains, floor, sequential
 from outrider.commands.bench_network_kill import after_ms
 from outrider.commands.bench_network_plot import draw
@@ -26,7 +26,7 @@ from outrider.gateway.rounds import Round
 from outrider.wire.messages import Commit, StepTimings
 
 TIMEOUT_S = 120
-NETWORKS = ("0", "0.2v", "1~0.5")
+NETWORKS = ("0", "0v", "0.2v", "1~0.5")
 MODES = ("plain", "sequential", "chains", "branches", "auto", "colocated")
 FLAGS = {
     "networks": ",".join(NETWORKS), "modes": ",".join(MODES), "costs": "0.2", "repeats": "1", "max-tokens": "24",
@@ -106,6 +106,19 @@ def test_aims_compare_repeat_by_repeat_and_name_the_best() -> None:
     assert aim["name"] == "32 streams, greedy, draft cost 0: auto over the best of the others (chains)"
     assert aim["value"] == 1.0 and aim["met"]
     assert not list(judge({"blocks": [block | {"batch": 16}]}))
+
+
+@pytest.mark.parametrize(("count", "cut"), [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (20, 5)])
+def test_the_interval_of_a_median(count: int, cut: int) -> None:
+    """Against the tables of the sign test."""
+    values = [float(value) for value in range(count)]
+    assert interval(values[::-1]) == (values[cut], values[-1 - cut])
+
+
+@pytest.mark.parametrize(("kept", "met"), [((0.8, 0.9, 1.1), True), ((0.8, 0.9, 0.94), False), ((1.0, 1.1, 1.2), True)])
+def test_never_below_is_judged_by_the_interval(kept: tuple[float, ...], met: bool) -> None:
+    (aim,) = judge({"blocks": [], "kills": {"kept": {"values": list(kept)}}})
+    assert (aim["value"], aim["low"], aim["high"], aim["met"]) == (kept[1], kept[0], kept[2], met)
 
 
 def independent_tokens(acceptance: float, num_draft_tokens: int) -> float:

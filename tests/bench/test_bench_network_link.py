@@ -19,6 +19,8 @@ from outrider.commands.bench_network_settings import NetworkSettings
 
 def test_networks_by_name() -> None:
     assert Network.parse("0").is_direct and Network.parse("5").delay_ms(40.0) == 5.0
+    through = Network.parse("0v")
+    assert not through.is_direct and through.delay_ms(40.0) == 0.0 == through.round_trip_ms(40.0)
     near = Network.parse("0.2v")
     assert near.delay_ms(40.0) == 8.0 and near.round_trip_ms(40.0) == 32.0 and near.steady
     assert Network.parse("5~2!100") == Network("5~2!100", 5.0, False, 2.0, 100.0)
@@ -94,7 +96,7 @@ def test_the_proxy_delays_each_way_from_the_next_message_on() -> None:
             assert min(await round_trips(address, 20)) < 0.005
             proxy.set_conditions(10.0, 0.0, 0.0, SEED)
             times = await round_trips(address, 10)
-            assert min(times) >= 0.020 and sorted(times)[5] < 0.030  # a loaded machine may be late, never early
+            assert 0.020 <= min(times) < 0.030  # a loaded machine may be late, never early
 
     run(work)
 

@@ -9,13 +9,14 @@ import pytest
 from conftest import SEED
 from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
 
-from outrider.draft.branches import Branch, Outcome, OutcomeRates, likeliest, rank_of, winner
+from outrider.draft.branches import LEAST_CHANCE, Branch, Outcome, OutcomeRates, appraise, rank_of, winner
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.wire.messages import Failure, Open, Piece
 from outrider.wire.sampling import AcceptanceRule
 
 PROMPT = list(range(3, 24))  # the window's end crosses a block's
 K, BRANCHES = 4, 5
+MANY = 40  # enough for branches of branches
 REQUESTS = {
     "greedy": new_open(1, PROMPT),
     "coupled": new_open(1, PROMPT, SAMPLED, acceptance=AcceptanceRule.COUPLED, seed=7),
@@ -125,9 +126,68 @@ def test_rates_and_ranks() -> None:
     assert rates.acceptance(0) > 0.9 and rates.acceptance(1) < 0.1
     assert rates.chance(2) > 0.8 > rates.chance(0)
     alternatives = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
-    assert likeliest(rates, alternatives, 10, 2, 1) == [Outcome(11, 6)]
-    assert len(likeliest(rates, alternatives, 10, 2, 99)) == 9
+    chances = appraise(rates.table(2), 0, 10, alternatives, [])
+    assert max(chances, key=chances.__getitem__) == Outcome(0, 11, 6)
     assert [rank_of(alternatives, 11, token) for token in (5, 99)] == [1, -1] and rank_of(alternatives, 20, 5) is None
+
+
+def test_an_outcome_of_a_branch_is_as_likely_as_both_together() -> None:
+    table = OutcomeRates().table(2)
+    chances = [column[:2] for column in table.chances]  # after 2 tokens and the one that follows, another window
+    branch = Branch(4, 0, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (8, 9), 13: (10,)})
+    orphan = Branch(5, 3, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (11,)})  # its parent has gone
+    found = appraise(table, 0, 10, {10: (1, 2), 11: (3, 4), 12: (5,), 13: (6,)}, [branch, orphan])
+    expected = {
+        Outcome(0, 10, 1): chances[0][0],
+        Outcome(0, 10, 2): chances[0][1],
+        Outcome(0, 11, 3): chances[1][0],
+        Outcome(0, 11, 4): chances[1][1],
+        Outcome(0, 12, 5): chances[2][0],
+        Outcome(0, 13, 6): chances[3][0],
+        Outcome(4, 12, 8): chances[1][0] * chances[0][0],
+        Outcome(4, 13, 10): chances[1][0] * chances[1][0],
+    }
+    assert found == pytest.approx(expected) and chances[1][0] * chances[0][1] < LEAST_CHANCE  # 9 is too unlikely
+    assert chances[3][0] == pytest.approx(table.whole * chances[0][0])
+    assert (branch.chance, branch.goes_on, orphan.chance) == (chances[1][0], True, 0.0)
+
+
+def test_branches_of_a_branch_are_there_when_its_outcome_comes() -> None:
+    """The verification after this one is prepared for, too: once an outcome is known, what was drafted for those of
+    the next one leaves at once, and not before."""
+    request = REQUESTS["greedy"]
+    harness = Harness(num_blocks=256)
+    ahead = credit(1, len(PROMPT) + 3 * (K + 1), K, MANY)
+    pieces = [event for event in harness.run(request, ahead) if isinstance(event, Piece)]
+    harness.check()
+    draft = harness.engine.sequences[STREAM, 1]
+    assert {piece.parent for piece in pieces if piece.chain > 0 and piece.parent is not None} == {0}
+    second = next(branch for branch in draft.branches if branch.parent > 0)
+    first = next(branch for branch in draft.branches if branch.chain == second.parent)
+    new = first.sequence.tokens[len(PROMPT) : first.position + 1]
+    length, passes, flushes = len(PROMPT) + len(new), len(harness.batches), len(harness.flushes)
+    harness.send(commit(1, len(PROMPT), *new, chain=0, num_drafted=K, num_accepted=len(new) - 1))
+    harness.engine.step(0.0)
+    assert draft.chain == first.chain and len(harness.batches) <= passes + 1
+    sent = {event.chain: event for event in harness.flushes[flushes] if isinstance(event, Piece)}
+    assert sent[second.chain].position == second.position and sent[second.chain].parent == first.chain
+    assert all(branch.sequence.tokens[:length] == [*PROMPT, *new] for branch in draft.branches)
+    again = second.sequence.tokens[length : second.position + 1]
+    harness.run(commit(1, length, *again, chain=first.chain, num_drafted=K, num_accepted=len(again) - 1))
+    harness.check()
+    drafted = list(sent[second.chain].ids[1:])
+    assert draft.chain == second.chain and len(drafted) == K
+    assert drafted == continuation(harness, request, [*PROMPT, *new, *again], K)
+
+
+def test_what_the_target_does_not_hold_is_not_gone_on_with() -> None:
+    harness, pieces = branching(REQUESTS["greedy"])
+    chain = [token for piece in pieces if piece.chain == 0 for token in piece.ids]
+    refused = max((piece for piece in pieces if piece.chain > 0), key=lambda piece: piece.position)
+    assert refused.position > len(PROMPT)
+    harness.run(commit(1, len(PROMPT), chain[0], chain=0, dropped=(refused.chain,)))
+    draft = harness.engine.sequences[STREAM, 1]
+    assert draft.chain == 0 and refused.chain not in {branch.chain for branch in draft.branches}
 
 
 def test_the_lowest_number_wins() -> None:
@@ -140,8 +200,8 @@ def test_the_lowest_number_wins() -> None:
 def test_rounds_of_every_kind(name: str) -> None:
     """Whatever is committed, each chain says what a draft would draw after its own tokens."""
     request, rng = REQUESTS[name], random.Random(SEED + 1)
-    harness, chains, committed = Harness(), dict[int, list[int]](), list(PROMPT)
-    events = harness.run(request, credit(1, len(committed) + 2 * (K + 1), K, BRANCHES))
+    harness, chains, committed = Harness(num_blocks=256), dict[int, list[int]](), list(PROMPT)
+    events = harness.run(request, credit(1, len(committed) + 3 * (K + 1), K, MANY))
     for _ in range(25):
         for piece in (event for event in events if isinstance(event, Piece) and event.ids):
             start = chains.setdefault(piece.chain, list(committed) if piece.parent is None else chains[piece.parent])
@@ -161,7 +221,7 @@ def test_rounds_of_every_kind(name: str) -> None:
         new = [*window[:held], token]
         told = commit(1, length, *new, chain=live, num_drafted=len(window), num_accepted=held)
         committed += new
-        events = harness.run(told, credit(1, len(committed) + 2 * (K + 1), K, BRANCHES))
+        events = harness.run(told, credit(1, len(committed) + 3 * (K + 1), K, MANY))
         harness.check()
 
 

@@ -19,7 +19,7 @@ from outrider.wire.sampling import TokenOrigin
 
 WARM_BLOCKS = 2  # of each prompt; what follows them is long enough to be cut in chunks
 WHOLE_ROWS = 1 << 16  # a step's room: every prompt at once
-WINDOWS_AHEAD, MAX_BRANCHES = 1, 3
+AHEAD = {"sequential": (0, 0), "chains": (1, 0), "branches": (2, 12)}  # windows, branches; of branches, too
 MAX_UNREAD = 40  # tokens that a sequence may be ahead of its reader
 RIVAL_TOKENS = 40
 RIVAL_NUMBERS = 50_000  # from here on
@@ -108,12 +108,8 @@ class _Run:
 
 def policy_of(cell: Cell) -> Policy:
     """The gateway's for every sequence of a cell."""
-    return Policy(
-        cell.k,
-        windows_ahead=WINDOWS_AHEAD * (cell.ahead != "sequential"),
-        max_branches=MAX_BRANCHES * (cell.ahead == "branches"),
-        max_unread=MAX_UNREAD,
-    )
+    windows_ahead, max_branches = AHEAD[cell.ahead]
+    return Policy(cell.k, windows_ahead=windows_ahead, max_branches=max_branches, max_unread=MAX_UNREAD)
 
 
 def assign(design: Sequence[Cell], num_prompts: int, num_tokens: int, truncated: bool = True) -> list[Work]:

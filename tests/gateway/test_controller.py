@@ -186,7 +186,25 @@ def test_what_a_request_fixes_stays() -> None:
     assert {plan.num_draft_tokens for plan in plans} == {8} and OFF not in plans
     policy = Plan(Mode.BRANCHES, 3).policy(BASE, 5)
     assert (policy.num_draft_tokens, policy.windows_ahead, policy.max_branches, policy.mode) == (3, 1, 5, "branches")
-    assert OFF.policy(BASE, 5).mode == "off"
+    assert OFF.policy(BASE, 5, deep=True).mode == "off"
+
+
+@pytest.mark.parametrize(("between", "deep"), [(5_000, False), (40_000, False), (70_000, True), (150_000, True)])
+def test_branches_go_deep_where_they_come_late(between: float, deep: bool) -> None:
+    """A verification takes 40 ms, five passes of the draft 3.5."""
+    controller = Controller(
+        Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,)), Experience(VerifyCosts()), lambda: 500.0
+    )
+    dice, world = random.Random(SEED), World(between=between, hits=0.5)
+    changes = [controller.on_round(world.round(controller.plan, index, dice)) for index in range(1, 100)]
+    policy = controller.policy
+    assert (policy.windows_ahead, policy.max_branches) == ((2, 24) if deep else (1, 12))
+    assert any(changes) or not deep  # the loop is told
+
+
+def test_chains_do_not_go_deep() -> None:
+    policy = Plan(Mode.CHAINS, 3).policy(BASE, 5, deep=True)
+    assert (policy.windows_ahead, policy.max_branches, policy.mode) == (1, 0, "chains")
 
 
 def test_estimates() -> None:

@@ -63,7 +63,7 @@ def _policy(dice: random.Random, max_unread: int = 256, max_target_opens: int = 
         num_draft_tokens=dice.choice((0, 1, 2, 3, 3, 4, 5, 6, 8)),
         patience_ms=dice.choice((0, 3, 20, 40, 40)),
         windows_ahead=dice.choice((0, 0, 0, 1, 2)),
-        max_branches=dice.choice((0, 0, 2, 6)),
+        max_branches=dice.choice((0, 0, 2, 6, 16)),
         plain_ahead=dice.choice((1, 4, 16)),
         max_unread=max_unread,
         max_target_opens=max_target_opens,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
-from outrider.draft.branches import Branch, Outcome, likeliest
+from outrider.draft.branches import Branch, Outcome, appraise
 from outrider.draft.state import DraftSequence, ModelState
 from outrider.engine.blocks import OutOfBlocks
-from outrider.engine.sequence import SequenceCache
+from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.proposers.draft_model import DraftRows
 
 CopyBlocks = Callable[[Many[tuple[int, int]]], None]
@@ -23,44 +24,44 @@ class Grower:
         self._copy_blocks = copy_blocks
 
     def plan(self, drafts: Iterable[DraftSequence], room: int) -> list[Growth]:
-        """The branches of the next pass, at most `room`, with blocks for their rows."""
+        """The branches of the next pass, at most `room` of all sequences together, with blocks for their rows."""
+        branching = [draft for draft in drafts if _may_branch(draft)]
         growing: list[Growth] = []
-        for draft in drafts:
-            nothing = not (draft.num_alternatives and draft.piece_len)  # to branch from
-            if nothing or draft.finished or draft.crowded_at == draft.committed:
-                continue
-            if not draft.window_is_drafted:
-                continue
-            self._open(draft)
+        for draft in branching:
+            most = min(draft.max_branches, max(1, room // len(branching)))
+            if draft.window_is_drafted and len(draft.branches) < most:
+                self._open(draft, most)
             for branch in list(draft.branches):
                 grows = not branch.ended and len(branch.sequence) < draft.end_of(branch)
                 if len(growing) < room and grows and self._has_blocks(draft, branch):
                     growing.append((draft, branch))
         return growing
 
-    def _open(self, draft: DraftSequence) -> None:
-        """Starts what is missing of the likeliest outcomes."""
+    def _open(self, draft: DraftSequence, most: int) -> None:
+        """Starts what is missing of the likeliest outcomes, while there are less than `most` branches."""
         copies: list[tuple[int, int]] = []
-        known = {(branch.position, branch.sequence.tokens[branch.position]) for branch in draft.branches}
-        wanted = likeliest(draft.rates, draft.alternatives, draft.committed, draft.piece_len, draft.max_branches)
-        for outcome in wanted:
-            if len(draft.branches) >= draft.max_branches:
+        table = draft.rates.table(draft.piece_len)
+        chances = appraise(table, draft.chain, draft.committed, draft.alternatives, draft.branches)
+        lines = {draft.chain: draft.sequence} | {branch.chain: branch.sequence for branch in draft.branches}
+        known = {branch.outcome for branch in draft.branches}
+        for outcome in heapq.nlargest(most, chances, key=chances.__getitem__):  # of equal ones the first
+            if len(draft.branches) >= most:
                 break
-            if (outcome.position, outcome.token_id) not in known and not self._fork(draft, outcome, copies):
+            if outcome not in known and not self._fork(draft, lines[outcome.chain], outcome, copies):
                 break
         self._copy_blocks(copies)
 
-    def _fork(self, draft: DraftSequence, outcome: Outcome, copies: list[tuple[int, int]]) -> bool:
+    def _fork(self, draft: DraftSequence, parent: Sequence, outcome: Outcome, copies: list[tuple[int, int]]) -> bool:
         """False where there is no room for it."""
-        if outcome.position > draft.sequence.num_computed_tokens or outcome.position >= draft.limit:
+        if outcome.position > parent.num_computed_tokens or outcome.position >= draft.limit:
             return True  # another one may fit
         try:
-            sequence, copy = self._cache.fork(draft.sequence, outcome.position)
+            sequence, copy = self._cache.fork(parent, outcome.position)
         except OutOfBlocks:
             return False
         sequence.tokens.append(outcome.token_id)
         draft.last_chain += 1
-        draft.branches.append(Branch(draft.last_chain, draft.chain, outcome.position, sequence))
+        draft.branches.append(Branch(draft.last_chain, outcome.chain, outcome.position, sequence))
         if copy is not None:
             copies.append(copy)
         return True
@@ -73,6 +74,12 @@ class Grower:
             draft.branches.remove(branch)
             return False
         return True
+
+
+def _may_branch(draft: DraftSequence) -> bool:
+    """Whether it is asked to, has something to branch from, and did not just have to make room for others."""
+    asked = draft.num_alternatives > 0 and draft.piece_len > 0
+    return asked and not draft.finished and draft.crowded_at != draft.committed
 
 
 def rows_of(draft: DraftSequence, branch: Branch) -> DraftRows | None:

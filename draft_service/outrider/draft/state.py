@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Link
 
-from outrider.draft.branches import MAX_ALTERNATIVES, Branch, OutcomeRates, rank_of, winner
+from outrider.draft.branches import MAX_ALTERNATIVES, Alternatives, Branch, OutcomeRates, rank_of, winner
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.proposers.base import ProposerState
@@ -60,7 +60,7 @@ class DraftSequence:
     max_branches: int = 0
     crowded_at: int = -1  # the committed length at which branches had to make room; until it grows there are none
     branches: list[Branch] = field(default_factory=list)  # of the chain, for other outcomes
-    alternatives: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of the chain's tokens, by position
+    alternatives: Alternatives = field(default_factory=dict)  # to the chain's tokens
     rates: OutcomeRates = field(default_factory=OutcomeRates)
     last_chain: int = field(init=False)  # the highest number given
     _sent: int = field(init=False)  # tokens below it left in a piece, or are committed
@@ -133,7 +133,7 @@ class DraftSequence:
         else:
             self._outlived = bool(new)
         self.committed += len(new)
-        self._forget_decided(cache)
+        self._forget_decided(new, commit.dropped, cache)
         if isinstance(self.method, ModelState):
             self.method.sampler.append(new)
         self.finished = self.finished or commit.finish_reason is not None
@@ -173,17 +173,24 @@ class DraftSequence:
         return piece
 
     def _branch_pieces(self) -> Iterator[Piece]:
-        """A branch leaves as a whole: its guess and a window."""
+        """First a guess and a window as a whole, then full pieces, and the rest where a branch rests."""
         for branch in self.branches:
-            if branch.sent < len(branch.sequence) and (branch.ended or len(branch.sequence) >= self.end_of(branch)):
+            if branch.parent != self.chain or branch.position > self.committed + self.piece_len:
+                continue  # for the verification after this one
+            rests = branch.ended or len(branch.sequence) >= self.end_of(branch)
+            while unsent := len(branch.sequence) - branch.sent:
                 position, first = branch.sent, branch.sent == branch.position
-                branch.sent = len(branch.sequence)
-                ids = tuple(branch.sequence.tokens[position:])
+                count = min(unsent, self.piece_len + first)
+                if count < self.piece_len + first and not rests:
+                    break
+                branch.sent += count
+                ids = tuple(branch.sequence.tokens[position : branch.sent])
                 yield Piece(self.key[1], branch.chain, position, ids, parent=branch.parent if first else None)
 
     def end_of(self, branch: Branch) -> int:
-        """Where a branch rests until it is chosen."""
-        return min(branch.position + 1 + self.piece_len, self.limit)
+        """Where a branch rests until it is chosen: after a window, and after two where all of one may well hold."""
+        whole = branch.position + 1 + self.piece_len
+        return min(whole + branch.goes_on * (self.piece_len + 1), self.limit)
 
     @property
     def _awaited(self) -> bool:
@@ -206,22 +213,25 @@ class DraftSequence:
         self.rates.observe(commit.num_drafted, commit.num_accepted, rank)
 
     def _adopt(self, branch: Branch, cache: SequenceCache) -> None:
-        """A branch takes the chain's place; the chain and the other branches are given up."""
+        """A branch takes the chain's place, which is given up."""
         self.branches.remove(branch)
         cache.release(self.sequence)
         self.sequence, self.chain, self.alternatives = branch.sequence, branch.chain, branch.alternatives
         self._sent, self.ended, self._outlived = branch.sent, branch.ended, True
         self._weights = [None] * (len(self.sequence) - self._sent)
         self.draft_us = 0
-        self.drop_branches(cache)
 
-    def _forget_decided(self, cache: SequenceCache) -> None:
-        """Gives up what the committed tokens have decided."""
+    def _forget_decided(self, new: Many[int], dropped: Many[int], cache: SequenceCache) -> None:
+        """Gives up what the tokens just committed have decided, and what the target does not hold. What leaves the
+        chain, or such a branch, later on stays."""
         self.alternatives = {at: others for at, others in self.alternatives.items() if at >= self.committed}
-        decided = [branch for branch in self.branches if branch.position < self.committed]
-        self.branches = [branch for branch in self.branches if branch.position >= self.committed]
-        for branch in decided:
-            cache.release(branch.sequence)
+        before, branches, self.branches = self.committed - len(new), self.branches, []
+        for branch in branches:
+            is_open = branch.position >= self.committed and branch.agrees(before, new)
+            if is_open and branch.chain not in dropped:
+                self.branches.append(branch)
+            else:
+                cache.release(branch.sequence)
 
     def drop_branches(self, cache: SequenceCache) -> None:
         """Releases every branch."""

@@ -1,6 +1,7 @@
 """Networks by name, and when what enters one comes out.
 
-`5` is 5 ms each way on each link, `0.2v` a share of the time of a verification, `5~2` has up to 2 ms of jitter more or
+`5` is 5 ms each way on each link, `0.2v` a share of the time of a verification, `0v` is what stands between the
+services and adds no delay, where `0` is loopback alone; `5~2` has up to 2 ms of jitter more or
 less, `5!200` stands still for 200 ms every now and then. Order is kept, as TCP keeps it."""
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Network:
     @property
     def is_direct(self) -> bool:
         """Whether nothing stands between the services but loopback."""
-        return not self.delay and self.steady
+        return not (self.delay or self.relative) and self.steady
 
     def delay_ms(self, verify_ms: float) -> float:
         """Each way."""

@@ -14,7 +14,7 @@ from outrider.wire.config import ServiceSettings
 
 Mode = Literal["plain", "sequential", "chains", "branches", "auto", "colocated", "colocated-all"]
 FULL: dict[str, Any] = {
-    "networks": ("0", "0.2v", "1", "5", "20", "5~2", "5!200"),
+    "networks": ("0", "0v", "0.2v", "1", "5", "20", "5~2", "5!200"),
     "temperatures": (0.0, 0.7, 1.0),
     "streams": (1, 4, 16),
     "costs": (0.05, 0.1, 0.2, 0.4),
@@ -33,9 +33,9 @@ class NetworkSettings(ServiceSettings):
     pair: str = Field("python", description="the embedded pair, where target and draft are not given")
     expand: bool = Field(True, description="make the target large: the same function, about 300M parameters (Llama)")
     networks: Annotated[tuple[str, ...], BeforeValidator(split_ids)] = Field(
-        ("0", "0.2v", "20"),
+        ("0", "0v", "0.2v", "20"),
         min_length=1,
-        description="each way on each link: 5 (ms), 0.2v (a share of a verification), 5~2 (jitter), 5!200 (stalls)",
+        description="each way on each link: 5 (ms), 0.2v (of a verification; 0v: none), 5~2 (jitter), 5!200 (stalls)",
     )
     modes: Annotated[tuple[Mode, ...], BeforeValidator(split_ids)] = Field(
         ("plain", "sequential", "chains", "branches", "colocated", "colocated-all"),

@@ -27,7 +27,7 @@ def render(result: Json) -> Iterator[str]:
         yield from _kills(result["kills"])
     if result["aims"]:
         yield ""
-        yield from align([("aims", "reached", "aim", ""), *map(_aim, result["aims"])])
+        yield from align([("aims", "reached (95 % interval)", "aim", ""), *map(_aim, result["aims"])])
 
 
 HEAD = ("mode, network", "round trip ms", "ms a token", "closed form", "floor", "tokens/round", "accepted", "hits")
@@ -55,7 +55,9 @@ def _kills(kills: Json) -> Iterator[str]:
 
 
 def _aim(aim: Json) -> tuple[str, str, str, str]:
-    return aim["name"], f"{aim['value']:.3f}", f"{aim['aim']:.2f}", "met" if aim["met"] else "missed"
+    reached = f"{aim['value']:.3f} ({aim['low']:.3f}..{aim['high']:.3f})"
+    bound = f"{'never below ' * aim['never_below']}{aim['aim']:.2f}"
+    return aim["name"], reached, bound, "met" if aim["met"] else "missed"
 
 
 def _number(value: float | None) -> str:

@@ -54,6 +54,7 @@ class Mode(Enum):
 
 
 AHEAD = (Mode.CHAINS, Mode.BRANCHES)
+LATE, IN_TIME = 1.5, 1.2  # verifications that a branch takes to come, above and below which branches go deep or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,15 @@ class Plan:
         """What its measurements hold for, whatever the number of tokens."""
         return self.mode, self.waits
 
-    def policy(self, base: Policy, max_branches: int) -> Policy:
-        """As credit and patience."""
+    def policy(self, base: Policy, max_branches: int, deep: bool = False) -> Policy:
+        """As credit and patience. Branches of branches reach into a second window, and need room beside the others."""
+        branching = self.mode is Mode.BRANCHES
         return replace(
             base,
             num_draft_tokens=self.num_draft_tokens,
             patience_ms=base.patience_ms if self.waits else 0,
-            windows_ahead=int(self.mode in AHEAD),
-            max_branches=max_branches if self.mode is Mode.BRANCHES else 0,
+            windows_ahead=(self.mode in AHEAD) + (branching and deep),
+            max_branches=max_branches * (1 + deep) if branching else 0,
         )
 
 
@@ -117,6 +119,7 @@ class Controller:
     plan: Plan = field(init=False)
     acceptance: Acceptance = field(init=False)
     hits: Mean = field(init=False)
+    deep: bool = False  # branches come so late that those of the verification after this one are prepared, too
     _after_window: bool = False  # the round before verified drafted tokens
     _until_decision: int = FIRST_DECISION
     _since_change: int = 0  # rounds
@@ -135,7 +138,7 @@ class Controller:
     @property
     def policy(self) -> Policy:
         """The present choice."""
-        return self.plan.policy(self.limits.base, self.limits.max_branches)
+        return self.plan.policy(self.limits.base, self.limits.max_branches, self.deep)
 
     def inputs(self) -> dict[str, float]:
         """What the choice rests on."""
@@ -163,7 +166,9 @@ class Controller:
         if self._until_decision > 0:
             return False
         self._until_decision = DECIDE_EVERY
-        return self._decide()
+        deep = self.deep
+        changed = self._decide()
+        return changed or (self.deep != deep and self.plan.mode is Mode.BRANCHES)
 
     def predicted_us(self, plan: Plan) -> float:
         """Time per token; 0 while verification times are unknown."""
@@ -263,6 +268,7 @@ class Controller:
         if not times or not min(times.values()):
             return False
         best = min(times, key=lambda plan: times[plan])
+        self._look_ahead(best)
         if best == self.plan or times[best] > HYSTERESIS * times[self.plan]:
             if self.plan is not OFF:
                 self.known.rest //= 2
@@ -272,6 +278,11 @@ class Controller:
             self.known.rest = min(2 * self.known.rest, MAX_REST) or FIRST_REST
             self.known.resting = self.known.rest
         return True
+
+    def _look_ahead(self, plan: Plan) -> None:
+        """Whether to go deep: by the time from a commit until the branches for the next one are at the target."""
+        coming = self._away_us + (plan.num_draft_tokens + 1) * self.known.draft_pass.value
+        self.deep = coming > (IN_TIME if self.deep else LATE) * self._verify_us(plan)
 
     def _look(self) -> bool:
         """Speculates for a few rounds, as well as it can be, to see whether it pays by now."""

@@ -240,10 +240,14 @@ class SpeculationCore:
         return replace(self.request, output_ids=output_ids, timeout_ms=timeout_ms, sampling=sampling)
 
     def _prune_journal(self) -> None:
-        length = len(self.committed)
-        kept = [piece for piece in self._journal if piece.position + len(piece.ids) > length]
-        parents = {piece.parent for piece in kept if piece.parent is not None}
-        self._journal = [piece for piece in self._journal if piece in kept or piece.chain in parents]
+        """Keeps what reaches past the committed length, and what that forks from."""
+        length, needed, kept = len(self.committed), set[int](), list[Piece]()
+        for piece in reversed(self._journal):  # a branch comes after its parent
+            if piece.position + len(piece.ids) > length or piece.chain in needed:
+                kept.append(piece)
+                if piece.parent is not None:
+                    needed.add(piece.parent)
+        self._journal = kept[::-1]
 
     def _reader_bound(self, ahead: int) -> int:
         """A slow client is granted no credit; with stop strings at most one window past the text examined."""
@@ -252,7 +256,7 @@ class SpeculationCore:
     def _renewed_target_credit(self) -> Credit:
         """With a draft for two windows: the second lets the credit wait for the next piece and share its frame."""
         k = self.policy.num_draft_tokens if self.drafting else 0
-        ahead = 2 * (k + 1) if self.drafting else self.policy.plain_ahead
+        ahead = 4 * (k + 1) if self.drafting else self.policy.plain_ahead
         until = min(len(self.committed) + ahead, self._reader_bound(k + 1 if self.drafting else ahead))
         self._target_until = max(self._target_until, until)
         return Credit(0, self._target_until, k, self.policy.patience_ms if self.drafting else 0)
