@@ -146,6 +146,7 @@ def test_replays_are_the_eager_pass(
     check_cache(captured.runner, reference)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_replays_have_the_bits_of_the_eager_pass_in_batch_invariant_mode(triton_everywhere: torch.device) -> None:
     captured, text = Captured(triton_everywhere, batch_invariant=True), Text(1)

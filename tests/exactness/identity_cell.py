@@ -19,7 +19,7 @@ from outrider.wire.sampling import TokenOrigin
 
 WARM_BLOCKS = 2  # of each prompt; what follows them is long enough to be cut in chunks
 WHOLE_ROWS = 1 << 16  # a step's room: every prompt at once
-AHEAD = {"sequential": (0, 0), "chains": (1, 0), "branches": (2, 12)}  # windows, branches; of branches, too
+AHEAD = {"sequential": (0, 0), "chains": (1, 0), "branches": (2, 6)}  # windows, branches; of branches, too
 MAX_UNREAD = 40  # tokens that a sequence may be ahead of its reader
 RIVAL_TOKENS = 40
 RIVAL_NUMBERS = 50_000  # from here on
