@@ -185,7 +185,7 @@ def test_nothing_beats_the_floor(acceptance: float) -> None:
 
 def test_full_is_everything_that_was_not_given() -> None:
     given = NetworkSettings.model_validate({"full": True, "streams": "1"}).effective()
-    assert given.streams == (1,) and len(given.costs) == 4 and len(given.networks) == 7 and given.load_streams == 32
+    assert given.streams == (1,) and len(given.costs) == 4 and len(given.networks) == 8 and given.load_streams == 32
 
 
 def rounds_of(*parts: tuple[int | None, int, int]) -> list[Round]:

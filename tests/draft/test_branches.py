@@ -194,6 +194,8 @@ def test_the_lowest_number_wins() -> None:
     branches = [Branch(number, 0, 2, EngineSequence([1, 2, 9, 8])) for number in (5, 3)]
     chosen = winner(branches, 2, [9])
     assert chosen is not None and chosen.chain == 3 and winner(branches, 2, [7]) is None
+    orphan = Branch(4, 3, 3, EngineSequence([1, 2, 9, 8]))  # of a branch that had to go: its own guess is still one
+    assert winner([orphan], 2, [9]) is None and winner([orphan], 2, [9, 8]) is orphan
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -237,7 +237,7 @@ def test_start_credits_both_sides_at_the_same_time() -> None:
     effects = SpeculationCore(request(), K4).start(0.0)
     assert [type(effect) for effect in effects] == [OpenDraft, OpenTarget]
     assert effects[0].messages == (Credit(0, 7, 4),)  # type: ignore[union-attr]
-    assert effects[1].messages == (Credit(0, 13, 4, 50),)  # type: ignore[union-attr]
+    assert effects[1].messages == (Credit(0, 23, 4, 50),)  # type: ignore[union-attr]
 
 
 def test_a_commit_and_its_credit_travel_in_one_frame_before_the_client_sees_it() -> None:
@@ -251,15 +251,15 @@ def test_the_targets_credit_travels_with_the_next_piece() -> None:
     made = core()
     made.on_target(commit(3, 1, 2), 0.1)
     effects = made.on_draft(Piece(0, 0, 5, (3, 4)))
-    assert effects == [ToTarget((Piece(0, 0, 5, (3, 4)), Credit(0, 15, 4, 50)))]
+    assert effects == [ToTarget((Piece(0, 0, 5, (3, 4)), Credit(0, 25, 4, 50)))]
 
 
 def test_a_target_without_a_whole_windows_credit_is_credited_at_once() -> None:
     made, sent = core(), []
-    for position in range(3, 9):  # plain tokens: the draft is late
+    for position in range(3, 19):  # plain tokens: the draft is late
         sent = made.on_target(commit(position, 7), 0.1)
-        assert (ToTarget in [type(effect) for effect in sent]) == (position == 8), position
-    assert ToTarget((Credit(0, 19, 4, 50),)) in sent
+        assert (ToTarget in [type(effect) for effect in sent]) == (position == 18), position
+    assert ToTarget((Credit(0, 39, 4, 50),)) in sent
 
 
 def test_the_journal_is_append_only() -> None:

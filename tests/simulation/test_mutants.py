@@ -34,12 +34,12 @@ SLOW = {  # long to find; `make prove` does
 }
 
 
-def _forms(mutant: Mutant) -> Any:
+def _form(mutant: Mutant) -> Any:
     marks = [pytest.mark.slow] if mutant.name in SLOW else []
     return pytest.param(mutant, marks=marks, id=mutant.name)
 
 
-@pytest.mark.parametrize("mutant", map(_forms, MUTANTS))
+@pytest.mark.parametrize("mutant", [_form(mutant) for mutant in MUTANTS])
 def test_the_simulation_finds(mutant: Mutant) -> None:
     with mutant.apply():
         assert is_found(mutant), f"survives: {mutant.name}"

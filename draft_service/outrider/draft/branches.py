@@ -3,8 +3,8 @@
 While the target verifies a window, the outcome is not known: j drafted tokens hold and then another token stands where
 the chain has its own. For the likeliest pairs of j and token the draft goes on from there at once, so that a window is
 at the target, or nearly, when the verification ends. A branch has likely outcomes of its own, for the verification
-after this one: the likeliest of those get branches too, so that two links and a draft that together take longer than a
-verification still keep up. After Kumar et al., arXiv 2603.03251, and DESIGN's coupling: with shared noise the runner-up
+after this one: the likeliest of those get branches too, and leave once that outcome has come, so that a draft far away
+still keeps up. After Kumar et al., arXiv 2603.03251, and DESIGN's coupling: with shared noise the runner-up
 of the draft's own race is what the target most often takes instead.
 """
 
@@ -146,6 +146,7 @@ def rank_of(alternatives: Alternatives, position: int, token_id: int) -> int | N
 
 
 def winner(branches: Iterable[Branch], committed: int, new: Many[int]) -> Branch | None:
-    """The branch of the lowest number that goes on from what was committed."""
-    agreeing = [branch for branch in branches if branch.agrees(committed, new)]
+    """The branch of the lowest number that goes on from what was committed, its guess included."""
+    end = committed + len(new)
+    agreeing = [branch for branch in branches if branch.position < end and branch.agrees(committed, new)]
     return min(agreeing, key=lambda branch: branch.chain, default=None)
