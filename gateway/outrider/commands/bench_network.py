@@ -91,7 +91,7 @@ async def _run(settings: NetworkSettings) -> Json:
     }
     with CoresAwake(settings.keep_awake):
         _note("starting the services ...")
-        async with start_network_fleet(setup, settings.modes) as fleet:
+        async with start_network_fleet(setup, settings.modes, map(Network.parse, settings.networks)) as fleet:
             await _measure(settings, fleet, prompts, result)
     result["aims"] = list(judge(result))
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ class NetworkFleet:
     draft: DraftWorker
     proxy: Worker
     direct: Gateway
-    proxied: Gateway
+    proxied: dict[str, Gateway]  # one for each network, since its controller learns what it is like
     colocated: dict[str, Worker]
 
     async def set_network(self, network: Network, verify_ms: float, seed: int) -> None:
@@ -73,13 +73,15 @@ class NetworkFleet:
         """A mode over a network; loopback alone goes around the proxies."""
         if mode in self.colocated:
             return ColocatedWay(self.colocated[mode], pass_ms)
-        gateway = self.direct if network.is_direct else self.proxied
+        gateway = self.direct if network.is_direct else self.proxied[network.name]
         return ServicesWay(gateway.engine, gateway.watcher, mode)
 
 
 @asynccontextmanager
-async def start_network_fleet(setup: Setup, modes: Sequence[str]) -> AsyncIterator[NetworkFleet]:
-    """Starts all that the modes need, and ends it. Raises ServiceFailed or WorkerFailed."""
+async def start_network_fleet(
+    setup: Setup, modes: Sequence[str], networks: Iterable[Network]
+) -> AsyncIterator[NetworkFleet]:
+    """Starts all that the modes and networks need, and ends it. Raises ServiceFailed or WorkerFailed."""
     async with AsyncExitStack() as stack:
         services = stack.enter_context(Services())
         target = _start_target(services, setup)
@@ -93,7 +95,11 @@ async def start_network_fleet(setup: Setup, modes: Sequence[str]) -> AsyncIterat
         await asyncio.to_thread(proxy.receive, setup.timeout_s)
         addresses = (await asyncio.to_thread(proxy.ask, {}))["addresses"]
         direct = await stack.enter_async_context(connect(setup, target.address, draft.address))
-        proxied = await stack.enter_async_context(connect(setup, *addresses))
+        proxied = {
+            network.name: await stack.enter_async_context(connect(setup, *addresses))
+            for network in networks
+            if not network.is_direct
+        }
         yield NetworkFleet(setup, target, draft, proxy, direct, proxied, colocated)
 
 

@@ -254,8 +254,7 @@ class SpeculationCore:
         return self._read + (ahead if self.bounded_by_reader else self.policy.max_unread)
 
     def _renewed_target_credit(self) -> Credit:
-        """With a draft for four windows, so that slow links cut none short, and the credit can wait for the next piece and
-        share its frame."""
+        """With a draft for four windows: slow links cut none short, and the credit can share the next piece's frame."""
         k = self.policy.num_draft_tokens if self.drafting else 0
         ahead = 4 * (k + 1) if self.drafting else self.policy.plain_ahead
         until = min(len(self.committed) + ahead, self._reader_bound(k + 1 if self.drafting else ahead))
