@@ -10,6 +10,7 @@ from conftest import SEED
 from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
 
 from outrider.draft.branches import LEAST_CHANCE, Branch, Outcome, OutcomeRates, appraise, rank_of, winner
+from outrider.draft.engine import MAX_GROWING
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.wire.messages import Failure, Open, Piece
 from outrider.wire.sampling import AcceptanceRule
@@ -90,6 +91,17 @@ def test_weights_leave_no_guesses() -> None:
     request = new_open(1, PROMPT, SAMPLED, acceptance=AcceptanceRule.REJECTION, seed=7)
     _, pieces = branching(request)
     assert {piece.chain for piece in pieces} == {0}
+
+
+def test_sequences_share_the_rows_of_a_pass() -> None:
+    harness, numbers = Harness(num_blocks=512), range(1, 5)
+    prompts = {number: [number + token for token in PROMPT] for number in numbers}
+    opened = [new_open(number, prompt) for number, prompt in prompts.items()]
+    harness.run(*opened, *(credit(number, len(PROMPT) + 2 * (K + 1), K, MANY) for number in numbers))
+    harness.check()
+    held = [len(harness.engine.sequences[STREAM, number].branches) for number in numbers]
+    assert min(held) > MAX_GROWING // 8 and max(held) <= MAX_GROWING // 4 < MANY
+    assert max(len(batch) for batch in harness.batches) <= MAX_GROWING + len(numbers)
 
 
 def test_branches_yield_their_blocks() -> None:

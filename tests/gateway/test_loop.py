@@ -282,6 +282,18 @@ def test_pieces_past_the_committed_length_follow_a_target_that_dies() -> None:
     assert [(piece.chain, piece.position) for piece in pieces][-2:] == [(0, 5), (2, 6)]
 
 
+def test_the_journal_keeps_what_a_branch_of_a_branch_rests_on() -> None:
+    made = core()
+    made.on_draft(Piece(0, 0, 3, (1,)))
+    made.on_draft(Piece(0, 1, 4, (2,), parent=0))
+    made.on_draft(Piece(0, 3, 4, (9,), parent=0))
+    made.on_draft(Piece(0, 2, 5, (8, 8), parent=1))
+    made.on_target(commit(3, 1, 2), 0.1)
+    (effect,) = made.on_target(Lost("x"), 0.2)
+    assert isinstance(effect, OpenTarget)
+    assert [message.chain for message in effect.messages if isinstance(message, Piece)] == [0, 1, 2]
+
+
 def test_chain_numbers_are_never_reused() -> None:
     made = core()
     made.on_draft(Piece(0, 6, 3, (1, 2)))

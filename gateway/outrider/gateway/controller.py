@@ -149,6 +149,7 @@ class Controller:
             "draft_pass_us": self.known.draft_pass.value,
             "verify_us": self._verify_us(self.plan),
             "correction": self.known.correction(self.plan.way),
+            "deep": float(self.deep),
         }
 
     def on_piece(self, num_ids: int, draft_us: int) -> None:
@@ -166,9 +167,7 @@ class Controller:
         if self._until_decision > 0:
             return False
         self._until_decision = DECIDE_EVERY
-        deep = self.deep
-        changed = self._decide()
-        return changed or (self.deep != deep and self.plan.mode is Mode.BRANCHES)
+        return self._decide()
 
     def predicted_us(self, plan: Plan) -> float:
         """Time per token; 0 while verification times are unknown."""
@@ -260,29 +259,30 @@ class Controller:
         self._spent_us = self._expected_us = 0.0
 
     def _decide(self) -> bool:
+        """Chooses a plan, and whether its branches go deep. Returns whether that changed the policy."""
+        before = self.policy
+        self._choose()
+        coming = self._away_us + (self.plan.num_draft_tokens + 1) * self.known.draft_pass.value
+        self.deep = coming > (IN_TIME if self.deep else LATE) * self._verify_us(self.plan)
+        return self.policy != before
+
+    def _choose(self) -> None:
         self._correct()
         times = {plan: self.predicted_us(plan) for plan in self.limits.plans()}
         if OFF in times:
             times[OFF] *= PREFERENCE
         self.known.forget_others(self.plan.way)
         if not times or not min(times.values()):
-            return False
+            return
         best = min(times, key=lambda plan: times[plan])
-        self._look_ahead(best)
         if best == self.plan or times[best] > HYSTERESIS * times[self.plan]:
             if self.plan is not OFF:
                 self.known.rest //= 2
-            return False
+            return
         self._change(best)
         if best is OFF and not self.known.resting:
             self.known.rest = min(2 * self.known.rest, MAX_REST) or FIRST_REST
             self.known.resting = self.known.rest
-        return True
-
-    def _look_ahead(self, plan: Plan) -> None:
-        """Whether to go deep: by the time from a commit until the branches for the next one are at the target."""
-        coming = self._away_us + (plan.num_draft_tokens + 1) * self.known.draft_pass.value
-        self.deep = coming > (IN_TIME if self.deep else LATE) * self._verify_us(plan)
 
     def _look(self) -> bool:
         """Speculates for a few rounds, as well as it can be, to see whether it pays by now."""
