@@ -11,10 +11,13 @@ from math import ceil
 import pytest
 from conftest import SEED
 
-from outrider.gateway.controller import OFF, Controller, Limits, Mode, Plan
-from outrider.gateway.estimates import Acceptance, Experience, Mean, StepCosts, VerifyCosts
+from outrider.gateway.controller import Controller
+from outrider.gateway.estimates import Acceptance, Mean
+from outrider.gateway.experience import Experience
+from outrider.gateway.plans import OFF, Limits, Mode, Plan
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
+from outrider.gateway.step_costs import StepCosts, VerifyCosts
 from outrider.wire.messages import Commit, StepTimings
 
 BASE = Policy(4)
@@ -162,6 +165,56 @@ def test_the_windows_of_others_do_not_count_against_off() -> None:
     assert controller.predicted_us(OFF) == pytest.approx(70_000, rel=0.1)
 
 
+def test_it_counts_on_those_who_run_now() -> None:
+    """One stream after sixteen, or sixteen after one: what a step will hold is not what it held last."""
+    known = Experience(VerifyCosts([(1, 4_000.0), (16, 30_000.0), (64, 120_000.0)]))
+    known.num_rounds, running = 100, [16]
+    limits = Limits(BASE, 4)
+    assert Controller(limits, known, lambda: 500.0, lambda: running[0]).plan is OFF
+    running[0] = 1
+    controller = Controller(limits, known, lambda: 500.0, lambda: running[0])
+    assert controller.plan is not OFF
+    running[0] = 16  # fifteen more came in the same moment
+    assert controller.on_round(Round(0, Commit(0, 0, (1,)), 0, 0.0, 0.1, 0)) and controller.plan is OFF
+
+
+def test_one_step_is_counted_once() -> None:
+    """Each of 16 sequences reports the step that they share: a slow one is still one step."""
+    costs = VerifyCosts([(16, 30_000.0)])
+    for _ in range(16):
+        costs.add(16, 60_000.0, False, 1 / 16)
+    assert costs.at(16, False) == pytest.approx(30_000 * 2**0.1, rel=0.06)
+
+
+def test_what_all_steps_show_holds_for_sizes_that_none_has() -> None:
+    costs = VerifyCosts([(1, 10_000.0), (16, 20_000.0), (64, 80_000.0)])
+    for _ in range(100):
+        costs.add(64, 160_000.0, False)  # the machine is half as fast
+    assert 30_000 < costs.at(16, False) < 42_000  # most of it may be the machine, some of it that size
+    for _ in range(40):
+        costs.add(64, 200_000.0, True)  # and the draft takes a fifth of it
+    assert 1.1 < costs.at(16, True) / costs.at(16, False) < 1.3
+
+
+def test_plain_rounds_between_windows_are_counted_where_none_waits() -> None:
+    """Each window here is followed by one plain token, whatever the clocks of the links say."""
+    known = Experience(VerifyCosts([(1, 20_000.0), (8, 20_000.0)]))
+    known.between.add(500_000.0)
+    controller = Controller(Limits(BASE, 4, fixed=True, modes=(Mode.CHAINS,)), known, lambda: 500.0)
+    controller.plan = plan = Plan(Mode.CHAINS, 4, waits=False)
+    far = controller.predicted_us(plan)
+    for index in range(1, 40):
+        k = 4 * (index % 2)
+        commit = Commit(
+            0, 0, (1,) * (k + 1), num_drafted=k, num_accepted=k, timings=StepTimings(0, 20_000, 0, k + 1, 1)
+        )
+        controller._learn(Round(index, commit, 4, 0.0, 0.02, 0))
+    assert known.plain_tokens(Mode.CHAINS) == pytest.approx(1.0, abs=0.2) and controller.predicted_us(plan) < 0.6 * far
+    for _ in range(300):
+        known.forget_others(OFF.way)
+    assert known.plain_tokens(Mode.CHAINS) is None
+
+
 def test_fewer_tokens_where_few_are_accepted() -> None:
     few = play(World(acceptance=0.3, draft_pass=12_000), new())[-1]
     many = play(World(acceptance=0.95, draft_pass=3_000), new())[-1]
@@ -216,8 +269,8 @@ def test_estimates() -> None:
     assert costs.at(5) == 0.0
     costs.add(1, 10.0)
     costs.add(9, 50.0)
-    costs.add(5, 8.0)  # never cheaper than fewer rows
-    assert costs.at(1) == 10.0 and costs.at(5) == 10.0 and costs.at(7) == 30.0 and costs.at(500) > 50.0
+    costs.add(5, 8.0)  # less than fewer rows: both are 9
+    assert costs.at(1) == 9.0 and costs.at(5) == 9.0 and costs.at(7) == 29.5 and costs.at(500) > 50.0
     mean = Mean(memory=4)
     for value in (1.0, 3.0):
         mean.add(value)

@@ -110,7 +110,7 @@ async def test_the_page_of_the_embedded_pair(
     await seen.generate(prompt='def parse_args(argv):\n    """', max_tokens="64", mode="chains", k="4")
     assert not await seen.text("#failure") and not seen.complaints
     assert await seen.count("#text .accepted") > 0 and await seen.modes() == ["chains, 4"]
-    assert re.search(r"\d+ % of drafting during verification", await seen.text("#scale"))
+    assert re.search(r"\d+ after the prompt's, [\d.]+ ms each", await seen.text("#scale"))
     assert "position 1" in await seen.text("#positions") and float((await seen.text("#gain")).split()[0]) > 0
     await seen.page.screenshot(path=pictures / f"embedded-pair-{name}.png", full_page=True)
     await seen.page.close()

@@ -191,7 +191,7 @@ class DraftSequence:
                 self.drafted = list(self.tokens)
                 self.chain += 1
         elif isinstance(message, Credit):
-            assert message.until > self.until, "credit to the draft fell"
+            assert message.until >= self.until, "credit to the draft fell"
             self.until, self.window = message.until, message.max_window
         if len(self.drafted) < self.until and not self.toy.mute:
             asyncio.get_running_loop().call_later(self.toy.delay_s, self.propose)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from simulation.checks import Watch, require
@@ -12,7 +13,7 @@ from simulation.network import Door, Peer, Stretch
 
 from outrider.gateway.core import SpeculationCore
 from outrider.gateway.driver import SpeculationDriver
-from outrider.gateway.policy import Policy
+from outrider.gateway.policy import Chooser, Policy
 from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.messages import Failure, Open
 from outrider.wire.sampling import FinishReason, TokenOrigin
@@ -32,6 +33,7 @@ class Plan:
     min_read: int = 0  # not before it has read so many tokens
     fork_of: int | None = None  # index of the request whose prompt it shares
     may_fail: bool = False
+    new_chooser: Callable[[], Chooser] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +60,8 @@ class Client:
             self.clock.call_later(0.01, lambda: self.start(parent))
             return
         plan = self.plan
-        core = SpeculationCore(plan.request, plan.policy, plan.examines_text)
+        chooser = None if plan.new_chooser is None else plan.new_chooser()
+        core = SpeculationCore(plan.request, plan.policy, plan.examines_text, chooser)
         self.watch.gateway, self.watch.seen = core.committed, list(core.committed)
         fork_of = parent.driver if parent is not None and not parent.over else None
         doors = [Door(peer, self.watch, plan.stretch) for peer in (self.drafter, self.verifier)]

@@ -27,8 +27,13 @@ LEAST_WAIT_S = 1e-4  # a shorter wait could vanish in the clock's resolution
 class EngineHost:
     """What both services share: an inbox, and turns of commands and one step, as a device thread takes them."""
 
-    def __init__(self, clock: Clock, dice: random.Random, table: Table, num_blocks: int, step_s: float) -> None:
+    def __init__(
+        self, clock: Clock, dice: random.Random, table: Table, num_blocks: int, step_s: float, max_rows: int = 24
+    ) -> None:
         self.clock, self.dice, self.table, self.num_blocks, self.step_s = clock, dice, table, num_blocks, step_s
+        self.max_rows = max_rows
+        self.seconds: Callable[[int], float] | None = None  # of a step by its rows; else it is `step_s` at most
+        self._rows_before = 0
         self.notes: Counter[str] = Counter()
         self.up = True
         self.streams: dict[int, Stream] = {}
@@ -40,6 +45,11 @@ class EngineHost:
         self.runner: TableRunner
         self.engine: Any
         self._boot()
+
+    def monotonic(self) -> float:
+        """As the engine's clock: within a step that has run its forward, that is over."""
+        rows = self.runner.num_rows - self._rows_before
+        return self.clock.now + (self.seconds(rows) if self.seconds is not None and rows else 0.0)
 
     def attach(self, stream: Stream) -> None:
         """A stream begins."""
@@ -106,6 +116,7 @@ class EngineHost:
 
     def _boot(self) -> None:
         self._running.clear()
+        self._rows_before = 0
         self.runner = TableRunner(self.table, self.num_blocks)
         self.engine = self._new_engine()
         self.up = True
@@ -126,13 +137,14 @@ class EngineHost:
         inbox, self._inbox = self._inbox, []
         for command in inbox:
             command()
-        forwards = self.runner.num_forwards
+        forwards, self._rows_before = self.runner.num_forwards, self.runner.num_rows
         try:
             wait = self.engine.step(self.clock.now)
         except Exception as error:
             self.engine.on_error(error)
             wait = RETRY_S
-        took = self.dice.uniform(0.2, 1.0) * self.step_s if self.runner.num_forwards > forwards else 0.0
+        took = self._took() if self.runner.num_forwards > forwards else 0.0
+        self._rows_before = self.runner.num_rows
         self.check_blocks()
         self._note_preempted()
         outbox, self._outbox = self._outbox, []
@@ -141,6 +153,11 @@ class EngineHost:
         if wait is not None:
             self._wait(max(took + wait, LEAST_WAIT_S))
             self._busy = took > 0
+
+    def _took(self) -> float:
+        if self.seconds is not None:
+            return self.seconds(self.runner.num_rows - self._rows_before)
+        return self.dice.uniform(0.2, 1.0) * self.step_s
 
     def _note_preempted(self) -> None:
         for held in self.sequences:
@@ -170,7 +187,7 @@ class TargetHost(EngineHost):
 
     def _new_engine(self) -> TargetEngine:
         limits = TargetLimits(self.table.vocab_size, MAX_LEN, (0,), self.num_blocks, max_window=8)
-        return TargetEngine(self.runner, limits, max_rows=24, clock=self.clock.monotonic)  # type: ignore[arg-type]
+        return TargetEngine(self.runner, limits, max_rows=self.max_rows, clock=self.monotonic)  # type: ignore[arg-type]
 
     def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
         for message in messages:
@@ -203,7 +220,7 @@ class DraftHost(EngineHost):
     def _new_engine(self) -> DraftEngine:
         self._cache = SequenceCache(BlockPool(self.num_blocks))
         proposer = DraftModelProposer(self.runner)  # type: ignore[arg-type]
-        return DraftEngine(make_methods([ModelMethod(proposer, self._cache, (0,))]), max_rows=24)
+        return DraftEngine(make_methods([ModelMethod(proposer, self._cache, (0,))]), max_rows=self.max_rows)
 
     def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
         self.engine.handle(Deliver(stream.number, messages))

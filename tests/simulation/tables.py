@@ -69,13 +69,14 @@ class TableRunner:
         self.model = SimpleNamespace(
             device=torch.device("cpu"), dtype=torch.float32, vocab_size=table.vocab_size, max_model_len=MAX_LEN
         )
-        self.num_forwards = 0
+        self.num_forwards = self.num_rows = 0
         self.fails_next = False
         self._slots: list[int | None] = [None] * (num_blocks * BLOCK_SIZE)
 
     def forward(self, entries: Sequence[BatchEntry]) -> Tensor:
         """Logits are [rows that want them, vocab]."""
         self.num_forwards += 1
+        self.num_rows += sum(len(entry.token_ids) for entry in entries)
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("the simulated device failed")

@@ -38,6 +38,7 @@ class Setting:
     draft_blocks: int
     exact: bool  # the output is a function of the seed
     simple: bool  # no processors but the temperature, which is 0 or 1
+    max_rows: int = 24  # of a step
 
 
 @dataclass(slots=True)
@@ -73,8 +74,9 @@ class World:
         self.clock = Clock()
         self.dice = random.Random(seed)
         step_s = self.dice.choice((0.001, 0.004, 0.01))
-        self.target = TargetHost(self.clock, self.dice, setting.target, setting.target_blocks, step_s)
-        self.draft = DraftHost(self.clock, self.dice, setting.draft, setting.draft_blocks, step_s / 4)
+        rows = setting.max_rows
+        self.target = TargetHost(self.clock, self.dice, setting.target, setting.target_blocks, step_s, rows)
+        self.draft = DraftHost(self.clock, self.dice, setting.draft, setting.draft_blocks, step_s / 4, rows)
         self.target_peer, self.draft_peer = (
             Peer(self.clock, self.dice, setting.weather, host) for host in (self.target, self.draft)
         )

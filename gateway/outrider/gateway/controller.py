@@ -10,30 +10,32 @@ the services (Leviathan et al., arXiv 2211.17192, section 3.3, with the network 
 
 where h is the share of rounds whose window was at the target when the round before ended (for a chain alone the chance
 that all of it holds and the target's own token too, for branches as measured), and n the mean number of plain tokens
-decoded until a chain is there that agrees with them. v counts the rows of all sequences in a step, as if all did the
-same: what pays for one while the others hold back need not pay for all. Where sequences share steps, a window that
-comes late has missed the step that the others make meanwhile: r + k d is then rounded up to whole verifications. What a
-way was measured at corrects its prediction, so that what the formulas leave out (cores that both services share) counts
-too; it is compared with what its steps' own rows cost, or every request would hold the others' windows against off. The
-choice is made anew every few rounds, and changes only for a gain above the noise; off is left for a while now and then,
-by one request for all, to look.
+decoded until a chain is there that agrees with them: as seen lately, else guessed from r and d. v counts the rows of
+all sequences in a step, as many as run now and as if all did the same: what pays for one while the others hold back
+need not pay for all. Where sequences share steps, a window that comes late has missed the step that the others make
+meanwhile: r + k d is then rounded up to whole verifications. What a way was measured at corrects its prediction, so
+that what the formulas leave out (cores that both services share) counts too; it is compared with what its steps' own
+rows cost, or every request would hold the others' windows against off. The choice is made anew every few rounds, and
+changes only for a gain above the noise; off is left for a while now and then, by one request for all, to look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from math import ceil
 
-from outrider.gateway.estimates import Acceptance, Experience, Mean
+from outrider.gateway.estimates import Acceptance, Mean
+from outrider.gateway.experience import Experience
+from outrider.gateway.plans import AHEAD, OFF, Limits, Mode, Plan
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 
 DECIDE_EVERY = 16  # rounds
-FIRST_DECISION = 8
+LEAST_ROUNDS = 8  # of all requests together before the first choice
 HYSTERESIS = 0.97  # a change must promise at most this share of the present time
 PREFERENCE = 0.97  # off, where speculation gains next to nothing: the draft has other work
+CROWD_PREFERENCE = 0.93  # more so where others share the steps: they wait for each row, and the luckless end last
 PROBE_ROUNDS = 12
 FIRST_REST, MAX_REST = 32, 2048  # tokens decoded without speculation before the next look
 SHARED = 1.5  # sequences in a step, from which on the others make the steps
@@ -41,87 +43,25 @@ MAX_PLAIN = 8  # tokens between two chains
 PRIOR_HITS = 0.7
 UNKNOWN_ROUND_TRIP_US = 1500.0
 SETTLING = 2  # rounds after a change that say nothing of what it changed to
-MAX_RATIO = 4.0  # of a measured round to its prediction; more is an accident
-
-
-class Mode(Enum):
-    """How a request is decoded."""
-
-    OFF = "off"
-    SEQUENTIAL = "sequential"
-    CHAINS = "chains"
-    BRANCHES = "branches"
-
-
-AHEAD = (Mode.CHAINS, Mode.BRANCHES)
 LATE, IN_TIME = 1.5, 1.2  # verifications that a branch takes to come, above and below which branches go deep or not
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One choice."""
-
-    mode: Mode
-    num_draft_tokens: int
-    waits: bool = True  # for a chain where none is at hand; else the target decodes plain tokens until one is
-
-    @property
-    def way(self) -> tuple[Mode, bool]:
-        """What its measurements hold for, whatever the number of tokens."""
-        return self.mode, self.waits
-
-    def policy(self, base: Policy, max_branches: int, deep: bool = False) -> Policy:
-        """As credit and patience. Branches of branches reach into a second window, and need room beside the others."""
-        branching = self.mode is Mode.BRANCHES
-        return replace(
-            base,
-            num_draft_tokens=self.num_draft_tokens,
-            patience_ms=base.patience_ms if self.waits else 0,
-            windows_ahead=(self.mode in AHEAD) + (branching and deep),
-            max_branches=max_branches * (1 + deep) if branching else 0,
-        )
-
-
-OFF = Plan(Mode.OFF, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request lets the controller choose."""
-
-    base: Policy
-    most: int  # tokens drafted a round, at most
-    fixed: bool = False  # exactly so many: the request says so
-    modes: tuple[Mode, ...] = (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES)
-    max_branches: int = 12
-    weighs: bool = False  # rejection with weights: no token of the target's own where the chain goes on
-    waits: bool = False  # the target always waits for a chain
-
-    def plans(self) -> Iterator[Plan]:
-        """Everything allowed. Under rejection the target must wait: when a chain comes is no business of the law's."""
-        if Mode.OFF in self.modes:
-            yield OFF
-        for mode in self.modes:
-            if mode is not Mode.OFF:
-                for k in [self.most] if self.fixed else range(1, self.most + 1):
-                    yield Plan(mode, k)
-                    if mode in AHEAD and not (self.weighs or self.waits):
-                        yield Plan(mode, k, waits=False)
+MAX_RATIO = 4.0  # of a measured round to its prediction; more is an accident
 
 
 @dataclass(slots=True)
 class Controller:
-    """`known` is shared by all requests of a gateway; `round_trips_us` says what the streams measure now."""
+    """`known` is shared by all requests of a gateway; `round_trips_us` says what the streams measure now, `num_running`
+    how many sequences the gateway decodes."""
 
     limits: Limits
     known: Experience
     round_trips_us: Callable[[], float]
+    num_running: Callable[[], int] = lambda: 1
     plan: Plan = field(init=False)
     acceptance: Acceptance = field(init=False)
     hits: Mean = field(init=False)
     deep: bool = False  # branches come so late that those of the verification after this one are prepared, too
     _after_window: bool = False  # the round before verified drafted tokens
-    _until_decision: int = FIRST_DECISION
+    _until_decision: int = 1
     _since_change: int = 0  # rounds
     _spent_us: float = 0.0
     _expected_us: float = 0.0
@@ -132,7 +72,7 @@ class Controller:
         waiting = [plan for plan in self.limits.plans() if plan is not OFF and plan.waits]
         wanted = [plan for plan in waiting if plan.num_draft_tokens == self.limits.base.num_draft_tokens] or waiting
         self.plan = wanted[-1] if wanted else OFF
-        if self.known.draft_pass.weight:  # others have been here
+        if self.known.num_rounds >= LEAST_ROUNDS:  # and again at the first round: others may come at the same time
             self._decide()
 
     @property
@@ -164,7 +104,7 @@ class Controller:
             self.known.resting = max(0, self.known.resting - len(closed.commit.ids))
             return not self.known.resting and self._look()
         self._until_decision -= 1
-        if self._until_decision > 0:
+        if self._until_decision > 0 or self.known.num_rounds < LEAST_ROUNDS:
             return False
         self._until_decision = DECIDE_EVERY
         return self._decide()
@@ -184,10 +124,12 @@ class Controller:
             return (late + verify) / tokens
         misses = 1 - self._hits(plan)
         if plan.waits:
-            missed = ceil(late / max(1.0, verify)) * verify if self.known.sequences.value > SHARED else late
+            missed = ceil(late / max(1.0, verify)) * verify if self._sequences > SHARED else late
             return ((1 - misses) * max(verify, late) + misses * (verify + missed)) / tokens
         plain_us = self._verify_us(OFF) if step_us is None else step_us
-        plain = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
+        seen = self.known.plain_tokens(plan.mode)
+        guess = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
+        plain = guess if seen is None else min(MAX_PLAIN, seen)
         return (verify + plain * plain_us) / (tokens + plain)
 
     def _plain(self, late_us: float, plain_us: float) -> float:
@@ -196,8 +138,13 @@ class Controller:
         return min(MAX_PLAIN, apart / max(0.1, self.acceptance.survival(apart)))
 
     def _verify_us(self, plan: Plan) -> float:
-        rows = round(max(1.0, self.known.sequences.value) * (plan.num_draft_tokens + 1))
+        rows = round(self._sequences * (plan.num_draft_tokens + 1))
         return self.known.costs.at(rows, plan.mode in AHEAD)
+
+    @property
+    def _sequences(self) -> float:
+        """Of a step. As many as there are now, not as there were: requests come and go together."""
+        return max(1.0, self.known.share.value * self.num_running())
 
     def _hits(self, plan: Plan) -> float:
         if plan.mode is Mode.BRANCHES:
@@ -220,8 +167,10 @@ class Controller:
         if closed.index == 0 or not timings.num_rows:
             return  # the first round holds the prompt
         computed = timings.verify_us + timings.sample_us
-        known.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD)
-        known.sequences.add(timings.num_sequences)
+        known.num_rounds += 1
+        part = 1 / max(1, timings.num_sequences)  # the others tell of the same step
+        known.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD, part)
+        known.share.add(timings.num_sequences / max(1, self.num_running()), part)
         waited = max(0, closed.total_us - computed - timings.queue_us)
         late = self._away_us + commit.num_drafted * known.draft_pass.value
         hit = commit.num_drafted > 0 and waited < 0.5 * late
@@ -235,6 +184,8 @@ class Controller:
             if not hit or self.plan.mode is Mode.SEQUENTIAL:
                 known.between.add(max(0.0, waited - commit.num_drafted * known.draft_pass.value))
         self._since_change += 1
+        if self._since_change > SETTLING and not self.plan.waits:
+            known.saw(self.plan.mode, plain=not commit.num_drafted)
         if self._since_change > SETTLING:
             self._compare(closed)
 
@@ -247,7 +198,7 @@ class Controller:
             # The luck of one round is none of the machine's; a target that cut the window verified fewer tokens.
             tokens = self._tokens(replace(self.plan, num_draft_tokens=closed.commit.num_drafted))
         step_us = None
-        if self.known.sequences.value > SHARED:  # what the others' windows cost is no matter of this one's way
+        if self._sequences > SHARED:  # what the others' windows cost is no matter of this one's way
             step_us = self.known.costs.at(closed.commit.timings.num_rows, self.plan.mode in AHEAD)
         self._spent_us += closed.total_us
         self._expected_us += self._formula_us(self.plan, step_us) * tokens
@@ -270,7 +221,7 @@ class Controller:
         self._correct()
         times = {plan: self.predicted_us(plan) for plan in self.limits.plans()}
         if OFF in times:
-            times[OFF] *= PREFERENCE
+            times[OFF] *= PREFERENCE if self._sequences < SHARED else CROWD_PREFERENCE
         self.known.forget_others(self.plan.way)
         if not times or not min(times.values()):
             return

@@ -16,11 +16,13 @@ from opentelemetry import trace
 from outrider.gateway.admission import Admission
 from outrider.gateway.backends import Drafter, Verifier
 from outrider.gateway.completion import Completion, RequestRun
-from outrider.gateway.controller import Controller, Limits, Mode
-from outrider.gateway.estimates import Experience, VerifyCosts
+from outrider.gateway.controller import Controller
+from outrider.gateway.experience import Experience
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
+from outrider.gateway.plans import Limits, Mode
 from outrider.gateway.policy import Policy
 from outrider.gateway.prepare import Prepared, prepare
+from outrider.gateway.step_costs import VerifyCosts
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.gateway.tracing import RequestTrace
 from outrider.wire.errors import DeadlineExceeded, to_failure
@@ -62,6 +64,7 @@ class GenerationEngine:
         self.admission = Admission(self.config.max_active, self.config.max_waiting)
         self._tracer = tracer or trace.get_tracer("outrider.gateway")
         self._draft_warnings = _OnceWarnings()
+        self._num_running = 0  # sequences
         self._known: Experience | None = None  # from the first request on: then the target has said what it knows
 
     @property
@@ -97,6 +100,7 @@ class GenerationEngine:
         run = self._new_run(prepared, root, 0 if deadline is None else max(1, round((deadline - loop.time()) * 1000)))
         timer = None if deadline is None else loop.call_at(deadline, _expire, run)
         error: BaseException | None = None
+        self._num_running += prepared.request.n
         try:
             merged = merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
             async with aclosing(merged):
@@ -107,6 +111,7 @@ class GenerationEngine:
             error = raised
             raise
         finally:
+            self._num_running -= prepared.request.n
             if timer is not None:
                 timer.cancel()
             root.end(error)
@@ -148,7 +153,7 @@ class GenerationEngine:
         limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
         if self._known is None:
             self._known = Experience(VerifyCosts(self.verifier.info.step_costs))
-        return Controller(limits, self._known, self._round_trips_us)
+        return Controller(limits, self._known, self._round_trips_us, lambda: self._num_running)
 
     def _round_trips_us(self) -> float:
         return 0.0 if self.drafter is None else self.drafter.round_trip_us
