@@ -9,6 +9,7 @@ import torch
 from kernels_case import ROWS, Case, Place, Work, random_ids, zipf_logits
 from torch import Tensor
 
+from outrider.kernels.best_ids import best_ids
 from outrider.kernels.coupled import coupled_choice, coupled_draw
 from outrider.kernels.draft_sample import DEFAULT_MASS, MAX_ENTRIES, draft_sample
 from outrider.kernels.logits_to_probs import (
@@ -24,6 +25,7 @@ from outrider.kernels.philox import Purpose, exponential_noise, vocabulary_words
 
 TEMPERATURE, TOP_K, TOP_P = 0.8, 50, 0.9
 REPETITION, PRESENCE, FREQUENCY = 1.1, 0.2, 0.1
+BEST = 5  # a drafted token and four alternatives
 SEEN = 512  # ids of each row that penalties concern
 WORD = 1 << 32
 
@@ -95,6 +97,11 @@ def _greedy(place: Place, batch: int, vocab_size: int) -> Work:
     return Work(lambda: greedy_choice(logits, sampling), lambda: logits.argmax(-1), logits.nbytes)
 
 
+def _best(place: Place, batch: int, vocab_size: int) -> Work:
+    logits, _ = _target_rows(place, batch, vocab_size)
+    return Work(lambda: best_ids(logits, BEST), lambda: logits.topk(BEST, dim=-1).indices, logits.nbytes)
+
+
 def _choice(place: Place, batch: int, vocab_size: int) -> Work:
     probs = _target_rows(place, batch, vocab_size)[0].softmax(-1)
     noise = exponential_noise(*_counters(place, len(probs)), vocab_size)  # [rows, vocab]
@@ -162,6 +169,7 @@ VOCABULARY = (
     ("logits_to_probs.logits_to_probs", ", top_k and top_p", "top-k, sort, cumsum, scatter, softmax", _truncated),
     ("logits_to_probs.adjust_logits", ", penalties and mask", "gather, scatter, masked_fill", _adjusted),
     ("logits_to_probs.greedy_choice", "", "argmax", _greedy),
+    ("best_ids.best_ids", f", the best {BEST}", "topk", _best),
     ("coupled.coupled_choice", "", "(noise / probs).argmin", _choice),
     ("coupled.coupled_draw", "", "(probs / exponential_()).argmax", _draw),
     ("philox.exponential_noise", "", "exponential_()", _noise),

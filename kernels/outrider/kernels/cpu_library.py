@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("cpu")
-MAIN = "decoder.c"
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=gnu11", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
 SWITCH = "OUTRIDER_CPU_KERNELS"
@@ -52,7 +51,7 @@ def _built(compiler: str) -> Path:
     if not path.is_file():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             fresh = Path(folder) / path.name
-            _run(compiler, *FLAGS, str(SOURCES / MAIN), "-o", str(fresh), "-lm")
+            _run(compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(fresh), "-lm")
             fresh.replace(path)  # at once: other processes may be here, too
     return path
 

@@ -7,7 +7,6 @@ integer weights that travel with the token, under coupling by the noise that bot
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from torch import Tensor
 from outrider.engine.batch import BatchEntry
 from outrider.engine.random_ahead import RandomAhead, RandomKey, Span, noise_source, word_source
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import SamplingRows, SequenceSampler, assemble, process, process_greedy
+from outrider.engine.sampling import SamplingRows, SequenceSampler, assemble
 from outrider.engine.sequence import Sequence
+from outrider.kernels.best_ids import best_ids
 from outrider.kernels.coupled import coupled_choice
 from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
-from outrider.kernels.logits_to_probs import adjust_logits
+from outrider.kernels.logits_to_probs import adjust_logits, greedy_choice, logits_to_probs
 
 
 class DraftRule(IntEnum):
@@ -134,16 +134,15 @@ class DraftModelProposer:
 
     def _draw(self, rule: DraftRule, logits: Tensor, rows: list[DraftRows]) -> list[Drafted | None]:
         """`logits` are [rows, vocab]."""
-        plans = [row.sampling_rows() for row in rows]
+        sampling = assemble([row.sampling_rows() for row in rows], logits.device)
         if rule is DraftRule.ARGMAX:
-            ids, invalid = process_greedy(logits, plans)  # [rows] each
-            others = _alternatives(lambda: adjust_logits(logits, assemble(plans)), ids, rows)
-            return _without_weights(ids, invalid, others)
-        probs, invalid = process(logits, plans)  # [rows, vocab], [rows]
+            ids, invalid = greedy_choice(logits, sampling)  # [rows] each
+            return _without_weights(ids, invalid, _alternatives(lambda: adjust_logits(logits, sampling), rows), rows)
+        probs, invalid = logits_to_probs(logits, sampling)  # [rows, vocab], [rows]
         if rule is DraftRule.COUPLED:
             noise = self._noise.rows([row.span() for row in rows])  # [rows, vocab]
             ids = coupled_choice(probs, noise)
-            return _without_weights(ids, invalid, _alternatives(lambda: -noise / probs, ids, rows))
+            return _without_weights(ids, invalid, _alternatives(lambda: -noise / probs, rows), rows)
         return self._draw_weighted(probs, invalid, rows)
 
     def _draw_weighted(self, probs: Tensor, invalid: Tensor, rows: list[DraftRows]) -> list[Drafted | None]:
@@ -175,27 +174,24 @@ def _packed(values: Tensor) -> bytes:
     return values.cpu().numpy().astype("<u4").tobytes()
 
 
-def _alternatives(score: Callable[[], Tensor], ids: Tensor, rows: Many[DraftRows]) -> list[tuple[int, ...]]:
-    """The tokens of the next best finite scores after the one that was drawn; [rows, vocab] and [rows]. Under coupling
-    the scores hold the noise that the target will meet, so that they rank what it will take instead."""
+def _alternatives(score: Callable[[], Tensor], rows: Many[DraftRows]) -> list[list[int]]:
+    """The tokens of the best finite scores, one more than wanted: the drawn one may be among them; [rows, vocab]. Under
+    coupling the scores hold the noise that the target will meet, so that they rank what it will take instead."""
     wanted = max(row.num_alternatives for row in rows)
-    if not wanted:
-        return [()] * len(rows)
-    scores = score()
-    best = scores.topk(min(wanted + 1, scores.shape[1]), dim=-1)  # [rows, wanted + 1]
-    columns = zip(best.indices.tolist(), best.values.tolist(), ids.tolist(), strict=True)
-    others = [
-        tuple(token for token, value in zip(tokens, values, strict=True) if token != own and math.isfinite(value))
-        for tokens, values, own in columns
-    ]
-    return [tokens[: row.num_alternatives] for tokens, row in zip(others, rows, strict=True)]
+    return best_ids(score(), wanted + 1).tolist() if wanted else [[]] * len(rows)
 
 
-def _without_weights(ids: Tensor, invalid: Tensor, alternatives: Many[tuple[int, ...]]) -> list[Drafted | None]:
+def _without_weights(
+    ids: Tensor, invalid: Tensor, best: Many[Many[int]], rows: Many[DraftRows]
+) -> list[Drafted | None]:
     """Ids and flags are [rows]."""
     return [
-        None if bad or token < 0 else Drafted(token, alternatives=others)
-        for token, bad, others in zip(ids.tolist(), invalid.tolist(), alternatives, strict=True)
+        None
+        if bad or token < 0
+        else Drafted(
+            token, alternatives=tuple([id for id in best_ids if id not in (token, -1)][: row.num_alternatives])
+        )
+        for token, bad, best_ids, row in zip(ids.tolist(), invalid.tolist(), best, rows, strict=True)
     ]
 
 
