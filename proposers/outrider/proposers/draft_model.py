@@ -184,15 +184,13 @@ def _alternatives(score: Callable[[], Tensor], rows: Many[DraftRows]) -> list[li
 def _without_weights(
     ids: Tensor, invalid: Tensor, best: Many[Many[int]], rows: Many[DraftRows]
 ) -> list[Drafted | None]:
-    """Ids and flags are [rows]."""
-    return [
-        None
-        if bad or token < 0
-        else Drafted(
-            token, alternatives=tuple([id for id in best_ids if id not in (token, -1)][: row.num_alternatives])
-        )
-        for token, bad, best_ids, row in zip(ids.tolist(), invalid.tolist(), best, rows, strict=True)
-    ]
+    """Ids and flags are [rows]; `best` may hold the drawn token, and ends with -1 where there are no more."""
+    drafted: list[Drafted | None] = []
+    for token, bad, ranked, row in zip(ids.tolist(), invalid.tolist(), best, rows, strict=True):
+        others = [other for other in ranked if other not in (token, -1)]
+        valid = not bad and token >= 0
+        drafted.append(Drafted(token, alternatives=tuple(others[: row.num_alternatives])) if valid else None)
+    return drafted
 
 
 def _advance(row: DraftRows, drafted: Drafted | None) -> None:
