@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import pytest
 from gateway.toys import EOS, ToyDraft, ToyTarget, draft_info, expected, scripted, target_info, until
 from tokenizer_factory import train_byte_level
 
+from outrider.gateway import service
+from outrider.gateway.controller import Controller
 from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.local_ngram import LocalNgramDrafter
 from outrider.gateway.service import EngineConfig, GenerationEngine
@@ -157,6 +159,26 @@ async def test_usage_equals_what_was_streamed(tokenizer: Tokenizer, k: int, n: i
         assert all(delta.finish_reason is None and delta.seed is None for delta in deltas[1:-1])
         assert target.opens[index].completion == index
     assert len({opened.seed for opened in target.opens}) == 1
+
+
+async def test_controllers_are_told_how_many_sequences_run(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of two requests, of three completions and of one; none are left at the end."""
+    told: list[Callable[[], int]] = []
+
+    def controller(*arguments: Any) -> Controller:
+        told.append(arguments[3])
+        return Controller(*arguments)
+
+    monkeypatch.setattr(service, "Controller", controller)
+    engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(), EngineConfig(mode="auto"))
+    async with aclosing(engine.generate(ask(3))) as first, aclosing(engine.generate(ask())) as second:
+        await anext(first)
+        assert told[0]() == 3
+        await anext(second)
+        assert told[0]() == told[-1]() == 4
+    assert told[0]() == 0
 
 
 async def test_a_given_seed_and_rule_travel(tokenizer: Tokenizer) -> None:
