@@ -14,6 +14,7 @@ from outrider.engine.loader import LoadedModel, build_decoder
 from outrider.engine.runner import ModelRunner
 from outrider.target.admission import TargetLimits
 from outrider.target.engine import StreamCommand, TargetEngine
+from outrider.target.step_report import StepReport
 from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs, TargetEvent, TokenWeights
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
@@ -33,13 +34,19 @@ class Harness:
 
     engine: TargetEngine
     now: float = 0.0
+    num_steps: int = 0  # that ran
     events: dict[int, list[TargetEvent]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, loaded: LoadedModel, num_blocks: int = 64, eos_ids: tuple[int, ...] = (), **options: Any) -> Harness:
         limits = TargetLimits(loaded.vocab_size, loaded.max_model_len, eos_ids, num_blocks)
         harness: Harness
-        engine = TargetEngine(ModelRunner(loaded.model, num_blocks), limits, clock=lambda: harness.now, **options)
+
+        def count(_: StepReport) -> None:
+            harness.num_steps += 1
+
+        runner, clock = ModelRunner(loaded.model, num_blocks), lambda: harness.now
+        engine = TargetEngine(runner, limits, clock=clock, **{"on_step": count} | options)
         harness = cls(engine)
         return harness
 

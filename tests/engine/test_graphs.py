@@ -103,7 +103,7 @@ class Captured:
         """Fills every buffer with what would show, if it were read. Whoever read the logits has waited for the step."""
         self.steps._host.fill_(POISON)
         self.steps._numbers.fill_(POISON)
-        self.steps._logits.fill_(torch.nan)
+        self.steps.logits.fill_(torch.nan)
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ class Toy:
         with monkeypatch.context() as patch:
             patch.setattr(verifier_module, "accept_uniforms", lambda words: torch.tensor(coins).double())
             patch.setattr(verifier_module, "draw", draw)
-            verdicts = Verifier(VOCAB, torch.device("cpu")).verify(logits.float(), judged)
+            verdicts = Verifier(VOCAB).verify(logits.float(), judged)
         rows = [[Fraction(round(64 * weight), 64) for weight in row] for row in drawn_from[0].tolist()]
         return [
             (verdict.num_accepted, tuple(weight / sum(row) for weight in row))

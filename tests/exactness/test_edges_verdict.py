@@ -58,7 +58,7 @@ def verdict_of(
     weights = tuple(TokenWeights(*entry) if entry is not None else None for entry in packed(vectors))
     window = Window(0, tuple(drafted), weights, False)
     entry = StepEntry(target, 2, 1, len(logits), window, True, len(logits))
-    verifier = Verifier(VOCAB_SIZE, torch.device("cpu"))
+    verifier = Verifier(VOCAB_SIZE)
     table = torch.tensor([(word,) * 3] * len(logits) if isinstance(word, int) else word)  # [positions, 3]
     verifier._words = Forced(table[:, :, None].repeat(1, 1, 4))
     verifier._noise = Forced(torch.ones(len(logits), VOCAB_SIZE))

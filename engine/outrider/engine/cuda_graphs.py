@@ -1,4 +1,4 @@
-"""CUDA's side of captured steps: the graphs, their pool, and the pinned buffer."""
+"""CUDA's side of captured steps: the graphs, their pool, and the copies between the host and the device."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._downloaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def host_buffer(self, size: int) -> Tensor:
         """Pinned: the copy goes on while the host prepares the replay."""
@@ -31,6 +32,14 @@ class CudaGraphs:
     def wait_for_upload(self) -> None:
         """A step whose logits were read has waited already."""
         self._uploaded.synchronize()
+
+    def download(self, source: Tensor) -> Tensor:
+        """Into pinned memory, of which the allocator keeps some at hand."""
+        found = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        found.copy_(source, non_blocking=True)
+        self._downloaded.record()
+        self._downloaded.synchronize()
+        return found
 
     def capture(self, step: Callable[[], object]) -> Callable[[], object]:
         """Other threads may use the device meanwhile: only this one's calls are held to the rules of a capture."""

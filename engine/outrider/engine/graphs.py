@@ -35,6 +35,9 @@ class GraphDevice(Protocol):
     def wait_for_upload(self) -> None:
         """Returns once the host buffer may be written again."""
 
+    def download(self, source: Tensor) -> Tensor:
+        """A copy on the host of what the device has computed by then; it waits for the device."""
+
     def capture(self, step: Callable[[], object]) -> Callable[[], object]:
         """What runs `step` again, on the same memory."""
 
@@ -43,33 +46,34 @@ class GraphDevice(Protocol):
 
 
 class CapturedSteps:
-    """The graphs of one model and one cache. Called from one thread at a time."""
+    """The graphs of one model and one cache. Called from one thread at a time. `logits` holds those of the last step,
+    from its start on."""
 
     def __init__(self, model: Decoder, cache: KVCache, limits: StepLimits, device: GraphDevice) -> None:
         self._model = model
         self._cache = cache
         self._limits = limits
-        self._device = device
-        self._buckets = all_buckets(limits)
+        self.graphs = device
+        self.buckets = all_buckets(limits)
         self._table_width = -(-model.max_model_len // cache.block_size)
-        size = max(buffer_size(bucket, self._table_width) for bucket in self._buckets)
+        size = max(buffer_size(bucket, self._table_width) for bucket in self.buckets)
         self._host = device.host_buffer(size)
         self._numbers = torch.zeros(size, dtype=torch.int32, device=model.device)
-        most_rows = self._buckets[0].rows
-        self._logits = torch.zeros(most_rows, model.vocab_size, dtype=torch.float32, device=model.device)
+        most_rows = self.buckets[0].rows
+        self.logits = torch.zeros(most_rows, model.vocab_size, dtype=torch.float32, device=model.device)
         self._replays: dict[Bucket, tuple[StepBuffer, Callable[[], object]]] = {}
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Captures every bucket, the largest first. Stores nothing in the cache."""
-        before = self._device.reserved_bytes()
-        for bucket in self._buckets:
+        before = self.graphs.reserved_bytes()
+        for bucket in self.buckets:
             buffer = StepBuffer(bucket, self._table_width, self._host, self._numbers)
             self._fill(buffer, PackedRows.of([], self._cache.block_size), [])
-            step = partial(self._model.forward, buffer.batch, self._cache, out=self._logits[: bucket.rows])
-            self._replays[bucket] = buffer, self._device.capture(step)
-        taken = (self._device.reserved_bytes() - before) >> 20
-        log.info("captured %d graphs of up to %d rows in %d MiB", len(self._buckets), self._buckets[0].rows, taken)
+            step = partial(self._model.forward, buffer.batch, self._cache, out=self.logits[: bucket.rows])
+            self._replays[bucket] = buffer, self.graphs.capture(step)
+        taken = (self.graphs.reserved_bytes() - before) >> 20
+        log.info("captured %d graphs of up to %d rows in %d MiB", len(self.buckets), self.buckets[0].rows, taken)
 
     @property
     def num_graphs(self) -> int:
@@ -87,9 +91,9 @@ class CapturedSteps:
         rows = PackedRows.of(entries, self._cache.block_size)
         self._fill(buffer, rows, entries)
         replay()
-        return self._logits[: len(rows.logit_rows)]
+        return self.logits[: len(rows.logit_rows)]
 
     def _fill(self, buffer: StepBuffer, rows: PackedRows, entries: Sequence[BatchEntry]) -> None:
-        self._device.wait_for_upload()
+        self.graphs.wait_for_upload()
         used = buffer.write(rows, [entry.block_table for entry in entries], self._cache.block_size)
-        self._device.upload(self._numbers[:used], self._host[:used])
+        self.graphs.upload(self._numbers[:used], self._host[:used])

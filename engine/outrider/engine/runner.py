@@ -24,7 +24,7 @@ class ModelRunner:
         self.model = model
         self.cache = KVCache.allocate(model.layers, num_blocks, model.dtype, model.device, block_size)
         self._timer = timer_of(model.device)
-        self._steps: CapturedSteps | None = None
+        self.captured: CapturedSteps | None = None
 
     @property
     def block_size(self) -> int:
@@ -40,8 +40,8 @@ class ModelRunner:
         """Captures the steps without a prompt's chunk, from then on replayed. Other models than our own decoder run
         eagerly: what theirs do on the host is not ours to know."""
         if isinstance(self.model, Decoder):
-            self._steps = CapturedSteps(self.model, self.cache, limits, device)
-            self._steps.capture()
+            self.captured = CapturedSteps(self.model, self.cache, limits, device)
+            self.captured.capture()
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -52,7 +52,7 @@ class ModelRunner:
     def forward(self, entries: Sequence[BatchEntry]) -> Tensor:  # [rows that want logits, vocab] float32
         """Computes all rows of `entries`; the logits are in the entries' order, and hold until the next pass."""
         self._timer.start()
-        logits = None if self._steps is None else self._steps.run(entries)
+        logits = None if self.captured is None else self.captured.run(entries)
         if logits is None:
             logits = self.model.forward(build_batch(entries, self.cache.block_size, self.model.device), self.cache)
         self._timer.stop()

@@ -244,7 +244,7 @@ class _Assembly:
             banned=_entries(self.banned, device),
             bias=_entries(self.bias, device),
             bias_values=torch.tensor(self.bias_values, device=device) if self.bias else None,
-            penalties=self._penalties(),
+            penalties=self._penalties(device),
             token_mask=token_mask,
             temperature=_unless_all(self.temperature, 1.0, device),
             greedy_rows=torch.tensor(self.greedy_rows, device=device) if self.greedy_rows else None,
@@ -262,11 +262,13 @@ class _Assembly:
             torch.tensor(top_p, dtype=torch.float64, device=device),
         )
 
-    def _penalties(self) -> Penalties | None:
-        if len(self.penalised) < 2:
-            return self.penalised[0] if self.penalised else None
+    def _penalties(self, device: torch.device) -> Penalties | None:
+        """Counted on the host."""
+        if not self.penalised:
+            return None
         names = [column.name for column in fields(Penalties)]
-        return Penalties(*(torch.cat([getattr(part, name) for part in self.penalised]) for name in names))
+        columns = [[getattr(part, name) for part in self.penalised] for name in names]
+        return Penalties(*((parts[0] if len(parts) == 1 else torch.cat(parts)).to(device) for parts in columns))
 
 
 def _entries(pairs: list[tuple[int, int]], device: torch.device) -> Entries | None:

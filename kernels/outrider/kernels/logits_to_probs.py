@@ -39,7 +39,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """top_k and top_p, for the rows that have either."""
+    """top_k and top_p, for the rows that have either; on an accelerator a row may have neither."""
 
     rows: Tensor  # [truncated] int64, ascending
     top_k: Tensor  # [truncated] int64; 0: off
@@ -195,9 +195,10 @@ def _one_hot(logits: Tensor) -> Tensor:
 
 
 def _apply_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
-    """Keeps ids with at least min_p times the highest probability."""
+    """Keeps ids with at least min_p times the highest probability. A row that has it off is left as it is, whatever the
+    others have."""
     kept = _at_least(probs, min_p[:, None] * probs.amax(dim=-1, keepdim=True))
-    return kept.div_(kept.sum(dim=-1, keepdim=True))
+    return kept.div_(kept.sum(dim=-1, keepdim=True).masked_fill_(min_p[:, None] == 0, 1.0))
 
 
 def _truncate(probs: Tensor, cut: Truncation) -> Tensor:

@@ -166,11 +166,12 @@ def _probs_kernel(
     least, kept = total * 0.0, total * 0.0 + 1.0
     if HAS_MIN_P:
         least = tl.load(min_ps + index) * tl.div_rn(1.0, total)
-        kept = kept * 0.0
-        for start in range(0, vocab_size, TILE):
-            logits = _load_logits(row, start + tl.arange(0, TILE), vocab_size)
-            prob = tl.div_rn(tl.exp(tl.div_rn(logits - highest, temperature)), total)
-            kept += tl.sum(tl.where(prob >= least, prob, 0.0), axis=0)
+        if least > 0:  # a row that has it off is left as it is, whatever the others have
+            kept = kept * 0.0
+            for start in range(0, vocab_size, TILE):
+                logits = _load_logits(row, start + tl.arange(0, TILE), vocab_size)
+                prob = tl.div_rn(tl.exp(tl.div_rn(logits - highest, temperature)), total)
+                kept += tl.sum(tl.where(prob >= least, prob, 0.0), axis=0)
     for start in range(0, vocab_size, TILE):
         ids = start + tl.arange(0, TILE)
         logits = _load_logits(row, ids, vocab_size)
@@ -217,13 +218,13 @@ def _truncate_kernel(
     index = tl.program_id(0).to(tl.int64)
     row_index = tl.load(rows + index)
     row = probs + row_index * stride
-    left_alone = tl.load(greedy + row_index) != 0 if HAS_GREEDY else row_index < 0
+    top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
+    left_alone = (top_k <= 0) & (top_p >= 1)
+    if HAS_GREEDY:
+        left_alone = left_alone | (tl.load(greedy + row_index) != 0)
     if left_alone == 0:
-        top_k = tl.load(top_ks + index)
         top_k = tl.where(top_k > 0, top_k, vocab_size)
-        threshold, ties, mass = find_cut(
-            row, scratch + index * TILE, vocab_size, top_k, tl.load(top_ps + index), False, TILE
-        )
+        threshold, ties, mass = find_cut(row, scratch + index * TILE, vocab_size, top_k, top_p, False, TILE)
         total = share_of(mass)
         num_ties = ties * 0
         for start in range(0, vocab_size, TILE):

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,17 +39,39 @@ def accept(
     entry_tile: int = ENTRY_TILE,
 ) -> tuple[Tensor, Tensor]:  # [n] int64, [n, vocab] float64
     """Launches `rejection.accept`."""
-    num_drafted, num_windows, vocab_size = len(draft_ids), len(windows.num_rows), target_probs.shape[1]
-    device = target_probs.device
+    bounds = torch.arange(len(draft_ids) + 1, device=target_probs.device)
+    starts = torch.searchsorted(draft_weights.draft_of.contiguous(), bounds)  # [drafted + 1]
+    entries = PackedEntries(draft_weights.ids.contiguous(), draft_weights.weights.contiguous(), starts)
     draft_ids, uniforms = draft_ids.contiguous(), uniforms.contiguous()
-    entry_ids, entry_weights = draft_weights.ids.contiguous(), draft_weights.weights.contiguous()
+    return accept_packed(target_probs, windows, draft_ids, entries, uniforms, tile, entry_tile)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntries:
+    """Draft weights by where each drafted token's begin. Nothing is read past the last start."""
+
+    ids: Tensor  # [entries or more] int32 or int64
+    weights: Tensor  # [entries or more], the same
+    starts: Tensor  # [drafted + 1] int64
+
+
+def accept_packed(
+    target_probs: Tensor,  # [rows, vocab] float32
+    windows: Windows,  # one without rows is padding
+    draft_ids: Tensor,  # [drafted] int64
+    entries: PackedEntries,
+    uniforms: Tensor,  # [drafted] float64
+    tile: int = TILE,
+    entry_tile: int = ENTRY_TILE,
+) -> tuple[Tensor, Tensor]:  # [n] int64, [n, vocab] float64
+    """The same, of contiguous tensors whose sizes alone tell what is launched. Padding accepts nothing."""
+    num_drafted, num_windows, vocab_size = len(draft_ids), len(windows.num_rows), target_probs.shape[1]
+    device, starts = target_probs.device, entries.starts
     accepted = torch.empty(num_drafted, dtype=torch.int32, device=device)
     totals = torch.empty(num_drafted, dtype=torch.int64, device=device)
-    bounds = torch.arange(num_drafted + 1, device=device)
-    starts = torch.searchsorted(draft_weights.draft_of.contiguous(), bounds)  # [drafted + 1]
     if num_drafted:
         _judge_kernel[(num_drafted,)](
-            target_probs, windows.row_of_draft, draft_ids, uniforms, entry_ids, entry_weights, starts, accepted,
+            target_probs, windows.row_of_draft, draft_ids, uniforms, entries.ids, entries.weights, starts, accepted,
             totals, target_probs.stride(0), vocab_size, entry_tile, enable_fp_fusion=False,
         )  # fmt: skip
     num_accepted = torch.empty(num_windows, dtype=torch.int64, device=device)
@@ -56,7 +79,7 @@ def accept(
     if num_windows:
         _leave_kernel[(num_windows,)](
             target_probs, windows.row_starts, windows.num_rows, windows.draft_starts, windows.num_drafted, draft_ids,
-            entry_ids, entry_weights, starts, accepted, totals, num_accepted, next_weights,
+            entries.ids, entries.weights, starts, accepted, totals, num_accepted, next_weights,
             target_probs.stride(0), vocab_size, tile, entry_tile, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return num_accepted, next_weights

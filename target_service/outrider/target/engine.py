@@ -23,7 +23,8 @@ from outrider.target.reports import position_logprobs, report_prompt
 from outrider.target.scheduler import Scheduler, StepEntry
 from outrider.target.state import Sink, TargetSequence
 from outrider.target.step_report import StepReport, report_step
-from outrider.target.verifier import Judged, Verdict, Verifier
+from outrider.target.verifier import Judged, Verdict
+from outrider.target.verifiers import verifier_of
 from outrider.wire.messages import (
     Close,
     Closed,
@@ -86,7 +87,7 @@ class TargetEngine:
         self._cut_windows = cut_windows
         self._arrivals = 0
         self._step_ended = 0.0
-        self._verifier = Verifier(limits.vocab_size, runner.model.device)
+        self._verifier = verifier_of(runner, limits.vocab_size)
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = SequenceCache(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
         self.scheduler = Scheduler(self.cache, max_rows, limits.max_window)
@@ -215,7 +216,6 @@ class TargetEngine:
         """Compute, judge, commit."""
         started_ns, started = time.time_ns(), self._clock()
         logits = self._runner.forward([entry.batch_entry() for entry in entries])
-        forwarded = self._clock()
         verdicts = self._verifier.verify(logits, self._judged(entries, logits))
         sampled = self._clock()
         self._gathering.ran(sampled - started, chunked=any(not entry.samples for entry in entries))
@@ -223,9 +223,11 @@ class TargetEngine:
             num_rows, pause_s = sum(entry.num_rows for entry in entries), started - self._step_ended
             self.scheduler.goodput.ran(num_rows, (sampled - started) * 1e6, pause_s * 1e6)
         self._step_ended = sampled
+        step_us = round((sampled - started) * 1e6)
+        verify_us = min(self._runner.last_forward_us, step_us)  # known now, also where it ran behind the host's back
         timings = StepTimings(
-            verify_us=round((forwarded - started) * 1e6),
-            sample_us=round((sampled - forwarded) * 1e6),
+            verify_us=verify_us,
+            sample_us=step_us - verify_us,
             num_rows=sum(entry.num_rows for entry in entries),
             num_sequences=len(entries),
         )

@@ -49,16 +49,17 @@ class Judged:
         return SamplingRows(self.entry.target.sampler, drafted if self.entry.takes_next else drafted[:-1])
 
 
+HOST = torch.device("cpu")
 Judgement = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
 Rule = Callable[[Tensor, Sequence[Judged]], Judgement]
 
 
 class Verifier:
-    """Judges windows of many sequences; holds nothing but the sources of random numbers."""
+    """Judges windows of many sequences on the host; holds nothing but the sources of random numbers."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._noise = noise_source(vocab_size, device)
-        self._words = judging_source(device)
+    def __init__(self, vocab_size: int) -> None:
+        self._noise = noise_source(vocab_size, HOST)
+        self._words = judging_source(HOST)
 
     @torch.inference_mode()
     def verify(self, logits: Tensor, judged: Sequence[Judged]) -> list[Verdict]:
@@ -67,9 +68,9 @@ class Verifier:
         verdicts: list[Verdict] = []
         for rule, members in self._by_rule(judged).items():
             rows = [row for member in members for row in member.rows]
-            chosen = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+            chosen = logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
             accepted, next_ids, invalid = rule(chosen, members)
-            verdicts += _verdicts(chosen, members, accepted, next_ids, invalid)
+            verdicts += verdicts_of(chosen, members, accepted, next_ids, invalid)
         return verdicts
 
     @torch.inference_mode()
@@ -134,9 +135,10 @@ def _draft_ids(members: Sequence[Judged]) -> Tensor:
     return torch.tensor([token for member in members for token in member.entry.window.ids], dtype=torch.int64)
 
 
-def _verdicts(
+def verdicts_of(
     logits: Tensor, members: Sequence[Judged], accepted: Tensor, next_ids: Tensor, invalid: Tensor
 ) -> list[Verdict]:
+    """Verdicts from what was judged: [n] each but for `invalid`, [rows]."""
     first_row = 0
     verdicts = []
     flags = invalid.tolist()
