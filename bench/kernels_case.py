@@ -72,6 +72,7 @@ QUICK = Place("cpu", "cpu", torch.float32, (TINY,), (1, 2), (64,), (1000,))
 
 # Public functions that have no row of their own, and why.
 WITHOUT_ROW = {
+    "advance.advance": "a few numbers, between the passes of a draft; a part of a captured draw",
     "attention_plan.plan_attention": "made once a step for all layers; a part of paged_attention's row",
     "attention_plan.plan_on_device": "what plan_attention does on a GPU",
     "batch_invariant.by_row_tiles": "a part of the batch-invariant Linear on a CPU",

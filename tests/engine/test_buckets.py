@@ -54,12 +54,12 @@ def test_the_default_limits_need_few_graphs() -> None:
 
 
 def test_a_buffer_holds_the_step_and_its_padding() -> None:
-    """Whatever it held before, and as far as anything reads."""
+    """Whatever it held before, and as far as anything reads; the blocks of a table that are not reached yet, too."""
     bucket, width = Bucket(8, 4, 5), 6
     host, device = (torch.full((buffer_size(bucket, width) + 9,), poison, dtype=torch.int32) for poison in (77, -77))
     buffer = StepBuffer(bucket, width, host, device)
     entries = [BatchEntry([7, 8], 3, [5, 2, 9], 1), BatchEntry([9, 10, 11], 0, [4], 2)]
-    used = buffer.write(PackedRows.of(entries, 4), [entry.block_table for entry in entries], 4)
+    used = buffer.write(PackedRows.of(entries, 4), [entry.block_table for entry in entries])
     device[:used] = host[:used]
     batch = buffer.batch
     assert batch.token_ids.tolist() == [7, 8, 9, 10, 11, 0, 0, 0]
@@ -67,7 +67,7 @@ def test_a_buffer_holds_the_step_and_its_padding() -> None:
     assert batch.slot_mapping.tolist() == [23, 8, 16, 17, 18, -1, -1, -1]
     assert batch.logit_rows.tolist() == [1, 3, 4, 0, 0, 0, 0, 0]
     assert batch.query_starts.tolist() == [0, 2, 5, 5, 5] and batch.context_lens.tolist() == [5, 3, 0, 0]
-    assert batch.block_tables.tolist() == [[5, 2, *[77] * 4], [4, *[77] * 5], [-77] * 6, [-77] * 6]
+    assert batch.block_tables.tolist() == [[5, 2, 9, *[77] * 3], [4, *[77] * 5], [-77] * 6, [-77] * 6]
     assert batch.max_query_len == 5 and host[-9:].tolist() == [77] * 9
 
 

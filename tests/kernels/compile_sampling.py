@@ -8,6 +8,7 @@ import torch
 from offline_compiler import compile_only
 
 from outrider.kernels import (
+    advance_triton,
     coupled_triton,
     draft_sample_triton,
     linear_triton,
@@ -33,7 +34,11 @@ def compile_all() -> None:
     coupled_triton.coupled_accept(torch.zeros(4, dtype=torch.int64), windows, ids)
     coupled_triton.coupled_accept(torch.zeros(4, dtype=torch.int64), windows, ids, ids)
     rejection_triton.accept(torch.rand(4, VOCAB_SIZE), windows, ids, DraftWeights.of([None, None]), ids.double())
+    entries = rejection_triton.PackedEntries(rows.int(), rows.int(), rows)
+    rejection_triton.accept_packed(torch.rand(4, VOCAB_SIZE), windows, ids, entries, ids.double())
     rejection_triton.draw(probs.double(), words)
+    numbers = rows.int()
+    advance_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers[:1], 16)
     draft_sample_triton.draft_sample(probs, words, 0.995, 512)
     everything = RowSampling(
         *[Entries(rows, rows)] * 3,
@@ -51,6 +56,8 @@ def compile_all() -> None:
         linear_triton.linear(x, x, x[:, 0].contiguous())
         logits_to_probs_triton.logits_to_probs(probs.to(dtype), RowSampling())
     logits_to_probs_triton.logits_to_probs(probs, everything)
+    columns = {"temperature": rows.float(), "min_p": rows.float(), "truncation": everything.truncation}
+    logits_to_probs_triton.logits_to_probs(probs, RowSampling(**columns))
     logits_to_probs_triton.greedy_choice(probs, everything)
     logits_to_probs_triton.greedy_choice(probs.bfloat16(), RowSampling())
 

@@ -12,7 +12,8 @@ from outrider.engine.random_ahead import RandomAhead, RandomKey
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
-from outrider.proposers.draft_model import DraftLaw, DraftModelProposer, DraftRows, DraftRule
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
 from outrider.wire.sampling import SamplingParams
 
 LOADED = build_decoder(tiny_config(), tiny_state(tiny_hf_model()), batch_invariant=True)

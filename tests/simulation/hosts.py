@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from simulation.checks import require
@@ -16,7 +17,9 @@ from outrider.draft.engine import Attach, Deliver, Detach, DraftEngine
 from outrider.draft.opening import ModelMethod, make_methods
 from outrider.engine.blocks import BlockPool
 from outrider.engine.sequence import SequenceCache
+from outrider.proposers.device_chains import MOST_PASSES
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import Drafted, DraftRows
 from outrider.target.admission import TargetLimits
 from outrider.target.engine import StreamCommand, StreamEnded, TargetEngine
 
@@ -199,8 +202,26 @@ class TargetHost(EngineHost):
         self.engine.handle(StreamEnded(stream.number))
 
 
+class SeveralAtOnce(DraftModelProposer):
+    """As with captured passes on a device: several tokens between two looks at what has arrived."""
+
+    def passes_for(self, rows: Sequence[DraftRows], wanted: int) -> int:
+        """As many as are wanted, if no prompt is among them."""
+        return min(wanted, MOST_PASSES) if all(row.draws for row in rows) else 1
+
+    def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[Drafted]]:
+        """Pass after pass."""
+        drafted = [[] if token is None else [token] for token in self.step(rows)]
+        for _ in range(num_passes - 1):
+            for tokens, token in zip(drafted, self.step([replace(row, num_rows=1) for row in rows]), strict=True):
+                tokens += [] if token is None else [token]
+        return drafted
+
+
 class DraftHost(EngineHost):
     """The draft service, drafting with a model."""
+
+    proposer_type = DraftModelProposer
 
     @property
     def pool(self) -> BlockPool:
@@ -219,7 +240,7 @@ class DraftHost(EngineHost):
 
     def _new_engine(self) -> DraftEngine:
         self._cache = SequenceCache(BlockPool(self.num_blocks))
-        proposer = DraftModelProposer(self.runner)  # type: ignore[arg-type]
+        proposer = self.proposer_type(self.runner)  # type: ignore[arg-type]
         return DraftEngine(make_methods([ModelMethod(proposer, self._cache, (0,))]), max_rows=self.max_rows)
 
     def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
@@ -227,3 +248,9 @@ class DraftHost(EngineHost):
 
     def _detach(self, stream: Stream) -> None:
         self.engine.handle(Detach(stream.number))
+
+
+class DeviceDraftHost(DraftHost):
+    """The same on a device that takes several passes at once."""
+
+    proposer_type = SeveralAtOnce

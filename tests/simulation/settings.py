@@ -102,6 +102,7 @@ def _law(seed: int, dice: random.Random) -> Setting:
         draft_blocks=dice.choice((12, 64)),
         exact=False,
         simple=True,
+        several_at_once=seed % 3 == 2,
     )
 
 
@@ -126,6 +127,7 @@ def _mixed(mode: Mode, seed: int, dice: random.Random) -> Setting:
         draft_blocks=dice.choice((7, 10, 64)),
         exact=mode is not Mode.REJECTION,
         simple=simple,
+        several_at_once=seed % 3 == 2,
     )
 
 

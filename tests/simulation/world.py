@@ -13,7 +13,7 @@ from simulation.clients import Client, Plan
 from simulation.clock import Clock
 from simulation.faults import Climate, Faults
 from simulation.honesty import honesty_of
-from simulation.hosts import DraftHost, TargetHost
+from simulation.hosts import DeviceDraftHost, DraftHost, TargetHost
 from simulation.network import Peer, Weather
 from simulation.reference import plain_outputs
 from simulation.tables import Table
@@ -39,6 +39,7 @@ class Setting:
     exact: bool  # the output is a function of the seed
     simple: bool  # no processors but the temperature, which is 0 or 1
     max_rows: int = 24  # of a step
+    several_at_once: bool = False  # the draft draws several tokens before it looks at what has arrived
 
 
 @dataclass(slots=True)
@@ -76,7 +77,8 @@ class World:
         step_s = self.dice.choice((0.001, 0.004, 0.01))
         rows = setting.max_rows
         self.target = TargetHost(self.clock, self.dice, setting.target, setting.target_blocks, step_s, rows)
-        self.draft = DraftHost(self.clock, self.dice, setting.draft, setting.draft_blocks, step_s / 4, rows)
+        draft = DeviceDraftHost if setting.several_at_once else DraftHost
+        self.draft = draft(self.clock, self.dice, setting.draft, setting.draft_blocks, step_s / 4, rows)
         self.target_peer, self.draft_peer = (
             Peer(self.clock, self.dice, setting.weather, host) for host in (self.target, self.draft)
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
-from outrider.draft.growing import Grower, Growth, rows_of
+from outrider.draft.growing import Grower, Growth, note_alternatives, rows_of
 from outrider.draft.opening import Methods, ModelMethod, build_sequence, check_ids
 from outrider.draft.scheduler import Scheduler
 from outrider.draft.state import DraftSequence, ModelState, SequenceKey
@@ -20,7 +20,7 @@ from outrider.draft.tracing import record_step
 from outrider.engine.batch import BatchEntry
 from outrider.engine.blocks import BlockPool, OutOfBlocks
 from outrider.engine.sequence import SequenceCache
-from outrider.proposers.draft_model import Drafted
+from outrider.proposers.draft_rows import Drafted, DraftRows
 from outrider.wire.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, to_failure
 from outrider.wire.messages import Close, Closed, Commit, Credit, DraftCommand, DraftEvent, Open, TokenWeights
 
@@ -96,7 +96,8 @@ class DraftEngine:
                     self._apply((command.stream, message.sequence_id), message)
 
     def step(self, now: float) -> float | None:
-        """Drafts at most one token for every sequence with the model, and all that is wanted where no model is."""
+        """Drafts a token for every sequence with the model (a few where passes follow one another on a device), and all
+        that is wanted where no model is."""
         self._expire(now)
         self._match_tokens()
         steps = self._scheduler.plan(self._sequences.values()) if self._model else []
@@ -182,30 +183,49 @@ class DraftEngine:
             draft.ended = draft.wants_tokens  # nothing more is found until the tokens change
 
     def _draft(self, model: ModelMethod, steps: list[tuple[DraftSequence, int]], growing: list[Growth]) -> None:
-        """One pass: the next token of every chain, and of every branch."""
+        """One pass, or several: the next tokens of every chain, and of every branch."""
         self._in_step = [*{draft: None for draft, _ in (*steps, *growing)}]
         started = time.perf_counter_ns()
         rows = [row for draft, num_rows in steps if (row := draft.rows(num_rows)) is not None]
         rows += [row for draft, branch in growing if (row := rows_of(draft, branch)) is not None]
         draws = [row.draws for row in rows]
-        drafted = model.proposer.step(rows)
+        num_passes = self._num_passes(model, rows, steps, growing)
+        drafted = model.proposer.run(rows, num_passes)
         duration_us = (time.perf_counter_ns() - started) // 1000
-        for (_, branch), token in zip(growing, drafted[len(steps) :], strict=True):
-            branch.ended = token is None
-            if token is not None:
-                branch.alternatives[len(branch.sequence) - 1] = token.alternatives
-        for (draft, _), drew, token in zip(steps, draws[: len(steps)], drafted[: len(steps)], strict=True):
+        for (_, branch), tokens in zip(growing, drafted[len(steps) :], strict=True):
+            branch.ended = len(tokens) < num_passes
+            note_alternatives(branch, tokens)
+        for (draft, _), drew, tokens in zip(steps, draws[: len(steps)], drafted[: len(steps)], strict=True):
             draft.draft_us += duration_us
-            draft.ended = drew and token is None
-            if token is not None:
+            draft.ended = drew and len(tokens) < num_passes
+            for token in tokens:
                 draft.add_weights(_wire_weights(token))
-                if token.alternatives:
-                    draft.alternatives[len(draft.sequence) - 1] = token.alternatives
+            note_alternatives(draft, tokens)
             # Less one: the last committed token may have to be computed again, so its block stays writable.
             self._cache.publish(draft.sequence, draft.committed - 1)
         self._in_step = []
         if self._tracer is not None:
             record_step(self._tracer, steps, duration_us)
+
+    def _num_passes(
+        self,
+        model: ModelMethod,
+        rows: Sequence[DraftRows],
+        steps: Sequence[tuple[DraftSequence, int]],
+        growing: Sequence[Growth],
+    ) -> int:
+        """How many tokens every line can take before one of them has something else to do, as far as there are
+        blocks."""
+        lines = [(draft.sequence, draft.stretch) for draft, _ in steps]
+        lines += [(branch.sequence, draft.end_of(branch) - len(branch.sequence)) for draft, branch in growing]
+        num_passes = model.proposer.passes_for(rows, min(stretch for _, stretch in lines))
+        if num_passes > 1:
+            try:
+                for sequence, _ in lines:
+                    self._cache.extend(sequence, num_tokens=len(sequence) + num_passes)
+            except OutOfBlocks:
+                return 1
+        return num_passes
 
     def _prepare(self, model: ModelMethod) -> bool:
         """In a pause, draws one sequence's random numbers for after the verification under way; then commands get

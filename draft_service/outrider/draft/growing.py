@@ -10,7 +10,7 @@ from outrider.draft.branches import Branch, Outcome, appraise
 from outrider.draft.state import DraftSequence, ModelState
 from outrider.engine.blocks import OutOfBlocks
 from outrider.engine.sequence import Sequence, SequenceCache
-from outrider.proposers.draft_model import DraftRows
+from outrider.proposers.draft_rows import Drafted, DraftRows
 
 CopyBlocks = Callable[[Many[tuple[int, int]]], None]
 Growth = tuple[DraftSequence, Branch]
@@ -80,6 +80,12 @@ def _may_branch(draft: DraftSequence) -> bool:
     """Whether it is asked to, has something to branch from, and did not just have to make room for others."""
     asked = draft.num_alternatives > 0 and draft.piece_len > 0
     return asked and not draft.finished and draft.crowded_at != draft.committed
+
+
+def note_alternatives(line: DraftSequence | Branch, tokens: Many[Drafted]) -> None:
+    """What might have stood in the place of the tokens just drawn, which end a chain or a branch."""
+    first = len(line.sequence) - len(tokens)
+    line.alternatives |= {first + index: token.alternatives for index, token in enumerate(tokens) if token.alternatives}
 
 
 def rows_of(draft: DraftSequence, branch: Branch) -> DraftRows | None:

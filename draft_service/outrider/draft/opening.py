@@ -14,7 +14,8 @@ from outrider.engine.random_ahead import RandomKey
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.proposers.base import ProposerState, TokenProposer
-from outrider.proposers.draft_model import DraftLaw, DraftModelProposer, DraftRule
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import DraftLaw, DraftRule
 from outrider.wire.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.wire.messages import Open
 from outrider.wire.sampling import AcceptanceRule

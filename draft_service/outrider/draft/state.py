@@ -18,7 +18,7 @@ from outrider.draft.branches import MAX_ALTERNATIVES, Alternatives, Branch, Outc
 from outrider.engine.sampling import SequenceSampler
 from outrider.engine.sequence import Sequence, SequenceCache
 from outrider.proposers.base import ProposerState
-from outrider.proposers.draft_model import DraftLaw, DraftRows, DraftRule
+from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
 from outrider.wire.errors import FailedPrecondition
 from outrider.wire.messages import Commit, Credit, Piece, TokenWeights
 
@@ -81,6 +81,11 @@ class DraftSequence:
     def wants_tokens(self) -> bool:
         """Whether one more token is to be drafted."""
         return len(self.sequence) < self.limit and not (self.ended or self.finished)
+
+    @property
+    def stretch(self) -> int:
+        """How many tokens come next before a piece is full, or credit ends."""
+        return min(self.limit, self._sent + self.piece_len) - len(self.sequence)
 
     @property
     def prompt_is_computed(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import BatchEntry, PackedRows
+from outrider.engine.batch import BatchEntry, PackedRows, StaticBatch
 from outrider.engine.buckets import Bucket, StepLimits, all_buckets, choose_bucket
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.decoder import Decoder
@@ -93,7 +93,33 @@ class CapturedSteps:
         replay()
         return self.logits[: len(rows.logit_rows)]
 
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether a step of sequences of so many rows was captured."""
+        return choose_bucket(self._limits, sum(lengths), len(lengths), max(lengths)) in self._replays
+
+    def plain_bucket(self, num_sequences: int) -> Bucket | None:
+        """The bucket of a step of one row for each of so many sequences; None if it is too large."""
+        return choose_bucket(self._limits, num_sequences, num_sequences, 1)
+
+    def batch_of(self, bucket: Bucket) -> StaticBatch:
+        """What the passes of a bucket read, on the device."""
+        return self._replays[bucket][0].batch
+
+    @torch.inference_mode()
+    def prepare(self, bucket: Bucket, entries: Sequence[BatchEntry]) -> None:
+        """Takes a step's numbers to the device, behind what was launched, and runs nothing."""
+        self._fill(self._replays[bucket][0], PackedRows.of(entries, self._cache.block_size), entries)
+
+    def replay(self, bucket: Bucket) -> None:
+        """Runs a bucket's pass over what the device holds of it."""
+        self._replays[bucket][1]()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._cache.block_size
+
     def _fill(self, buffer: StepBuffer, rows: PackedRows, entries: Sequence[BatchEntry]) -> None:
         self.graphs.wait_for_upload()
-        used = buffer.write(rows, [entry.block_table for entry in entries], self._cache.block_size)
+        used = buffer.write(rows, [entry.block_table for entry in entries])
         self.graphs.upload(self._numbers[:used], self._host[:used])

@@ -21,7 +21,7 @@ from outrider.engine.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
-SAMPLING_COPIES = 4  # of a step's logits, in float32: processed, sorted, and summed up
+SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ class StepBuffer:
         self._tables = numbers[places[-1]].reshape(-1, table_width)  # a view, [sequences, most blocks]
         self._tables_start = places[-1].start
 
-    def write(self, rows: PackedRows, tables: Sequence[Sequence[int]], block_size: int) -> int:
+    def write(self, rows: PackedRows, tables: Sequence[Sequence[int]]) -> int:
         """Writes a step and its padding to the host's buffer; returns how many numbers from its start on hold it.
-        Tables are written as far as their sequences reach, and nothing reads on."""
+        Tables are written whole: passes that follow without the host may reach further than this one."""
         paddings = (0, 0, PAD_SLOT, 0, rows.query_starts[-1], 0)
         values = (
             rows.token_ids, rows.positions, rows.slots, rows.logit_rows, rows.query_starts, rows.context_lens,
@@ -52,9 +52,8 @@ class StepBuffer:
         for part, value, padding in zip(self._parts, values, paddings, strict=True):
             part[: len(value)] = value
             part[len(value) :] = padding
-        for row, table, length in zip(self._tables, tables, rows.context_lens, strict=False):
-            num_blocks = -(-length // block_size)
-            row[:num_blocks] = table[:num_blocks]
+        for row, table in zip(self._tables, tables, strict=False):
+            row[: len(table)] = table
         return int(self._tables_start + len(tables) * self._tables.shape[1])
 
 

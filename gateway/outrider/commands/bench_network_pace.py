@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from outrider.proposers.draft_model import Drafted, DraftModelProposer, DraftRows
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import Drafted, DraftRows
 
 
 class Pace:

@@ -30,14 +30,33 @@ def draft_sample(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches `draft_sample.draft_sample`. The entries are in buffers of rows x max_entries, valid up to the last of
     the starts, so that nothing is read on the host: token ids [rows], entry ids, entry weights, starts [rows + 1]."""
+    token_ids, counts, row_ids, row_weights = sample_rows(draft_probs, words, mass, max_entries, tile)
+    (num_rows, slots), device = row_ids.shape, draft_probs.device
+    entry_ids, entry_weights = torch.empty(2, num_rows * slots, dtype=torch.int64, device=device).unbind(0)
+    starts = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+    if num_rows:
+        _pack_kernel[(num_rows,)](
+            counts, row_ids, row_weights, starts, entry_ids, entry_weights, slots, triton.next_power_of_2(slots),
+            PACK_ROWS,
+        )  # fmt: skip
+    return token_ids, entry_ids, entry_weights, starts
+
+
+def sample_rows(
+    draft_probs: Tensor,  # [rows, vocab] float32
+    words: Tensor,  # [rows, 4] int64
+    mass: float,
+    max_entries: int,
+    tile: int = CUT_TILE,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, not packed: token ids and numbers of entries, [rows] int64 each, and entry ids and weights, [rows,
+    slots] int32 each, with the entries of a row at its start."""
     num_rows, vocab_size = draft_probs.shape
     slots = min(max_entries, vocab_size)
     device = draft_probs.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     counts = torch.empty(num_rows, dtype=torch.int64, device=device)
     row_ids, row_weights = torch.empty(2, num_rows, slots, dtype=torch.int32, device=device).unbind(0)
-    entry_ids, entry_weights = torch.empty(2, num_rows * slots, dtype=torch.int64, device=device).unbind(0)
-    starts = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
     if num_rows:
         scratch = torch.empty(num_rows, tile, dtype=torch.int32, device=device)
         masses = torch.full((1,), mass, dtype=torch.float64, device=device)  # as an argument it would be float32
@@ -46,11 +65,7 @@ def draft_sample(
             words.stride(0), vocab_size, slots, masses, max_entries, tile, triton.next_power_of_2(slots), num_warps=8,
             enable_fp_fusion=False,
         )  # fmt: skip
-        _pack_kernel[(num_rows,)](
-            counts, row_ids, row_weights, starts, entry_ids, entry_weights, slots, triton.next_power_of_2(slots),
-            PACK_ROWS,
-        )  # fmt: skip
-    return token_ids, entry_ids, entry_weights, starts
+    return token_ids, counts, row_ids, row_weights
 
 
 @triton.jit

@@ -9,88 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from outrider.engine.batch import BatchEntry
-from outrider.engine.random_ahead import RandomAhead, RandomKey, Span, noise_source, word_source
+from outrider.engine.random_ahead import Span, noise_source, word_source
 from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import SamplingRows, SequenceSampler, assemble
-from outrider.engine.sequence import Sequence
+from outrider.engine.sampling import assemble
 from outrider.kernels.best_ids import best_ids
 from outrider.kernels.coupled import coupled_choice
 from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
 from outrider.kernels.logits_to_probs import adjust_logits, greedy_choice, logits_to_probs
-
-
-class DraftRule(IntEnum):
-    """How a token is drawn from the draft's probabilities."""
-
-    ARGMAX = 0  # greedy requests, and one-hot drafts of sampled ones: the likeliest to be accepted
-    REJECTION = 1
-    COUPLED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLaw:
-    """How one sequence draws, and its random numbers."""
-
-    rule: DraftRule
-    key: RandomKey
-    ahead: RandomAhead = field(default_factory=RandomAhead)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRows:
-    """What one sequence computes in a step: its next `num_rows` tokens. If these are all, it draws the next one."""
-
-    sequence: Sequence
-    num_rows: int
-    num_committed: int  # tokens past these are drafted
-    sampler: SequenceSampler  # counts the committed tokens
-    law: DraftLaw
-    limit: int  # positions below it will be drawn without another message
-    num_alternatives: int = 0  # how many other tokens for the same position are wanted
-
-    @property
-    def draws(self) -> bool:
-        """Whether the last token is computed, so that the next one can be drawn."""
-        return self.sequence.num_computed_tokens + self.num_rows == len(self.sequence)
-
-    @property
-    def position(self) -> int:
-        """Where the next token will stand."""
-        return len(self.sequence)
-
-    def span(self) -> Span:
-        """Where its random numbers are."""
-        return Span(self.law.key, self.law.ahead, self.position, 1, self.limit)
-
-    def batch_entry(self) -> BatchEntry:
-        """The rows as the runner takes them."""
-        sequence, start = self.sequence, self.sequence.num_computed_tokens
-        ids = sequence.tokens[start : start + self.num_rows]
-        return BatchEntry(ids, start, sequence.block_table, num_logits=int(self.draws))
-
-    def sampling_rows(self) -> SamplingRows:
-        """The row after the chain, processed as if the chain were committed."""
-        chain = self.sequence.tokens[self.num_committed :]
-        return SamplingRows(self.sampler, chain, first=len(chain))
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A drafted token and, under rejection, the integer weights that it was drawn from, as packed little-endian
-    uint32."""
-
-    token_id: int
-    ids: bytes = b""
-    weights: bytes = b""
-    alternatives: tuple[int, ...] = ()  # what may stand there instead, most likely first
+from outrider.proposers.device_chains import MOST_PASSES, DeviceChains
+from outrider.proposers.draft_rows import Drafted, DraftLaw, DraftRows, DraftRule
 
 
 class DraftModelProposer:
@@ -103,6 +35,18 @@ class DraftModelProposer:
         self._mass = mass
         self._words = word_source(runner.model.device)
         self._noise = noise_source(runner.model.vocab_size, runner.model.device)
+        self._chains = _chains(runner, mass)
+
+    def passes_for(self, rows: Many[DraftRows], wanted: int) -> int:
+        """How many tokens of each sequence `run` draws at once, of those wanted: with captured passes several."""
+        return min(wanted, MOST_PASSES) if self._chains is not None and self._chains.holds(rows) else 1
+
+    def run(self, rows: Many[DraftRows], num_passes: int) -> list[list[Drafted]]:
+        """The next tokens of each sequence, `num_passes` of them where `passes_for` said so; fewer where its logits are
+        not finite, and none for a chunk of a prompt. For several, blocks hold as many tokens more."""
+        if num_passes > 1 and self._chains is not None:
+            return self._chains.run(rows, num_passes)
+        return [[] if token is None else [token] for token in self.step(rows)]
 
     @torch.inference_mode()
     def step(self, rows: Many[DraftRows]) -> list[Drafted | None]:
@@ -127,8 +71,8 @@ class DraftModelProposer:
     def prepare(self, law: DraftLaw, first: int, end: int) -> bool:
         """Draws a sequence's random numbers of positions `first` to `end` - 1 while there is time; whether any were
         missing."""
-        if law.rule is DraftRule.ARGMAX:
-            return False
+        if law.rule is DraftRule.ARGMAX or self._chains is not None:
+            return False  # captured draws compute them where they use them
         source = self._noise if law.rule is DraftRule.COUPLED else self._words
         return source.prepare(Span(law.key, law.ahead, first, end - first, end))
 
@@ -160,6 +104,14 @@ class DraftModelProposer:
             else Drafted(token, ids[starts[row] : starts[row + 1]], weights[starts[row] : starts[row + 1]])
             for row, token in enumerate(tokens)
         ]
+
+
+def _chains(runner: ModelRunner, mass: float) -> DeviceChains | None:
+    """Where passes are captured."""
+    if runner.captured is None:
+        return None
+    with torch.cuda.device(runner.model.device):
+        return DeviceChains(runner.captured, runner.model.vocab_size, mass)
 
 
 _NO_DRAW = len(DraftRule)  # a group of its own, after the rules: these rows have no logits

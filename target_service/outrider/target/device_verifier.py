@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.engine.device_sampling import row_sampling
 from outrider.engine.graphs import CapturedSteps, GraphDevice
 from outrider.engine.sampling import assemble
 from outrider.engine.staging import StagedColumns, words_of
 from outrider.kernels.draft_sample import MAX_ENTRIES
 from outrider.kernels.logits_to_probs import RowSampling
-from outrider.target.judging import Rule, judge, judging_columns, row_sampling
+from outrider.target.judging import Rule, judge, judging_columns
 from outrider.target.state import TargetSequence
 from outrider.target.step_numbers import StepNumbers
 from outrider.target.verifier import Judged, Verdict, verdicts_of

@@ -13,17 +13,15 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from outrider.engine.device_sampling import sampling_columns
 from outrider.engine.staging import Column, StagedColumns
 from outrider.kernels.coupled import coupled_accept, coupled_draw
-from outrider.kernels.logits_to_probs import RowSampling, Truncation, greedy_choice, logits_to_probs
+from outrider.kernels.logits_to_probs import RowSampling, greedy_choice, logits_to_probs
 from outrider.kernels.philox import Purpose, words
 from outrider.kernels.rejection import Windows, accept_uniforms, draw
 from outrider.target.state import TargetSequence
 
-ROW_COLUMNS = {
-    "temperature": torch.float32, "min_p": torch.float32, "top_k": torch.int64, "top_p": torch.float64,
-    "seeds": torch.int64, "positions": torch.int64, "completions": torch.int64, "greedy_rows": torch.int32,
-}  # fmt: skip
+COUNTER_COLUMNS = ("seeds", "positions", "completions")  # of each row
 DRAFT_COLUMNS = ("draft_ids", "row_of_draft", "window_of_draft", "offset_of_draft")  # no more of them than rows
 WINDOW_COLUMNS = ("row_starts", "num_rows", "num_drafted", "draft_starts", "rules")
 
@@ -44,23 +42,13 @@ def rule_of(target: TargetSequence) -> Rule:
 def judging_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Column]:
     """What `judge` reads; the entries of draft weights come last, since there may be few."""
     return [
-        *(Column(name, dtype, num_rows) for name, dtype in ROW_COLUMNS.items()),
-        *(Column(name, torch.int64, num_rows) for name in DRAFT_COLUMNS),
+        *sampling_columns(num_rows),
+        *(Column(name, torch.int64, num_rows) for name in (*COUNTER_COLUMNS, *DRAFT_COLUMNS)),
+        Column("greedy_rows", torch.int32, num_rows),
         *(Column(name, torch.int64, num_windows) for name in WINDOW_COLUMNS),
         Column("entry_starts", torch.int64, num_rows + 1),
         Column("entries", torch.int32, 2 * num_entries),  # the id and the weight of one, then those of the next
     ]
-
-
-def row_sampling(columns: StagedColumns) -> RowSampling:
-    """Temperature, min_p, top_k and top_p of every row; each does nothing where it is off. Greedy rows are drawn like
-    the others, and nobody asks what was drawn."""
-    every_row = torch.arange(len(columns["top_k"]), device=columns["top_k"].device)  # [rows]
-    return RowSampling(
-        temperature=columns["temperature"],
-        min_p=columns["min_p"],
-        truncation=Truncation(every_row, columns["top_k"], columns["top_p"]),
-    )
 
 
 def judge(
@@ -77,7 +65,8 @@ def judge(
     probs = logits
     if hardest > Rule.GREEDY:
         probs, _ = logits_to_probs(logits, sampling)  # [rows, vocab]
-        raced = coupled_draw(probs, columns["seeds"], columns["positions"], columns["completions"])
+        seeds, positions, completions = (columns[name] for name in COUNTER_COLUMNS)  # [rows] each
+        raced = coupled_draw(probs, seeds, positions, completions)
         own = torch.where(columns["greedy_rows"] != 0, own, raced)
     accepted, next_ids = coupled_accept(own, windows, columns["draft_ids"])  # [n] each
     if hardest == Rule.REJECTION:
@@ -92,7 +81,7 @@ def _judge_by_coins(probs: Tensor, columns: StagedColumns, windows: Windows) -> 
     """Rejection sampling of all windows: the numbers accepted and the next ids, [n] int64 each."""
     from outrider.kernels.rejection_triton import PackedEntries, accept_packed
 
-    seeds, positions, completions = columns["seeds"], columns["positions"], columns["completions"]  # [rows] each
+    seeds, positions, completions = (columns[name] for name in COUNTER_COLUMNS)  # [rows] each
     coins = accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions))  # [rows]
     ids, weights = columns["entries"].view(-1, 2).unbind(1)  # [entries] each
     entries = PackedEntries(ids.contiguous(), weights.contiguous(), columns["entry_starts"])

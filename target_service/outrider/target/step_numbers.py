@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.device_sampling import OFF, parameters_of, says_all
 from outrider.engine.staging import StagedColumns
 from outrider.kernels.philox import as_int64
-from outrider.target.judging import DRAFT_COLUMNS, ROW_COLUMNS, WINDOW_COLUMNS, Rule, rule_of
+from outrider.target.judging import COUNTER_COLUMNS, DRAFT_COLUMNS, WINDOW_COLUMNS, Rule, rule_of
 from outrider.target.verifier import Judged
-
-OFF = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0}  # what leaves a row as it is, and pads others
 
 
 @dataclass(slots=True)
@@ -44,8 +43,7 @@ class StepNumbers:
 
     def write(self, staged: StagedColumns) -> int:
         """Writes them and their padding to the host's buffer; returns how many words of it hold them."""
-        names = (*ROW_COLUMNS, *DRAFT_COLUMNS, *WINDOW_COLUMNS)
-        for name in names:
+        for name in (*OFF, *COUNTER_COLUMNS, "greedy_rows", *DRAFT_COLUMNS, *WINDOW_COLUMNS):
             staged.write(name, self.columns.get(name, []), OFF.get(name, 0))
         staged.write("entry_starts", self.entry_starts, self.num_entries)
         staged.write("entries", self._entries())
@@ -53,7 +51,7 @@ class StepNumbers:
 
     def _add(self, member: Judged) -> None:
         target, window = member.entry.target, member.entry.window
-        sampler, num_rows, num_drafted = target.sampler, len(member.rows), len(window.ids)
+        num_rows, num_drafted = len(member.rows), len(window.ids)
         rule, first_draft = rule_of(target), len(self.columns.get("draft_ids", ()))
         self._add_rows(member, rule)
         self._extend("draft_ids", window.ids)
@@ -67,18 +65,11 @@ class StepNumbers:
         self.num_rows += num_rows
         self.num_windows += 1
         self.hardest = max(self.hardest, rule)
-        self.changes_logits |= sampler.restricted or sampler.penalised
+        self.changes_logits |= not says_all(target.sampler)
 
     def _add_rows(self, member: Judged, rule: Rule) -> None:
-        target, num_rows, params = member.entry.target, len(member.rows), member.entry.target.open.sampling
-        truncated = target.sampler.truncated
-        of_row = OFF if rule == Rule.GREEDY else {
-            "temperature": params.temperature,
-            "min_p": params.min_p,
-            "top_k": params.top_k if truncated else 0,
-            "top_p": params.top_p if truncated else 1.0,
-        }  # fmt: skip
-        for name, value in of_row.items():
+        target, num_rows = member.entry.target, len(member.rows)
+        for name, value in parameters_of(target.sampler).items():
             self._extend(name, [value] * num_rows)
         self._extend("seeds", [as_int64(target.random_key.seed)] * num_rows)
         self._extend("positions", range(member.entry.committed, member.entry.committed + num_rows))

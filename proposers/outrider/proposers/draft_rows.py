@@ -1,0 +1,77 @@
+"""What a draft computes and draws of one sequence in a step, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.random_ahead import RandomAhead, RandomKey, Span
+from outrider.engine.sampling import SamplingRows, SequenceSampler
+from outrider.engine.sequence import Sequence
+
+
+class DraftRule(IntEnum):
+    """How a token is drawn from the draft's probabilities."""
+
+    ARGMAX = 0  # greedy requests, and one-hot drafts of sampled ones: the likeliest to be accepted
+    REJECTION = 1
+    COUPLED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """How one sequence draws, and its random numbers."""
+
+    rule: DraftRule
+    key: RandomKey
+    ahead: RandomAhead = field(default_factory=RandomAhead)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """What one sequence computes in a step: its next `num_rows` tokens. If these are all, it draws the next one."""
+
+    sequence: Sequence
+    num_rows: int
+    num_committed: int  # tokens past these are drafted
+    sampler: SequenceSampler  # counts the committed tokens
+    law: DraftLaw
+    limit: int  # positions below it will be drawn without another message
+    num_alternatives: int = 0  # how many other tokens for the same position are wanted
+
+    @property
+    def draws(self) -> bool:
+        """Whether the last token is computed, so that the next one can be drawn."""
+        return self.sequence.num_computed_tokens + self.num_rows == len(self.sequence)
+
+    @property
+    def position(self) -> int:
+        """Where the next token will stand."""
+        return len(self.sequence)
+
+    def span(self) -> Span:
+        """Where its random numbers are."""
+        return Span(self.law.key, self.law.ahead, self.position, 1, self.limit)
+
+    def batch_entry(self) -> BatchEntry:
+        """The rows as the runner takes them."""
+        sequence, start = self.sequence, self.sequence.num_computed_tokens
+        ids = sequence.tokens[start : start + self.num_rows]
+        return BatchEntry(ids, start, sequence.block_table, num_logits=int(self.draws))
+
+    def sampling_rows(self) -> SamplingRows:
+        """The row after the chain, processed as if the chain were committed."""
+        chain = self.sequence.tokens[self.num_committed :]
+        return SamplingRows(self.sampler, chain, first=len(chain))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A drafted token and, under rejection, the integer weights that it was drawn from, as packed little-endian
+    uint32."""
+
+    token_id: int
+    ids: bytes = b""
+    weights: bytes = b""
+    alternatives: tuple[int, ...] = ()  # what may stand there instead, most likely first
