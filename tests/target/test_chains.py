@@ -265,3 +265,25 @@ def test_only_so_many_dead_chains_are_remembered() -> None:
         c.buffer.add(piece(number, 6, 9))
         c.commit() if number else c.commit(5)
     assert len(c.buffer._dead) <= 1024
+
+
+def test_chains_that_were_committed_whole_are_not_kept() -> None:
+    """Or every round of a long answer would look at those of all rounds before."""
+    c = Committed()
+    for chain in range(300):
+        c.buffer.add(piece(chain, len(c.tokens), 1, 2, 3))
+        assert c.window() == (1, 2, 3)
+        c.commit(1, 2, 3, 9)
+    assert len(c.buffer._chains) == 0
+    c.buffer.add(piece(299, len(c.tokens) - 1, 9, 4))  # the last one goes on all the same: its 9 agrees
+    assert c.window() == (4,)
+
+
+def test_a_chain_that_ended_at_an_unknown_id_takes_no_more_though_it_was_committed_whole() -> None:
+    for then in ((1,), (1, 2)):  # the id is the next one, or another was committed in its place
+        c = Committed()
+        c.buffer.add(piece(0, 4, 1, 1000, 2))
+        assert c.window() == (1,)
+        c.commit(*then)
+        c.buffer.add(piece(0, len(c.tokens), 5))
+        assert c.window() == ()

@@ -80,14 +80,19 @@ class ChainBuffer:
             self._refuse(piece.chain)
 
     def advance(self) -> None:
-        """Compares every chain with the tokens committed since the last call and buries those that differ."""
+        """Compares every chain with the tokens committed since the last call and buries those that differ. One that
+        was committed to its end is forgotten: a piece with which it goes on starts it again."""
         committed = len(self._tokens)
         for chain in list(self._chains.values()):
             difference = self._difference(chain.start, chain.ids, committed)
-            if difference is None:
-                self._trim(chain, committed)
-            else:
+            if difference is not None:
                 self._bury(chain.number, difference)
+            elif chain.end > committed or (chain.ended and chain.end == committed):
+                self._trim(chain, committed)
+            elif chain.ended:
+                self._bury(chain.number, chain.end)  # an id that the target does not know stood there
+            else:
+                del self._chains[chain.number]
         self._committed = committed
 
     def window(self, limit: int) -> Window:

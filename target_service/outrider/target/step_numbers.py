@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,20 +12,20 @@ from numpy.typing import NDArray
 from outrider.engine.device_sampling import OFF, parameters_of, says_all
 from outrider.engine.staging import StagedColumns
 from outrider.kernels.philox import as_int64
-from outrider.target.judging import COUNTER_COLUMNS, DRAFT_COLUMNS, WINDOW_COLUMNS, Rule, rule_of
+from outrider.target.judging import Rule, rule_of
 from outrider.target.verifier import Judged
+
+Columns = dict[str, NDArray[Any]]
 
 
 @dataclass(slots=True)
 class StepNumbers:
-    """Columns by name, and the entries of draft weights."""
+    """The numbers of each window, and the drafted tokens and entries of draft weights of all."""
 
-    columns: dict[str, list[float]] = field(default_factory=dict)
+    windows: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _OF_WINDOW})
+    draft_ids: list[int] = field(default_factory=list)
     entry_starts: list[int] = field(default_factory=lambda: [0])  # of each drafted token
-    ids: list[bytes] = field(default_factory=list)
-    weights: list[bytes] = field(default_factory=list)
-    num_rows: int = 0
-    num_windows: int = 0
+    entries: list[tuple[bytes, bytes]] = field(default_factory=list)  # ids and weights
     hardest: Rule = Rule.GREEDY
     changes_logits: bool = False  # biases, bans or penalties: more than the columns say
 
@@ -37,61 +38,80 @@ class StepNumbers:
         return numbers
 
     @property
+    def num_windows(self) -> int:
+        """Windows of the step."""
+        return len(self.windows["rules"])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that judge them."""
+        return int(sum(self.windows["num_rows"]))
+
+    @property
     def num_entries(self) -> int:
         """Entries of all draft weights."""
         return self.entry_starts[-1]
 
     def write(self, staged: StagedColumns) -> int:
         """Writes them and their padding to the host's buffer; returns how many words of it hold them."""
-        for name in (*OFF, *COUNTER_COLUMNS, "greedy_rows", *DRAFT_COLUMNS, *WINDOW_COLUMNS):
-            staged.write(name, self.columns.get(name, []), OFF.get(name, 0))
+        for name, values in self._columns().items():
+            staged.write(name, values, OFF.get(name, 0))
         staged.write("entry_starts", self.entry_starts, self.num_entries)
-        staged.write("entries", self._entries())
+        staged.write("entries", self._packed_entries())
         return staged.words_up_to("entries", 2 * self.num_entries)
 
     def _add(self, member: Judged) -> None:
-        target, window = member.entry.target, member.entry.window
-        num_rows, num_drafted = len(member.rows), len(window.ids)
-        rule, first_draft = rule_of(target), len(self.columns.get("draft_ids", ()))
-        self._add_rows(member, rule)
-        self._extend("draft_ids", window.ids)
-        self._extend("row_of_draft", range(self.num_rows, self.num_rows + num_drafted))
-        self._extend("window_of_draft", [self.num_windows] * num_drafted)
-        self._extend("offset_of_draft", range(num_drafted))
-        of_window = (self.num_rows, num_rows, num_drafted, first_draft, rule)
-        for name, value in zip(WINDOW_COLUMNS, of_window, strict=True):
-            self._extend(name, [value])
-        self._add_entries(member, rule)
-        self.num_rows += num_rows
-        self.num_windows += 1
+        target, window, rule = member.entry.target, member.entry.window, rule_of(member.entry.target)
+        of_window = parameters_of(target.sampler) | {
+            "seeds": as_int64(target.random_key.seed),
+            "completions": target.random_key.completion,
+            "committed": member.entry.committed,
+            "num_rows": len(member.rows),
+            "num_drafted": len(window.ids),
+            "rules": rule,
+        }
+        for name, value in of_window.items():
+            self.windows[name].append(value)
+        self.draft_ids += window.ids
+        vectors = window.weights if rule == Rule.REJECTION else (None,) * len(window.ids)
+        for vector in vectors:  # one whose ids and weights differ in number is one-hot, as one that is not there
+            usable = vector is not None and len(vector.ids) == len(vector.weights) and len(vector.ids) % 4 == 0
+            if vector is not None and usable:
+                self.entries.append((vector.ids, vector.weights))
+            self.entry_starts.append(self.num_entries + (len(vector.ids) // 4 if vector is not None and usable else 0))
         self.hardest = max(self.hardest, rule)
         self.changes_logits |= not says_all(target.sampler)
 
-    def _add_rows(self, member: Judged, rule: Rule) -> None:
-        target, num_rows = member.entry.target, len(member.rows)
-        for name, value in parameters_of(target.sampler).items():
-            self._extend(name, [value] * num_rows)
-        self._extend("seeds", [as_int64(target.random_key.seed)] * num_rows)
-        self._extend("positions", range(member.entry.committed, member.entry.committed + num_rows))
-        self._extend("completions", [target.random_key.completion] * num_rows)
-        self._extend("greedy_rows", [int(rule == Rule.GREEDY)] * num_rows)
+    def _columns(self) -> Columns:
+        """By row what is one number a window, and where rows and drafted tokens lie."""
+        windows: Columns = {name: np.array(self.windows[name], dtype) for name, dtype in _OF_WINDOW.items()}
+        num_rows, num_drafted = windows["num_rows"], windows["num_drafted"]  # [n] each
+        row_starts, draft_starts = num_rows.cumsum() - num_rows, num_drafted.cumsum() - num_drafted  # [n] each
+        rows, drafts = np.arange(num_rows.sum()), np.arange(num_drafted.sum())
+        by_row = {name: windows[name].repeat(num_rows) for name in (*OFF, "seeds", "completions")}
+        return by_row | {
+            "positions": rows + (windows["committed"] - row_starts).repeat(num_rows),
+            "greedy_rows": (windows["rules"] == Rule.GREEDY).repeat(num_rows),
+            "draft_ids": np.array(self.draft_ids, np.int64),
+            "row_of_draft": drafts + (row_starts - draft_starts).repeat(num_drafted),
+            "window_of_draft": np.arange(self.num_windows).repeat(num_drafted),
+            "offset_of_draft": drafts - draft_starts.repeat(num_drafted),
+            "row_starts": row_starts,
+            "num_rows": num_rows,
+            "num_drafted": num_drafted,
+            "draft_starts": draft_starts,
+            "rules": windows["rules"],
+        }
 
-    def _add_entries(self, member: Judged, rule: Rule) -> None:
-        """A vector whose ids and weights differ in number is one-hot, as one that is not there."""
-        vectors = member.entry.window.weights if rule == Rule.REJECTION else (None,) * len(member.entry.window.ids)
-        for vector in vectors:
-            usable = vector is not None and len(vector.ids) == len(vector.weights) and len(vector.ids) % 4 == 0
-            if vector is not None and usable:
-                self.ids.append(vector.ids)
-                self.weights.append(vector.weights)
-            self.entry_starts.append(self.num_entries + (len(vector.ids) // 4 if vector is not None and usable else 0))
+    def _packed_entries(self) -> NDArray[np.int32]:
+        """Side by side. What is above 2^31 turns negative, and is no more usable than before."""
+        packed = np.empty((self.num_entries, 2), dtype="<i4")
+        for place, column in enumerate(zip(*self.entries, strict=True)):
+            packed[:, place] = np.frombuffer(b"".join(column), dtype="<i4")
+        return packed.reshape(-1)
 
-    def _entries(self) -> NDArray[np.int32]:
-        """What is above 2^31 turns negative, and is no more usable than before."""
-        entries = np.empty((self.num_entries, 2), dtype="<i4")
-        entries[:, 0] = np.frombuffer(b"".join(self.ids), dtype="<i4")
-        entries[:, 1] = np.frombuffer(b"".join(self.weights), dtype="<i4")
-        return entries.reshape(-1)
 
-    def _extend(self, name: str, values: Sequence[float]) -> None:
-        self.columns.setdefault(name, []).extend(values)
+_OF_WINDOW: dict[str, type] = {
+    "temperature": np.float32, "min_p": np.float32, "top_k": np.int64, "top_p": np.float64, "seeds": np.int64,
+    "completions": np.int64, "committed": np.int64, "num_rows": np.int64, "num_drafted": np.int64, "rules": np.int64,
+}  # fmt: skip
