@@ -3,7 +3,7 @@
     python bench/gpu_check.py [--only tests|kernels|steps] [--repeats N]
 
 The tests marked `gpu`, the kernel bench, and a whole step replayed against the same step launched kernel by kernel,
-stored in bench/results/steps. Exits with 2 where there is no GPU."""
+with the judging and the drafting behind it, stored in bench/results/steps. Exits with 2 where there is no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from gpu_steps import REAL, measure_steps, render
+from gpu_rounds import measure_rounds, render_rounds
+from gpu_steps import REAL, captured_runner, measure_steps, render
 from kernels_case import CUDA, K
 from kernels_table import file_stem
 
@@ -39,7 +40,7 @@ def main() -> int:
         return 2
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     parts = {
-        "tests": ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", "tests/engine"),
+        "tests": ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
         "kernels": (str(BENCH / "kernels.py"), "--device", "cuda"),
     }
     codes = [
@@ -54,13 +55,16 @@ def main() -> int:
 
 def _steps(repeats: int) -> None:
     machine = describe(share_cores())
+    runner, capture = captured_runner(REAL, CUDA, CudaGraphs(torch.device("cuda")))
     result = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": asdict(machine) | {"flags": list(machine.flags)},
         "device": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "dtype": "bfloat16"},
         "setup": {"repeats": repeats, "k": K, "model": REAL.model.name, "context": REAL.context},
-    } | measure_steps(REAL, CUDA, CudaGraphs(torch.device("cuda")), repeats)
-    print("\n".join(render(result)))
+        "capture": capture,
+    }
+    result |= measure_steps(REAL, CUDA, runner, repeats) | measure_rounds(REAL, runner, repeats)
+    print("\n".join([*render(result), "", *render_rounds(result)]))
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{file_stem(result)}.json"
     path.write_text(dump(result), encoding="utf-8")

@@ -55,16 +55,21 @@ def build(shape: Shape, place: Place) -> Decoder:
     return Decoder(config, state, dtype=place.dtype, device=torch.device(place.device))
 
 
-def measure_steps(shape: Shape, place: Place, capture: GraphDevice, repeats: int) -> Json:
-    """What the captures took, and a row for every batch."""
+def captured_runner(shape: Shape, place: Place, capture: GraphDevice) -> tuple[ModelRunner, Json]:
+    """A runner whose steps are captured, and what that took."""
     model = build(shape, place)
     blocks = -(-(shape.context + ROWS) // BLOCK_SIZE)
     runner = ModelRunner(model, blocks * max(shape.batches), BLOCK_SIZE)
     before, started = capture.reserved_bytes(), time.perf_counter()
     runner.capture(StepLimits(256, max(shape.batches), ROWS), capture)
-    taken = {"seconds": round(time.perf_counter() - started, 2), "bytes": capture.reserved_bytes() - before}
+    seconds = round(time.perf_counter() - started, 2)
+    return runner, {"seconds": seconds, "bytes": capture.reserved_bytes() - before}
+
+
+def measure_steps(shape: Shape, place: Place, runner: ModelRunner, repeats: int) -> Json:
+    """A row for every batch."""
     probe = Probe(place, quick=shape is QUICK)
-    return {"capture": taken, "rows": [_row(shape, place, runner, probe, batch, repeats) for batch in shape.batches]}
+    return {"rows": [_row(shape, place, runner, probe, batch, repeats) for batch in shape.batches]}
 
 
 def render(result: Json) -> Iterator[str]:

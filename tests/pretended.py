@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
+from interpreted import INTERPRETED
 from replayed import Replayed
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from outrider.engine import cuda_graphs, runner
+from outrider.engine.forward_timer import HostTimer
 
 DEVICE = torch.device("cuda")
 WAITS = {  # operations whose result the host needs before it can go on
@@ -146,11 +151,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 @contextmanager
 def pretended_device() -> Iterator[PretendedDevice]:
     """A device for the time of the context, whose Triton kernels are interpreted."""
-    import pytest
     from triton.runtime import interpreter
-
-    from outrider.engine import cuda_graphs, runner
-    from outrider.engine.forward_timer import HostTimer
 
     launch = interpreter.GridExecutor.__call__
 
@@ -168,4 +169,17 @@ def pretended_device() -> Iterator[PretendedDevice]:
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         patch.setattr(cuda_graphs, "CudaGraphs", lambda device: Replayed(late=False))
+        yield device
+
+
+@pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Iterator[PretendedDevice | None]:
+    """Holds a test to a device's rules where there is none; None stands for a real one."""
+    pytest.importorskip("triton")
+    if (request.param == "pretended") != INTERPRETED:
+        pytest.skip("needs TRITON_INTERPRET=1" if INTERPRETED is False else "needs a GPU and TRITON_INTERPRET=0")
+    if request.param == "cuda":
+        yield None
+        return
+    with pretended_device() as device:
         yield device

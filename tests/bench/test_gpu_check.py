@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import INTERPRETED, interpreted_loops, one_patch_a_launch
+from pretended import pretended_device
 from replayed import Replayed
 
 from outrider.kernels import dispatch
@@ -38,9 +39,24 @@ def test_whole_steps_are_measured(repository: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(steps, "QUICK", shape)
     monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
     device = Replayed()
-    result = steps.measure_steps(shape, case.QUICK, device, repeats=1) | {"device": {"name": "some device"}}
+    runner, _ = steps.captured_runner(shape, case.QUICK, device)
+    result = steps.measure_steps(shape, case.QUICK, runner, repeats=1) | {"device": {"name": "some device"}}
     (row,) = result["rows"]
     assert device.replayed == 2 * (steps.WARM_UP + 1)
     assert row["batch"] == 1 and row["bytes"] > 0
     assert all(math.isfinite(row[name]["median"]) and row[name]["median"] > 0 for name in ("replayed_us", "floor_us"))
     assert "some device" in "\n".join(steps.render(result))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_what_follows_a_pass_is_measured(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(repository / "bench"))
+    steps, rounds, case = (import_module(name) for name in ("gpu_steps", "gpu_rounds", "kernels_case"))
+    monkeypatch.setattr(rounds, "WARM_UP", 0)
+    shape = dataclasses.replace(steps.QUICK, batches=(1,))
+    with pretended_device():
+        runner, _ = steps.captured_runner(shape, dataclasses.replace(case.QUICK, device="cuda"), Replayed(late=False))
+        result = rounds.measure_rounds(shape, runner, repeats=1)
+    assert [row["rule"] for row in result["judging"]] == ["greedy", "coupled", "rejection"]
+    assert [row["rule"] for row in result["drafting"]] == ["argmax", "rejection", "coupled"]
+    assert len("\n".join(rounds.render_rounds(result)).splitlines()) == 13

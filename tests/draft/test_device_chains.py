@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from draft.harness import Harness, commit, credit, naive, new_open
 from interpreted import interpreted_loops, one_patch_a_launch
-from pretended import pretended_device
+from pretended import PretendedDevice, gpu
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.buckets import StepLimits
@@ -21,7 +21,7 @@ from outrider.engine.memory import RunnerOptions
 from outrider.wire.messages import DraftEvent, Open, Piece, TokenWeights
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
-__all__ = ["interpreted_loops", "one_patch_a_launch"]
+__all__ = ["gpu", "interpreted_loops", "one_patch_a_launch"]
 
 SIZE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -97,17 +97,17 @@ def check(request: Open, line: Line, before: list[int], host: LoadedModel) -> No
     [(["greedy"], 3), (["coupled", "greedy"], 2), (["rejection", "greedy"], 0), (["rejection", "coupled"], 0)],
     ids=["greedy with branches", "coupled with branches", "rejection", "a mixture, token by token"],
 )
-def test_the_tokens_are_the_hosts(kinds: list[str], branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+def test_the_tokens_are_the_hosts(
+    kinds: list[str], branches: int, monkeypatch: pytest.MonkeyPatch, gpu: PretendedDevice | None
+) -> None:
     config, state = tiny_config("llama", **SIZE), tiny_state(tiny_hf_model("llama", **SIZE))
     host = build_decoder(config, state, dtype="float32", device="cpu")
     requests = [new_open(n, [*PROMPT, n], seed=70 + n, **KINDS[kind]) for n, kind in enumerate(kinds, start=1)]
-    with pretended_device() as device:
-        there = build_decoder(config, state, dtype="float32", device="cuda")
-        monkeypatch.setattr(harness, "tiny_model", lambda *_: there)
-        monkeypatch.setattr(harness, "RunnerOptions", partial(RunnerOptions, LIMITS))
-        draft, lines, committed = play(requests, branches)
-        waits = len(device.waits)
+    there = build_decoder(config, state, dtype="float32", device="cuda")
+    monkeypatch.setattr(harness, "tiny_model", lambda *_: there)
+    monkeypatch.setattr(harness, "RunnerOptions", partial(RunnerOptions, LIMITS))
+    draft, lines, committed = play(requests, branches)
+    waits = len(gpu.waits) if gpu is not None else 0
     assert draft.method.proposer._chains is not None
     for request in requests:
         known = lines[request.sequence_id]

@@ -61,9 +61,12 @@ class ChainBuffer:
         self._refused: dict[int, None] = {}  # chains of which a piece was dropped: they take no more
         self._dropped: list[int] = []
         self._idle_at = -1  # where the draft said that it has nothing to propose
+        self._live: Chain | None = None
+        self._knows_live = True  # every step asks several times between two changes
 
     def add(self, piece: Piece) -> None:
         """Holds a piece, or drops it and remembers its chain for `take_dropped`."""
+        self._knows_live = False
         if not piece.ids:
             self._idle_at = max(self._idle_at, piece.position)
             return
@@ -82,7 +85,7 @@ class ChainBuffer:
     def advance(self) -> None:
         """Compares every chain with the tokens committed since the last call and buries those that differ. One that
         was committed to its end is forgotten: a piece with which it goes on starts it again."""
-        committed = len(self._tokens)
+        self._knows_live, committed = False, len(self._tokens)
         for chain in list(self._chains.values()):
             difference = self._difference(chain.start, chain.ids, committed)
             if difference is not None:
@@ -109,8 +112,11 @@ class ChainBuffer:
 
     def live(self) -> Chain | None:
         """The chain that the next window is cut from."""
-        reaching = [chain for chain in self._chains.values() if chain.end > self._committed]
-        return min(reaching, key=lambda chain: chain.number, default=None)
+        if not self._knows_live:
+            reaching = [chain for chain in self._chains.values() if chain.end > self._committed]
+            self._live = min(reaching, key=lambda chain: chain.number, default=None)
+            self._knows_live = True
+        return self._live
 
     @property
     def draft_is_idle(self) -> bool:
