@@ -94,8 +94,11 @@ def check(request: Open, line: Line, before: list[int], host: LoadedModel) -> No
 
 @pytest.mark.parametrize(
     ("kinds", "branches"),
-    [(["greedy"], 3), (["coupled", "greedy"], 2), (["rejection", "greedy"], 0), (["rejection", "coupled"], 0)],
-    ids=["greedy with branches", "coupled with branches", "rejection", "a mixture, token by token"],
+    [
+        pytest.param(["coupled", "greedy"], 3, id="branches"),
+        pytest.param(["rejection", "greedy"], 0, id="weights"),
+        pytest.param(["rejection", "coupled"], 0, id="a mixture, token by token", marks=pytest.mark.slow),
+    ],
 )
 def test_the_tokens_are_the_hosts(
     kinds: list[str], branches: int, monkeypatch: pytest.MonkeyPatch, gpu: PretendedDevice | None
