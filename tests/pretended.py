@@ -7,7 +7,7 @@ compiler makes of the kernels are another matter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -28,6 +28,8 @@ WAITS = {  # operations whose result the host needs before it can go on
 TAKES_INDICES = {"__getitem__", "__setitem__", "index_put_", "index_put"}  # which may lie on the host
 STAY_ON_HOST = {"shape", "dtype", "size", "dim", "stride", "numel", "__len__", "data_ptr", "is_contiguous", "ndim"}
 
+VIEWS = STAY_ON_HOST | {"view", "split", "tensor_split", "unbind", "squeeze", "unsqueeze", "expand", "t"}
+
 
 class DeviceTensor(Tensor):
     """Lies on the device."""
@@ -43,10 +45,12 @@ class WrongPlace(AssertionError):
 
 
 class PretendedDevice(TorchFunctionMode):
-    """While it is entered, `cuda` is there. `waits` names each operation that waited for it, in order."""
+    """While it is entered, `cuda` is there. `waits` names each operation that waited for it, in order. Copies from
+    pinned memory and replays run late: before the next operation that is no view."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.graphs: list[Replayed] = []
         self.waits: list[str] = []
         self.uploads = 0
 
@@ -58,6 +62,8 @@ class PretendedDevice(TorchFunctionMode):
         if name == "__get__" or func is torch.device:  # a property, or a name that stays what it is
             return func(*args, **kwargs)
         tensors = list(_tensors((args, kwargs)))
+        if not _is_view(name, args):
+            self.run_what_is_due(tensors)
         on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         kwargs.pop("pin_memory", None)
         destination = self._destination(name, args, kwargs)
@@ -72,6 +78,18 @@ class PretendedDevice(TorchFunctionMode):
         if destination == DEVICE and tensors and not on_device:
             self.uploads += 1
         return _map(_to_device, result) if destination == DEVICE or stays else result
+
+    def new_graphs(self, device: torch.device) -> Replayed:
+        """In the place of CudaGraphs."""
+        self.graphs.append(Replayed())
+        return self.graphs[-1]
+
+    def run_what_is_due(self, tensors: Iterable[Tensor]) -> None:
+        """As far as an operation with these tensors comes after it."""
+        if any(isinstance(tensor, DeviceTensor) for tensor in tensors):
+            with self:  # which is not entered while it handles a call
+                for graphs in self.graphs:
+                    graphs.synchronize()
 
     def _destination(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
         """Where a call says that its result is to be; the call itself is then made on the host."""
@@ -111,6 +129,11 @@ class PretendedDevice(TorchFunctionMode):
         strangers = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim() > 0]
         if strangers:
             raise WrongPlace(f"{name} of tensors of the device and of the host")
+
+
+def _is_view(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether nothing is launched for it."""
+    return name in VIEWS or (name == "__getitem__" and not any(True for _ in _tensors(args[1])))
 
 
 def _to_plain(value: Any) -> Any:
@@ -159,6 +182,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
         given = list(_tensors((args, kwargs)))
         if not all(isinstance(tensor, DeviceTensor) for tensor in given):
             raise WrongPlace(f"{executor.fn.__name__} was given a tensor of the host")
+        device.run_what_is_due(given)
         with torch._C.DisableTorchFunction():
             launch(executor, *_map(_to_plain, args), **_map(_to_plain, kwargs))
 
@@ -168,7 +192,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        patch.setattr(cuda_graphs, "CudaGraphs", lambda device: Replayed(late=False))
+        patch.setattr(cuda_graphs, "CudaGraphs", device.new_graphs)
         yield device
 
 

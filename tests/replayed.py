@@ -10,10 +10,9 @@ from torch import Tensor
 
 class Replayed:
     """A GraphDevice. Copies and replays run in their order, and as late as a GPU may run them: when something is waited
-    for. Beside operations that are not captured, which run at once, they must do so, too: not `late`."""
+    for. Operations that are not captured run at once: who has some calls `synchronize` before."""
 
-    def __init__(self, late: bool = True) -> None:
-        self._late = late
+    def __init__(self) -> None:
         self.captured = 0
         self.replayed = 0
         self._stream: list[Callable[[], object]] = []
@@ -22,7 +21,7 @@ class Replayed:
         return torch.zeros(size, dtype=torch.int32)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        self._launch(lambda: target.copy_(source))
+        self._stream.append(lambda: target.copy_(source))
 
     def wait_for_upload(self) -> None:
         self.synchronize()
@@ -38,20 +37,15 @@ class Replayed:
 
         def replay() -> None:
             self.replayed += 1
-            self._launch(step)
+            self._stream.append(step)
 
         return replay
 
     def reserved_bytes(self) -> int:
         return self.captured << 20
 
-    def _launch(self, call: Callable[[], object]) -> None:
-        self._stream.append(call)
-        if not self._late:
-            self.synchronize()
-
     def synchronize(self) -> None:
         """Runs what is due."""
-        for call in self._stream:
+        due, self._stream = self._stream, []
+        for call in due:
             call()
-        self._stream.clear()

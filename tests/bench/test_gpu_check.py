@@ -54,8 +54,9 @@ def test_what_follows_a_pass_is_measured(repository: Path, monkeypatch: pytest.M
     steps, rounds, case = (import_module(name) for name in ("gpu_steps", "gpu_rounds", "kernels_case"))
     monkeypatch.setattr(rounds, "WARM_UP", 0)
     shape = dataclasses.replace(steps.QUICK, batches=(1,))
-    with pretended_device():
-        runner, _ = steps.captured_runner(shape, dataclasses.replace(case.QUICK, device="cuda"), Replayed(late=False))
+    with pretended_device() as device:
+        place, graphs = dataclasses.replace(case.QUICK, device="cuda"), device.new_graphs(torch.device("cuda"))
+        runner, _ = steps.captured_runner(shape, place, graphs)
         result = rounds.measure_rounds(shape, runner, repeats=1)
     assert [row["rule"] for row in result["judging"]] == ["greedy", "coupled", "rejection"]
     assert [row["rule"] for row in result["drafting"]] == ["argmax", "rejection", "coupled"]

@@ -181,8 +181,13 @@ def test_stop_takes_what_was_submitted_before_and_may_be_repeated() -> None:
 def test_the_current_device_is_the_models(device: str, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is the thread's own; a device without a number is the one that is current."""
     found: list[int] = []
+    streams: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(device.index))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     thread: DeviceThread[object] = DeviceThread(Recorder(), "test", device=device)
     thread.call(lambda: None).result(TIMEOUT)
     thread.stop(TIMEOUT)
     assert found == expected
+    assert streams == ([f"a stream of {device}"] if device != "cpu" else [])  # models of one process run side by side

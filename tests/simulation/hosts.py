@@ -207,7 +207,7 @@ class SeveralAtOnce(DraftModelProposer):
 
     def passes_for(self, rows: Sequence[DraftRows], wanted: int) -> int:
         """As many as are wanted, if no prompt is among them."""
-        return min(wanted, MOST_PASSES) if all(row.draws for row in rows) else 1
+        return max(1, min(wanted, MOST_PASSES)) if all(row.draws for row in rows) else 1
 
     def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[Drafted]]:
         """Pass after pass."""

@@ -219,12 +219,15 @@ class DraftEngine:
         lines = [(draft.sequence, draft.stretch) for draft, _ in steps]
         lines += [(branch.sequence, draft.end_of(branch) - len(branch.sequence)) for draft, branch in growing]
         num_passes = model.proposer.passes_for(rows, min(stretch for _, stretch in lines))
-        if num_passes > 1:
-            try:
-                for sequence, _ in lines:
-                    self._cache.extend(sequence, num_tokens=len(sequence) + num_passes)
-            except OutOfBlocks:
-                return 1
+        if num_passes == 1:
+            return 1
+        missing = [
+            self._cache.blocks_for(len(sequence) + num_passes) - len(sequence.block_table) for sequence, _ in lines
+        ]
+        if sum(count for count in missing if count > 0) > self._cache.pool.num_free:
+            return 1
+        for sequence, _ in lines:
+            self._cache.extend(sequence, num_tokens=len(sequence) + num_passes)
         return num_passes
 
     def _prepare(self, model: ModelMethod) -> bool:

@@ -120,8 +120,8 @@ class DeviceThread(Generic[Command]):
     def _run(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
-        if self._device.type == "cuda" and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # a thread's own, too; Triton launches there, wherever its tensors are
+        if self._device.type == "cuda":
+            _take_device(self._device)
         try:
             wait: float | None = None
             while self._apply(wait):
@@ -180,3 +180,12 @@ class DeviceThread(Generic[Command]):
                     return
                 if isinstance(item, _Call) and item.future.set_running_or_notify_cancel():
                     item.future.set_exception(DeviceStopped(f"{self._thread.name} has stopped"))
+
+
+def _take_device(device: torch.device) -> None:
+    """The device and a stream of its own for this thread: what another thread of the process has launched, as a target
+    beside its draft, is not waited for. What was launched before is."""
+    if device.index is not None:
+        torch.cuda.set_device(device)  # a thread's own; Triton launches there, wherever its tensors are
+    torch.cuda.synchronize(device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

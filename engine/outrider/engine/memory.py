@@ -24,6 +24,11 @@ DEFAULT_STEPS = StepLimits(max_rows=512, max_sequences=256, max_query_len=33)
 SAMPLING_COPIES = 8  # of a step's logits, in float32: processed, sorted, summed up, and as many in captured sampling
 
 
+def sampling_bytes(num_rows: int, vocab_size: int) -> int:
+    """What sampling takes beside the logits of so many rows."""
+    return SAMPLING_COPIES * num_rows * vocab_size * torch.float32.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
     """What a service was told of its cache, and what its steps hold."""
@@ -132,9 +137,10 @@ def _measured(model: CausalLM, options: RunnerOptions) -> MemoryUse:
     peak = torch.cuda.max_memory_reserved(device) - num_blocks * bytes_per_block(model.layers, model.dtype)
     del runner
     torch.cuda.empty_cache()
-    logits = sum(entry.num_logits for entry in entries) * model.vocab_size * torch.float32.itemsize
+    num_logits = sum(entry.num_logits for entry in entries)
+    logits = num_logits * model.vocab_size * torch.float32.itemsize
     graphs = peak - held + logits if options.cuda_graphs else 0  # a pool of their own, and the logits that they fill
-    return MemoryUse(total, free, held, peak, SAMPLING_COPIES * logits + graphs)
+    return MemoryUse(total, free, held, peak, sampling_bytes(num_logits, model.vocab_size) + graphs)
 
 
 def _table_width(model: CausalLM) -> int:

@@ -18,12 +18,12 @@ class Pace:
     def stretch_passes(self) -> None:
         """Makes every draft model of this process take its time: a pass, its sampling included, with any number of
         rows, as on a device whose memory is the limit."""
-        step = DraftModelProposer.step
+        run = DraftModelProposer.run
 
-        def paced(proposer: DraftModelProposer, rows: Sequence[DraftRows]) -> list[Drafted | None]:
-            end = time.perf_counter() + self.pass_s
-            drafted = step(proposer, rows)
+        def paced(proposer: DraftModelProposer, rows: Sequence[DraftRows], num_passes: int) -> list[list[Drafted]]:
+            end = time.perf_counter() + self.pass_s * num_passes
+            drafted = run(proposer, rows, num_passes)
             time.sleep(max(0.0, end - time.perf_counter()))
             return drafted
 
-        setattr(DraftModelProposer, "step", paced)  # noqa: B010  # for this process, on purpose
+        setattr(DraftModelProposer, "run", paced)  # noqa: B010  # for this process, on purpose

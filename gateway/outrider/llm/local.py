@@ -12,9 +12,11 @@ import torch
 
 from outrider.draft.settings import DraftSettings
 from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.buckets import ROWS
 from outrider.engine.device_thread import set_switch_interval
 from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.memory import sampling_bytes
 from outrider.engine.models.base import UnsupportedModel
 from outrider.gateway.backends import Drafter
 from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions
@@ -103,7 +105,8 @@ def start_local(
     except UnsupportedModel as error:
         raise ValueError(str(error)) from error
     if settings.num_blocks is None:
-        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device), arguments)
+        sampling = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (loaded, draft) if model is not None)
+        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments)
         settings = settings.model_copy(update={"num_blocks": num_blocks})
     target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop))
     peers: list[LocalPeer] = [target]
@@ -204,14 +207,15 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _cache_bytes(arguments: EngineArguments, device: str) -> int:
-    """What the caches of both models may take, now that the weights are there."""
+def _cache_bytes(arguments: EngineArguments, device: str, sampling: int) -> int:
+    """What the caches of both models may take, now that the weights are there, on a GPU beside so many bytes of
+    sampling."""
     if arguments.kv_cache_memory_bytes is not None:
         return arguments.kv_cache_memory_bytes
     if torch.device(device).type != "cuda":
         return CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(torch.device(device))
-    left = int(arguments.gpu_memory_utilization * total) - (total - free) - int(WORKING_SHARE * total)
+    left = int(arguments.gpu_memory_utilization * total) - (total - free) - int(WORKING_SHARE * total) - sampling
     if left <= 0:
         raise ValueError(
             f"gpu_memory_utilization={arguments.gpu_memory_utilization} leaves no memory for the key-value cache: "

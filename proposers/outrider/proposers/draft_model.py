@@ -39,7 +39,7 @@ class DraftModelProposer:
 
     def passes_for(self, rows: Many[DraftRows], wanted: int) -> int:
         """How many tokens of each sequence `run` draws at once, of those wanted: with captured passes several."""
-        return min(wanted, MOST_PASSES) if self._chains is not None and self._chains.holds(rows) else 1
+        return max(1, min(wanted, MOST_PASSES)) if self._chains is not None and self._chains.holds(rows) else 1
 
     def run(self, rows: Many[DraftRows], num_passes: int) -> list[list[Drafted]]:
         """The next tokens of each sequence, `num_passes` of them where `passes_for` said so; fewer where its logits are
