@@ -11,6 +11,7 @@ speculation do not shift what a request draws, and words may be computed ahead o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import c_int64, c_void_p
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.kernels import dispatch
+from outrider.kernels.cpu_library import cpu_library
 
 Array = TypeVar(
     "Array", Tensor, NDArray[np.int64]
@@ -114,7 +116,8 @@ def exponential_noise(
     """Standard exponential noise for each token id: -log1p(-(x + 1/2) 2^-32) of the id's whole 32-bit word x.
 
     float64 holds 1 - (x + 1/2) 2^-32 exactly, so that one expression is right for every x; a float32 implementation
-    needs -log((~x + 1/2) 2^-32) from x = 2^31 on, where the argument would round to 1.
+    needs -log((~x + 1/2) 2^-32) from x = 2^31 on, where the argument would round to 1. The C kernel's logarithm is its
+    own: it and PyTorch's differ in about one word of 2^28, where they lie on different sides of a rounding edge.
     """
     if dispatch.runs_triton(seeds):
         from outrider.kernels import philox_triton
@@ -122,6 +125,14 @@ def exponential_noise(
         return philox_triton.exponential_noise(seeds, positions, purpose, completions, vocab_size)
     num_rows = len(seeds)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=seeds.device)
+    library = cpu_library() if seeds.device.type == "cpu" else None
+    if library is not None:
+        columns = [column.contiguous() for column in (seeds, positions, completions)]  # [n] each
+        library.exponential_noise(
+            *(c_void_p(column.data_ptr()) for column in columns), c_int64(int(purpose)), c_int64(num_rows),
+            c_int64(vocab_size), c_void_p(noise.data_ptr()),
+        )  # fmt: skip
+        return noise
     for start, groups in _group_blocks(vocab_size, num_rows, seeds.device):
         block = _grouped_words(groups, seeds, positions, purpose, completions, 0).flatten(1).double()
         block = block.add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()  # [n, 4 * groups in the block] float64
