@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from draft.harness import GREEDY, STREAM, Harness, commit, credit, new_open
+from draft.harness import GREEDY, STREAM, Harness, commit, credit, new_open, tiny_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -39,7 +39,8 @@ class Service:
     """A served engine and a channel to it."""
 
     def __init__(self) -> None:
-        method = build_model_method(Harness().loaded, RunnerOptions(num_blocks=64))
+        model = tiny_model.__wrapped__()  # its own: a model is one thread's, and the test has a harness, too
+        method = build_model_method(model, RunnerOptions(num_blocks=64))
         self.engine = DraftEngine(make_methods([method, NgramProposer()]))
         self.thread: DeviceThread[EngineCommand] = DeviceThread(self.engine, "test-device", 1)
         self.servicer = DraftServicer(self.thread, Outboxes(asyncio.get_running_loop()), INFO)
