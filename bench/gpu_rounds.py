@@ -20,7 +20,7 @@ from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
 from outrider.target.admission import TargetLimits, admit
 from outrider.target.chains import Window
-from outrider.target.judging import Rule
+from outrider.target.rule import Rule
 from outrider.target.scheduler import StepEntry
 from outrider.target.verifier import Judged
 from outrider.target.verifiers import verifier_of

@@ -52,7 +52,6 @@ class PretendedDevice(TorchFunctionMode):
         super().__init__()
         self.graphs: list[Replayed] = []
         self.waits: list[str] = []
-        self.uploads = 0
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,8 +74,6 @@ class PretendedDevice(TorchFunctionMode):
         stays = destination is None and bool(on_device) and name not in WAITS
         if name == "copy_":
             stays = isinstance(args[0], DeviceTensor)
-        if destination == DEVICE and tensors and not on_device:
-            self.uploads += 1
         return _map(_to_device, result) if destination == DEVICE or stays else result
 
     def new_graphs(self, device: torch.device) -> Replayed:
@@ -152,10 +149,8 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(change, item) for item in value))
-    if isinstance(value, torch.return_types.__dict__.get("max", ())):  # named results of torch
-        return value
     if isinstance(value, list | tuple):
-        return type(value)(_map(change, item) for item in value)
+        return type(value)([_map(change, item) for item in value])
     if isinstance(value, dict):
         return {key: _map(change, item) for key, item in value.items()}
     return change(value)

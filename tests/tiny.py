@@ -52,6 +52,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+SMALLEST: dict[str, Any] = {  # for what is interpreted
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
 KERNELS = ("c", "pytorch")  # what computes on the CPU
 
 

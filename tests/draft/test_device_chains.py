@@ -13,7 +13,7 @@ import pytest
 from draft.harness import Harness, commit, credit, naive, new_open
 from interpreted import interpreted_loops, one_patch_a_launch
 from pretended import PretendedDevice, gpu
-from tiny import tiny_config, tiny_hf_model, tiny_state
+from tiny import SMALLEST, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.buckets import StepLimits
 from outrider.engine.loader import LoadedModel, build_decoder
@@ -23,10 +23,6 @@ from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 __all__ = ["gpu", "interpreted_loops", "one_patch_a_launch"]
 
-SIZE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}  # fmt: skip
 LIMITS = StepLimits(max_rows=8, max_sequences=8, max_query_len=2)
 PROMPT = list(range(5, 17))  # with a window a block is full
 COUPLED, REJECTION = AcceptanceRule.COUPLED, AcceptanceRule.REJECTION
@@ -103,7 +99,7 @@ def check(request: Open, line: Line, before: list[int], host: LoadedModel) -> No
 def test_the_tokens_are_the_hosts(
     kinds: list[str], branches: int, monkeypatch: pytest.MonkeyPatch, gpu: PretendedDevice | None
 ) -> None:
-    config, state = tiny_config("llama", **SIZE), tiny_state(tiny_hf_model("llama", **SIZE))
+    config, state = tiny_config("llama", **SMALLEST), tiny_state(tiny_hf_model("llama", **SMALLEST))
     host = build_decoder(config, state, dtype="float32", device="cpu")
     requests = [new_open(n, [*PROMPT, n], seed=70 + n, **KINDS[kind]) for n, kind in enumerate(kinds, start=1)]
     there = build_decoder(config, state, dtype="float32", device="cuda")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from replayed import Replayed
-from tiny import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from tiny import SMALLEST, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
@@ -19,10 +19,7 @@ from outrider.engine.loader import build_decoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.runner import ModelRunner
 
-SIZE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 61, "max_position_embeddings": 320,
-}  # fmt: skip
+SIZE = SMALLEST | {"vocab_size": 61, "max_position_embeddings": 320}
 NUM_BLOCKS = 64
 POISON = NUM_BLOCKS - 1  # as a block it is one of NaN, as a slot it lies in block 3, as a row or position in no step
 NUM_SEQUENCES = 6

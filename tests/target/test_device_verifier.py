@@ -12,7 +12,7 @@ from interpreted import interpreted_loops, one_patch_a_launch
 from pretended import PretendedDevice, gpu
 from replayed import Replayed
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, opened
-from tiny import tiny_config, tiny_hf_model, tiny_state
+from tiny import SMALLEST, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine import cuda_graphs
 from outrider.engine.buckets import StepLimits
@@ -24,10 +24,6 @@ from outrider.wire.sampling import LogprobsMode
 
 __all__ = ["gpu", "interpreted_loops", "one_patch_a_launch"]
 
-SIZE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}  # fmt: skip
 LIMITS = StepLimits(max_rows=8, max_sequences=4, max_query_len=2)
 MAX_TOKENS = 7
 PLAIN: dict[str, dict[str, Any]] = {  # what columns say
@@ -80,7 +76,7 @@ def run(harness: Harness, requests: list[Open], right: dict[int, list[int]], k: 
 
 @pytest.fixture(scope="module")
 def checkpoint() -> tuple[Any, dict[str, torch.Tensor]]:
-    return tiny_config("llama", **SIZE), tiny_state(tiny_hf_model("llama", **SIZE))
+    return tiny_config("llama", **SMALLEST), tiny_state(tiny_hf_model("llama", **SMALLEST))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from outrider.engine.sampling import assemble
 from outrider.engine.staging import StagedColumns, words_of
 from outrider.kernels.draft_sample import MAX_ENTRIES
 from outrider.kernels.logits_to_probs import RowSampling
-from outrider.target.judging import Rule, judge, judging_columns
+from outrider.target.judging import judge, judging_columns
+from outrider.target.rule import Rule
 from outrider.target.state import TargetSequence
 from outrider.target.step_numbers import StepNumbers
 from outrider.target.verifier import Judged, Verdict, verdicts_of

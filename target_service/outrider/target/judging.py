@@ -8,8 +8,6 @@ are drawn where they are used: counters take no memory, which is what a device i
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
@@ -19,24 +17,11 @@ from outrider.kernels.coupled import coupled_accept, coupled_draw
 from outrider.kernels.logits_to_probs import RowSampling, greedy_choice, logits_to_probs
 from outrider.kernels.philox import Purpose, words
 from outrider.kernels.rejection import Windows, accept_uniforms, draw
-from outrider.target.state import TargetSequence
+from outrider.target.rule import Rule
 
 COUNTER_COLUMNS = ("seeds", "positions", "completions")  # of each row
 DRAFT_COLUMNS = ("draft_ids", "row_of_draft", "window_of_draft", "offset_of_draft")  # no more of them than rows
 WINDOW_COLUMNS = ("row_starts", "num_rows", "num_drafted", "draft_starts", "rules")
-
-
-class Rule(IntEnum):
-    """How a window is judged. A later one takes what an earlier one does, and more."""
-
-    GREEDY = 0
-    COUPLED = 1
-    REJECTION = 2
-
-
-def rule_of(target: TargetSequence) -> Rule:
-    """The rule of a sequence, fixed when it was opened."""
-    return Rule.GREEDY if target.greedy else Rule.COUPLED if target.coupled else Rule.REJECTION
 
 
 def judging_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Column]:

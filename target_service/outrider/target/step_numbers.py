@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from outrider.engine.device_sampling import OFF, parameters_of, says_all
 from outrider.engine.staging import StagedColumns
 from outrider.kernels.philox import as_int64
-from outrider.target.judging import Rule, rule_of
+from outrider.target.rule import Rule, rule_of
 from outrider.target.verifier import Judged
 
 Columns = dict[str, NDArray[Any]]

@@ -19,6 +19,7 @@ from outrider.kernels.coupled import coupled_accept, coupled_choice
 from outrider.kernels.logits_to_probs import logits_to_probs
 from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
 from outrider.target.randomness import ACCEPT, BONUS, RECOVERED, judging_source
+from outrider.target.rule import Rule, rule_of
 from outrider.target.scheduler import StepEntry
 from outrider.target.state import TargetSequence
 
@@ -51,7 +52,7 @@ class Judged:
 
 HOST = torch.device("cpu")
 Judgement = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
-Rule = Callable[[Tensor, Sequence[Judged]], Judgement]
+Judge = Callable[[Tensor, Sequence[Judged]], Judgement]
 
 
 class Verifier:
@@ -66,10 +67,13 @@ class Verifier:
         """Judges every window; logits are [rows of the step that want logits, vocab] float32. Verdicts are in no fixed
         order."""
         verdicts: list[Verdict] = []
-        for rule, members in self._by_rule(judged).items():
+        judges: dict[Rule, Judge] = {
+            Rule.GREEDY: _judge_greedy, Rule.COUPLED: self._judge_coupled, Rule.REJECTION: self._judge_rejection,
+        }  # fmt: skip
+        for rule, members in _by_rule(judged).items():
             rows = [row for member in members for row in member.rows]
             chosen = logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
-            accepted, next_ids, invalid = rule(chosen, members)
+            accepted, next_ids, invalid = judges[rule](chosen, members)
             verdicts += verdicts_of(chosen, members, accepted, next_ids, invalid)
         return verdicts
 
@@ -81,14 +85,6 @@ class Verifier:
         source = self._noise if target.coupled else self._words
         first, count = target.committed, target.max_window + 1
         return source.prepare(Span(target.random_key, target.random_ahead, first, count, first + count))
-
-    def _by_rule(self, judged: Sequence[Judged]) -> dict[Rule, list[Judged]]:
-        groups: dict[Rule, list[Judged]] = {}
-        for member in judged:
-            target = member.entry.target
-            rule = _judge_greedy if target.greedy else self._judge_coupled if target.coupled else self._judge_rejection
-            groups.setdefault(rule, []).append(member)
-        return groups
 
     def _judge_coupled(self, logits: Tensor, members: Sequence[Judged]) -> Judgement:
         probs, invalid = process(logits, [member.plan for member in members])
@@ -108,6 +104,13 @@ class Verifier:
         accepted, next_weights = accept(target_probs, windows, draft_ids, DraftWeights.of(vectors), coins)
         purposes = torch.where(accepted == windows.num_drafted, BONUS, RECOVERED)  # [n]
         return accepted, draw(next_weights, words[first + accepted, purposes]), invalid
+
+
+def _by_rule(judged: Sequence[Judged]) -> dict[Rule, list[Judged]]:
+    groups: dict[Rule, list[Judged]] = {}
+    for member in judged:
+        groups.setdefault(rule_of(member.entry.target), []).append(member)
+    return groups
 
 
 def _judge_greedy(logits: Tensor, members: Sequence[Judged]) -> Judgement:
