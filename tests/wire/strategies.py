@@ -80,6 +80,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         traceparent=TEXTS,
         one_hot=st.booleans(),
         method=TEXTS,
+        model_digest=TEXTS,
     ),
     "close": st.builds(m.Close, UINT32),
     "closed": st.builds(m.Closed, UINT32),
@@ -139,6 +140,8 @@ MODEL_INFO = st.builds(
     block_size=UINT32,
     protocol_major=UINT32,
     protocol_minor=UINT32,
+    engine=TEXTS,
+    kernels=TEXTS,
 )
 INFOS: dict[str, SearchStrategy] = {
     "model_info": MODEL_INFO,

@@ -176,7 +176,7 @@ class FrameHeader(_message.Message):
     def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method")
+    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class Open(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ONE_HOT_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_prompt_ids: int
     num_output_ids: int
@@ -213,7 +214,8 @@ class Open(_message.Message):
     traceparent: str
     one_hot: bool
     method: str
-    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class OpenSlice(_message.Message):
     __slots__ = ("sequence_id", "ids")
@@ -356,7 +358,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "name", "digest", "vocab_size", "num_tokens", "tokenizer_fingerprint", "max_model_len", "eos_token_ids", "default_sampling", "dtype", "device", "batch_invariant", "num_blocks", "block_size")
+    __slots__ = ("protocol_major", "protocol_minor", "name", "digest", "vocab_size", "num_tokens", "tokenizer_fingerprint", "max_model_len", "eos_token_ids", "default_sampling", "dtype", "device", "batch_invariant", "num_blocks", "block_size", "engine", "kernels")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +374,8 @@ class ModelInfo(_message.Message):
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     name: str
@@ -387,4 +391,6 @@ class ModelInfo(_message.Message):
     batch_invariant: bool
     num_blocks: int
     block_size: int
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., batch_invariant: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    engine: str
+    kernels: str
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., batch_invariant: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., engine: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...

@@ -71,6 +71,7 @@ def encode_open(message: Open, *, with_ids: bool = True) -> pb.Open:
         traceparent=message.traceparent,
         one_hot=message.one_hot,
         method=message.method,
+        model_digest=message.model_digest,
     )
 
 
@@ -93,6 +94,7 @@ def decode_open(message: pb.Open) -> Open:
         traceparent=message.traceparent,
         one_hot=message.one_hot,
         method=message.method,
+        model_digest=message.model_digest,
     )
 
 

@@ -11,6 +11,7 @@ from outrider.wire.messages import DraftInfo, DraftMethod, ModelInfo, TargetInfo
 _PLAIN = (
     "name", "digest", "vocab_size", "max_model_len", "num_tokens", "tokenizer_fingerprint", "dtype", "device",
     "batch_invariant", "num_blocks", "block_size", "protocol_major", "protocol_minor",
+    "engine", "kernels",
 )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class Open:
     traceparent: str = ""
     one_hot: bool = False
     method: str = ""
+    model_digest: str = ""  # of the target that it is for; empty: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +180,20 @@ class FrameHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a model is computed. Where two replicas agree in all of it, and are batch-invariant, their logits are
+    equal to the bit; elsewhere a greedy or coupled completion is open to near-ties."""
+
+    engine: str  # whose layers: "outrider", "transformers"
+    dtype: str  # of weights and activations
+    kernels: str  # the variant of this processor: "c-avx512", "torch-avx2", "triton-sm90"
+    batch_invariant: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model, so that a pair can be checked before it is used."""
+    """A served model, so that a pair can be checked before it is used. The digest is of its weights alone; how they
+    are computed is compared apart, by `arithmetic`."""
 
     name: str
     digest: str
@@ -197,6 +210,13 @@ class ModelInfo:
     block_size: int = 16
     protocol_major: int = 1
     protocol_minor: int = 0
+    engine: str = ""
+    kernels: str = ""
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What has to be equal for equal logits."""
+        return Arithmetic(self.engine, self.dtype, self.kernels, self.batch_invariant)
 
 
 @dataclass(frozen=True, slots=True)
