@@ -1,12 +1,12 @@
-"""Which sequence ids of one stream are live, closing or over. A stream may carry millions of sequences, so ids that
-are over are kept as ranges: a few integers, since gateways count ids up."""
+"""Which sequence ids of one stream are live, closing or over. A stream may carry any number of sequences: ids that are
+over are kept as ranges, and only those of a window below the highest id, since gateways count ids up."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from enum import Enum
 
-_MAX_RANGES = 1 << 20
+ID_WINDOW = 1 << 16  # an id further below the highest one opened, and not live, counts as over
 
 
 class IdRanges:
@@ -41,10 +41,13 @@ class IdRanges:
         elif joins_right:
             self._starts[index] = number
         else:
-            if len(self._starts) >= _MAX_RANGES:
-                raise ValueError("sequence ids are too scattered; count them up")
             self._starts.insert(index, number)
             self._ends.insert(index, number + 1)
+
+    def drop_below(self, least: int) -> None:
+        """Forgets the ranges that lie wholly below a number."""
+        gone = bisect_right(self._ends, least)
+        del self._starts[:gone], self._ends[:gone]
 
 
 class SequenceState(Enum):
@@ -63,6 +66,7 @@ class SequenceTable:
         self._active: dict[int, SequenceState] = {}
         self._over = IdRanges()
         self._closed = IdRanges()  # a Close was sent or received, also after the end
+        self._highest = 0
 
     @property
     def num_active(self) -> int:
@@ -78,17 +82,25 @@ class SequenceTable:
         state = self._active.get(sequence_id)
         if state is not None:
             return state
-        return SequenceState.OVER if sequence_id in self._over else SequenceState.UNKNOWN
+        over = sequence_id < self._highest - ID_WINDOW or sequence_id in self._over
+        return SequenceState.OVER if over else SequenceState.UNKNOWN
 
     def open(self, sequence_id: int) -> None:
-        """Makes an id live; ValueError if it was opened before."""
+        """Makes an id live; ValueError if it was opened before, or is too far below the highest one to know."""
         if self.state(sequence_id) is not SequenceState.UNKNOWN:
-            raise ValueError(f"sequence {sequence_id} was opened before")
+            raise ValueError(
+                f"sequence {sequence_id} was opened before, or is more than {ID_WINDOW} below {self._highest}"
+            )
         self._active[sequence_id] = SequenceState.LIVE
+        if sequence_id > self._highest:
+            self._highest = sequence_id
+            self._over.drop_below(sequence_id - ID_WINDOW)
+            self._closed.drop_below(sequence_id - ID_WINDOW)
 
     def close(self, sequence_id: int) -> bool:
-        """Notes a Close; false if it is not the first one."""
-        if sequence_id in self._closed:
+        """Notes a Close; false if it is not the first one. The first one of an id below the window may be taken for
+        the first again once the sequence is over, which makes no difference to anyone."""
+        if self._active.get(sequence_id) is SequenceState.CLOSING or sequence_id in self._closed:
             return False
         self._closed.add(sequence_id)
         if sequence_id in self._active:
