@@ -12,9 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizer_factory import train_byte_fallback, train_byte_level
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import decoders, models
 
-from outrider.gateway.text import TextDelta, TextStream, earliest_stop, held_back
+from outrider.gateway.text import (
+    MAX_WAITING_IDS,
+    TextDelta,
+    TextStream,
+    earliest_stop,
+    held_back,
+    make_detokenizer,
+)
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.sampling import FinishReason, SamplingParams
 
@@ -146,6 +153,61 @@ def test_text_is_the_decoded_text(kind: str, data: st.DataObject, skip: bool) ->
         assert whole in (text, text + "\ufffd")  # half a character at the end waits
     elif "\ufffd" not in whole:
         assert whole == text
+
+
+class WholeDetokenizer:
+    """What a detokenizer is to give, from all ids since the last text, none left out."""
+
+    def __init__(self, tokenizer: Tokenizer, skip: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip
+        self._ids: list[int] = []
+        self._num_before = 0
+
+    def step(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        before, text = self._decode(self._num_before), self._decode(len(self._ids))
+        if text.endswith("\ufffd") or text == before:
+            return ""
+        del self._ids[: self._num_before]
+        self._num_before = len(self._ids)
+        return text[len(before) :]
+
+    def _decode(self, count: int) -> str:
+        return self._tokenizer.decode(self._ids[:count], self._skip)
+
+
+@cache
+def with_silent_tokens(kind: str) -> tuple[Tokenizer, list[int]]:
+    """A tokenizer, and ids of it that often give no text: special, unknown, repeated and half ones."""
+    if kind == "byte_fallback":
+        ours = tokenizer(kind)
+        return ours, [*letter_ids(kind), 1, 2, ours.num_tokens, 10**6]
+    backend = Backend(models.WordLevel({"<pad>": 0, "a": 1, "b": 2, "|": 3, "": 4}, unk_token="<pad>"))
+    backend.decoder = decoders.CTC() if kind == "ctc" else decoders.WordPiece()
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend, kind, {}, None), [0, 1, 2, 3, 4, 5, 6, 10**6]
+
+
+@settings(max_examples=150, deadline=None)
+@given(kind=st.sampled_from(["byte_fallback", "ctc", "wordpiece"]), data=st.data(), skip=st.booleans())
+def test_ids_without_text_change_no_text(kind: str, data: st.DataObject, skip: bool) -> None:
+    ours, ids = with_silent_tokens(kind)
+    drawn = data.draw(st.lists(st.sampled_from(ids), max_size=MAX_WAITING_IDS - 1))
+    step, whole = make_detokenizer(ours, SamplingParams(skip_special_tokens=skip), ()), WholeDetokenizer(ours, skip)
+    assert list(map(step.step, drawn)) == list(map(whole.step, drawn))
+
+
+@pytest.mark.parametrize(("kind", "silent"), [("byte_fallback", 2), ("byte_fallback", 10**6), ("ctc", 0), ("ctc", 1)])
+def test_many_ids_without_text_are_decoded_once(kind: str, silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = with_silent_tokens(kind)
+    ends = ours.encode("🙂", add_special_tokens=False) if kind == "byte_fallback" else [1, 2]
+    ids, decoded = [*ends, *[silent] * 2000, *ends], []
+    text = ours.decode(ids, True)
+    decode = ours.decode
+    monkeypatch.setattr(ours, "decode", lambda ids, skip: decoded.append(len(ids)) or decode(ids, skip))
+    detokenizer = make_detokenizer(ours, SamplingParams(), ())
+    assert "".join(map(detokenizer.step, ids)) == text
+    assert sum(decoded) < 100 * len(ids), "ids are decoded again and again"
 
 
 @given(text=st.text("ab", max_size=8), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))

@@ -15,7 +15,7 @@ from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.sampling import FinishReason, SamplingParams
 
 NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character or a space may begin there
-MAX_WAITING_IDS = 32  # whose text ends in U+FFFD; that many are no half character, but U+FFFD itself
+MAX_WAITING_IDS = 32  # without text yet: that many whose text ends in U+FFFD are no half character, but that itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,31 +178,44 @@ class _ByteDetokenizer:
 
 
 class _TextDetokenizer:
-    """Any other decoder: what the ids since the last text add to the text of those just before them."""
+    """Any other decoder: what the ids since the last text add to the text of those just before them. However many ids
+    give no text, one step decodes a bounded number of them."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, joined: dict[int, str]) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._joined = joined  # tokens that follow one another without a space, which the decoder would put
         self._after_joined = False
-        self._ids: list[int] = []  # those just before, then those that gave no text yet
-        self._num_before = 0
+        self._before: list[int] = []  # those that gave the last text
         self._text_before = ""
+        self._waiting: list[int] = []  # since then: half a character, or tokens whose text is empty where they stand
+        self._num_half = 0  # of them, since the text ends in U+FFFD
 
     def step(self, token_id: int) -> str:
         """The whole characters that this id completes."""
         joined = self._joined.get(token_id)
         after_joined, self._after_joined = self._after_joined, joined is not None
-        self._ids.append(token_id)
-        text = self._decode_ids()
-        new_text = text[len(self._text_before) :]
-        half = text.endswith("\ufffd") and len(self._ids) - self._num_before < MAX_WAITING_IDS
-        if half or not new_text:
+        if self._is_skipped(token_id):
             return ""
-        self._ids = self._ids[self._num_before :]
-        self._num_before = len(self._ids)
-        self._text_before = self._decode_ids()
+        self._waiting.append(token_id)
+        text = self._decode([*self._before, *self._waiting])
+        new_text = text[len(self._text_before) :]
+        if not new_text:
+            self._num_half = 0
+            del self._waiting[:-MAX_WAITING_IDS]  # no decoder looks further back than a few tokens
+            return ""
+        self._num_half += 1
+        if text.endswith("\ufffd") and self._num_half < MAX_WAITING_IDS:
+            return ""
+        self._before, self._waiting, self._num_half = self._waiting, [], 0
+        self._text_before = self._decode(self._before)
         return joined if joined is not None and after_joined else new_text
 
-    def _decode_ids(self) -> str:
-        return self._tokenizer.decode(self._ids, self._skip_special_tokens)
+    def _is_skipped(self, token_id: int) -> bool:
+        """Whether the decoder never sees the id: text cannot depend on it."""
+        tokenizer = self._tokenizer
+        skipped = self._skip_special_tokens and token_id in tokenizer.special_ids
+        return skipped or tokenizer.backend.id_to_token(token_id) is None
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens)
