@@ -12,7 +12,9 @@ from llm.conftest import TinyPair
 
 from outrider.llm import LLM, Unsupported
 from outrider.llm.arguments import FIXED, EngineArguments, take_speculation
-from outrider.llm.config import NOT_THERE, REFUSED, SpeculativeConfig
+from outrider.llm.attached import spoken
+from outrider.llm.config import REFUSED, SpeculativeConfig
+from outrider.llm.methods import NOT_THERE
 from outrider.wire.sampling import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
@@ -132,6 +134,75 @@ def test_methods_to_come_are_refused_by_name(method: str, tiny_pair: TinyPair) -
         LLM(tiny_pair.target, speculative_config={"method": method, "model": "x", "num_speculative_tokens": 2})
     with pytest.raises(Unsupported, match=method):  # whatever else is wrong
         LLM(tiny_pair.target, speculative_config={"method": method})
+
+
+# Every speculative_config of vLLM's pages on speculative decoding, and what becomes of it.
+PAGES: list[tuple[dict[str, Any], str]] = [
+    ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, ""),
+    ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "disable_by_batch_size": 16}, ""),
+    ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "disable_by_batch_size": 8}, ""),
+    (
+        {"method": "eagle", "model": "yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 3},
+        "speculative method 'eagle' is an EAGLE head",
+    ),
+    (
+        {
+            "method": "eagle3", "model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-70B", "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": 1,
+        },
+        "speculative method 'eagle3' is an EAGLE head",
+    ),
+    (
+        {"model": "ibm-ai-platform/llama3-70b-accelerator", "draft_tensor_parallel_size": 1},
+        r"speculative_config\['model'\] 'ibm-ai-platform/llama3-70b-accelerator' is an MLP speculator",
+    ),
+    (
+        {
+            "method": "suffix", "num_speculative_tokens": 32, "suffix_decoding_max_spec_factor": 1.0,
+            "suffix_decoding_min_token_prob": 0.1, "suffix_decoding_max_cached_requests": 1000,
+        },
+        "speculative method 'suffix' is suffix decoding",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given, problem", PAGES)
+def test_what_vllms_pages_show_is_served_or_refused_with_the_reason(given: dict[str, Any], problem: str) -> None:
+    if not problem:
+        served = SpeculativeConfig.supported(given)
+        assert served is not None and served.method == "ngram"
+        return
+    with pytest.raises(Unsupported, match=f"{problem}.*not there yet; allowed: ngram, draft_model.*tokenizer"):
+        SpeculativeConfig.supported(given)
+
+
+def test_an_accelerator_may_be_named_with_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mlp_speculator"}))
+    with pytest.raises(Unsupported, match=f"'{tmp_path}' is an MLP speculator"):
+        SpeculativeConfig.supported({"model": str(tmp_path)})
+    with pytest.raises(Unsupported, match="'mlp_speculator' is an MLP speculator"):
+        SpeculativeConfig.supported(SpeculativeConfig(model="org/model-accelerator"))
+    named_so = tmp_path / "my-accelerator"
+    named_so.mkdir()
+    (named_so / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert SpeculativeConfig(model=named_so, num_speculative_tokens=3).method == "draft_model"
+
+
+@pytest.mark.parametrize("read", [SpeculativeConfig.supported, spoken])
+def test_the_method_may_be_a_list_of_one(read: Any) -> None:
+    assert read({"method": ["ngram"], "num_speculative_tokens": 5}).method == "ngram"
+    for method, problem in (
+        (["ngram", "draft_model"], r"\['method'\] is a list of 2 methods; allowed: one method"),
+        ([], r"\['method'\] is a list of 0 methods; allowed: one method"),
+        (7, r"\['method'\] is 7; allowed: the name of a method, one of ngram, draft_model"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            read({"method": method, "num_speculative_tokens": 5})
+
+
+def test_a_model_that_is_no_path() -> None:
+    with pytest.raises(ValueError, match=r"\['model'\] is \['a'\]; allowed: the path of a checkpoint"):
+        SpeculativeConfig.supported({"model": ["a"], "num_speculative_tokens": 5})
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -14,8 +14,9 @@ from outrider.gateway.rounds import SpeculationTally
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.checks import is_int
-from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, check_names
+from outrider.llm.config import SpeculativeConfig, check_names
 from outrider.llm.errors import Unsupported
+from outrider.llm.methods import NGRAM_NAMES, named_method
 from outrider.llm.runtime import LoopThread
 from outrider.llm.sampling_params import NO_BOUND
 from outrider.wire.messages import ModelInfo
@@ -139,7 +140,7 @@ def spoken(config: SpeculativeConfig | Mapping[str, Any] | None, mode: str = "")
     check_names(given)
     if given.get("model") in NGRAM_NAMES and given.setdefault("method", "ngram") in NGRAM_NAMES:
         del given["model"]
-    method, k = given.pop("method", None) or "", given.pop("num_speculative_tokens", None)
+    method, k = named_method(given.pop("method", None)) or "", given.pop("num_speculative_tokens", None)
     if k is not None and not (is_int(k) and 0 <= k <= MAX_DRAFT_TOKENS):
         raise ValueError(f"num_speculative_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {k!r:.100}")
     if given:

@@ -12,18 +12,10 @@ from typing import Any
 from outrider.gateway.schedule import BatchSchedule
 from outrider.llm.config_checks import check_numbers, check_together, num_tokens_of_heads
 from outrider.llm.errors import Unsupported, unknown_keyword
+from outrider.llm.methods import NGRAM_NAMES, NOT_THERE, SUPPORTED, method_of_model, named_method, require_method
 
-SUPPORTED = ("ngram", "draft_model")
-NOT_THERE = (
-    "eagle", "eagle3", "medusa", "mlp_speculator", "suffix", "mtp", "ngram_gpu", "custom_class",
-    "extract_hidden_states", "dflash", "dspark",
-)  # fmt: skip
-NGRAM_NAMES = ("ngram", "[ngram]")
 NEED_NO_MODEL = ("ngram", "ngram_gpu", "suffix", "mtp", "extract_hidden_states")
 DEFAULT_LOOKUP = 5
-# A head's own model_type in config.json, and a word in a checkpoint's name, to the method that it is for.
-TYPES = {"medusa": "medusa", "mlp_speculator": "mlp_speculator", "eagle": "eagle", "eagle3": "eagle3"}
-WORDS = {"eagle3": "eagle3", "eagle-": "eagle", "dflash": "dflash"}
 
 # Fields that must keep these values, with the reason.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -58,7 +50,7 @@ class SpeculativeConfig:
 
     num_speculative_tokens: int | None = None
     model: str | Path | None = None
-    method: str | None = None
+    method: str | None = None  # or a list of one
     draft_tensor_parallel_size: int | None = None
     tensor_parallel_size: int | None = None  # only to say that it is the other name
     disable_by_batch_size: int | None = None
@@ -103,8 +95,8 @@ class SpeculativeConfig:
         if self.tensor_parallel_size is not None:
             raise ValueError("'tensor_parallel_size' is the target's; for the draft give 'draft_tensor_parallel_size'.")
         self.method = self._method()
-        if self.method not in SUPPORTED + NOT_THERE:
-            known = ", ".join(SUPPORTED + NOT_THERE)
+        if self.method not in (*SUPPORTED, *NOT_THERE):
+            known = ", ".join((*SUPPORTED, *NOT_THERE))
             raise ValueError(f"unknown speculative method {self.method!r}; vLLM's are: {known}")
         if self.model is None and self.method not in NEED_NO_MODEL:
             raise ValueError(f"method {self.method!r} needs 'model': the folder of the draft's checkpoint")
@@ -130,7 +122,10 @@ class SpeculativeConfig:
         """The configuration of a dict, if this version can do it; a method that it has not is refused before all
         else."""
         if isinstance(given, Mapping):
-            _require_method(str(given.get("method") or SUPPORTED[0]))
+            method, model = named_method(given.get("method")), given.get("model")
+            if method is None and isinstance(model, str | Path):
+                require_method(_method_of(model), model)
+            require_method(method or SUPPORTED[0])
         config = cls.of(given)
         if config is not None:
             config.require_supported()
@@ -138,7 +133,7 @@ class SpeculativeConfig:
 
     def require_supported(self, tensor_parallel_size: int = 1) -> None:
         """Raises Unsupported for what this version cannot do, by name."""
-        _require_method(self.method or "")
+        require_method(self.method or "")
         for name, (allowed, reason) in REFUSED.items():
             if getattr(self, name) not in allowed:
                 raise Unsupported(f"speculative_config[{name!r}] is not supported: {reason}")
@@ -147,23 +142,20 @@ class SpeculativeConfig:
 
     def _method(self) -> str:
         """As in vLLM: given, else by the model's name or its config.json, else a draft model."""
-        if self.method in NGRAM_NAMES or (self.method is None and str(self.model) in NGRAM_NAMES):
+        method = named_method(self.method)
+        if not isinstance(self.model, str | Path | None):
+            raise ValueError(f"speculative_config['model'] is {self.model!r:.100}; allowed: the path of a checkpoint")
+        if method in NGRAM_NAMES or (method is None and str(self.model) in NGRAM_NAMES):
             self.model = None
             return "ngram"
-        if self.method is not None and self.method.endswith("_mtp"):
-            warnings.warn(f"method {self.method!r}: an old name of 'mtp'", DeprecationWarning, stacklevel=4)
+        if method is not None and method.endswith("_mtp"):
+            warnings.warn(f"method {method!r}: an old name of 'mtp'", DeprecationWarning, stacklevel=4)
             return "mtp"
-        if self.method is not None:
-            return self.method
+        if method is not None:
+            return method
         if self.model is None:
             raise ValueError("speculative_config needs 'method' or 'model'")
-        if isinstance(self.model, str) and _is_dotted(self.model):
-            return "custom_class"
-        kind = str(self._checkpoint().get("model_type", ""))
-        if kind in TYPES or kind.endswith("_mtp"):
-            return TYPES.get(kind, "mtp")
-        name = Path(self.model).name.lower()
-        return next((method for word, method in WORDS.items() if word in name), "draft_model")
+        return _method_of(self.model)
 
     def _num_speculative_tokens(self) -> int | None:
         """k, where a head or a method has one of its own."""
@@ -171,18 +163,10 @@ class SpeculativeConfig:
         if self.method == "suffix":
             k = self.suffix_decoding_max_tree_depth if k is None else k
         elif self.method not in SUPPORTED:
-            k = num_tokens_of_heads(k, self._checkpoint().get("n_predict"))
-        if k is None and self.method != "mtp":  # whose heads are the target's own
+            k = num_tokens_of_heads(k, _checkpoint(self.model).get("n_predict"))
+        if k is None and self.method not in ("mtp", "mlp_speculator"):  # whose checkpoints say it
             raise ValueError("num_speculative_tokens is needed: how many tokens to draft in a round")
         return k
-
-    def _checkpoint(self) -> dict[str, Any]:
-        """The draft's config.json; empty where there is none."""
-        file = Path(self.model or "") / "config.json"
-        if self.model is None or not file.is_file():
-            return {}
-        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return read
 
     def _resolve_lookup(self) -> None:
         """One bound that is absent copies the other; both are 5 without either."""
@@ -203,12 +187,14 @@ def check_names(given: Iterable[str]) -> None:
             raise unknown_keyword(name, known, "speculative_config")
 
 
-def _require_method(method: str) -> None:
-    if method in NOT_THERE or method.endswith("_mtp"):
-        raise Unsupported(f"speculative method {method!r} is not there yet; allowed: {', '.join(SUPPORTED)}")
+def _method_of(model: str | Path) -> str:
+    return method_of_model(model, str(_checkpoint(model).get("model_type", "")))
 
 
-def _is_dotted(name: str) -> bool:
-    """Whether it names a class: `package.module.Class`, and no folder."""
-    parts = name.split(".")
-    return len(parts) > 1 and all(part.isidentifier() for part in parts) and not Path(name).exists()
+def _checkpoint(model: str | Path | None) -> dict[str, Any]:
+    """The draft's config.json; empty where there is none."""
+    file = Path(model or "") / "config.json"
+    if model is None or not file.is_file():
+        return {}
+    read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return read
