@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import pytest
-from gateway.toys import EOS, ToyDraft, ToyTarget, arithmetic, expected, scripted, until
+from gateway.toys import EOS, ToyDraft, ToyLink, ToyTarget, arithmetic, expected, scripted, until
 
 from outrider.gateway.backends import Lost
 from outrider.gateway.core import SpeculationCore
+from outrider.gateway.driver import SpeculationDriver
 from outrider.gateway.effects import CloseDraft, Emit, Fail, OpenDraft, OpenTarget, ToDraft, ToTarget
 from outrider.gateway.loop import speculate
 from outrider.gateway.policy import Policy
@@ -200,6 +202,51 @@ async def test_an_error_in_one_sequence_does_not_reach_the_stream() -> None:
             assert isinstance(item, Round)
             broken = Commit(0, item.commit.position + len(item.commit.ids), 7)  # type: ignore[arg-type]
             target.links[0].on_event(broken)
+
+
+class Failing(ToyTarget):
+    """Raises when a sequence is opened, from the `good`-th time on."""
+
+    good = 0
+
+    def open(self, *arguments: Any) -> ToyLink | None:
+        if len(self.opens) >= self.good and self.available:
+            raise TypeError("a bug")
+        return super().open(*arguments)
+
+
+async def test_a_start_that_fails_leaves_nothing_open() -> None:
+    draft = ToyDraft()
+    with pytest.raises(TypeError, match="a bug"):
+        await collect(draft, Failing(), request())
+    assert draft.num_closed == len(draft.opens) == 1
+
+
+async def test_an_error_in_a_timer_ends_the_sequence() -> None:
+    target = Failing(step_s=0.001)
+    target.good = 1
+    async with asyncio.timeout(2):
+        with pytest.raises(OutriderError, match="unexpected TypeError"):
+            async for _ in speculate(None, target, request(200), Policy(0)):
+                if target.available:  # it comes back broken: the timer that tries again meets the error
+                    target.available = False
+                    asyncio.get_running_loop().call_later(0.05, setattr, target, "available", True)
+                    target.links[-1].lose()
+
+
+async def test_a_deadline_ends_a_sequence_whose_draft_cannot_be_closed() -> None:
+    def close() -> None:
+        raise TypeError("a bug")
+
+    drivers: list[SpeculationDriver] = []
+    draft, target = ToyDraft(mute=True), ToyTarget()
+    async with aclosing(speculate(draft, target, request(200), K4, driver_out=drivers)) as rounds:
+        await anext(rounds)
+        draft.links[0].close = close  # type: ignore[method-assign]
+        drivers[0].fail(Failure(0, 4, "late"))  # as a timer would
+        with pytest.raises(OutriderError, match="unexpected TypeError"):
+            await asyncio.wait_for(anext(rounds), 2)
+    assert target.num_closed == 1
 
 
 async def test_tally_counts_as_vllm_does() -> None:

@@ -8,8 +8,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from outrider.gateway.backends import Drafter, DrafterLink, Lost, Verifier, VerifierLink
 from outrider.gateway.core import UNAVAILABLE, SpeculationCore
@@ -29,8 +29,6 @@ from outrider.wire.errors import Internal, OutriderError, to_failure
 from outrider.wire.messages import DraftEvent, Failure, PromptLogprobs, TargetEvent
 
 log = logging.getLogger(__name__)
-
-E = TypeVar("E")
 
 DRAFT_RETRY_S = 1.0  # after a draft was lost
 TARGET_RETRY_S = 0.1  # while a lost target has no successor yet
@@ -68,8 +66,8 @@ class SpeculationDriver:
         self._apply(self.core.on_read(position))
 
     def fail(self, failure: Failure) -> None:
-        """Ends the sequence with an error, as when its time ran out."""
-        self._apply(self.core.give_up(failure))
+        """Ends the sequence with an error, as when its time ran out. A timer may call it: it raises nothing."""
+        self._guard(lambda: self._apply(self.core.give_up(failure)))
 
     def close(self) -> None:
         """Releases what is still open on both sides."""
@@ -77,10 +75,11 @@ class SpeculationDriver:
         self._effects.clear()
         if self._timer is not None:
             self._timer.cancel()
-        for link in (self.target_link, self.draft_link):
-            if link is not None:
-                link.close()
+        links = [link for link in (self.target_link, self.draft_link) if link is not None]
         self.target_link = self.draft_link = None
+        with ExitStack() as stack:  # each is closed, whatever another's close raises
+            for link in links:
+                stack.callback(link.close)
 
     def _apply(self, effects: list[Effect]) -> None:
         """Effects of events that arise while effects are applied follow behind them."""
@@ -94,10 +93,11 @@ class SpeculationDriver:
         finally:
             self._applying = False
 
-    def _guard(self, handle: Callable[[E], None], event: E) -> None:
-        """Handles an event; one sequence's error must not end the stream that others share."""
+    def _guard(self, handle: Callable[[], None]) -> None:
+        """Handles an event or a timer. One sequence's error must not end the stream that others share, and must not
+        leave its own reader waiting for ever."""
         try:
-            handle(event)
+            handle()
         except OutriderError as error:  # a message that no frame can hold
             self._end_by(error)
         except Exception as error:
@@ -136,7 +136,7 @@ class SpeculationDriver:
 
         def on_event(event: TargetEvent | Lost) -> None:
             if epoch == self._target_epoch and not self.closed:
-                self._guard(self._on_target, event)
+                self._guard(lambda: self._on_target(event))
 
         if self.target_link is not None:
             self.target_link.close()
@@ -171,7 +171,7 @@ class SpeculationDriver:
 
     def _retry_target(self) -> None:
         if not self.closed:
-            self._apply(self.core.retry_target(time.monotonic()))
+            self._guard(lambda: self._apply(self.core.retry_target(time.monotonic())))
 
     def _open_draft(self, effect: OpenDraft) -> None:
         self._draft_epoch += 1
@@ -179,7 +179,7 @@ class SpeculationDriver:
 
         def on_event(event: DraftEvent | Lost) -> None:
             if epoch == self._draft_epoch and not self.closed:
-                self._guard(self._on_draft, event)
+                self._guard(lambda: self._on_draft(event))
 
         self.draft_link = self.drafter.open(effect.request, on_event) if self.drafter is not None else None
         if self.draft_link is None:
@@ -190,9 +190,9 @@ class SpeculationDriver:
 
     def _close_draft(self, effect: CloseDraft) -> None:
         self._draft_epoch += 1
-        if self.draft_link is not None:
-            self.draft_link.close()
-            self.draft_link = None
+        link, self.draft_link = self.draft_link, None
+        if link is not None:
+            link.close()
         if effect.reason:
             self._draft_retry_at = time.monotonic() + DRAFT_RETRY_S if effect.may_return else None
             self.on_draft_stop(effect.reason)

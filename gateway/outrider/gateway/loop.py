@@ -41,8 +41,8 @@ async def speculate(
     driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop)
     if driver_out is not None:
         driver_out.append(driver)
-    driver.start()
     try:
+        driver.start()
         while True:
             item = await driver.items.get()
             if isinstance(item, Failure):
