@@ -86,7 +86,17 @@ class Harness:
 
 def opened(sequence_id: int, prompt: Sequence[int], **sampling: Any) -> Open:
     """An Open with the given sampling fields; `seed`, `acceptance` and other Open fields are taken out of them."""
-    names = {"output_ids", "fork_of", "completion", "acceptance", "seed", "timeout_ms", "priority", "salt"}
+    names = {
+        "output_ids",
+        "fork_of",
+        "completion",
+        "acceptance",
+        "seed",
+        "timeout_ms",
+        "priority",
+        "salt",
+        "model_digest",
+    }
     own = {name: sampling.pop(name) for name in names & sampling.keys()}
     sampling.setdefault("temperature", 0.0)
     return Open(sequence_id, tuple(prompt), SamplingParams(**sampling), **own)

@@ -28,6 +28,7 @@ from outrider.target.engine import EngineCommand as TargetCommand
 from outrider.target.engine import StreamCommand
 from outrider.target.settings import TargetSettings
 from outrider.wire.messages import (
+    Arithmetic,
     Close,
     Closed,
     Commit,
@@ -35,6 +36,7 @@ from outrider.wire.messages import (
     DraftInfo,
     DraftMethod,
     Failure,
+    ModelInfo,
     Open,
     TargetEvent,
     TargetInfo,
@@ -51,6 +53,11 @@ class LocalLink:
 
     def __init__(self, peer: LocalPeer, sequence_id: int, on_event: Callable[[Any], None]) -> None:
         self._peer, self.sequence_id, self.on_event = peer, sequence_id, on_event
+
+    @property
+    def model(self) -> ModelInfo:
+        """The engine's."""
+        return self._peer.info.model
 
     def send(self, *messages: Any) -> None:
         """Sends in order; nothing after the end."""
@@ -78,6 +85,11 @@ class LocalPeer(ABC):
     @abstractmethod
     def thread(self) -> DeviceThread[Any]:
         """The thread that owns the model."""
+
+    @property
+    @abstractmethod
+    def info(self) -> TargetInfo | DraftInfo:
+        """What a service over the engine would say of itself."""
 
     @abstractmethod
     def command(self, messages: Sequence[Any]) -> None:
@@ -177,7 +189,11 @@ class LocalTarget(LocalPeer):
         return self._info
 
     def open(
-        self, request: Open, on_event: Callable[[TargetEvent | Lost], None], fork_of: VerifierLink | None = None
+        self,
+        request: Open,
+        on_event: Callable[[TargetEvent | Lost], None],
+        fork_of: VerifierLink | None = None,
+        like: Arithmetic | None = None,
     ) -> LocalLink | None:
         """Starts a sequence, or a fork of one that is open."""
         return self.start(request, on_event, fork_of)

@@ -15,7 +15,7 @@ from outrider.gateway.loop import speculate
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import Unavailable
-from outrider.wire.messages import Credit, Open, Piece, TargetEvent, TargetInfo
+from outrider.wire.messages import Arithmetic, Credit, ModelInfo, Open, Piece, TargetEvent, TargetInfo
 from outrider.wire.sampling import TokenOrigin
 
 Integers = NDArray[np.int64]
@@ -51,9 +51,13 @@ class DraftedFirst:
         return self._targets.info
 
     def open(
-        self, request: Open, on_event: Callable[[TargetEvent | Lost], None], fork_of: VerifierLink | None = None
+        self,
+        request: Open,
+        on_event: Callable[[TargetEvent | Lost], None],
+        fork_of: VerifierLink | None = None,
+        like: Arithmetic | None = None,
     ) -> VerifierLink | None:
-        link = self._targets.open(request, on_event, fork_of)
+        link = self._targets.open(request, on_event, fork_of, like)
         return None if link is None else _HeldLink(link)
 
 
@@ -61,6 +65,10 @@ class _HeldLink:
     def __init__(self, link: VerifierLink) -> None:
         self._link = link
         self._held: list[Piece | Credit] | None = []
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._link.model
 
     def send(self, *messages: Piece | Credit) -> None:
         if self._held is not None:

@@ -223,6 +223,11 @@ class ToyLink:
     sent: list[Any] = field(default_factory=list)
     open: bool = True
 
+    @property
+    def model(self) -> ModelInfo:
+        model: ModelInfo = self.toy.info.model
+        return model
+
     def send(self, *messages: Any) -> None:
         if self.open:
             self.sent.extend(messages)
@@ -259,7 +264,9 @@ class ToyTarget:
     num_closed: int = 0
     num_patiences: int = 0
 
-    def open(self, request: Open, on_event: Callable[[Any], None], fork_of: Any = None) -> ToyLink | None:
+    def open(
+        self, request: Open, on_event: Callable[[Any], None], fork_of: Any = None, like: Any = None
+    ) -> ToyLink | None:
         if not self.available:
             return None
         self.opens.append(request)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from simulation.checks import Watch
 from simulation.clock import Clock
 
 from outrider.gateway.backends import Lost
-from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, Open, Piece
+from outrider.wire.messages import Arithmetic, Close, Closed, Commit, Credit, Failure, ModelInfo, Open, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Host(Protocol):
 class SimLink:
     """One sequence on a stream, as the gateway sees it."""
 
+    model: ClassVar = ModelInfo("simulated", "", 0, 0, batch_invariant=True)
     stream: Stream
     sequence_id: int
     on_event: Callable[[Any], None]
@@ -218,7 +219,13 @@ class Door:
         """None while the peer is not reached."""
         return self.peer.stream
 
-    def open(self, request: Open, on_event: Callable[[Any], None], fork_of: SimLink | None = None) -> SimLink | None:
+    def open(
+        self,
+        request: Open,
+        on_event: Callable[[Any], None],
+        fork_of: SimLink | None = None,
+        like: Arithmetic | None = None,
+    ) -> SimLink | None:
         """Starts a sequence, if there is a stream."""
         if self.peer.stream is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,3 +271,12 @@ def test_nan_logits_are_an_error_and_never_a_token(models: tuple[Any, LoadedMode
     assert harness.failures(1)[0].reason == "INVALID_LOGITS" and not harness.output(1)
     monkeypatch.undo()
     assert len(harness.decode_plain(2, opened(2, prompt_of(1), max_tokens=4))) == 4
+
+
+def test_a_sequence_of_other_weights_is_refused(models: tuple[Any, LoadedModel]) -> None:
+    harness = Harness.of(models[1])
+    harness.engine.limits = replace(harness.engine.limits, model_digest="d1")
+    harness.send(opened(1, prompt_of(1), model_digest="d9"), opened(2, prompt_of(1), max_tokens=2, model_digest="d1"))
+    (failure,) = harness.failures(1)
+    assert failure.reason == "OTHER_MODEL" and "d9" in failure.message and "d1" in failure.message
+    assert not harness.failures(2)

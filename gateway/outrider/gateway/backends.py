@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.wire.messages import (
+    Arithmetic,
     Commit,
     Credit,
     DraftEvent,
     DraftInfo,
+    ModelInfo,
     Open,
     Piece,
     TargetEvent,
@@ -29,6 +31,10 @@ class Lost:
 
 class VerifierLink(Protocol):
     """One sequence at a target. Messages carry no sequence id of their own; the link sets it."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """What the target that has it said of its model."""
 
     def send(self, *messages: Piece | Credit) -> None:
         """Sends in order, in one frame where they fit; never blocks."""
@@ -55,10 +61,15 @@ class Verifier(Protocol):
         """What the target said of itself."""
 
     def open(
-        self, request: Open, on_event: Callable[[TargetEvent | Lost], None], fork_of: VerifierLink | None = None
+        self,
+        request: Open,
+        on_event: Callable[[TargetEvent | Lost], None],
+        fork_of: VerifierLink | None = None,
+        like: Arithmetic | None = None,
     ) -> VerifierLink | None:
-        """Starts a sequence; None if no target can take one now. With `fork_of` a link of the same peer shares its
-        prompt."""
+        """Starts a sequence, at a target of `request.model_digest` alone where that is set; None if none can take one
+        now. With `fork_of` a link of the same peer shares its prompt. A target that computes `like` the one before is
+        preferred."""
 
 
 class Drafter(Protocol):

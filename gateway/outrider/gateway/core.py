@@ -26,7 +26,17 @@ from outrider.gateway.effects import (
 from outrider.gateway.policy import Chooser, Policy
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import InvalidArgument
-from outrider.wire.messages import Commit, Credit, DraftEvent, Failure, Open, Piece, PromptLogprobs, TargetEvent
+from outrider.wire.messages import (
+    Commit,
+    Credit,
+    DraftEvent,
+    Failure,
+    ModelInfo,
+    Open,
+    Piece,
+    PromptLogprobs,
+    TargetEvent,
+)
 from outrider.wire.validate import validate_piece
 
 UNAVAILABLE = 14  # gRPC's number; the core knows no grpc
@@ -52,6 +62,9 @@ class SpeculationCore:
     _journal: list[Piece] = field(init=False, default_factory=list)
     _last_chain: int = field(init=False, default=-1)
     _target_opens: int = field(init=False, default=0)
+    _model: ModelInfo | None = field(init=False, default=None)  # of the target that has the sequence, or had it last
+    _moved: bool = field(init=False, default=False)  # since the last round
+    _near_ties: bool = field(init=False, default=False)
     _round_start: float = field(init=False, default=0.0)
     _draft_us: int = field(init=False, default=0)
     _num_rounds: int = field(init=False, default=0)
@@ -78,6 +91,15 @@ class SpeculationCore:
             effects.append(self._open_draft())
         effects.append(self._open_target())
         return effects
+
+    def on_target_open(self, model: ModelInfo) -> None:
+        """A target has taken the sequence. What another committed before may have been computed otherwise."""
+        before, self._model = self._model, model
+        if before is None or len(self.committed) == self.prompt_len + len(self.request.output_ids):
+            return
+        self._moved = True
+        if model.arithmetic != before.arithmetic or not model.batch_invariant:
+            self._near_ties = True
 
     def on_target(self, event: TargetEvent | Lost, now: float) -> list[Effect]:
         """A commit extends the sequence and renews both credits; a lost target is replaced."""
@@ -206,7 +228,10 @@ class SpeculationCore:
             started=self._round_start,
             ended=self._now,
             draft_us=self._draft_us if commit.num_drafted else 0,
+            moved=self._moved,
+            near_ties=self._near_ties,
         )
+        self._moved = False
         self._num_rounds += 1
         self._round_start, self._draft_us = self._now, 0
         return closed
@@ -222,11 +247,12 @@ class SpeculationCore:
         committed length."""
         self._target_opens += 1
         self._target_credit = self._renewed_target_credit()
-        return OpenTarget(self._open_request(), (self._target_credit, *self._journal))
+        like = None if self._model is None else self._model.arithmetic
+        return OpenTarget(self._open_request(), (self._target_credit, *self._journal), like)
 
     def _open_draft(self) -> OpenDraft:
         self._draft_until, self._draft_credit = 0, None
-        request = replace(self._open_request(), first_chain=self._last_chain + 1)
+        request = replace(self._open_request(), first_chain=self._last_chain + 1, model_digest="")  # the target's
         return OpenDraft(request, self._renewed_draft_credit())
 
     def _open_request(self) -> Open:

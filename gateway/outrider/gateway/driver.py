@@ -141,11 +141,12 @@ class SpeculationDriver:
         if self.target_link is not None:
             self.target_link.close()
         parent = None if self.fork_of is None else self.fork_of.target_link
-        self.target_link = self.verifier.open(effect.request, on_event, parent)
+        self.target_link = self.verifier.open(effect.request, on_event, parent, effect.like)
         if self.target_link is None:
             self._wait_for_target()
             return
         self._give_up_at = None
+        self.core.on_target_open(self.target_link.model)
         self.target_link.send(*effect.messages)
 
     def _on_target(self, event: TargetEvent | Lost) -> None:

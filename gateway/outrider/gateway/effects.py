@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.gateway.rounds import Round
-from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
+from outrider.wire.messages import Arithmetic, Commit, Credit, Failure, Open, Piece, PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,7 @@ class OpenTarget:
 
     request: Open
     messages: tuple[Piece | Credit, ...]
+    like: Arithmetic | None = None  # of the target before
 
 
 @dataclass(frozen=True, slots=True)

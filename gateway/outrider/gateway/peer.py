@@ -45,13 +45,18 @@ class PeerService(Generic[Info]):
 class PeerLink:
     """One sequence at a peer. It sets the sequence id of what it sends."""
 
-    __slots__ = ("_links", "_stream", "on_event", "sequence_id")
+    __slots__ = ("_links", "_stream", "model", "on_event", "sequence_id")
 
     def __init__(
-        self, links: dict[int, PeerLink], stream: FrameStream, sequence_id: int, on_event: Callable[[Any], None]
+        self,
+        links: dict[int, PeerLink],
+        stream: FrameStream,
+        sequence_id: int,
+        on_event: Callable[[Any], None],
+        model: ModelInfo,
     ) -> None:
         self._links, self._stream = links, stream
-        self.sequence_id = sequence_id
+        self.sequence_id, self.model = sequence_id, model
         self.on_event = on_event
         links[sequence_id] = self
 
@@ -121,8 +126,8 @@ class Peer(Generic[Info]):
 
     def open(self, request: Open, on_event: Callable[[Any], None], parent: PeerLink | None = None) -> PeerLink:
         """Starts a sequence; with a parent that is alive here it shares the parent's prompt."""
-        stream = self._stream
-        if stream is None:
+        stream, info = self._stream, self.info
+        if stream is None or info is None:
             raise Unavailable(f"{self._service.name} {self.address} is not connected")
         self._last_id += 1
         if parent is None:
@@ -130,7 +135,7 @@ class Peer(Generic[Info]):
         else:
             message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=())
         stream.send(message)
-        return PeerLink(self._links, stream, self._last_id, on_event)
+        return PeerLink(self._links, stream, self._last_id, on_event, self._service.model_of(info))
 
     async def run(self) -> None:
         """Connects, and connects again, until cancelled."""

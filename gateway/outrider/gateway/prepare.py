@@ -32,6 +32,7 @@ class Prepared:
     acceptance: AcceptanceRule
     mode: str  # of speculation.mode, resolved
     seed: int
+    model_digest: str  # of the model that it runs on to its end
 
     def output_ids(self, index: int) -> tuple[int, ...]:
         """What the client already has of a completion."""
@@ -56,6 +57,7 @@ class Prepared:
             traceparent=traceparent,
             one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
             method=self.request.speculation.method,
+            model_digest=self.model_digest,
         )
 
 
@@ -104,6 +106,7 @@ async def prepare(
         acceptance=own_rule if rule is AcceptanceRule.AUTO else rule,
         mode=mode,
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        model_digest=model.digest,
     )
 
 

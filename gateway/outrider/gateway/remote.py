@@ -20,7 +20,7 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire.codec_frames import DRAFT_STREAM, TARGET_STREAM
 from outrider.wire.codec_info import decode_draft_info, decode_target_info
 from outrider.wire.errors import FailedPrecondition, Unavailable
-from outrider.wire.messages import DraftEvent, DraftInfo, Failure, Open, Piece, TargetEvent, TargetInfo
+from outrider.wire.messages import Arithmetic, DraftEvent, DraftInfo, Failure, Open, Piece, TargetEvent, TargetInfo
 from outrider.wire.stream import StreamConfig
 
 Info = TypeVar("Info")
@@ -140,14 +140,22 @@ class RemoteTargets(RemotePeers[TargetInfo]):
         return self._info
 
     def open(
-        self, request: Open, on_event: Callable[[TargetEvent | Lost], None], fork_of: VerifierLink | None = None
+        self,
+        request: Open,
+        on_event: Callable[[TargetEvent | Lost], None],
+        fork_of: VerifierLink | None = None,
+        like: Arithmetic | None = None,
     ) -> VerifierLink | None:
-        """Starts a sequence: a fork beside its parent, any other where its prompt sends it."""
+        """Starts a sequence: a fork beside its parent, any other where its prompt sends it among the targets of its
+        model, and of those among the ones that compute `like` the target before, if there are any."""
+        models = {peer: peer.info.model for peer in self.peers if peer.usable and peer.info is not None}
+        fitting = [peer for peer, model in models.items() if request.model_digest in ("", model.digest)]
         if isinstance(fork_of, PeerLink):
-            for peer in self.peers:
-                if peer.usable and peer.holds(fork_of):
+            for peer in fitting:
+                if peer.holds(fork_of):
                     return peer.open(request, on_event, fork_of)
-        chosen = self._place(request, self.peers)
+        equal = [peer for peer in fitting if models[peer].arithmetic == like]
+        chosen = self._place(request, equal or fitting)
         return None if chosen is None else chosen.open(request, on_event)
 
     def _admit(self, address: str, info: TargetInfo) -> None:

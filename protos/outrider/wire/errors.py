@@ -28,6 +28,7 @@ from google.rpc import error_details_pb2, status_pb2
 from outrider.wire.messages import Failure
 
 DOMAIN = "outrider"
+OTHER_MODEL = "OTHER_MODEL"  # a reason: what was begun with other weights is not continued here
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 MAX_VIOLATIONS = 16
 

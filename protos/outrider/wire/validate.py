@@ -78,6 +78,7 @@ def validate_generation(
     mode: str = "",
     priority: int = 0,
     output_ids: Sequence[Sequence[int]] = (),
+    model_digest: str = "",
     vocab_size: int = _MAX_UINT32,
     found: Violations | None = None,
 ) -> None:
@@ -90,6 +91,7 @@ def validate_generation(
         here.integer("speculation.num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
     here.name("request_id", request_id, MAX_NAME_CHARS)
     here.text("salt", salt, MAX_NAME_CHARS)
+    here.text("model_digest", model_digest, MAX_NAME_CHARS)
     here.text("speculation.method", method, MAX_NAME_CHARS)
     if mode and mode not in SPECULATION_MODES:
         here.add("speculation.mode", f"is {quoted(mode)}", ", ".join(SPECULATION_MODES))
@@ -118,7 +120,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int) -> None:
     found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
     found.integer("first_chain", message.first_chain, 0, _MAX_UINT32)
     found.integer("priority", message.priority, -_MAX_INT32 - 1, _MAX_INT32)
-    for field in ("salt", "traceparent", "method"):
+    for field in ("salt", "traceparent", "method", "model_digest"):
         found.text(field, getattr(message, field), MAX_NAME_CHARS)
     sampling = Violations("open.sampling.")
     _sampling(sampling, message.sampling, vocab_size, max_model_len)

@@ -11,6 +11,7 @@ from outrider.engine.sequence import Sequence
 from outrider.target.chains import ChainBuffer
 from outrider.target.state import SequenceKey, Sink, TargetSequence
 from outrider.wire.errors import (
+    OTHER_MODEL,
     FailedPrecondition,
     InvalidArgument,
     OutriderError,
@@ -36,6 +37,7 @@ class TargetLimits:
     max_window: int = 128
     max_sequences: int = 256
     untrusted_draft: bool = False  # weights are ignored: every drafted token is one-hot
+    model_digest: str = ""
 
 
 class Refused(Exception):
@@ -95,6 +97,11 @@ def _with_prompt(message: Open, parent: TargetSequence | None) -> Open:
 
 
 def _check(message: Open, limits: TargetLimits) -> None:
+    if message.model_digest not in ("", limits.model_digest):  # the gateway took this target for another
+        raise Unavailable(
+            f"the sequence is of model {message.model_digest[:12]}, this target serves {limits.model_digest[:12]}",
+            reason=OTHER_MODEL,
+        )
     validate_open(message, limits.vocab_size, limits.max_model_len)
     validate_length(len(message.prompt_ids), message.sampling.max_tokens, limits.max_model_len, "open.sampling.")
     if len(message.output_ids) >= message.sampling.max_tokens:

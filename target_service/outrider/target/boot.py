@@ -169,6 +169,7 @@ def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner
         max_window=settings.max_window,
         max_sequences=settings.max_sequences,
         untrusted_draft=settings.untrusted_draft,
+        model_digest=loaded.digest,
     )
 
 

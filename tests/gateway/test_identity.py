@@ -1,0 +1,85 @@
+"""Weights and arithmetic of targets: a sequence stays with its weights, and a change of arithmetic is marked."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gateway.toys import QUICK, TargetServicer, ToyTarget, expected, serving, target_info, until
+
+from outrider.gateway.loop import speculate
+from outrider.gateway.policy import Policy
+from outrider.gateway.remote import RemoteTargets
+from outrider.gateway.rounds import Round
+from outrider.wire.messages import Open
+from outrider.wire.sampling import SamplingParams
+
+PROMPT = (11, 12, 13)
+EXACT = {"engine": "outrider", "kernels": "c-avx512", "batch_invariant": True}
+
+
+def request(max_tokens: int = 200, **fields: Any) -> Open:
+    return Open(0, PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens), **fields)
+
+
+async def connected(stack: AsyncExitStack, *servicers: TargetServicer) -> RemoteTargets:
+    addresses = [(await stack.enter_async_context(serving(servicer))).address for servicer in servicers]
+    targets = await stack.enter_async_context(RemoteTargets(addresses, stream_config=QUICK))
+    await until(lambda: all(peer.usable for peer in targets.peers))
+    return targets
+
+
+async def test_a_sequence_is_opened_at_its_weights_alone() -> None:
+    async with AsyncExitStack() as stack:
+        targets = await connected(stack, TargetServicer(ToyTarget()))
+        assert targets.open(request(model_digest="d1"), print) is not None
+        assert targets.open(request(model_digest="d9"), print) is None
+
+
+async def test_replicas_that_compute_alike_are_preferred() -> None:
+    same, other = target_info(**EXACT), target_info(**EXACT | {"kernels": "c-avx2"})
+    one, two = TargetServicer(ToyTarget(info=same)), TargetServicer(ToyTarget(info=other))
+    async with AsyncExitStack() as stack:
+        targets = await connected(stack, one, two)
+        opens = [replace(request(), prompt_ids=(number, 5, 9)) for number in range(1, 17)]
+        for opened in opens:
+            assert targets.open(opened, print, like=same.model.arithmetic) is not None
+        await until(lambda: len(one.opens) == len(opens))
+        assert not two.opens
+        like = replace(same.model.arithmetic, kernels="triton-sm90")
+        for opened in opens:  # nobody computes so: the others take it
+            assert targets.open(opened, print, like=like) is not None
+        await until(lambda: len(one.opens) + len(two.opens) == 2 * len(opens))
+        assert two.opens
+
+
+@pytest.mark.parametrize(
+    ("second", "near_ties"),
+    [(EXACT, False), (EXACT | {"kernels": "c-avx2"}, True), (EXACT | {"batch_invariant": False}, True)],
+    ids=["equal", "other kernels", "by batch"],
+)
+async def test_failover_to_other_arithmetic_is_marked(second: dict[str, Any], near_ties: bool) -> None:
+    servicers = [TargetServicer(ToyTarget(step_s=0.002, info=target_info(**fields))) for fields in (EXACT, second)]
+    async with AsyncExitStack() as stack:
+        targets = await connected(stack, *servicers)
+        rounds: list[Round] = []
+
+        async def collect() -> None:
+            async for item in speculate(None, targets, request(60, model_digest="d1"), Policy(0)):
+                assert isinstance(item, Round)
+                rounds.append(item)
+
+        task = asyncio.create_task(collect())
+        await until(lambda: len(rounds) > 3)
+        (busy,) = (servicer for servicer in servicers if servicer.opens)
+        await busy.streams[0].close()
+        await asyncio.wait_for(task, 10)
+        assert all(servicer.opens for servicer in servicers)
+    assert [token for closed in rounds for token in closed.commit.ids] == expected(PROMPT, 60)
+    (moved,) = (closed.index for closed in rounds if closed.moved)
+    assert moved > 3 and [closed.near_ties for closed in rounds] == [
+        near_ties and closed.index >= moved for closed in rounds
+    ]
