@@ -7,6 +7,7 @@ import importlib.util
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,11 +26,17 @@ def triton_device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreted_loops() -> None:
+def interpreter() -> None:
+    """The interpreter as the tests need it."""
+    if INTERPRETED and importlib.util.find_spec("triton") is not None:
+        _count_by_scalars()
+        _patch_once_a_launch()
+        _multiply_row_by_row()
+
+
+def _count_by_scalars() -> None:
     """The interpreter keeps scalars as arrays of one element, which numpy 2.4 no longer takes for whole numbers: a loop
     over a range that the kernel computes would fail."""
-    if not INTERPRETED or importlib.util.find_spec("triton") is None:
-        return
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -41,12 +48,9 @@ def interpreted_loops() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_patch_a_launch(interpreted_loops: None) -> None:
+def _patch_once_a_launch() -> None:
     """The interpreter patches the language anew for every call of a device function, which is half of its time; once
     in a launch is enough."""
-    if not INTERPRETED or importlib.util.find_spec("triton") is None:
-        return
     from triton.runtime import interpreter
 
     patch_language, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
@@ -65,3 +69,16 @@ def one_patch_a_launch(interpreted_loops: None) -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def _multiply_row_by_row() -> None:
+    """The interpreter's product of tiles is one call of OpenBLAS, some of whose kernels (Haswell's and Zen's) add a row
+    up in an order that depends on its place. On a GPU it does not: here, too, each row is a product of its own."""
+    from triton.runtime import interpreter
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        left, right = a.data[..., None, :], b.data[..., None, :, :]  # [rows, 1, in], [1, in, out]
+        products = np.matmul(left, right, dtype=d.data.dtype)[..., 0, :]
+        return interpreter.TensorHandle(products + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot

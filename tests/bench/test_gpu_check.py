@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted import INTERPRETED, interpreted_loops, one_patch_a_launch
+from interpreted import INTERPRETED, interpreter
 from pretended import pretended_device
 from replayed import Replayed
 
 from outrider.kernels import dispatch
 
-__all__ = ["interpreted_loops", "one_patch_a_launch"]
+__all__ = ["interpreter"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -11,7 +11,7 @@ import draft.harness as harness
 import numpy as np
 import pytest
 from draft.harness import Harness, commit, credit, naive, new_open
-from interpreted import interpreted_loops, one_patch_a_launch
+from interpreted import interpreter
 from pretended import PretendedDevice, gpu
 from tiny import SMALLEST, tiny_config, tiny_hf_model, tiny_state
 
@@ -21,7 +21,7 @@ from outrider.engine.memory import RunnerOptions
 from outrider.wire.messages import DraftEvent, Open, Piece, TokenWeights
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
-__all__ = ["gpu", "interpreted_loops", "one_patch_a_launch"]
+__all__ = ["gpu", "interpreter"]
 
 LIMITS = StepLimits(max_rows=8, max_sequences=8, max_query_len=2)
 PROMPT = list(range(5, 17))  # with a window a block is full

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import interpreted_loops, one_patch_a_launch, triton_device
+from interpreted import interpreter, triton_device
 
 from outrider.kernels import dispatch
 
-__all__ = ["interpreted_loops", "one_patch_a_launch", "triton_device", "triton_everywhere"]
+__all__ = ["interpreter", "triton_device", "triton_everywhere"]
 
 
 @pytest.fixture

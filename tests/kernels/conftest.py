@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from interpreted import interpreted_loops, one_patch_a_launch, triton_device
+from interpreted import interpreter, triton_device
 
-__all__ = ["interpreted_loops", "one_patch_a_launch", "triton_device"]
+__all__ = ["interpreter", "triton_device"]

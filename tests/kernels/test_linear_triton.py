@@ -1,5 +1,10 @@
 """The Triton product: its values, and bits that depend on the row alone."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +51,16 @@ def test_bits_depend_on_the_row_alone(triton_device: torch.device, dtype: torch.
         assert torch.equal(part, whole[start : start + count])
     x[1:] = float("nan")
     assert torch.equal(linear_triton.linear(x, weight, bias)[0], whole[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no such kernels")
+@pytest.mark.parametrize("core", ["Haswell", "Zen", "SkylakeX"])
+def test_bits_do_not_depend_on_the_kernels_of_numpy(core: str) -> None:
+    """The interpreter multiplies by OpenBLAS, which has others for each processor."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", test_bits_depend_on_the_row_alone.__name__]
+    done = subprocess.run(command, env=os.environ | {"OPENBLAS_CORETYPE": core}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_an_order_of_its_own_would_show(triton_device: torch.device) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import interpreted_loops, one_patch_a_launch
+from interpreted import interpreter
 from pretended import PretendedDevice, gpu
 from replayed import Replayed
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, opened
@@ -22,7 +22,7 @@ from outrider.target.verifiers import verifier_of
 from outrider.wire.messages import Commit, Credit, Open, Piece, TokenWeights
 from outrider.wire.sampling import LogprobsMode
 
-__all__ = ["gpu", "interpreted_loops", "one_patch_a_launch"]
+__all__ = ["gpu", "interpreter"]
 
 LIMITS = StepLimits(max_rows=8, max_sequences=4, max_query_len=2)
 MAX_TOKENS = 7

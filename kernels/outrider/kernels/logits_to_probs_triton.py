@@ -81,7 +81,8 @@ def truncate(
     greedy: Tensor | None = None,  # [rows] bool: rows left alone
     tile: int = CUT_TILE,
 ) -> None:
-    """Launches top_k and top_p, with the renormalisation after them."""
+    """Launches top_k and top_p. A row that has either comes out as what is kept over its sum, also where that is all of
+    it; one that has neither (top_k 0 and top_p 1), and a greedy one, keeps its bits, normalised or not."""
     num_cut = len(cut.rows)
     if num_cut:
         scratch = torch.empty(num_cut, tile, dtype=torch.int32, device=probs.device)
