@@ -34,7 +34,7 @@ help:
 	@echo 'make bench-network [ARGS=--full]                                  what the network between the services costs'
 	@echo 'make bench-kernels [ARGS="--only linear"]                         each kernel against its floor and PyTorch'
 	@echo 'make gpu                                                          on a GPU: its tests, its kernels, whole steps'
-	@echo 'make protos                                                       the gRPC stubs, anew'
+	@echo 'make protos                                                       the gRPC stubs, anew, and the image they must stay true to'
 	@echo 'make install                                                      $(VENV) with everything in it'
 	@echo 'make clean                                                        removes what make made'
 
@@ -83,6 +83,7 @@ gpu: $(STAMP)
 
 protos: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh
+	PYTHON=$(CURDIR)/$(BIN)/python protos/image.sh
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl

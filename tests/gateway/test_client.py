@@ -14,9 +14,11 @@ from tokenizer_factory import train_byte_level
 
 from outrider import client as client_module
 from outrider.client import NO_RETRY, Client, build_request
+from outrider.client.parts import decode_response
 from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.tokenizer import Tokenizer
+from outrider.v1 import generation_pb2
 from outrider.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from outrider.wire.sampling import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams, StructuredOutput
 from outrider.wire.server import build_server
@@ -165,6 +167,15 @@ def test_every_sampling_field_is_encoded() -> None:
 def test_misuse_is_a_type_error(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
         build_request(**options)
+
+
+def test_an_enum_of_a_newer_gateway_reads_as_unspecified() -> None:
+    answer = generation_pb2.GenerateResponse(token_ids=[5], origins=[9], finish_reason=8)  # type: ignore[list-item, arg-type]
+    answer.speculation.acceptance = 7  # type: ignore[assignment]
+    part = decode_response(answer)
+    assert part.origins[0].name == "UNSPECIFIED"
+    assert part.finish_reason is not None and part.finish_reason.name == "UNSPECIFIED"
+    assert part.speculation is not None and part.speculation.acceptance is AcceptanceRule.AUTO
 
 
 def test_an_unknown_option_names_the_near_one() -> None:

@@ -31,7 +31,7 @@ from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import FailedPrecondition, Unavailable
 from outrider.wire.messages import Commit, Credit, DraftInfo, Failure, Open
-from outrider.wire.sampling import SamplingParams
+from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 PROMPT = (11, 12, 13)
 
@@ -80,6 +80,30 @@ async def test_reconnects_and_the_sequence_goes_on() -> None:
         await target.streams[0].close()
         assert await asyncio.wait_for(task, 10) == expected(PROMPT, 200)
         assert len(target.streams) == 2 and target.opens[1].output_ids
+
+
+async def test_a_request_goes_where_all_that_it_sets_is_known() -> None:
+    able, older = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
+    known = ("sampling.temperature", "acceptance.rejection")
+    older.toy.info = replace(older.toy.info, capabilities=known)
+    draft = DraftServicer(ToyDraft())
+    draft.toy.info = replace(draft_info(), capabilities=known)
+    async with (
+        serving(able) as first,
+        serving(older) as second,
+        serving(draft) as third,
+        RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
+        RemoteDrafts([third.address], stream_config=QUICK) as drafts,
+    ):
+        await until(lambda: all(peer.usable for peer in (*targets.peers, *drafts.peers)))
+        salts = [str(number) for number in range(12)]
+        for salt in salts:
+            wanted = replace(request(8, salt=salt), acceptance=AcceptanceRule.COUPLED)
+            assert await generate(drafts, targets, wanted) == expected(PROMPT, 8)
+        assert len(able.opens) == 12 and not older.opens and not draft.opens
+        for salt in salts:
+            assert await generate(drafts, targets, request(8, salt=salt)) == expected(PROMPT, 8)
+        assert older.opens and len(draft.opens) == 12
 
 
 async def test_a_server_that_was_not_there_yet() -> None:

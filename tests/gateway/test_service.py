@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,22 @@ async def test_a_given_seed_and_rule_travel(tokenizer: Tokenizer) -> None:
     assert (opened.seed, opened.acceptance, opened.method) == (77, AcceptanceRule.COUPLED, "draft_model")
     assert opened.sampling.seed is None and answer[0][0].seed == 77
     assert answer[0][-1].acceptance is AcceptanceRule.COUPLED
+
+
+async def test_what_the_target_does_not_know_is_refused_by_name(tokenizer: Tokenizer) -> None:
+    limited = replace(target_info(), capabilities=("sampling.temperature", "acceptance.rejection"))
+    engine = GenerationEngine(tokenizer, ToyTarget(info=limited), ToyDraft(), EngineConfig(mode="auto"))
+    for problem, request in (
+        ("sampling.min_p: sampling.min_p is not supported by this target; allowed: leave it unset", ask(min_p=0.2)),
+        (
+            "speculation.acceptance: acceptance.coupled is not supported by this target; allowed: leave it unset",
+            ask(speculation=SpeculationOptions(acceptance=AcceptanceRule.COUPLED)),
+        ),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^{re.escape(problem)}$"):
+            await run(engine, request)
+    answer = await run(engine, ask())
+    assert answer[0][-1].acceptance is AcceptanceRule.REJECTION  # the gateway's own choice is one that the target knows
 
 
 async def test_speculation_can_be_switched_off(tokenizer: Tokenizer) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from outrider.gateway.backends import Lost
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from outrider.wire.capabilities import BASELINE
 from outrider.wire.codec_info import encode_draft_info, encode_target_info
 from outrider.wire.frames import DRAFT_STREAM, TARGET_STREAM
 from outrider.wire.messages import (
@@ -58,7 +59,7 @@ def expected(prompt: Sequence[int], count: int, rule: Rule = arithmetic) -> list
 
 def target_info(**fields: Any) -> TargetInfo:
     model = ModelInfo("toy", "d1", VOCAB, 256, eos_token_ids=(EOS,))
-    return TargetInfo(replace(model, **fields), max_window=16)
+    return TargetInfo(replace(model, **fields), 16, capabilities=(*BASELINE, "sampling.structured_output"))
 
 
 def draft_info(**fields: Any) -> DraftInfo:

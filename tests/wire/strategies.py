@@ -146,7 +146,12 @@ MODEL_INFO = st.builds(
 INFOS: dict[str, SearchStrategy] = {
     "model_info": MODEL_INFO,
     "draft_info": st.builds(
-        m.DraftInfo, MODEL_INFO, tuples(st.builds(m.DraftMethod, TEXTS, st.booleans(), st.booleans()))
+        m.DraftInfo,
+        MODEL_INFO,
+        tuples(st.builds(m.DraftMethod, TEXTS, st.booleans(), st.booleans())),
+        capabilities=tuples(TEXTS, min_size=1),
     ),
-    "target_info": st.builds(m.TargetInfo, MODEL_INFO, UINT32, LOAD, tuples(st.tuples(UINT32, UINT32))),
+    "target_info": st.builds(
+        m.TargetInfo, MODEL_INFO, UINT32, LOAD, tuples(st.tuples(UINT32, UINT32)), tuples(TEXTS, min_size=1)
+    ),
 }

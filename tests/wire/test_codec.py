@@ -11,6 +11,7 @@ from wire.strategies import INFOS, MESSAGES, SAMPLING
 
 from outrider.v1 import common_pb2 as pb
 from outrider.wire import codec, codec_info, codec_parts, codec_sampling
+from outrider.wire.errors import InvalidArgument
 from outrider.wire.messages import Commit, Failure, TokenLogprob
 from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
 
@@ -53,19 +54,31 @@ def test_every_field_of_the_dataclasses_is_encoded() -> None:
     assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
-def test_a_number_that_no_field_or_enum_holds_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match="logprobs_mode"):
-        codec_sampling.decode_logprobs_mode(9)
-    with pytest.raises(ValueError, match="TokenOrigin"):
-        codec.decode_commit(pb.Commit(ids=[1], origins=[77]))
+def test_an_enum_of_a_newer_peer_reads_as_unspecified_in_an_answer() -> None:
+    newer = pb.Commit(ids=[1, 2], origins=[77, 4], finish_reason=9)  # type: ignore[list-item, arg-type]
+    commit = codec.decode_commit(newer)
+    assert [origin.name for origin in commit.origins] == ["UNSPECIFIED", "PLAIN"]
+    assert commit.finish_reason is not None and commit.finish_reason.name == "UNSPECIFIED"  # it has ended
+    assert codec.encode_commit(commit) == newer  # and whoever knows the number gets it
+    described = pb.ModelInfo(default_sampling=pb.SamplingParams(top_k=7, logprobs_mode=9))  # type: ignore[arg-type]
+    assert codec_info.decode_model_info(described).default_sampling == SamplingParams(top_k=7)
+
+
+def test_an_enum_of_a_newer_peer_is_refused_in_a_request() -> None:
+    with pytest.raises(InvalidArgument, match=r"^sampling.logprobs_mode: is 9, which .*; allowed: 0 to 4$"):
+        codec_sampling.decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"^open.acceptance: is 3, which .*; allowed: 0 to 2$"):
+        codec.decode_open(pb.Open(acceptance=3))  # type: ignore[arg-type]
+
+
+def test_a_number_that_no_field_holds_is_a_value_error() -> None:
     with pytest.raises(ValueError):
         codec.encode_commit(Commit(1, -1, ()))
 
 
 def test_small_codecs_of_parts() -> None:
-    for mode in LogprobsMode:
-        assert codec_sampling.decode_logprobs_mode(codec_sampling.encode_logprobs_mode(mode)) is mode
-    assert codec_sampling.decode_logprobs_mode(0) is LogprobsMode.RAW_LOGPROBS
+    unspecified = pb.SamplingParams(logprobs_mode=pb.LOGPROBS_MODE_UNSPECIFIED)
+    assert codec_sampling.decode_sampling(unspecified).logprobs_mode is LogprobsMode.RAW_LOGPROBS
     empty = StructuredOutput(choice=())
     encoded = codec_sampling.encode_structured_output(empty)
     assert codec_sampling.decode_structured_output(encoded) == empty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -267,7 +268,6 @@ BROKEN: dict[str, Callable[[], list[target_pb2.VerifyRequest]]] = {
     "where 0 were announced": lambda: [frame_of(command(open=pb.Open(sequence_id=1, prompt_ids=[1])))],
     "ids; allowed": lambda: [frame_of(command(open=pb.Open(sequence_id=1, num_prompt_ids=2**31)))],
     "a frame of": lambda: [frame_of(OPEN, LARGE, LARGE)],
-    "AcceptanceRule": lambda: [frame_of(command(open=pb.Open(sequence_id=1, acceptance=9)))],  # type: ignore[arg-type]
 }
 
 
@@ -277,6 +277,32 @@ def test_a_broken_peer_is_a_protocol_error(problem: str) -> None:
     with pytest.raises(ProtocolError, match=problem):
         for frame in BROKEN[problem]():
             assembler.accept(frame)
+
+
+NEWER_ENUMS: dict[str, dict[str, Any]] = {
+    "open.acceptance: is 9, which this version does not know; allowed: 0 to 2": {"acceptance": 9},
+    "open.sampling.logprobs_mode: is 7, which this version does not know; allowed: 0 to 4": {
+        "sampling": pb.SamplingParams(logprobs_mode=7)  # type: ignore[arg-type]
+    },
+}
+
+
+@pytest.mark.parametrize("problem", NEWER_ENUMS)
+def test_an_enum_of_a_newer_peer_fails_its_sequence_alone(problem: str) -> None:
+    table = SequenceTable()
+    assembler, packer = FrameAssembler(COMMANDS, table), FramePacker(EVENTS, table)
+    newer = command(open=pb.Open(sequence_id=2, num_prompt_ids=9, prompt_ids=[1], **NEWER_ENUMS[problem]))
+    more = command(open_slice=pb.OpenSlice(sequence_id=2, ids=[5, 6]))
+    received = assembler.accept(frame_of(OPEN, newer, more, command(credit=pb.Credit(sequence_id=2)), CREDIT))
+    assert [message.sequence_id for message in received.messages] == [1, 1]
+    (failure,) = received.replies
+    assert isinstance(failure, Failure) and (failure.sequence_id, failure.code) == (2, 3)  # INVALID_ARGUMENT
+    assert problem in failure.message
+    packer.push(failure)
+    assert packer.next_frame() is not None and table.state(2) is SequenceState.OVER
+    assert assembler.accept(frame_of(command(close=pb.Close(sequence_id=2)), CREDIT, number=2)).messages == [
+        Credit(1, 0, 0)
+    ]
 
 
 def test_messages_of_a_newer_protocol_are_skipped() -> None:

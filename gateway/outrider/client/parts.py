@@ -105,9 +105,14 @@ def _decode_stats(stats: pb.SpeculationStats) -> SpeculationStats:
         num_accepted_tokens=stats.num_accepted_tokens,
         num_accepted_per_position=tuple(stats.num_accepted_per_position),
         num_tested_per_position=tuple(stats.num_tested_per_position),
-        acceptance=AcceptanceRule(stats.acceptance),
+        acceptance=_decode_rule(stats.acceptance),
         overhead_us=stats.overhead_us,
     )
+
+
+def _decode_rule(number: int) -> AcceptanceRule:
+    """A rule that only a newer gateway knows reads as unspecified."""
+    return AcceptanceRule(number) if number in set(AcceptanceRule) else AcceptanceRule.AUTO
 
 
 def decode_info(answer: pb.GetGatewayInfoResponse) -> GatewayInfo:

@@ -120,7 +120,7 @@ class _LastLine(Painter):
 
     def token(self, text: str, origin: TokenOrigin) -> None:
         """A line is full at its end or where the terminal's is: a region that is drawn anew must fit on it."""
-        self.text.append(text.translate(VISIBLE), style=STYLES[origin])
+        self.text.append(text.translate(VISIBLE), style=STYLES.get(origin, ""))
         *full, self.text = self.text.split("\n", allow_blank=True)
         *wrapped, self.text = self.text.wrap(self._console, self._console.width) or [Text()]
         for line in (*full, *wrapped):

@@ -35,7 +35,7 @@ class Painter:
 
     def token(self, text: str, origin: TokenOrigin) -> None:
         """Writes at once."""
-        self._out.write(self._paint(text.translate(VISIBLE), COLOURS[origin]) if self.colours else text)
+        self._out.write(self._paint(text.translate(VISIBLE), COLOURS.get(origin, "")) if self.colours else text)
         self._out.flush()
 
     def prompt(self, text: str) -> None:

@@ -40,6 +40,7 @@ class PeerService(Generic[Info]):
     get_info: Callable[[grpc.aio.Channel], Awaitable[Info]]
     start_call: Callable[[grpc.aio.Channel], Any]
     model_of: Callable[[Info], ModelInfo]
+    capabilities_of: Callable[[Info], tuple[str, ...]]
 
 
 class PeerLink:
@@ -178,8 +179,6 @@ class Peer(Generic[Info]):
             return error.message
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error).message
-        except ValueError as error:  # a number in its description that this version does not know
-            return f"its description cannot be read: {error}"
         finally:
             self.attempted.set()
 

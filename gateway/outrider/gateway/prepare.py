@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.tokenizer import Tokenizer
+from outrider.wire.capabilities import lacking
 from outrider.wire.checks import Violations, quoted
 from outrider.wire.errors import InvalidArgument, Violation
 from outrider.wire.messages import DraftInfo, ModelInfo, Open, TargetInfo
@@ -95,15 +96,17 @@ async def prepare(
     k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
     mode = speculation.mode or default_mode
     # Branches and chains ahead meet the target's tokens far more often where both sides share their noise.
-    own_rule = AcceptanceRule.REJECTION if mode == "sequential" else AcceptanceRule.COUPLED
-    rule = speculation.acceptance
+    couples = mode != "sequential" and "acceptance.coupled" in target.capabilities
+    own_rule = AcceptanceRule.COUPLED if couples else AcceptanceRule.REJECTION
+    rule = own_rule if speculation.acceptance is AcceptanceRule.AUTO else speculation.acceptance
+    _check_capabilities(target, sampling, rule)
     return Prepared(
         request=request,
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
         prompt_ids=prompt_ids,
         sampling=sampling,
         num_draft_tokens=min(k, target.max_window) if speculation.enabled else 0,
-        acceptance=own_rule if rule is AcceptanceRule.AUTO else rule,
+        acceptance=rule,
         mode=mode,
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         model_digest=model.digest,
@@ -112,6 +115,15 @@ async def prepare(
 
 def _invalid(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument.of([Violation(field, problem)])
+
+
+def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: AcceptanceRule) -> None:
+    """A target that does not know a field would generate as if it were not set."""
+    found = Violations()
+    for name in lacking(target.capabilities, sampling, rule):
+        field = "speculation.acceptance" if name.startswith("acceptance.") else name
+        found.add(field, f"{name} is not supported by this target", "leave it unset")
+    found.raise_if_any()
 
 
 def _check_method(found: Violations, method: str, draft: DraftInfo | None) -> None:

@@ -17,6 +17,7 @@ from outrider.gateway.breaker import Breaker
 from outrider.gateway.peer import Peer, PeerLink, PeerService
 from outrider.gateway.placement import affinity_key, choose
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from outrider.wire.capabilities import lacking
 from outrider.wire.codec_frames import DRAFT_STREAM, TARGET_STREAM
 from outrider.wire.codec_info import decode_draft_info, decode_target_info
 from outrider.wire.errors import FailedPrecondition, Unavailable
@@ -49,8 +50,12 @@ def _propose(channel: grpc.aio.Channel) -> Any:
     return stub.Propose()
 
 
-TARGET_SERVICE = PeerService("target", TARGET_STREAM, _target_info, _verify, lambda info: info.model)
-DRAFT_SERVICE = PeerService("draft", DRAFT_STREAM, _draft_info, _propose, lambda info: info.model)
+TARGET_SERVICE = PeerService(
+    "target", TARGET_STREAM, _target_info, _verify, lambda info: info.model, lambda info: info.capabilities
+)
+DRAFT_SERVICE = PeerService(
+    "draft", DRAFT_STREAM, _draft_info, _propose, lambda info: info.model, lambda info: info.capabilities
+)
 
 
 class RemotePeers(Generic[Info]):
@@ -64,6 +69,7 @@ class RemotePeers(Generic[Info]):
         stream_config: StreamConfig | None = None,
     ) -> None:
         self.peers = [Peer(address, service, admit, self._changed, stream_config) for address in addresses]
+        self._service = service
         self._tasks: list[asyncio.Task[None]] = []
         self._change = asyncio.Event()
 
@@ -107,12 +113,17 @@ class RemotePeers(Generic[Info]):
         return next((peer.refusal for peer in self.peers if peer.refusal is not None), None)
 
     def _place(self, request: Open, peers: Iterable[Peer[Info]]) -> Peer[Info] | None:
-        """One of the peers that can be used, by the prompt and by how busy they are."""
-        usable = {peer.address: peer for peer in peers if peer.usable}
+        """One of the peers that can be used and do all that is asked, by the prompt and by how busy they are."""
+        usable = {peer.address: peer for peer in peers if peer.usable and self._suits(peer, request)}
         if len(usable) == 1:
             return next(iter(usable.values()))
         name = choose(affinity_key(request.prompt_ids, request.salt), {name: usable[name].load for name in usable})
         return None if name is None else usable[name]
+
+    def _suits(self, peer: Peer[Info], request: Open) -> bool:
+        return peer.info is not None and not lacking(
+            self._service.capabilities_of(peer.info), request.sampling, request.acceptance
+        )
 
     def _changed(self) -> None:
         self._change.set()

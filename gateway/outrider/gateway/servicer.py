@@ -14,8 +14,7 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 from outrider.wire.codec_info import encode_model_info
 from outrider.wire.codec_parts import encode_position_logprobs
-from outrider.wire.codec_sampling import decode_sampling
-from outrider.wire.errors import InvalidArgument, Violation
+from outrider.wire.codec_sampling import decode_acceptance, decode_sampling
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 SERVICE_NAME = "outrider.v1.GenerationService"
@@ -57,25 +56,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> GenerationRequest:
-    """The request, what it leaves open taken from the model's defaults."""
+    """The request, what it leaves open taken from the model's defaults. InvalidArgument for an enum's number that only
+    a newer client knows."""
     kind = message.WhichOneof("input")
     chat = message.chat.messages
-    try:
-        sampling = decode_sampling(message.sampling, defaults)
-        speculation = _decode_speculation(message.speculation)
-    except ValueError as error:  # a number that no enum has
-        field, _, problem = str(error).rpartition(": ")
-        raise InvalidArgument.of(
-            [Violation(f"sampling.{field}" if field else "speculation.acceptance", problem)]
-        ) from None
     return GenerationRequest(
         text=message.text if kind == "text" else None,
         token_ids=tuple(message.token_ids.ids) if kind == "token_ids" else None,
         messages=tuple({"role": entry.role, "content": entry.content} for entry in chat) if kind == "chat" else None,
         add_generation_prompt=not message.chat.omit_generation_prompt,
-        sampling=sampling,
+        sampling=decode_sampling(message.sampling, defaults),
         max_tokens_given=message.sampling.HasField("max_tokens"),
-        speculation=speculation,
+        speculation=_decode_speculation(message.speculation),
         request_id=message.request_id,
         n=message.n or 1,
         priority=message.priority,
@@ -116,7 +108,7 @@ def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:
         enabled=message.enabled if message.HasField("enabled") else True,
         num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
         method=message.method,
-        acceptance=AcceptanceRule(message.acceptance),
+        acceptance=decode_acceptance(message.acceptance, "speculation.acceptance"),
         mode=message.mode,
     )
 

@@ -1,5 +1,5 @@
 """The messages of the draft and target streams, between dataclass and protobuf: one encode_x and decode_x a message.
-A number that no field or enum can hold raises ValueError, in both directions."""
+A number that no field can hold raises ValueError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.wire.codec_parts import (
     encode_timings,
     encode_weights,
 )
-from outrider.wire.codec_sampling import decode_sampling, encode_sampling
+from outrider.wire.codec_sampling import decode_acceptance, decode_sampling, encode_sampling
 from outrider.wire.errors import make_status, parse_details
 from outrider.wire.messages import (
     Close,
@@ -29,7 +29,7 @@ from outrider.wire.messages import (
     PromptLogprobs,
     StepTimings,
 )
-from outrider.wire.sampling import AcceptanceRule, FinishReason, TokenOrigin
+from outrider.wire.sampling import FinishReason, TokenOrigin
 
 _NO_TIMINGS, _NO_LOAD = StepTimings(), Load()
 
@@ -76,15 +76,15 @@ def encode_open(message: Open, *, with_ids: bool = True) -> pb.Open:
 
 
 def decode_open(message: pb.Open) -> Open:
-    """An Open with the ids of its first slice."""
+    """An Open with the ids of its first slice. InvalidArgument for an enum's number that only a newer peer knows."""
     return Open(
         sequence_id=message.sequence_id,
         prompt_ids=tuple(message.prompt_ids),
         output_ids=tuple(message.output_ids),
-        sampling=decode_sampling(message.sampling),
+        sampling=decode_sampling(message.sampling, prefix="open.sampling."),
         fork_of=message.fork_of if message.HasField("fork_of") else None,
         completion=message.completion,
-        acceptance=AcceptanceRule(message.acceptance),
+        acceptance=decode_acceptance(message.acceptance, "open.acceptance"),
         seed=message.seed,
         timeout_ms=message.timeout_ms,
         first_chain=message.first_chain,

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.v1 import common_pb2 as pb
-from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
+from outrider.wire.errors import InvalidArgument, Violation
+from outrider.wire.sampling import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
 
 DEFAULT_SAMPLING = SamplingParams()
 
@@ -49,9 +50,14 @@ def encode_sampling(params: SamplingParams) -> pb.SamplingParams:
     return out
 
 
-def decode_sampling(message: pb.SamplingParams, defaults: SamplingParams = DEFAULT_SAMPLING) -> SamplingParams:
-    """The parameters, absent optional fields taken from `defaults` (the model's generation config). Lists, maps and
-    messages have no absence on the wire: empty ones stay empty."""
+def decode_sampling(
+    message: pb.SamplingParams, defaults: SamplingParams = DEFAULT_SAMPLING, prefix: str = "sampling."
+) -> SamplingParams:
+    """The parameters of a request, absent optional fields taken from `defaults` (the model's generation config). Lists,
+    maps and messages have no absence on the wire: empty ones stay empty. InvalidArgument for a mode that only a newer
+    peer knows; `prefix` stands before its field."""
+    if message.logprobs_mode not in _MODES:
+        raise _unknown(f"{prefix}logprobs_mode", message.logprobs_mode, len(_MODES) - 1)
     values: dict[str, Any] = {
         name: getattr(message if message.HasField(name) else defaults, name) for name in _OPTIONAL
     }
@@ -64,7 +70,7 @@ def decode_sampling(message: pb.SamplingParams, defaults: SamplingParams = DEFAU
         bad_words_ids=tuple(tuple(entry.ids) for entry in message.bad_words_ids),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
-        logprobs_mode=decode_logprobs_mode(message.logprobs_mode),
+        logprobs_mode=_MODES[message.logprobs_mode],
         structured_output=None if structured is None else decode_structured_output(structured),
         **values,
     )
@@ -75,12 +81,26 @@ def encode_logprobs_mode(mode: LogprobsMode) -> int:
     return _MODE_NUMBERS[mode]
 
 
-def decode_logprobs_mode(number: int) -> LogprobsMode:
-    """The mode of a number; unspecified means raw log probabilities. ValueError for a number that is not known."""
-    try:
-        return _MODES[number]
-    except KeyError:
-        raise ValueError(f"logprobs_mode: is {number}; allowed: 0 to 4") from None
+def decode_default_sampling(message: pb.SamplingParams) -> SamplingParams:
+    """The parameters in a peer's description: a mode that only a newer peer knows reads as unspecified."""
+    if message.logprobs_mode not in _MODES:
+        known = pb.SamplingParams()
+        known.CopyFrom(message)
+        known.ClearField("logprobs_mode")
+        message = known
+    return decode_sampling(message)
+
+
+def decode_acceptance(number: int, field: str) -> AcceptanceRule:
+    """The rule of a request. InvalidArgument, which names the field, for one that only a newer peer knows."""
+    if number not in set(AcceptanceRule):
+        raise _unknown(field, number, max(AcceptanceRule))
+    return AcceptanceRule(number)
+
+
+def _unknown(field: str, number: int, highest: int) -> InvalidArgument:
+    problem = f"is {number}, which this version does not know; allowed: 0 to {highest}"
+    return InvalidArgument.of([Violation(field, problem)])
 
 
 def encode_structured_output(structured: StructuredOutput) -> pb.StructuredOutput:

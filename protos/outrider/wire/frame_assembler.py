@@ -1,6 +1,7 @@
 """Turns received frames into whole messages, without I/O, and holds the peer to the rules of the stream: frames
 without gaps or repeats, ids that were opened, slices that add up. A broken rule is a ProtocolError, after which the
-stream is of no use. What arrives late for a sequence that is over is no error: it is ignored."""
+stream is of no use. What arrives late for a sequence that is over is no error: it is ignored. An Open that asks for
+what only a newer peer knows fails that sequence alone."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 from outrider.wire.codec import decode_header
 from outrider.wire.codec_frames import Direction, Message, OpenSlice
-from outrider.wire.errors import ProtocolError
+from outrider.wire.errors import InvalidArgument, ProtocolError, to_failure
 from outrider.wire.frame_packer import MAX_FRAME_BYTES
 from outrider.wire.messages import Close, Closed, Commit, Failure, FrameHeader, Open
 from outrider.wire.sequence_table import SequenceState, SequenceTable
@@ -61,10 +62,14 @@ class FrameAssembler:
         take = self._take_command if self._direction.commands else self._take_event
         try:
             for entry in frame.messages:
-                message = self._direction.decode(entry)
+                try:
+                    message = self._direction.decode(entry)
+                except InvalidArgument as error:
+                    self._refuse(entry.open.sequence_id, error, received)
+                    continue
                 if message is not None:
                     take(message, entry, received)
-        except ValueError as error:  # an enum value that does not exist, ids opened twice
+        except ValueError as error:  # ids opened twice
             raise ProtocolError(f"frame {self.last_number}: {error}") from error
         return received
 
@@ -124,6 +129,12 @@ class FrameAssembler:
             raise ProtocolError(f"sequence {head.sequence_id}: {len(ids)} ids where {num_ids} were announced")
         else:
             received.messages.append(head)
+
+    def _refuse(self, sequence_id: int, error: InvalidArgument, received: Received) -> None:
+        """Answers an Open that cannot be read; what follows for its sequence is ignored."""
+        self._table.open(sequence_id)
+        self._table.close(sequence_id)
+        received.replies.append(to_failure(sequence_id, error))
 
     def _take_slice(self, message: OpenSlice, received: Received) -> None:
         partial = self._partial.get(message.sequence_id)

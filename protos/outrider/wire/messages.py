@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.wire.capabilities import BASELINE
 from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
 
 
@@ -234,6 +235,7 @@ class DraftInfo:
 
     model: ModelInfo
     methods: tuple[DraftMethod, ...]
+    capabilities: tuple[str, ...] = BASELINE  # see capabilities.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +246,4 @@ class TargetInfo:
     max_window: int
     load: Load = field(default_factory=Load)
     step_costs: tuple[tuple[int, int], ...] = ()  # rows and microseconds, as measured at start
+    capabilities: tuple[str, ...] = BASELINE

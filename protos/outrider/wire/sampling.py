@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Self
 
 
 class AcceptanceRule(IntEnum):
@@ -15,7 +16,20 @@ class AcceptanceRule(IntEnum):
     COUPLED = 2
 
 
-class TokenOrigin(IntEnum):
+class _AnswerEnum(IntEnum):
+    """Numbers that a peer answers with. One that only a newer peer knows reads as UNSPECIFIED, and is passed on as it
+    came."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, int):
+            return None
+        member = int.__new__(cls, value)
+        member._name_, member._value_ = "UNSPECIFIED", value
+        return member
+
+
+class TokenOrigin(_AnswerEnum):
     """How a committed token came about; the numbers are those of the protocol."""
 
     ACCEPTED = 1
@@ -24,7 +38,7 @@ class TokenOrigin(IntEnum):
     PLAIN = 4
 
 
-class FinishReason(IntEnum):
+class FinishReason(_AnswerEnum):
     """Why a completion ended; the numbers are those of the protocol."""
 
     STOP = 1
