@@ -194,9 +194,10 @@ class LocalTarget(LocalPeer):
         on_event: Callable[[TargetEvent | Lost], None],
         fork_of: VerifierLink | None = None,
         like: Arithmetic | None = None,
+        refused_by: Sequence[VerifierLink] = (),
     ) -> LocalLink | None:
         """Starts a sequence, or a fork of one that is open."""
-        return self.start(request, on_event, fork_of)
+        return None if refused_by else self.start(request, on_event, fork_of)
 
     def command(self, messages: Sequence[Any]) -> None:
         """One command a message; each waits for the step under way."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +56,9 @@ class DraftedFirst:
         on_event: Callable[[TargetEvent | Lost], None],
         fork_of: VerifierLink | None = None,
         like: Arithmetic | None = None,
+        refused_by: Sequence[VerifierLink] = (),
     ) -> VerifierLink | None:
-        link = self._targets.open(request, on_event, fork_of, like)
+        link = self._targets.open(request, on_event, fork_of, like, refused_by)
         return None if link is None else _HeldLink(link)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from gateway.toys import EOS, ToyDraft, ToyLink, ToyTarget, arithmetic, expected, scripted, until
 
+from outrider.gateway import driver
 from outrider.gateway.backends import Lost
 from outrider.gateway.core import SpeculationCore
 from outrider.gateway.driver import SpeculationDriver
@@ -16,7 +18,7 @@ from outrider.gateway.effects import CloseDraft, Emit, Fail, OpenDraft, OpenTarg
 from outrider.gateway.loop import speculate
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round, SpeculationTally
-from outrider.wire.errors import OutriderError, Unavailable
+from outrider.wire.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
 from outrider.wire.sampling import FinishReason, SamplingParams
 
@@ -153,11 +155,102 @@ def test_the_prompts_logprobs_are_asked_for_once() -> None:
 
 
 async def test_a_target_that_is_lost_again_and_again_is_given_up() -> None:
-    target = ToyTarget(step_s=0.001)
+    target = ToyTarget(step_s=60)
+    task = asyncio.create_task(collect(None, target, request(), Policy(0)))
+    for number in range(Policy(0).max_target_opens):
+        await until(lambda number=number: len(target.links) > number)
+        target.links[-1].lose()
     with pytest.raises(Unavailable, match="target lost"):
-        async for _ in speculate(None, target, request(200), Policy(0)):
-            target.links[-1].lose()
+        await asyncio.wait_for(task, 2)
     assert len(target.opens) == Policy(0).max_target_opens
+
+
+async def test_targets_that_are_lost_after_progress_do_not_add_up() -> None:
+    target = ToyTarget(step_s=0.001)
+    rounds = []
+    async for item in speculate(None, target, request(40), Policy(0)):
+        assert isinstance(item, Round)
+        rounds.append(item)
+        if target.links[-1].open and len(target.links) < 10:
+            target.links[-1].lose()
+    assert ids_of(rounds) == expected(PROMPT, 40) and len(target.opens) == 10 > 2 * Policy(0).max_target_opens
+
+
+# Targets and drafts that are full.
+
+BUSY = Failure(7, 8, "256 sequences are open already", "BUSY", 1000)
+
+
+class Replicas(ToyTarget):
+    """Several targets; a sequence goes to the first one that it may ask."""
+
+    def __init__(self, *targets: ToyTarget) -> None:
+        super().__init__()
+        self.targets = targets
+
+    def open(
+        self, request: Open, on_event: Any, fork_of: Any = None, like: Any = None, refused_by: Any = ()
+    ) -> ToyLink | None:
+        able = (one for one in self.targets if one.available and not any(link.toy is one for link in refused_by))
+        return next((one.open(request, on_event) for one in able), None)
+
+
+@pytest.mark.parametrize("code", [8, 14])
+async def test_a_new_request_goes_past_full_targets(code: int) -> None:
+    full = replace(BUSY, code=code)
+    targets = [*(ToyTarget(full=full) for _ in range(6)), ToyTarget()]
+    rounds = await collect(None, Replicas(*targets), request(), Policy(0))
+    assert ids_of(rounds) == expected(PROMPT, 30)
+    assert [len(one.opens) for one in targets] == [1] * 7
+
+
+@pytest.mark.parametrize("code", [8, 14])
+async def test_a_new_request_is_refused_at_once_where_every_target_is_full(code: int) -> None:
+    targets = [ToyTarget(full=replace(BUSY, code=code)) for _ in range(3)]
+    async with asyncio.timeout(1):
+        with pytest.raises(ResourceExhausted, match="256 sequences") as raised:
+            await collect(None, Replicas(*targets), request(), Policy(0))
+        assert raised.value.retry_after_ms == 1000 and [len(one.opens) for one in targets] == [1, 1, 1]
+        with pytest.raises(ResourceExhausted):  # one target alone, as in process
+            await collect(None, targets[0], request(), Policy(0))
+
+
+async def test_a_sequence_that_lost_its_target_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "TARGET_RETRY_S", 0.01)
+    one, two = ToyTarget(step_s=0.001), ToyTarget(full=BUSY)
+    rounds = []
+    async for item in speculate(None, Replicas(one, two), request(40), Policy(0)):
+        assert isinstance(item, Round)
+        rounds.append(item)
+        if len(rounds) == 3:
+            one.full = BUSY
+            asyncio.get_running_loop().call_later(0.2, setattr, two, "full", None)
+            one.links[0].lose()
+    assert ids_of(rounds) == expected(PROMPT, 40)
+    assert len(one.opens) > Policy(0).max_target_opens < len(two.opens)
+
+
+async def test_it_waits_no_longer_than_reopen_s() -> None:
+    one = ToyTarget(step_s=0.001)
+    async with asyncio.timeout(2):
+        with pytest.raises(OutriderError):
+            async for _ in speculate(None, one, request(200), Policy(0, reopen_s=0.25)):
+                one.full = BUSY
+                if one.links[0].open:
+                    one.links[0].lose()
+    assert 2 <= len(one.opens) <= 5
+
+
+async def test_a_full_draft_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "DRAFT_RETRY_S", 0.02)
+    draft, target = ToyDraft(mute=True), ToyTarget(step_s=0.001)
+    task = asyncio.create_task(collect(draft, target, request(200)))
+    await until(lambda: draft.links)
+    draft.links[0].emit(BUSY)
+    draft.mute = False
+    rounds = await asyncio.wait_for(task, 5)
+    assert ids_of(rounds) == expected(PROMPT, 200)
+    assert len(draft.opens) == 2 and rounds[1].num_draft_tokens == 0 and rounds[-1].num_draft_tokens == 4
 
 
 async def test_resume_continues_where_it_stopped() -> None:

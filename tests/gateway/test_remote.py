@@ -29,7 +29,7 @@ from outrider.gateway.loop import speculate
 from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
-from outrider.wire.errors import FailedPrecondition, Unavailable
+from outrider.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from outrider.wire.messages import Commit, Credit, DraftInfo, Failure, Open
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
@@ -166,6 +166,24 @@ async def test_a_draft_that_fails_again_and_again_is_left_alone() -> None:
         for number in range(8):
             assert await generate(drafts, targets, request(20, completion=number)) == expected(PROMPT, 20)
         assert len(bad.opens) == MAX_FAILURES
+
+
+async def test_a_full_target_is_passed_over_and_two_are_a_refusal_at_once() -> None:
+    one, two = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
+    full = Failure(0, 8, "256 sequences are open already", "BUSY", 700)
+    async with (
+        serving(one) as first,
+        serving(two) as second,
+        RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
+    ):
+        await until(lambda: all(peer.usable for peer in targets.peers))
+        for one.refuse, two.refuse in ((full, None), (None, full)):  # one of them is what the prompt would choose
+            assert await generate(None, targets, request(20)) == expected(PROMPT, 20)
+        assert len(one.opens) + len(two.opens) == 3
+        one.refuse = full
+        with pytest.raises(ResourceExhausted) as raised:
+            await asyncio.wait_for(generate(None, targets, request(20)), 2)
+        assert raised.value.retry_after_ms == 700 and len(one.opens) + len(two.opens) == 5
 
 
 async def test_a_fork_goes_beside_its_parent_while_that_lives() -> None:

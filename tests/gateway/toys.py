@@ -259,6 +259,7 @@ class ToyTarget:
     step_s: float = 0.0
     info: TargetInfo = field(default_factory=target_info)
     available: bool = True
+    full: Failure | None = None  # what it answers every Open
     num_cached: int = 0
     links: list[ToyLink] = field(default_factory=list)
     opens: list[Open] = field(default_factory=list)
@@ -266,14 +267,22 @@ class ToyTarget:
     num_patiences: int = 0
 
     def open(
-        self, request: Open, on_event: Callable[[Any], None], fork_of: Any = None, like: Any = None
+        self,
+        request: Open,
+        on_event: Callable[[Any], None],
+        fork_of: Any = None,
+        like: Any = None,
+        refused_by: Sequence[Any] = (),
     ) -> ToyLink | None:
-        if not self.available:
+        if not self.available or refused_by:
             return None
         self.opens.append(request)
         link = ToyLink(self, None, on_event)
         link.sequence = TargetSequence(request, request.prompt_ids, link.emit, self)
         self.links.append(link)
+        if self.full is not None:
+            link.sequence.stop()
+            asyncio.get_running_loop().call_soon(link.emit, self.full)
         return link
 
 

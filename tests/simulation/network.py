@@ -225,8 +225,9 @@ class Door:
         on_event: Callable[[Any], None],
         fork_of: SimLink | None = None,
         like: Arithmetic | None = None,
+        refused_by: Sequence[SimLink] = (),
     ) -> SimLink | None:
         """Starts a sequence, if there is a stream."""
-        if self.peer.stream is None:
+        if self.peer.stream is None or refused_by:
             return None
         return self.peer.stream.open(request, on_event, self, fork_of)

@@ -3,7 +3,7 @@ scripted fakes these are the same two protocols."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,10 +66,11 @@ class Verifier(Protocol):
         on_event: Callable[[TargetEvent | Lost], None],
         fork_of: VerifierLink | None = None,
         like: Arithmetic | None = None,
+        refused_by: Sequence[VerifierLink] = (),
     ) -> VerifierLink | None:
         """Starts a sequence, at a target of `request.model_digest` alone where that is set; None if none can take one
         now. With `fork_of` a link of the same peer shares its prompt. A target that computes `like` the one before is
-        preferred."""
+        preferred. The targets of the links in `refused_by` are full, and not asked again."""
 
 
 class Drafter(Protocol):

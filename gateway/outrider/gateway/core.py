@@ -39,7 +39,7 @@ from outrider.wire.messages import (
 )
 from outrider.wire.validate import validate_piece
 
-UNAVAILABLE = 14  # gRPC's number; the core knows no grpc
+RESOURCE_EXHAUSTED, UNAVAILABLE = 8, 14  # gRPC's numbers; the core knows no grpc
 
 
 @dataclass(slots=True)
@@ -53,6 +53,7 @@ class SpeculationCore:
     committed: list[int] = field(init=False)
     drafting: bool = field(init=False)
     finished: bool = field(init=False, default=False)
+    has_run: bool = field(init=False, default=False)  # at a target, which may have been lost since
     prompt_len: int = field(init=False)
     _read: int = field(init=False)  # position up to which the client (and the stop strings) have seen tokens
     _target_until: int = field(init=False, default=0)
@@ -138,7 +139,7 @@ class SpeculationCore:
                     self._journal.append(event)
                 return [ToTarget((event, *self._due_credit()))]
             case Failure():
-                return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE)
+                return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE or _is_full(event))
             case Lost():
                 return self.stop_drafting(event.reason, may_return=True)
             case _:
@@ -188,6 +189,7 @@ class SpeculationCore:
         news = (commit,) if self.drafting else ()  # a draft that is opened now gets the sequence as it stands
         if commit.ids or commit.finish_reason is not None:
             self.committed.extend(commit.ids)
+            self.has_run, self._target_opens = True, 1  # what failed before this progress does not count any more
             self._prune_journal()
             closed = self._close_round(commit)
             effects = [*self._choose(closed), Emit(closed)]
@@ -237,6 +239,10 @@ class SpeculationCore:
         return closed
 
     def _on_target_failure(self, failure: Failure) -> list[Effect]:
+        if _is_full(failure):  # no attempt that failed: nothing was begun
+            self._target_opens -= 1
+            return [replace(self._open_target(), refusal=replace(failure, code=RESOURCE_EXHAUSTED))]
+        self.has_run = True
         if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
             return [self._open_target()]
         self.finished = True
@@ -322,3 +328,8 @@ class SpeculationCore:
         slim = tuple(replace(commit, logprobs=(), features=b"") for commit in news)
         messages: tuple[Commit | Credit, ...] = (*slim, *self._renewed_draft_credit())
         return [ToDraft(messages)] if messages else []
+
+
+def _is_full(failure: Failure) -> bool:
+    """Whether a service has no room now, and says when to come back."""
+    return failure.retry_after_ms > 0 and failure.code in (RESOURCE_EXHAUSTED, UNAVAILABLE)

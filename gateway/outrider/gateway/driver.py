@@ -26,7 +26,7 @@ from outrider.gateway.effects import (
 )
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import Internal, OutriderError, to_failure
-from outrider.wire.messages import DraftEvent, Failure, PromptLogprobs, TargetEvent
+from outrider.wire.messages import Commit, DraftEvent, Failure, PromptLogprobs, TargetEvent
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class SpeculationDriver:
     _target_epoch: int = 0
     _draft_retry_at: float | None = None
     _give_up_at: float | None = None  # while no target can take the sequence again
+    _refused_by: list[VerifierLink] = field(default_factory=list)  # since a target was last sought
     _timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -138,19 +139,24 @@ class SpeculationDriver:
             if epoch == self._target_epoch and not self.closed:
                 self._guard(lambda: self._on_target(event))
 
+        if effect.refusal is None:
+            self._refused_by.clear()
+        elif self.target_link is not None:
+            self._refused_by.append(self.target_link)
         if self.target_link is not None:
             self.target_link.close()
         parent = None if self.fork_of is None else self.fork_of.target_link
-        self.target_link = self.verifier.open(effect.request, on_event, parent, effect.like)
+        self.target_link = self.verifier.open(effect.request, on_event, parent, effect.like, self._refused_by)
         if self.target_link is None:
-            self._wait_for_target()
+            self._wait_for_target(effect.refusal or NO_TARGET)
             return
-        self._give_up_at = None
         self.core.on_target_open(self.target_link.model)
         self.target_link.send(*effect.messages)
 
     def _on_target(self, event: TargetEvent | Lost) -> None:
         now = time.monotonic()
+        if isinstance(event, Commit | Lost):
+            self._give_up_at = None
         self._apply(self.core.on_target(event, now))
         if self._draft_retry_at is not None and now >= self._draft_retry_at:
             self._draft_retry_at = now + DRAFT_RETRY_S
@@ -160,13 +166,13 @@ class SpeculationDriver:
     def _on_draft(self, event: DraftEvent | Lost) -> None:
         self._apply(self.core.on_draft(event))
 
-    def _wait_for_target(self) -> None:
+    def _wait_for_target(self, failure: Failure) -> None:
         """A sequence that lost its target waits a while for one; a new one is refused at once."""
         now = self.loop.time()
         if self._give_up_at is None:
-            self._give_up_at = now if self._target_epoch == 1 else now + self.core.policy.reopen_s
+            self._give_up_at = now + self.core.policy.reopen_s if self.core.has_run else now
         if now >= self._give_up_at:
-            self._apply(self.core.give_up(NO_TARGET))
+            self._apply(self.core.give_up(failure))
             return
         self._timer = self.loop.call_later(TARGET_RETRY_S, self._retry_target)
 

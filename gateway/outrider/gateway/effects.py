@@ -15,6 +15,7 @@ class OpenTarget:
     request: Open
     messages: tuple[Piece | Credit, ...]
     like: Arithmetic | None = None  # of the target before
+    refusal: Failure | None = None  # by the target just asked, which is full: another one is to be asked
 
 
 @dataclass(frozen=True, slots=True)

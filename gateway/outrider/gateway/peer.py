@@ -46,7 +46,7 @@ class PeerService(Generic[Info]):
 class PeerLink:
     """One sequence at a peer. It sets the sequence id of what it sends."""
 
-    __slots__ = ("_links", "_stream", "model", "on_event", "sequence_id")
+    __slots__ = ("_stream", "links", "model", "on_event", "sequence_id")
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class PeerLink:
         on_event: Callable[[Any], None],
         model: ModelInfo,
     ) -> None:
-        self._links, self._stream = links, stream
+        self.links, self._stream = links, stream
         self.sequence_id, self.model = sequence_id, model
         self.on_event = on_event
         links[sequence_id] = self
 
     def alive_on(self, stream: FrameStream) -> bool:
         """Whether the sequence is open on this stream."""
-        return self._stream is stream and self._links.get(self.sequence_id) is self
+        return self._stream is stream and self.links.get(self.sequence_id) is self
 
     def send(self, *messages: Any) -> None:
         """Sends in order; nothing after the end."""
@@ -73,7 +73,7 @@ class PeerLink:
     def close(self) -> None:
         """Ends the sequence, if it has not ended."""
         if self.alive_on(self._stream):
-            del self._links[self.sequence_id]
+            del self.links[self.sequence_id]
             self._stream.send(Close(self.sequence_id))
 
 
@@ -124,6 +124,10 @@ class Peer(Generic[Info]):
     def holds(self, link: object) -> bool:
         """Whether a link is alive on the present stream."""
         return self._stream is not None and isinstance(link, PeerLink) and link.alive_on(self._stream)
+
+    def opened(self, link: object) -> bool:
+        """Whether a link was opened here, whatever became of it."""
+        return isinstance(link, PeerLink) and link.links is self._links
 
     def open(self, request: Open, on_event: Callable[[Any], None], parent: PeerLink | None = None) -> PeerLink:
         """Starts a sequence; with a parent that is alive here it shares the parent's prompt."""

@@ -156,10 +156,13 @@ class RemoteTargets(RemotePeers[TargetInfo]):
         on_event: Callable[[TargetEvent | Lost], None],
         fork_of: VerifierLink | None = None,
         like: Arithmetic | None = None,
+        refused_by: Sequence[VerifierLink] = (),
     ) -> VerifierLink | None:
         """Starts a sequence: a fork beside its parent, any other where its prompt sends it among the targets of its
         model, and of those among the ones that compute `like` the target before, if there are any."""
-        models = {peer: peer.info.model for peer in self.peers if peer.usable and peer.info is not None}
+        asked = [peer for peer in self.peers if any(peer.opened(link) for link in refused_by)]
+        able = [peer for peer in self.peers if peer.usable and peer not in asked]
+        models = {peer: peer.info.model for peer in able if peer.info is not None}
         fitting = [peer for peer, model in models.items() if request.model_digest in ("", model.digest)]
         if isinstance(fork_of, PeerLink):
             for peer in fitting:
