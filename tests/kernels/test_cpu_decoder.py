@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.kernels import cpu_decoder as decoder_module
 from outrider.kernels import cpu_library as library_module
-from outrider.kernels.cpu_decoder import CpuDecoder, Kind, LayerWeights, RaggedRows, is_bfloat16, pack
+from outrider.kernels.cpu_decoder import CpuDecoder, Kind, LayerWeights, RaggedRows, is_bfloat16, kind_for, pack
 from outrider.kernels.cpu_library import cpu_library
 from outrider.kernels.rotary import rotary_table
 
@@ -52,8 +52,10 @@ def decoder(nudge: float = 0.0, gemma: bool = False) -> CpuDecoder:
         )
         for window in (None, 5)
     ]  # fmt: skip
+    head = weight(VOCAB, HIDDEN)
+    kind = kind_for(all(map(is_bfloat16, [head, *(matrix for layer in layers for matrix in layer.matrices)])))
     return CpuDecoder(
-        layers, torch.ones(HIDDEN), weight(VOCAB, HIDDEN), heads=HEADS, kv_heads=KV_HEADS, eps=1e-5, scale=DIM**-0.5,
+        layers, torch.ones(HIDDEN), head, kind=kind, heads=HEADS, kv_heads=KV_HEADS, eps=1e-5, scale=DIM**-0.5,
         **options,
     )  # fmt: skip
 

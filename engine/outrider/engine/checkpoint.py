@@ -88,6 +88,12 @@ def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[i
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """What config.json says that the weights are, in the words of any version of transformers: "float16", ..."""
+    parts = (config, config.get("text_config") or {})
+    return next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None), None)
+
+
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
     """The sampling parameters that the model's authors recommend."""
     return {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from outrider.engine.models.cpu_decoder import NativeDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BEYOND_FLOAT16 = ("gemma2", "gemma3", "gemma3_text")  # whose hidden states exceed its range
+
+Expansion = Callable[[dict[str, Any], Mapping[str, Tensor]], tuple[dict[str, Any], Mapping[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +52,26 @@ def load_model(
     max_model_len: int | None = None,
     batch_invariant: bool = False,
     trust_remote_code: bool = False,
+    expand: Expansion | None = None,
 ) -> LoadedModel:
-    """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. Raises
-    UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there."""
+    """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. `expand`
+    gives the configuration and the tensors of our own decoder that compute the same function in the checkpoint's place.
+    Raises UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there.
+
+    Beside what is kept of the weights, memory is taken for no more than one layer, or one tensor that is larger."""
     device = find_device(device)
-    weights_dtype = _dtype(dtype, device)
     folder = Path(path)
     config = checkpoint.read_config(folder)
+    weights_dtype = _dtype(dtype, device, config)
     generation = checkpoint.read_json(folder / "generation_config.json")
     files = checkpoint.weight_files(folder)
     model_type = str(config.get("model_type"))
     model: CausalLM
-    parsed = _parsed(config, max_model_len, batch_invariant)
-    if parsed is not None:
-        state = checkpoint.read_tensors(files)
-        model = _decoder(parsed, state, weights_dtype, device, batch_invariant)
+    if expand is not None:
+        wide, state = expand(config, checkpoint.read_tensors(files))
+        model = _decoder(parse_config(wide, max_model_len), state, weights_dtype, device, batch_invariant)
+    elif (parsed := _parsed(config, max_model_len, batch_invariant)) is not None:
+        model = _decoder(parsed, checkpoint.read_tensors(files), weights_dtype, device, batch_invariant)
     else:
         # Only where needed: it imports transformers' models.
         from outrider.engine.models.registry import load_registry_model
@@ -98,7 +106,7 @@ def build_decoder(
     device = find_device(device)
     parsed = parse_config(dict(config), max_model_len)
     return LoadedModel(
-        model=_decoder(parsed, state, _dtype(dtype, device), device, batch_invariant),
+        model=_decoder(parsed, state, _dtype(dtype, device, config), device, batch_invariant),
         model_type=str(config["model_type"]),
         eos_token_ids=checkpoint.eos_ids(config, {}),
         default_sampling={},
@@ -150,10 +158,16 @@ def _decoder(
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """On the CPU "auto" is float32, elsewhere bfloat16."""
+def _dtype(name: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
+    """On the CPU "auto" is float32, elsewhere bfloat16, or float16 where the checkpoint is. Raises UnsupportedModel."""
+    on_cpu, model_type = device.type == "cpu", config.get("model_type")
+    allowed = ["float32", "bfloat16"]
+    if not on_cpu and model_type not in BEYOND_FLOAT16:
+        allowed.append("float16")
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
-        raise UnsupportedModel(f"dtype {name!r} is not one of auto, {', '.join(DTYPES)}")
+        in_float16 = "float16" in allowed and checkpoint.stored_dtype(config) == "float16"
+        name = "float32" if on_cpu else "float16" if in_float16 else "bfloat16"
+    if name not in allowed:
+        place = "on a CPU" if on_cpu else f"for {model_type!r}"
+        raise UnsupportedModel(f"dtype: is {name!r}; allowed {place}: auto, {', '.join(allowed)}")
     return DTYPES[name]

@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from outrider.engine.models.base import NotForDecoder
 from outrider.engine.models.cpu_decoder import NativeDecoder, can_run
 from outrider.engine.models.decoder import KEEP_PLAIN_BYTES
 from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
-from outrider.engine.models.weights import expected_shapes
+from outrider.engine.models.weights import num_parameters
 from outrider.kernels.linear import Linear
 
 COPY_ELEMENTS = 64 << 20  # 256 MiB each way: no cache holds them
@@ -49,7 +48,7 @@ class PackedProducts:
     """Random weights, as PyTorch reads them."""
 
     def __init__(self, config: DecoderConfig) -> None:
-        keep = sum(map(prod, expected_shapes(config).values())) * torch.float32.itemsize <= KEEP_PLAIN_BYTES
+        keep = num_parameters(config) * torch.float32.itemsize <= KEEP_PLAIN_BYTES
         self._linears: list[tuple[Linear, int]] = []
         for _ in range(config.num_layers):
             for outputs, inputs in layer_shapes(config):

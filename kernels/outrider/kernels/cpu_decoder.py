@@ -9,7 +9,7 @@ sequence alone: the pass is batch-invariant.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,6 +25,7 @@ PANEL = 32  # outputs whose weights lie together
 LANES = 16
 STEP = 32  # inputs that the matrix unit adds up at once
 MOST_DIM = 256  # of a head
+CHUNK = 1 << 20  # elements of a weight that are laid out at a time
 
 
 class Kind(IntEnum):
@@ -67,7 +68,7 @@ class _Rows(Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's, all float32."""
+    """One layer's: the matrices in any floating type, all else float32."""
 
     qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
     output: Tensor  # [hidden, heads * head_dim]
@@ -115,10 +116,11 @@ class CpuDecoder:
 
     def __init__(
         self,
-        layers: Sequence[LayerWeights],
+        layers: Iterable[LayerWeights],  # the next is asked for when the one before it is packed
         norm: Tensor,  # [hidden]
         head: Tensor,  # [vocab, hidden]
         *,
+        kind: Kind,  # of all weights
         heads: int,
         kv_heads: int,
         eps: float,
@@ -131,17 +133,16 @@ class CpuDecoder:
         if library is None:
             raise RuntimeError("the CPU kernels are not there")
         self._library: Any = library
-        self._library.decoder_scratch.restype = self._library.tiles_allowed.restype = c_int64
-        weights = [weight for layer in layers for weight in layer.matrices] + [head]
-        self.kind = Kind.FLOATS
-        if all(is_bfloat16(weight) for weight in weights):
-            self.kind = Kind.TILES if self._library.tiles_allowed() else Kind.HALVES
+        self._library.decoder_scratch.restype = c_int64
+        self.kind = kind
         self._kept: list[Tensor] = []  # what the pointers below point to
-        self._layers = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        packed = list(map(self._layer, layers))  # no loop variable keeps a layer while the next is made
+        self._layers = (_Layer * len(packed))(*packed)
         self.hidden, self.vocab_size = norm.shape[0], head.shape[0]
         self._decoder = _Decoder(
-            len(layers), self.hidden, layers[0].gate.shape[0], heads, kv_heads, layers[0].rotary[0].shape[-1],
-            int(activation == "gelu_tanh"), eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
+            len(packed), self.hidden, packed[0].gate.outputs, heads, kv_heads,
+            packed[0].qkv.outputs // (heads + 2 * kv_heads), int(activation == "gelu_tanh"),
+            eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
             self._layers, self._pointer(norm), self._matrix(head, None),
         )  # fmt: skip
         self._scratch = torch.empty(0)
@@ -211,22 +212,52 @@ class CpuDecoder:
         return self._kept[-1].data_ptr()
 
 
-def is_bfloat16(weight: Tensor) -> bool:
-    """Whether every number of a float32 tensor is one of bfloat16."""
-    return not bool((weight.contiguous().view(torch.int32) & 0xFFFF).any())
+def kind_for(all_bfloat16: bool) -> Kind:
+    """How the matrices of a decoder are kept, by whether all their numbers are bfloat16's. Raises RuntimeError where
+    the kernels are not there."""
+    library: Any = cpu_library()
+    if library is None:
+        raise RuntimeError("the CPU kernels are not there")
+    if not all_bfloat16:
+        return Kind.FLOATS
+    library.tiles_allowed.restype = c_int64
+    return Kind.TILES if library.tiles_allowed() else Kind.HALVES
+
+
+def is_bfloat16(weight: Tensor) -> bool:  # [out, in] of any floating type
+    """Whether every number is one of bfloat16."""
+    if weight.dtype == torch.bfloat16:
+        return True
+    return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in _chunks(weight))
 
 
 def pack(weight: Tensor, kind: Kind) -> Tensor:
-    """[out, in] float32 -> panels of 32 outputs, filled up with zeros: [ceil(out / 32), in, 32] float32, or int16 with
-    the bfloat16 numbers' bits; for tiles [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a panel's outputs,
-    pairs of inputs, outputs, the two of a pair."""
-    bits = weight.contiguous().view(torch.int32)
-    if kind is not Kind.FLOATS:
-        bits = (bits >> 16).to(torch.int16)
-    bits = F.pad(bits, (0, 0, 0, -bits.shape[0] % PANEL))
+    """[out, in] of any floating type -> panels of 32 outputs, filled up with zeros: [ceil(out / 32), in, 32] float32,
+    or int16 with the bfloat16 numbers' bits; for tiles [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a
+    panel's outputs, pairs of inputs, outputs, the two of a pair. Takes little memory beside the result."""
+    outputs, inputs = weight.shape
+    shape: tuple[int, ...] = (-(-outputs // PANEL), inputs, PANEL)
     if kind is Kind.TILES:
-        bits = F.pad(bits, (0, -bits.shape[1] % STEP))
-        tiles = bits.view(-1, 2, PANEL // 2, bits.shape[1] // STEP, STEP // 2, 2)  # [panels, 2, out, steps, pairs, 2]
-        return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
-    panels = bits.view(-1, PANEL, bits.shape[1]).transpose(1, 2).contiguous()
-    return panels if kind is Kind.HALVES else panels.view(torch.float32)
+        shape = (shape[0], -(-inputs // STEP), 2, STEP // 2, PANEL // 2, 2)
+    packed = torch.empty(shape, dtype=torch.float32 if kind is Kind.FLOATS else torch.int16)
+    start = 0
+    for part in _chunks(weight):
+        panels = _panels(part, kind)
+        packed[start : start + len(panels)] = panels
+        start += len(panels)
+    return packed
+
+
+def _chunks(weight: Tensor) -> Iterator[Tensor]:
+    """Whole panels."""
+    return iter(torch.split(weight, max(CHUNK // weight.shape[1] // PANEL, 1) * PANEL))
+
+
+def _panels(weight: Tensor, kind: Kind) -> Tensor:  # as `pack`, maybe not contiguous
+    numbers = weight.float() if kind is Kind.FLOATS else weight.bfloat16().view(torch.int16)
+    numbers = F.pad(numbers, (0, 0, 0, -len(weight) % PANEL)).contiguous()
+    if kind is not Kind.TILES:
+        return numbers.view(-1, PANEL, numbers.shape[1]).transpose(1, 2)
+    numbers = F.pad(numbers, (0, -numbers.shape[1] % STEP))
+    tiles = numbers.view(-1, 2, PANEL // 2, numbers.shape[1] // STEP, STEP // 2, 2)  # [panels, 2, out, steps, pairs, 2]
+    return tiles.permute(0, 3, 1, 4, 2, 5)

@@ -7,10 +7,13 @@ expansion has a large model's cost, shapes and weight traffic, and the small mod
   may be random. A norm's mean of squares shrinks by d/D; its weights and its epsilon are rescaled to undo it.
 * Padding heads and MLP channels read the stream with random weights, and their outputs are multiplied by zero.
 * Further layers are random up to their last products, which are zero.
+
+Its tensors are made when they are asked for, a layer at a time: whoever packs them holds no second large model.
 """
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from torch import Tensor
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 NOISE_STD = 0.02
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+WRITES_TO_STREAM = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class _Sizes:
 class _Noise:
     """Random weights that every number format of half precision or more holds exactly."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, part: int, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator().manual_seed(seed * 65_536 + part)  # each layer has numbers of its own
         self.dtype = dtype
 
     def matrix(self, rows: int, columns: int) -> Tensor:
@@ -52,9 +57,61 @@ class _Noise:
         return 1.0 + torch.empty(size).normal_(0.0, NOISE_STD, generator=self._generator)
 
 
+class ExpandedState(Mapping[str, Tensor]):
+    """The tensors of an expansion. One layer is kept, the last that was asked for."""
+
+    def __init__(self, small: Mapping[str, Tensor], sizes: _Sizes, num_layers: int, seed: int) -> None:
+        self._small, self._sizes, self._seed = small, sizes, seed
+        self._dtype = small[EMBEDDING].dtype
+        self._layer: tuple[int, dict[str, Tensor]] = (-1, {})
+        vocabulary = len(small[EMBEDDING])
+        shapes: dict[str, tuple[int, ...]] = {
+            EMBEDDING: (vocabulary, sizes.hidden), NORM: (sizes.hidden,), HEAD: (vocabulary, sizes.hidden),
+        }  # fmt: skip
+        for layer in range(num_layers):
+            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _block_shapes(sizes).items()}
+        # Norms are float32, because their rescaled weights are not exact in bfloat16.
+        self.meta: Mapping[str, Tensor] = {  # shapes and types alone
+            name: torch.empty(shape, dtype=self._dtype if len(shape) == 2 else torch.float32, device="meta")
+            for name, shape in shapes.items()
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.meta:
+            raise KeyError(name)
+        if name.startswith("model.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            return self._block(int(layer))[rest]
+        noise = _Noise(self._seed, list(self.meta).index(name), self._dtype)
+        if name == NORM:
+            return _expand_norm(self._small[NORM], self._sizes, noise)
+        small = self._small[EMBEDDING]
+        if name == EMBEDDING:
+            return _pad(small, torch.zeros(self.meta[name].shape, dtype=self._dtype))
+        return _pad(self._small.get(HEAD, small), noise.matrix(len(small), self._sizes.hidden))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.meta)
+
+    def __len__(self) -> int:
+        return len(self.meta)
+
+    def _block(self, layer: int) -> dict[str, Tensor]:
+        if self._layer[0] != layer:
+            self._layer = (-1, {})  # frees the one before
+            noise = _Noise(self._seed, 3 + layer, self._dtype)
+            block = _random_block(self._sizes, noise)
+            prefix = f"model.layers.{layer}."
+            small = {name.removeprefix(prefix): self._small[name] for name in self._small if name.startswith(prefix)}
+            if small:
+                _write_block(block, small, self._sizes, noise)
+            self._layer = (layer, block)
+        return self._layer[1]
+
+
 def expand_llama(
     config: dict[str, Any],
-    state: dict[str, Tensor],
+    state: Mapping[str, Tensor],
     *,
     hidden_size: int = 1024,
     intermediate_size: int = 4096,
@@ -62,31 +119,17 @@ def expand_llama(
     num_heads: int = 16,
     num_kv_heads: int = 8,
     seed: int = 0,
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and state dict of a Llama of the given sizes whose logits are those of the given small one.
+) -> tuple[dict[str, Any], ExpandedState]:
+    """Config and state dict of a Llama of the given sizes whose logits are those of the given small one. Raises
+    ValueError for sizes that cannot hold it.
 
-    Both sides have Hugging Face's names (LlamaForCausalLM). Matrices keep their type; norms are float32, because
-    their rescaled weights are not exact in bfloat16. The output matrix is no longer tied to the embedding.
+    Both sides have Hugging Face's names (LlamaForCausalLM). Matrices keep their type; norms are float32. The output
+    matrix is no longer tied to the embedding.
     """
     sizes = _plan(config, hidden_size, intermediate_size, num_heads, num_kv_heads)
     if num_layers < config["num_hidden_layers"]:
         raise ValueError(f"num_layers is {num_layers}; the small model has {config['num_hidden_layers']}")
-    embedding = state["model.embed_tokens.weight"]  # [vocabulary, small hidden]
-    noise = _Noise(seed, embedding.dtype)
-    output = state.get("lm_head.weight", embedding)
-    expanded = {
-        "model.embed_tokens.weight": _pad(embedding, torch.zeros(len(embedding), hidden_size, dtype=noise.dtype)),
-        "model.norm.weight": _expand_norm(state["model.norm.weight"], sizes, noise),
-        "lm_head.weight": _pad(output, noise.matrix(len(output), hidden_size)),
-    }
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}."
-        small = {name.removeprefix(prefix): weight for name, weight in state.items() if name.startswith(prefix)}
-        block = _random_block(sizes, noise)
-        if small:
-            _write_block(block, small, sizes, noise)
-        expanded.update({prefix + name: weight for name, weight in block.items()})
-    return _expand_config(config, sizes, num_layers), expanded
+    return _expand_config(config, sizes, num_layers), ExpandedState(state, sizes, num_layers, seed)
 
 
 def write_expanded(source: Path, destination: Path, **sizes: int) -> None:
@@ -98,7 +141,7 @@ def write_expanded(source: Path, destination: Path, **sizes: int) -> None:
         if path.name != CONFIG_FILE:
             shutil.copyfile(path, destination / path.name)
     (destination / CONFIG_FILE).write_text(json.dumps(new_config, indent=2) + "\n")
-    save_file(new_state, destination / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(dict(new_state), destination / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def _plan(config: dict[str, Any], hidden: int, intermediate: int, heads: int, kv_heads: int) -> _Sizes:
@@ -127,20 +170,30 @@ def _place_heads(small_group: int, small_kv: int, group: int) -> tuple[tuple[int
     return tuple(query_slots), tuple(kv_sources)
 
 
-def _random_block(sizes: _Sizes, noise: _Noise) -> dict[str, Tensor]:
-    """A layer that adds nothing to the stream: random, but for the products that write to it, which are zero."""
+def _block_shapes(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
     query, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     return {
-        "input_layernorm.weight": noise.norm(sizes.hidden),
-        "post_attention_layernorm.weight": noise.norm(sizes.hidden),
-        "self_attn.q_proj.weight": noise.matrix(query, sizes.hidden),
-        "self_attn.k_proj.weight": noise.matrix(kv, sizes.hidden),
-        "self_attn.v_proj.weight": noise.matrix(kv, sizes.hidden),
-        "self_attn.o_proj.weight": torch.zeros(sizes.hidden, query, dtype=noise.dtype),
-        "mlp.gate_proj.weight": noise.matrix(sizes.intermediate, sizes.hidden),
-        "mlp.up_proj.weight": noise.matrix(sizes.intermediate, sizes.hidden),
-        "mlp.down_proj.weight": torch.zeros(sizes.hidden, sizes.intermediate, dtype=noise.dtype),
+        "input_layernorm.weight": (sizes.hidden,),
+        "post_attention_layernorm.weight": (sizes.hidden,),
+        "self_attn.q_proj.weight": (query, sizes.hidden),
+        "self_attn.k_proj.weight": (kv, sizes.hidden),
+        "self_attn.v_proj.weight": (kv, sizes.hidden),
+        "self_attn.o_proj.weight": (sizes.hidden, query),
+        "mlp.gate_proj.weight": (sizes.intermediate, sizes.hidden),
+        "mlp.up_proj.weight": (sizes.intermediate, sizes.hidden),
+        "mlp.down_proj.weight": (sizes.hidden, sizes.intermediate),
     }
+
+
+def _random_block(sizes: _Sizes, noise: _Noise) -> dict[str, Tensor]:
+    """A layer that adds nothing to the stream: random, but for the products that write to it, which are zero."""
+    block: dict[str, Tensor] = {}
+    for name, shape in _block_shapes(sizes).items():
+        if name in WRITES_TO_STREAM:
+            block[name] = torch.zeros(shape, dtype=noise.dtype)
+        else:
+            block[name] = noise.matrix(*shape) if len(shape) == 2 else noise.norm(*shape)
+    return block
 
 
 def _write_block(block: dict[str, Tensor], small: dict[str, Tensor], sizes: _Sizes, noise: _Noise) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from outrider.engine.buckets import StepLimits
-from outrider.engine.checkpoint import read_tensors, weight_files
 from outrider.engine.device_thread import DeviceThread, set_switch_interval
-from outrider.engine.loader import LoadedModel, build_decoder, load_model
+from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.memory import RunnerOptions, build_runner
 from outrider.engine.runner import ModelRunner
+from outrider.pairs.expansion import expand_llama
 from outrider.target.admission import TargetLimits
 from outrider.target.engine import EngineCommand, TargetEngine
 from outrider.target.profile import StepCosts
@@ -114,9 +113,8 @@ def new_engine(
 
 
 def load(settings: TargetSettings) -> LoadedModel:
-    """The checkpoint, or its function-preserving expansion."""
-    if settings.expand:
-        return load_expanded(settings)
+    """The checkpoint, or its function-preserving expansion, built in memory: a large target's cost with a real
+    acceptance."""
     return load_model(
         settings.model,
         dtype=settings.dtype,
@@ -124,26 +122,8 @@ def load(settings: TargetSettings) -> LoadedModel:
         max_model_len=settings.max_model_len,
         batch_invariant=settings.batch_invariant,
         trust_remote_code=settings.trust_remote_code,
+        expand=expand_llama if settings.expand else None,
     )
-
-
-def load_expanded(settings: TargetSettings) -> LoadedModel:
-    """The same function computed by a large network, built in memory: a large target's cost with a real acceptance."""
-    from outrider.pairs.expansion import expand_llama
-
-    folder = Path(settings.model)
-    small = load_model(folder, dtype="float32", max_model_len=settings.max_model_len)
-    config = json.loads((folder / "config.json").read_text())
-    wide_config, wide_state = expand_llama(config, read_tensors(weight_files(folder)))
-    large = build_decoder(
-        wide_config,
-        wide_state,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_model_len=settings.max_model_len,
-        batch_invariant=settings.batch_invariant,
-    )
-    return replace(small, model=large.model)
 
 
 def runner_options(settings: TargetSettings) -> RunnerOptions:

@@ -37,12 +37,14 @@ class NativeDecoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = config.max_model_len
-        self._embedding = Embedding(reader.tensor("model.embed_tokens.weight"), config.embedding_scale)
+        embedding = reader.tensor_as_stored("model.embed_tokens.weight").clone()  # apart from the file's mapping
+        self._embedding = Embedding(embedding, config.embedding_scale, torch.float32)
         rotary = rotary_tables(config, torch.float32)
         self.kernel = CpuDecoder(
-            [_layer(config, index, reader, rotary) for index in range(config.num_layers)],
+            (_layer(config, index, reader, rotary) for index in range(config.num_layers)),
             reader.norm("model.norm.weight"),
-            self._embedding.weight if config.tied_embeddings else reader.tensor("lm_head.weight"),
+            embedding if config.tied_embeddings else reader.tensor_as_stored("lm_head.weight"),
+            kind=cpu_decoder.kind_for(reader.all_bfloat16()),
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,
@@ -66,11 +68,11 @@ def _layer(
     config: DecoderConfig, index: int, reader: WeightReader, rotary: dict[str | None, tuple[Tensor, Tensor]]
 ) -> LayerWeights:
     prefix = f"model.layers.{index}."
-    qkv, qkv_bias = reader.linear(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    output, output_bias = reader.linear(prefix, "self_attn.o_proj")
-    gate, gate_bias = reader.linear(prefix, "mlp.gate_proj")
-    up, up_bias = reader.linear(prefix, "mlp.up_proj")
-    down, down_bias = reader.linear(prefix, "mlp.down_proj")
+    qkv, qkv_bias = reader.linear_as_stored(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output, output_bias = reader.linear_as_stored(prefix, "self_attn.o_proj")
+    gate, gate_bias = reader.linear_as_stored(prefix, "mlp.gate_proj")
+    up, up_bias = reader.linear_as_stored(prefix, "mlp.up_proj")
+    down, down_bias = reader.linear_as_stored(prefix, "mlp.down_proj")
     input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)
     return LayerWeights(
         qkv, output, gate, up, down, input_norm, post_norm, rotary[config.rotary_types[index]],

@@ -12,7 +12,7 @@ from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig
 from outrider.engine.models.embedding import Embedding
 from outrider.engine.models.rope import rotary_tables
-from outrider.engine.models.weights import WeightReader
+from outrider.engine.models.weights import WeightReader, num_parameters
 from outrider.kernels.attention_plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.gated_silu import gated_gelu, gated_silu
 from outrider.kernels.kv_store import store_kv_rotary
@@ -95,7 +95,7 @@ class Decoder:
         batch_invariant: bool = False,
     ) -> None:
         reader = WeightReader(config, state, dtype, device)
-        keep_plain = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize <= KEEP_PLAIN_BYTES
+        keep_plain = num_parameters(config) * dtype.itemsize <= KEEP_PLAIN_BYTES
         self.config = config
         self.dtype = dtype
         self.device = device
@@ -108,7 +108,7 @@ class Decoder:
             kind: (cos[:, None].to(device), sin[:, None].to(device))
             for kind, (cos, sin) in rotary_tables(config, dtype).items()
         }
-        self._embedding = Embedding(reader.tensor("model.embed_tokens.weight"), config.embedding_scale)
+        self._embedding = Embedding(reader.tensor("model.embed_tokens.weight"), config.embedding_scale, dtype)
         self._blocks = tuple(
             _Layer(config, index, reader, batch_invariant, keep_plain) for index in range(config.num_layers)
         )

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from outrider.engine.models.base import NotForDecoder, UnsupportedModel
 
 GEMMA_TYPES = ("gemma", "gemma2", "gemma3_text")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA_TYPES, "phi3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA_TYPES, "phi3", "gemma3")  # the last with a vision tower
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -105,10 +105,12 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
     if model_type not in MODEL_TYPES:
         raise UnsupportedModel(f"model type {model_type!r} is not one of our decoder's: {', '.join(MODEL_TYPES)}")
     try:
-        hf = AutoConfig.for_model(model_type, **values)
+        whole = AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModel(f"the configuration of this {model_type} is not valid: {error}") from error
-    if "quantization_config" in config:
+    hf = whole.get_text_config()  # of a text model with a vision tower its part
+    hf.tie_word_embeddings = whole.tie_word_embeddings
+    if "quantization_config" in config or hasattr(hf, "quantization_config"):
         raise UnsupportedModel(f"{model_type} with quantized weights is not served")
     limit = hf.max_position_embeddings
     if max_model_len is not None and max_model_len > limit:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,6 +12,25 @@ from torch import Tensor
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder_config import DecoderConfig
 from outrider.engine.models.rope import turned_first
+from outrider.kernels.cpu_decoder import is_bfloat16
+
+_TEXT_MODEL_PREFIXES = ("language_model.", "model.language_model.")
+_VISION_PARTS = ("vision_tower.", "multi_modal_projector.")
+_VISION_PREFIXES = (*_VISION_PARTS, *(f"model.{part}" for part in _VISION_PARTS))
+
+
+@runtime_checkable
+class LazyState(Protocol):
+    """A mapping of tensors that are made when they are asked for."""
+
+    @property
+    def meta(self) -> Mapping[str, Tensor]:
+        """The shape and type of each, without its numbers."""
+
+
+def num_parameters(config: DecoderConfig) -> int:
+    """Numbers in the tensors that the checkpoint must hold."""
+    return sum(map(prod, expected_shapes(config).values()))
 
 
 def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -53,8 +74,16 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def text_model_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Of a text model with a vision tower: the text model's tensors alone, under their own names. Others unchanged."""
+    if not any(name.startswith(_TEXT_MODEL_PREFIXES) for name in state):
+        return state
+    return {_own_name(name): tensor for name, tensor in state.items() if not name.startswith(_VISION_PREFIXES)}
+
+
 def check_state(config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
     """Raises WrongCheckpoint that names missing, unexpected and misshapen tensors."""
+    state = _meta(state)
     expected = expected_shapes(config)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set()
     names = {name for name in state if name not in ignored and not name.endswith("rotary_emb.inv_freq")}
@@ -73,12 +102,14 @@ def check_state(config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
 
 
 class WeightReader:
-    """Hands out the tensors of a checked checkpoint in one dtype and on one device, by the names that Llama gave them.
-    Raises WrongCheckpoint for tensors that are not those of the configuration."""
+    """Hands out the tensors of a checked checkpoint in one dtype and on one device, by the names that Llama gave them:
+    one at a time, so that whoever lays them out holds little beside the result. Raises WrongCheckpoint for tensors that
+    are not those of the configuration."""
 
     def __init__(
         self, config: DecoderConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
+        state = text_model_state(state)
         check_state(config, state)
         self._config = config
         self._state = state
@@ -92,10 +123,27 @@ class WeightReader:
 
     def linear(self, prefix: str, *names: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the projections `prefix + name`, stacked on top of one another."""
-        weight = torch.cat([self._projection(f"{prefix}{name}.weight") for name in names])
-        if f"{prefix}{names[0]}.bias" not in self._state:
-            return weight, None
-        return weight, torch.cat([self._projection(f"{prefix}{name}.bias") for name in names])
+        parts = [self._projection(f"{prefix}{name}.weight") for name in names]
+        return self._stacked(parts), self._bias(prefix, *names)
+
+    def linear_as_stored(self, prefix: str, *names: str) -> tuple[Tensor, Tensor | None]:
+        """As `linear`, but the weight has the checkpoint's type, and may be its mapping."""
+        parts = [self._projection(f"{prefix}{name}.weight") for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), self._bias(prefix, *names)
+
+    def tensor_as_stored(self, name: str) -> Tensor:
+        """Has the checkpoint's type, and may be its mapping."""
+        return self._state[name]
+
+    def all_bfloat16(self) -> bool:
+        """Whether the matrices that rows are multiplied with, of every layer and the head, are bfloat16 numbers."""
+        unused = set() if self._config.tied_embeddings else {"model.embed_tokens.weight"}
+        meta = _meta(self._state)
+        return all(
+            name in unused or meta[name].dtype == torch.bfloat16 or is_bfloat16(self._state[name])
+            for name, shape in expected_shapes(self._config).items()
+            if len(shape) == 2
+        )
 
     def norm(self, name: str) -> Tensor:
         """A norm's factors. Gemma's, which are one more than what the checkpoint holds, are float32 whatever the rows
@@ -122,6 +170,11 @@ class WeightReader:
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
         return torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
 
+    def _bias(self, prefix: str, *names: str) -> Tensor | None:
+        if f"{prefix}{names[0]}.bias" not in self._state:
+            return None
+        return self._stacked([self._projection(f"{prefix}{name}.bias") for name in names])
+
     def _projection(self, name: str) -> Tensor:
         """Cut out where the checkpoint holds several as one; of a head of which a part turns, that part first."""
         stem, projection, kind = name.rsplit(".", 2)
@@ -129,10 +182,30 @@ class WeightReader:
         part = self._state[f"{stem}.{fused}.{kind}"][rows]
         if projection in ("q_proj", "k_proj") and self._config.rotary_dim != self._config.head_dim:
             part = turned_first(part, self._config.head_dim, self._config.rotary_dim)
-        return self._copy(part)
+        return part
+
+    def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
+        """Converted on the way to their places: no second copy is made."""
+        rows = [len(part) for part in parts]
+        stacked = torch.empty(sum(rows), *parts[0].shape[1:], dtype=self._dtype, device=self._device)
+        for place, part in zip(torch.split(stacked, rows), parts, strict=True):
+            place.copy_(part)
+        return stacked
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+
+def _meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """At least the shape and type of each tensor."""
+    return state.meta if isinstance(state, LazyState) else state
+
+
+def _own_name(name: str) -> str:
+    """transformers 5 writes model.language_model.layers..., those before it language_model.model.layers..."""
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")
 
 
 def _block_norms(config: DecoderConfig) -> tuple[str, str, str | None, str | None]:
