@@ -22,6 +22,7 @@ PARAMS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.5]),
     presence_penalty=st.sampled_from([0.0, 0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.25]),
+    allowed_token_ids=st.sampled_from([(), (0, 1, 2, 5, 8, 9, 11)]),
     logit_bias=st.dictionaries(TOKENS, st.sampled_from([-1.0, 2.0]), max_size=2),
     bad_words_ids=st.sampled_from([(), ((3,), (4, 5), (1, 1, 2))]),
     min_tokens=st.sampled_from([0, 3]),
@@ -100,6 +101,35 @@ def test_allowed_ids_are_kept_alone_and_strangers_ignored() -> None:
         == [[3, 5]] * 2
     )
     assert support(SamplingRows(sampler([99, -1], [99], repetition_penalty=2.0), [99])) == [list(range(VOCAB_SIZE))] * 2
+
+
+def test_many_allowed_ids_are_a_mask_made_once() -> None:
+    vocab_size = 5_000
+    wanted = tuple(range(0, vocab_size, 2))
+    plans = [
+        SamplingRows(SequenceSampler(SamplingParams(allowed_token_ids=ids), [1], [], [0], vocab_size), [2, 4])
+        for ids in ((), wanted, (7,))
+    ]
+    packed = assemble(plans).allowed
+    assert packed is not None and packed.masks.shape == (2, vocab_size)
+    assert packed.rows.tolist() == [3, 4, 5, 6, 7, 8] and packed.mask_of.tolist() == [0, 0, 0, 1, 1, 1]
+    assert packed.masks[0].nonzero().squeeze(1).tolist() == list(wanted)
+    device = torch.device("cpu")
+    assert plans[1].sampler.allowed_on(device) is plans[1].sampler.allowed_on(device)
+
+
+def test_biases_and_bad_words_are_of_their_own_rows() -> None:
+    plans = [
+        SamplingRows(sampler(), [1]),
+        SamplingRows(sampler(logit_bias={3: 2.0, 5: -1.0}, bad_words_ids=((9,), (1, 8))), [1]),
+        SamplingRows(sampler(logit_bias={4: 1.0}), []),
+    ]
+    packed = assemble(plans)
+    assert packed.bias is not None and packed.bias_values is not None and packed.banned is not None
+    found = zip(packed.bias.rows.tolist(), packed.bias.ids.tolist(), packed.bias_values.tolist(), strict=True)
+    assert list(found) == [(2, 3, 2.0), (2, 5, -1.0), (3, 3, 2.0), (3, 5, -1.0), (4, 4, 1.0)]
+    banned = zip(packed.banned.rows.tolist(), packed.banned.ids.tolist(), strict=True)
+    assert sorted(banned) == [(2, 9), (3, 8), (3, 9)]
 
 
 def test_allowed_ids_that_are_all_unknown_are_refused() -> None:

@@ -16,7 +16,7 @@ from outrider.kernels import (
     philox_triton,
     rejection_triton,
 )
-from outrider.kernels.logits_to_probs import Entries, Penalties, RowSampling, Truncation
+from outrider.kernels.logits_to_probs import Allowed, Entries, Penalties, RowSampling, Truncation
 from outrider.kernels.rejection import DraftWeights, Windows
 
 ROWS, VOCAB_SIZE = 3, 4097
@@ -41,7 +41,8 @@ def compile_all() -> None:
     advance_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers[:1], 16)
     draft_sample_triton.draft_sample(probs, words, 0.995, 512)
     everything = RowSampling(
-        *[Entries(rows, rows)] * 3,
+        Allowed(rows, rows, torch.ones(1, VOCAB_SIZE, dtype=torch.bool)),
+        *[Entries(rows, rows)] * 2,
         bias_values=rows.float(),
         penalties=Penalties(rows, rows, *[rows.float()] * 4),
         token_mask=torch.zeros(ROWS, -(-VOCAB_SIZE // 32), dtype=torch.int32),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.kernels.logits_to_probs import (
+    Allowed,
     Entries,
     Penalties,
     RowSampling,
@@ -19,6 +20,8 @@ from outrider.kernels.logits_to_probs import (
     most_probable,
     processed_logits,
 )
+
+VOCAB_SIZE = 13
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,18 @@ def reference(logits: list[float], row: Row) -> list[float]:
     return [probs[i] / reached if i in kept else 0.0 for i in ids]
 
 
-def pack(rows: list[Row]) -> RowSampling:
+def allowed(rows: list[Row], vocab_size: int) -> Allowed | None:
+    """A mask each; the last row's comes first."""
+    restricted = [r for r, row in enumerate(rows) if row.allowed]
+    if not restricted:
+        return None
+    masks = torch.zeros(len(restricted), vocab_size, dtype=torch.bool)
+    for mask, r in zip(reversed(masks.unbind()), restricted, strict=True):
+        mask[list(rows[r].allowed)] = True
+    return Allowed(torch.tensor(restricted), torch.arange(len(restricted)).flip(0), masks)
+
+
+def pack(rows: list[Row], vocab_size: int = VOCAB_SIZE) -> RowSampling:
     def entries(pairs: list[tuple[int, int]]) -> Entries | None:
         return Entries(*torch.tensor(pairs).unbind(1)) if pairs else None
 
@@ -91,7 +105,7 @@ def pack(rows: list[Row]) -> RowSampling:
         else None
     )
     return RowSampling(
-        allowed=entries([(r, token) for r in every for token in rows[r].allowed]),
+        allowed=allowed(rows, vocab_size),
         banned=entries([(r, token) for r in every for token in rows[r].banned]),
         bias=entries([(r, token) for r in every for token, _ in rows[r].bias]),
         bias_values=torch.tensor([bias for r in every for _, bias in rows[r].bias]),
@@ -104,12 +118,11 @@ def pack(rows: list[Row]) -> RowSampling:
 
 
 def run(logits: list[list[float]], rows: list[Row]) -> list[list[float]]:
-    probs, invalid = logits_to_probs(torch.tensor(logits), pack(rows))
+    probs, invalid = logits_to_probs(torch.tensor(logits), pack(rows, len(logits[0])))
     assert not invalid.any()
     return probs.tolist()
 
 
-VOCAB_SIZE = 13
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
 ROWS = st.builds(
     Row,

@@ -77,7 +77,8 @@ def restricted(rows: list[Row], vocab_size: int) -> RowSampling:
                 bias=tuple((token, 1.5) for token in ids(7)),
             )
             for index, row in enumerate(rows)
-        ]
+        ],
+        vocab_size,
     )
     mask = torch.randint(-(2**31), 2**31, (len(rows), -(-vocab_size // 32)), generator=some).int() | (1 << last % 32)
     return RowSampling(**{**{name: getattr(packed, name) for name in RowSampling.__slots__}, "token_mask": mask})

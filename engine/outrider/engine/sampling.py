@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.logits_to_probs import (
+    Allowed,
     Entries,
     Penalties,
     RowSampling,
@@ -70,15 +71,19 @@ class SequenceSampler:
         self.num_output = 0
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.truncated = not self.greedy and (0 < params.top_k < vocab_size or params.top_p < 1)
-        self.allowed_ids = [token for token in dict.fromkeys(params.allowed_token_ids) if self._known(token)]
-        if params.allowed_token_ids and not self.allowed_ids:
-            raise ValueError("none of allowed_token_ids is in the vocabulary")
-        self.biases = {token: bias for token, bias in params.logit_bias.items() if self._known(token)}
+        self._allowed = _mask_of(params.allowed_token_ids, vocab_size)  # [vocab] bool; None: all
+        biases = {token: bias for token, bias in params.logit_bias.items() if self._known(token)}
+        self.bias_ids = torch.tensor(list(biases), dtype=torch.int64)  # [biased]
+        self.bias_values = torch.tensor(list(biases.values()), dtype=torch.float32)  # [biased]
         self._held_back = [token for token in {*eos_ids, *params.stop_token_ids} if self._known(token)]
         bad_words = [tuple(word) for word in params.bad_words_ids if word and self._known(word[-1])]
-        self._bad_words = [(word[:-1], word[-1]) for word in bad_words]
-        self._restricted_always = bool(params.allowed_token_ids or self.biases or self._bad_words)
-        self._tail_length = max((len(prefix) for prefix, _ in self._bad_words), default=0)
+        self._bad_tokens = {word[0] for word in bad_words if len(word) == 1}
+        self._bad_words: dict[int, list[tuple[int, ...]]] = {}  # by the token before the last
+        for word in bad_words:
+            if len(word) > 1:
+                self._bad_words.setdefault(word[-2], []).append(word)
+        self._restricted_always = self._allowed is not None or bool(biases or bad_words)
+        self._tail_length = max((len(word) - 1 for word in bad_words), default=0)
         self._tail: tuple[int, ...] = ()  # the last output tokens, as many as a bad word's beginning needs
         self._column_of: dict[int, int] = {}  # where each id in prompt or output is counted
         self._seen_ids = torch.empty(0, dtype=torch.int64, device=device)  # [seen]
@@ -103,10 +108,18 @@ class SequenceSampler:
         banned: set[int] = set()
         if self.num_output + len(drafted) < self.params.min_tokens:
             banned.update(self._held_back)
+        banned.update(self._bad_tokens)
         if self._bad_words:
             tail = (*self._tail, *drafted)
-            banned.update(last for prefix, last in self._bad_words if _ends_with(tail, prefix))
+            words = self._bad_words.get(tail[-1], ()) if tail else ()
+            banned.update(word[-1] for word in words if tail[1 - len(word) :] == word[:-1])
         return banned
+
+    def allowed_on(self, device: torch.device) -> Tensor | None:
+        """The ids that may follow at all, [vocab] bool; None: all. It moves to the device once."""
+        if self._allowed is not None:
+            self._allowed = self._allowed.to(device)
+        return self._allowed
 
     def penalties(self, drafted: Sequence[int], first: int, start: int) -> Penalties:
         """The penalties of rows `start` and on, one for each prefix of `drafted` of length `first` and above."""
@@ -206,10 +219,8 @@ class _Assembly:
         self.min_p: list[float] = []
         self.greedy_rows: list[int] = []
         self.truncation: list[tuple[int, int, float]] = []  # row, top_k, top_p
-        self.allowed: list[tuple[int, int]] = []  # row, id
-        self.banned: list[tuple[int, int]] = []
-        self.bias: list[tuple[int, int]] = []
-        self.bias_values: list[float] = []
+        self.restricted: list[tuple[range, SequenceSampler]] = []
+        self.banned: list[tuple[int, int]] = []  # row, id
         self.penalised: list[Penalties] = []
 
     def add(self, plan: SamplingRows) -> None:
@@ -224,26 +235,24 @@ class _Assembly:
         if sampler.truncated:
             self.truncation += [(row, params.top_k, params.top_p) for row in rows]
         if sampler.restricted:
-            self._add_single_ids(plan, rows)
+            self._restrict(plan, rows)
         if sampler.penalised:
             self.penalised.append(sampler.penalties(plan.drafted, plan.first, rows.start))
 
-    def _add_single_ids(self, plan: SamplingRows, rows: range) -> None:
-        sampler = plan.sampler
+    def _restrict(self, plan: SamplingRows, rows: range) -> None:
+        self.restricted.append((rows, plan.sampler))
         for row in rows:
-            self.allowed += [(row, token) for token in sampler.allowed_ids]
-            self.bias += [(row, token) for token in sampler.biases]
-            self.bias_values += sampler.biases.values()
             prefix = plan.drafted[: plan.first + row - rows.start]
-            self.banned += [(row, token) for token in sampler.banned_after(prefix)]
+            self.banned += [(row, token) for token in plan.sampler.banned_after(prefix)]
 
     def finish(self, device: torch.device, token_mask: Tensor | None) -> RowSampling:
         """The tensors; None for what no row uses."""
+        bias, bias_values = self._bias(device)
         return RowSampling(
-            allowed=_entries(self.allowed, device),
+            allowed=self._allowed(device),
             banned=_entries(self.banned, device),
-            bias=_entries(self.bias, device),
-            bias_values=torch.tensor(self.bias_values, device=device) if self.bias else None,
+            bias=bias,
+            bias_values=bias_values,
             penalties=self._penalties(device),
             token_mask=token_mask,
             temperature=_unless_all(self.temperature, 1.0, device),
@@ -251,6 +260,27 @@ class _Assembly:
             min_p=_unless_all(self.min_p, 0.0, device),
             truncation=self._truncation(device),
         )
+
+    def _allowed(self, device: torch.device) -> Allowed | None:
+        found = [(rows, sampler.allowed_on(device)) for rows, sampler in self.restricted]
+        masked = [(rows, mask) for rows, mask in found if mask is not None]
+        if not masked:
+            return None
+        rows = torch.cat([torch.arange(rows.start, rows.stop, device=device) for rows, _ in masked])
+        lengths = torch.tensor([len(rows) for rows, _ in masked], device=device)
+        mask_of = torch.arange(len(masked), device=device).repeat_interleave(lengths, output_size=len(rows))
+        return Allowed(rows, mask_of, torch.stack([mask for _, mask in masked]))
+
+    def _bias(self, device: torch.device) -> tuple[Entries | None, Tensor | None]:
+        biased = [(rows, sampler) for rows, sampler in self.restricted if len(sampler.bias_ids)]
+        if not biased:
+            return None, None
+        rows = [
+            torch.arange(rows.start, rows.stop).repeat_interleave(len(sampler.bias_ids)) for rows, sampler in biased
+        ]
+        ids = [sampler.bias_ids.repeat(len(rows)) for rows, sampler in biased]
+        values = [sampler.bias_values.repeat(len(rows)) for rows, sampler in biased]
+        return Entries(torch.cat(rows).to(device), torch.cat(ids).to(device)), torch.cat(values).to(device)
 
     def _truncation(self, device: torch.device) -> Truncation | None:
         if not self.truncation:
@@ -283,5 +313,12 @@ def _unless_all(values: list[float], off: float, device: torch.device) -> Tensor
     return None if all(value == off for value in values) else torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _ends_with(tail: tuple[int, ...], prefix: tuple[int, ...]) -> bool:
-    return not prefix or tail[-len(prefix) :] == prefix
+def _mask_of(ids: Sequence[int], vocab_size: int) -> Tensor | None:
+    """[vocab] bool; None without ids. Ids that are not in the vocabulary are ignored, but not all of them."""
+    if not ids:
+        return None
+    wanted = torch.tensor(ids, dtype=torch.int64)  # [ids]
+    known = wanted[(wanted >= 0) & (wanted < vocab_size)]
+    if not len(known):
+        raise ValueError("none of allowed_token_ids is in the vocabulary")
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, known, True)

@@ -1,6 +1,6 @@
 """What precedes temperature, in Triton: allowed and banned ids, bias, penalties, the structured-output mask.
 
-One launch copies the rows to float32 (a row with allowed ids starts out empty), one scatters the entries of each kind,
+One launch copies the rows to float32 (of a row with allowed ids those alone), one scatters the entries of each kind,
 one applies the packed mask. The stream keeps them in order, so that a later kind sees what an earlier one left.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TILE = 2048
 ENTRIES = 128  # that a program of a scatter takes
-ALLOW, BAN, BIAS = (tl.constexpr(kind) for kind in range(3))
+BAN, BIAS = (tl.constexpr(kind) for kind in range(2))
 
 
 def adjust_logits(logits: Tensor, sampling: RowSampling, tile: int = TILE) -> Tensor:  # [rows, vocab]
@@ -34,13 +34,12 @@ def adjust_logits(logits: Tensor, sampling: RowSampling, tile: int = TILE) -> Te
     if num_rows == 0:
         return out
     allowed, banned, bias, penalties = sampling.allowed, sampling.banned, sampling.bias, sampling.penalties
-    emptied = logits
+    mask_of_row = masks = logits
     if allowed is not None:
-        emptied = torch.zeros(num_rows, dtype=torch.bool, device=logits.device).index_fill_(0, allowed.rows, True)
+        mask_of_row = torch.full((num_rows,), -1, device=logits.device).index_copy_(0, allowed.rows, allowed.mask_of)
+        masks = allowed.masks.contiguous()
     grid = (num_rows, triton.cdiv(vocab_size, tile))
-    _copy_kernel[grid](logits, emptied, out, logits.stride(0), vocab_size, allowed is not None, tile)
-    if allowed is not None:
-        _scatter(allowed.rows, allowed.ids, logits, out, ALLOW)
+    _copy_kernel[grid](logits, mask_of_row, masks, out, logits.stride(0), vocab_size, allowed is not None, tile)
     if banned is not None:
         _scatter(banned.rows, banned.ids, logits, out, BAN)
     if bias is not None and sampling.bias_values is not None:
@@ -60,14 +59,15 @@ def adjust_logits(logits: Tensor, sampling: RowSampling, tile: int = TILE) -> Te
 def _scatter(rows: Tensor, ids: Tensor, values: Tensor, out: Tensor, kind: tl.constexpr) -> None:
     if len(ids):
         _scatter_kernel[(triton.cdiv(len(ids), ENTRIES),)](
-            rows.contiguous(), ids.contiguous(), values, out, values.stride(0), out.shape[1], len(ids), kind, ENTRIES
+            rows.contiguous(), ids.contiguous(), values, out, out.shape[1], len(ids), kind, ENTRIES
         )
 
 
 @triton.jit
 def _copy_kernel(
     logits: tl.tensor,
-    emptied: tl.tensor,  # [rows] bool: keep only the allowed ids, which follow
+    mask_of_row: tl.tensor,  # [rows] int64; -1: every id is kept
+    masks: tl.tensor,  # [masks, vocab] bool
     out: tl.tensor,
     stride: tl.tensor,
     vocab_size: tl.tensor,
@@ -78,7 +78,9 @@ def _copy_kernel(
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
     value = tl.load(logits + row * stride + ids, ids < vocab_size, 0.0).to(tl.float32)
     if HAS_ALLOWED:
-        value = tl.where(tl.load(emptied + row) != 0, float("-inf"), value)
+        mask = tl.load(mask_of_row + row)
+        kept = tl.load(masks + mask * vocab_size + ids, (ids < vocab_size) & (mask >= 0), 1)
+        value = tl.where(kept != 0, value, float("-inf"))
     tl.store(out + row * vocab_size + ids, value, ids < vocab_size)
 
 
@@ -86,9 +88,8 @@ def _copy_kernel(
 def _scatter_kernel(
     rows: tl.tensor,
     ids: tl.tensor,
-    values: tl.tensor,  # ALLOW: the logits; BIAS: one per entry
+    values: tl.tensor,  # BIAS: one per entry
     out: tl.tensor,
-    values_stride: tl.tensor,
     vocab_size: tl.tensor,
     num_entries: tl.tensor,
     KIND: tl.constexpr,
@@ -99,8 +100,6 @@ def _scatter_kernel(
     row, token = tl.load(rows + entries, inside, 0), tl.load(ids + entries, inside, 0)
     place = out + row * vocab_size + token
     if KIND == 0:
-        tl.store(place, tl.load(values + row * values_stride + token, inside, 0.0).to(tl.float32), inside)
-    elif KIND == 1:
         tl.store(place, tl.full([ENTRIES], float("-inf"), tl.float32), inside)
     else:
         tl.atomic_add(place, tl.load(values + entries, inside, 0.0), inside)  # an id named twice gets both

@@ -26,6 +26,15 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowed:
+    """The only ids that single rows keep."""
+
+    rows: Tensor  # [restricted] int64, each row once
+    mask_of: Tensor  # [restricted] int64: the mask of each
+    masks: Tensor  # [masks, vocab] bool
+
+
+@dataclass(frozen=True, slots=True)
 class Penalties:
     """Penalties of single ids of single rows, each pair once: those in prompt or output before the token."""
 
@@ -50,7 +59,7 @@ class Truncation:
 class RowSampling:
     """The sampling parameters of a packed batch of rows; None is off for every row."""
 
-    allowed: Entries | None = None  # a row with any entry keeps only its entries
+    allowed: Allowed | None = None
     banned: Entries | None = None
     bias: Entries | None = None
     bias_values: Tensor | None = None  # [entries of bias] float32
@@ -135,10 +144,8 @@ def adjust_logits(
         return adjust_logits_triton.adjust_logits(logits, sampling).float()
     logits = logits.float()
     if sampling.allowed is not None:
-        rows, ids = sampling.allowed.rows, sampling.allowed.ids
-        allowed = logits[rows, ids]
-        logits = logits.index_fill(0, rows, -torch.inf)
-        logits[rows, ids] = allowed
+        rows, masks = sampling.allowed.rows, sampling.allowed.masks[sampling.allowed.mask_of]
+        logits = logits.index_copy(0, rows, torch.where(masks, logits[rows], -torch.inf))
     if sampling.banned is not None:
         banned = torch.tensor(-torch.inf, device=logits.device)
         logits = logits.index_put((sampling.banned.rows, sampling.banned.ids), banned)
