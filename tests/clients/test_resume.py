@@ -55,7 +55,8 @@ async def test_what_the_next_stream_asks_for(kind: Kind) -> None:
     assert list(again.output_ids[0].ids) == arrived and 0 < len(arrived) < 20
     assert again.sampling.seed == parts[0].seed and again.request_id == parts[0].request_id
     assert tuple(again.token_ids.ids) == parts[0].prompt_token_ids and not again.text
-    assert again.sampling.max_tokens == 20
+    assert again.sampling.max_tokens == 20 and again.model_digest == "d1"
+    assert [part.model_digest for part in parts if part.model_digest] == ["d1"]
 
 
 @both
@@ -120,6 +121,10 @@ async def test_another_model_does_not_go_on(kind: Kind) -> None:
     async with serving(2, *[0] * 99) as first, serving(target=other) as second:
         with pytest.raises(FailedPrecondition, match="another model"):
             await ask(kind, first, second, token_ids=PROMPT, max_tokens=20, retry=Retry(2, 0.001, 0.001))
+    async with serving(target=other) as gateway:  # a caller resumes by itself
+        with pytest.raises(FailedPrecondition, match=r"model_digest: is d1, .*allowed: another") as caught:
+            await ask(kind, gateway, token_ids=PROMPT, output_ids=[[1]], model_digest="d1")
+        assert caught.value.reason == "OTHER_MODEL"
 
 
 @both

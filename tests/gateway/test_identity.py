@@ -7,13 +7,19 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
+from gateway.http_harness import gateway, toy_tokenizer
 from gateway.toys import QUICK, TargetServicer, ToyTarget, expected, serving, target_info, until
 
+from outrider.gateway.generation import GenerationRequest
+from outrider.gateway.http_shapes import extension_shape, join
 from outrider.gateway.loop import speculate
+from outrider.gateway.metrics import MeteredEngine
 from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteTargets
 from outrider.gateway.rounds import Round
+from outrider.gateway.servicer import encode_delta
 from outrider.wire.messages import Open
 from outrider.wire.sampling import SamplingParams
 
@@ -83,3 +89,35 @@ async def test_failover_to_other_arithmetic_is_marked(second: dict[str, Any], ne
     assert moved > 3 and [closed.near_ties for closed in rounds] == [
         near_ties and closed.index >= moved for closed in rounds
     ]
+
+
+async def test_near_ties_are_told_and_counted() -> None:
+    target = ToyTarget(info=target_info(**EXACT))
+    engine = MeteredEngine(toy_tokenizer(), target)
+    sampling = SamplingParams(temperature=0.0, max_tokens=20)
+    deltas = []
+    async for delta in engine.generate(GenerationRequest(token_ids=PROMPT, sampling=sampling)):
+        deltas.append(delta)
+        if len(deltas) == 3:
+            target.info = target_info(**EXACT | {"kernels": "c-avx2"})
+            target.links[0].lose()
+    assert [token for delta in deltas for token in delta.token_ids] == expected(PROMPT, 20)
+    marks = [delta.near_ties for delta in deltas]
+    assert not any(marks[:3]) and marks[-1] and marks == sorted(marks)
+    assert [delta.model_digest for delta in deltas if delta.model_digest] == ["d1"]
+    text = engine.metrics.render("")[0].decode()
+    assert 'outrider_target_failovers_total{output="near_ties"} 1.0' in text
+    assert encode_delta(deltas[-1]).near_ties and not encode_delta(deltas[0]).near_ties
+    assert extension_shape(join(deltas), False, False) == {"near_ties": True}
+
+
+async def test_a_fingerprint_that_comes_back_is_compared() -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    async with gateway() as served, httpx.AsyncClient(base_url=served.url) as client:
+        answer = (await client.post("/v1/completions", json=body)).json()
+        again = await client.post("/v1/completions", json=body | {"system_fingerprint": answer["system_fingerprint"]})
+        assert again.status_code == 200 and again.json()["system_fingerprint"] == "fp_d1"
+        refused = await client.post("/v1/completions", json=body | {"system_fingerprint": "fp_d9"})
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["code"] == "other_model"
+        assert "d9" in error["message"] and "d1" in error["message"]

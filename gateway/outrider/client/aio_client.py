@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from outrider.client.calls import model_digest, request_metadata
+from outrider.client.calls import request_metadata
 from outrider.client.parts import GatewayInfo, Part, decode_info
 from outrider.client.request import build_request
 from outrider.client.resume import Resumption
@@ -81,7 +81,6 @@ class Client:
             call = self._stubs[route.index].Generate(resumption.begin(), timeout=route.remaining, metadata=metadata)
             try:
                 async for response in call:
-                    resumption.check_model(model_digest(await call.initial_metadata()))
                     self._index = route.index
                     route.progressed()
                     if (part := resumption.take(response)) is not None:

@@ -61,6 +61,8 @@ class Part:
     seed: int | None
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[PositionLogprobs, ...]
+    model_digest: str = ""
+    near_ties: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def decode_response(response: pb.GenerateResponse) -> Part:
         seed=response.seed if response.HasField("seed") else None,
         prompt_token_ids=tuple(response.prompt_token_ids),
         prompt_logprobs=tuple(map(decode_position_logprobs, response.prompt_logprobs)),
+        model_digest=response.model_digest,
+        near_ties=response.near_ties,
     )
 
 

@@ -34,6 +34,7 @@ def build_request(
     request_id: str = "",
     priority: int = 0,
     output_ids: Sequence[Sequence[int]] = (),
+    model_digest: str = "",
     salt: str = "",
     **sampling_fields: Any,
 ) -> pb.GenerateRequest:
@@ -59,6 +60,7 @@ def build_request(
     put(request, "request_id", request_id)
     put(request, "priority", priority)
     put(request, "output_ids", output_ids)
+    put(request, "model_digest", model_digest)
     put(request, "salt", salt)
     return request
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.client.parts import Part, decode_response
-from outrider.client.retry import OTHER_MODEL
 from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
-from outrider.wire.errors import FailedPrecondition, Internal
+from outrider.wire.errors import OTHER_MODEL, FailedPrecondition, Internal
 
 
 @dataclass(slots=True)
@@ -23,6 +22,7 @@ class _Completion:
     num_returned: int = 0
     num_before: int = 0  # of those returned, by earlier streams
     has_seed: bool = False
+    near_ties: bool = False
     finished: bool = False
 
 
@@ -36,7 +36,6 @@ class Resumption:
         self._completions = [_Completion(list(entry.ids)) for entry in given]
         self._num_prompt_logprobs = self._num_to_skip = 0
         self._has_prompt_ids = False
-        self._model_digest = ""
 
     @property
     def finished(self) -> bool:
@@ -53,15 +52,11 @@ class Resumption:
             self._request.output_ids.extend(common_pb2.TokenIds(ids=entry.ids) for entry in self._completions)
         return self._request
 
-    def check_model(self, digest: str) -> None:
-        """Refuses to go on with another model than the one that has begun. Some gateways name none."""
-        if self._model_digest and digest and digest != self._model_digest:
-            raise FailedPrecondition("the gateway serves another model than the one that began", reason=OTHER_MODEL)
-        self._model_digest = self._model_digest or digest
-
     def take(self, response: pb.GenerateResponse) -> Part | None:
-        """What a response adds. None: nothing that the caller does not have."""
+        """What a response adds. None: nothing that the caller does not have. FailedPrecondition: another model than
+        the one that began has answered."""
         part = decode_response(response)
+        self._check_model(part.model_digest)
         if part.index >= len(self._completions):
             raise Internal(f"the gateway answered for completion {part.index} of {len(self._completions)}")
         completion = self._completions[part.index]
@@ -72,6 +67,15 @@ class Resumption:
         has_news = part.token_ids or part.text or part.finish_reason or part.prompt_logprobs or part.seed is not None
         return part if has_news else None
 
+    def _check_model(self, digest: str) -> None:
+        """A gateway that knows the request's field has refused it."""
+        began = self._request.model_digest
+        if began and digest and digest != began:
+            raise FailedPrecondition(
+                f"model {began[:16]} began, and another model, {digest[:16]}, answers",
+                reason=OTHER_MODEL,
+            )
+
     def _without_repeats(self, part: Part, completion: _Completion) -> Part:
         skipped = min(self._num_to_skip, len(part.prompt_logprobs))
         self._num_to_skip -= skipped
@@ -81,7 +85,9 @@ class Resumption:
         return replace(
             part,
             usage=usage,
+            near_ties=part.near_ties or completion.near_ties,
             seed=None if completion.has_seed else part.seed,
+            model_digest="" if completion.has_seed else part.model_digest,
             prompt_token_ids=() if self._has_prompt_ids else part.prompt_token_ids,
             prompt_logprobs=part.prompt_logprobs[skipped:],
         )
@@ -89,12 +95,15 @@ class Resumption:
     def _remember(self, part: Part, completion: _Completion) -> None:
         completion.ids += part.token_ids
         completion.num_returned += len(part.token_ids)
+        completion.near_ties = part.near_ties
         completion.finished = part.finish_reason is not None
         self._num_prompt_logprobs += len(part.prompt_logprobs)
         self._request.request_id = part.request_id
         if part.seed is not None:
             completion.has_seed = True
             self._request.sampling.seed = part.seed
+        if part.model_digest:
+            self._request.model_digest = part.model_digest
         if part.prompt_token_ids:  # they leave no room for another gateway's tokenizer or chat template
             self._has_prompt_ids = True
             self._request.token_ids.CopyFrom(common_pb2.TokenIds(ids=part.prompt_token_ids))

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.wire.checks import Violations
-from outrider.wire.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable, Violation
+from outrider.wire.errors import OTHER_MODEL, InvalidArgument, OutriderError, ResourceExhausted, Unavailable, Violation
 
 _LEAST_TIMEOUT_S = 1e-9
-OTHER_MODEL = "OTHER_MODEL"  # the reason of an error: this gateway cannot continue another model's completion
 
 
 @dataclass(frozen=True, slots=True)

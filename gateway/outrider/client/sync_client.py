@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from outrider.client.calls import model_digest, request_metadata
+from outrider.client.calls import request_metadata
 from outrider.client.parts import GatewayInfo, Part, decode_info
 from outrider.client.request import build_request
 from outrider.client.resume import Resumption
@@ -87,7 +87,6 @@ class SyncClient:
                 call.cancel()
             try:
                 for response in call:
-                    resumption.check_model(model_digest(call.initial_metadata()))
                     self._index = route.index
                     route.progressed()
                     if (part := resumption.take(response)) is not None:

@@ -106,6 +106,7 @@ class Completion:
             stop_string=cut.stop_string,
             stop_token_id=cut.stop_token_id,
             round=closed,
+            near_ties=closed.near_ties,
         )
         return self._marked(delta) if cut.finish_reason is None else self._last(delta)
 
@@ -124,10 +125,11 @@ class Completion:
         )
 
     def _marked(self, delta: GenerationDelta) -> GenerationDelta:
-        """The first delta says the seed, and of completion 0 the prompt's ids."""
+        """The first delta says the seed and the model, and of completion 0 the prompt's ids."""
         if not self._first:
             return delta
         self._first = False
         prepared = self._run.prepared
         shown = self._index == 0 and prepared.request.token_ids is None
-        return replace(delta, seed=prepared.seed, prompt_token_ids=prepared.prompt_ids if shown else ())
+        prompt_ids = prepared.prompt_ids if shown else ()
+        return replace(delta, seed=prepared.seed, model_digest=prepared.model_digest, prompt_token_ids=prompt_ids)

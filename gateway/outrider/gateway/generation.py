@@ -38,6 +38,7 @@ class GenerationRequest:
     n: int = 1
     priority: int = 0
     output_ids: tuple[tuple[int, ...], ...] = ()  # resumes: per completion what the client has
+    model_digest: str = ""  # resumes, too: of the model that began; empty: any
     salt: str = ""
     timeout_s: float | None = None  # what remains of the caller's deadline
     traceparent: str = ""
@@ -69,6 +70,8 @@ class GenerationDelta:
     tally: SpeculationTally | None = None
     acceptance: AcceptanceRule = AcceptanceRule.AUTO  # beside the tally
     seed: int | None = None  # in a completion's first delta
+    model_digest: str = ""  # in a completion's first delta
+    near_ties: bool = False  # it has moved to a target whose logits need not be equal to the bit
     prompt_token_ids: tuple[int, ...] = ()  # in the first delta of completion 0, unless the prompt was given as ids
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     round: Round | None = None  # the verification behind it, whole: metrics and the live page read it

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from outrider.gateway import http_stream as sse
 from outrider.gateway.generation import GenerationDelta
 from outrider.gateway.http_errors import error_body, renamed
-from outrider.gateway.http_request import Ask
+from outrider.gateway.http_request import FINGERPRINT, Ask
 from outrider.gateway.http_shapes import UsageSum, join
 from outrider.gateway.service import GenerationEngine, merge
 from outrider.wire.errors import OutriderError
@@ -71,7 +71,7 @@ async def _whole(
         async for delta in deltas:
             completions.setdefault(delta.index, []).append(delta)
             usage.add(delta, ask.n)
-    envelope = _envelope(engine, ask, face.prefix, completions[0][0].request_id, face.whole_object)
+    envelope = _envelope(ask, face.prefix, completions[0][0], face.whole_object)
     choices = [face.choice(join(completions[index])) for index in sorted(completions)]
     return {**envelope, "choices": choices, "usage": usage.shape()}
 
@@ -84,7 +84,7 @@ async def _events(
     rest: AsyncGenerator[GenerationDelta, None],
 ) -> AsyncGenerator[str, None]:
     """The chunks. Usage, where it is asked for, comes last, and is null before."""
-    envelope = _envelope(engine, ask, face.prefix, first.request_id, face.chunk_object)
+    envelope = _envelope(ask, face.prefix, first, face.chunk_object)
     no_usage = {"usage": None} if ask.include_usage else {}
     usage, opened = UsageSum(), set[int]()
     async with aclosing(rest):
@@ -115,12 +115,12 @@ async def _chained(
         yield delta
 
 
-def _envelope(engine: GenerationEngine, ask: Ask, prefix: str, request_id: str, kind: str) -> dict[str, Any]:
+def _envelope(ask: Ask, prefix: str, first: GenerationDelta, kind: str) -> dict[str, Any]:
     """The fingerprint names the model that a seed's answer depends on."""
     return {
-        "id": f"{prefix}-{request_id}",
+        "id": f"{prefix}-{first.request_id}",
         "object": kind,
         "created": int(time.time()),
         "model": ask.model,
-        "system_fingerprint": f"fp_{engine.verifier.info.model.digest[:12]}",
+        "system_fingerprint": FINGERPRINT + first.model_digest,
     }

@@ -21,6 +21,7 @@ from outrider.wire.checks import quoted, shown
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
+FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerprint
 
 _PLAIN = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -37,7 +38,7 @@ _EMPTY: dict[str, Any] = {
 # The protocol's names and HTTP's, where they differ.
 NAMES = {
     "token_ids.ids": "prompt", "text": "prompt", "input": "prompt", "prompt": "prompt", "chat": "messages",
-    "salt": "cache_salt", "structured_output": "response_format",
+    "salt": "cache_salt", "structured_output": "response_format", "model_digest": "system_fingerprint",
 }  # fmt: skip
 _STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
 
@@ -91,6 +92,7 @@ def read_common(body: Body, request: Request | None, served: str) -> GenerationR
         n=body.get("n", 1),
         priority=body.get("priority", 0),
         salt=body.text("cache_salt"),
+        model_digest=body.text("system_fingerprint").removeprefix(FINGERPRINT),
         timeout_s=_timeout_s(body),
         traceparent=headers.get("traceparent", ""),
     )

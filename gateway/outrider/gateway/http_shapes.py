@@ -63,8 +63,8 @@ def finish_shape(delta: GenerationDelta) -> dict[str, Any]:
 
 
 def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) -> dict[str, Any]:
-    """What goes beyond OpenAI, where it was asked for."""
-    out: dict[str, Any] = {}
+    """What goes beyond OpenAI, where it was asked for, and what nobody can ask for."""
+    out: dict[str, Any] = {"near_ties": True} if delta.near_ties else {}
     if token_ids:
         out["token_ids"] = list(delta.token_ids)
         out["token_origins"] = [origin.name.lower() for origin in delta.origins]

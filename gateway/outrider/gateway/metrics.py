@@ -56,6 +56,9 @@ class GatewayMetrics:
         self.num_plain = self._counter("plain_steps", "Verifications without a drafted token")
         self.rounds = self._counter("rounds", "Verifications, by how the controller had them drafted", "mode")
         self.mode_changes = self._counter("mode_changes", "Changes of a completion's mode, by the new one", "mode")
+        self.failovers = self._counter(
+            "target_failovers", "Completions that went on at another target; near_ties: of other arithmetic", "output"
+        )
         self.round_time = self._histogram("round_seconds", "From one commit of a completion to its next", _PARTS_S)
         self.overhead = self._histogram(
             "round_overhead_seconds", "Of a round, what is neither draft nor verification", _PARTS_S
@@ -84,6 +87,8 @@ class GatewayMetrics:
         """One verification. The first round of a completion holds its prompt and is no round of decoding."""
         commit, timings = closed.commit, closed.commit.timings
         self.rounds.labels(closed.mode).inc()
+        if closed.moved:
+            self.failovers.labels("near_ties" if closed.near_ties else "equal").inc()
         if commit.num_drafted:
             self.num_drafts.inc()
             self.num_draft_tokens.inc(commit.num_drafted)

@@ -12,12 +12,13 @@ from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.capabilities import lacking
 from outrider.wire.checks import Violations, quoted
-from outrider.wire.errors import InvalidArgument, Violation
+from outrider.wire.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, Violation
 from outrider.wire.messages import DraftInfo, ModelInfo, Open, TargetInfo
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 from outrider.wire.validate import MAX_N, validate_generation, validate_length, validate_prompt_ids, validate_sampling
 
 LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
+SHOWN_DIGEST = 16  # characters in an error
 MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
 
 
@@ -70,7 +71,8 @@ async def prepare(
     default_num_draft_tokens: int,
     default_mode: str = "sequential",
 ) -> Prepared:
-    """Checks a request and resolves what it leaves open. InvalidArgument names the field."""
+    """Checks a request and resolves what it leaves open. InvalidArgument names the field; FailedPrecondition says that
+    another model began what is to be resumed."""
     model, speculation = target.model, request.speculation
     found = Violations()  # of all parts: a refusal names every field
     validate_generation(
@@ -82,6 +84,7 @@ async def prepare(
         mode=speculation.mode,
         priority=request.priority,
         output_ids=request.output_ids,
+        model_digest=request.model_digest,
         vocab_size=model.vocab_size,
         found=found,
     )
@@ -92,6 +95,12 @@ async def prepare(
     prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
     found.raise_if_any()
+    if request.model_digest not in ("", model.digest):
+        raise FailedPrecondition(
+            f"model_digest: is {request.model_digest[:SHOWN_DIGEST]}, another model's than that of {model.name}, "
+            f"which is served here; allowed: {model.digest[:SHOWN_DIGEST]}, or none",
+            reason=OTHER_MODEL,
+        )
     sampling = _with_bad_words(sampling, tokenizer)
     k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
     mode = speculation.mode or default_mode

@@ -19,7 +19,6 @@ from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 SERVICE_NAME = "outrider.v1.GenerationService"
 TRACEPARENT = "traceparent"
-MODEL_DIGEST = "outrider-model-digest"  # leads every answer: a client continues it only where the same model answers
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -34,11 +33,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
-        model = self._engine.verifier.info.model
-        generation = decode_request(request, model.default_sampling)
+        generation = decode_request(request, self._engine.verifier.info.model.default_sampling)
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context))
         async with aclosing(self._engine.generate(generation)) as deltas:
-            await context.send_initial_metadata(((MODEL_DIGEST, model.digest),))
             async for delta in deltas:
                 await context.write(encode_delta(delta))
 
@@ -73,6 +70,7 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
         priority=message.priority,
         output_ids=tuple(tuple(entry.ids) for entry in message.output_ids),
         salt=message.salt,
+        model_digest=message.model_digest,
     )
 
 
@@ -87,6 +85,8 @@ def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
         logprobs=map(encode_position_logprobs, delta.logprobs),
         finish_reason=int(delta.finish_reason or 0),  # type: ignore[arg-type]
         seed=delta.seed,
+        model_digest=delta.model_digest,
+        near_ties=delta.near_ties,
         prompt_token_ids=delta.prompt_token_ids,
         prompt_logprobs=map(encode_position_logprobs, delta.prompt_logprobs),
     )

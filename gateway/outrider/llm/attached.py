@@ -169,6 +169,8 @@ def _delta_of(part: Part) -> GenerationDelta:
         usage=None if usage is None else Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
         tally=None if part.speculation is None else _tally_of(part.speculation),
         seed=part.seed,
+        model_digest=part.model_digest,
+        near_ties=part.near_ties,
         prompt_token_ids=part.prompt_token_ids,
         prompt_logprobs=part.prompt_logprobs,
         **stop,
