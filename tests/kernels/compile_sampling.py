@@ -41,7 +41,7 @@ def compile_all() -> None:
     advance_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers[:1], 16)
     draft_sample_triton.draft_sample(probs, words, 0.995, 512)
     everything = RowSampling(
-        Allowed(rows, rows, torch.ones(1, VOCAB_SIZE, dtype=torch.bool)),
+        Allowed(rows, rows, torch.zeros(1, VOCAB_SIZE)),
         *[Entries(rows, rows)] * 2,
         bias_values=rows.float(),
         penalties=Penalties(rows, rows, *[rows.float()] * 4),

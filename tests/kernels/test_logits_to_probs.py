@@ -69,9 +69,9 @@ def allowed(rows: list[Row], vocab_size: int) -> Allowed | None:
     restricted = [r for r, row in enumerate(rows) if row.allowed]
     if not restricted:
         return None
-    masks = torch.zeros(len(restricted), vocab_size, dtype=torch.bool)
+    masks = torch.full((len(restricted), vocab_size), -math.inf)
     for mask, r in zip(reversed(masks.unbind()), restricted, strict=True):
-        mask[list(rows[r].allowed)] = True
+        mask[list(rows[r].allowed)] = 0.0
     return Allowed(torch.tensor(restricted), torch.arange(len(restricted)).flip(0), masks)
 
 

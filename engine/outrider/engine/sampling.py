@@ -71,7 +71,7 @@ class SequenceSampler:
         self.num_output = 0
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.truncated = not self.greedy and (0 < params.top_k < vocab_size or params.top_p < 1)
-        self._allowed = _mask_of(params.allowed_token_ids, vocab_size)  # [vocab] bool; None: all
+        self._allowed = _mask_of(params.allowed_token_ids, vocab_size)  # [vocab] float32; None: all
         biases = {token: bias for token, bias in params.logit_bias.items() if self._known(token)}
         self.bias_ids = torch.tensor(list(biases), dtype=torch.int64)  # [biased]
         self.bias_values = torch.tensor(list(biases.values()), dtype=torch.float32)  # [biased]
@@ -116,7 +116,8 @@ class SequenceSampler:
         return banned
 
     def allowed_on(self, device: torch.device) -> Tensor | None:
-        """The ids that may follow at all, [vocab] bool; None: all. It moves to the device once."""
+        """What is added for the ids that may follow at all: [vocab] float32, 0 or minus infinity; None: all may. It
+        moves to the device once."""
         if self._allowed is not None:
             self._allowed = self._allowed.to(device)
         return self._allowed
@@ -314,11 +315,12 @@ def _unless_all(values: list[float], off: float, device: torch.device) -> Tensor
 
 
 def _mask_of(ids: Sequence[int], vocab_size: int) -> Tensor | None:
-    """[vocab] bool; None without ids. Ids that are not in the vocabulary are ignored, but not all of them."""
+    """0 for these ids, minus infinity for the others, [vocab] float32; None without ids. Ids that are not in the
+    vocabulary are ignored, but not all of them."""
     if not ids:
         return None
     wanted = torch.tensor(ids, dtype=torch.int64)  # [ids]
     known = wanted[(wanted >= 0) & (wanted < vocab_size)]
     if not len(known):
         raise ValueError("none of allowed_token_ids is in the vocabulary")
-    return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, known, True)
+    return torch.full((vocab_size,), -torch.inf).index_fill_(0, known, 0.0)

@@ -67,7 +67,7 @@ def _scatter(rows: Tensor, ids: Tensor, values: Tensor, out: Tensor, kind: tl.co
 def _copy_kernel(
     logits: tl.tensor,
     mask_of_row: tl.tensor,  # [rows] int64; -1: every id is kept
-    masks: tl.tensor,  # [masks, vocab] bool
+    masks: tl.tensor,  # [masks, vocab] float32: 0 or minus infinity
     out: tl.tensor,
     stride: tl.tensor,
     vocab_size: tl.tensor,
@@ -79,8 +79,7 @@ def _copy_kernel(
     value = tl.load(logits + row * stride + ids, ids < vocab_size, 0.0).to(tl.float32)
     if HAS_ALLOWED:
         mask = tl.load(mask_of_row + row)
-        kept = tl.load(masks + mask * vocab_size + ids, (ids < vocab_size) & (mask >= 0), 1)
-        value = tl.where(kept != 0, value, float("-inf"))
+        value += tl.load(masks + mask * vocab_size + ids, (ids < vocab_size) & (mask >= 0), 0.0)
     tl.store(out + row * vocab_size + ids, value, ids < vocab_size)
 
 
