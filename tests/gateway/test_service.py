@@ -210,6 +210,14 @@ async def test_what_the_target_does_not_know_is_refused_by_name(tokenizer: Token
     assert answer[0][-1].acceptance is AcceptanceRule.REJECTION  # the gateway's own choice is one that the target knows
 
 
+async def test_all_log_probabilities_need_the_flag(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidArgument, match=r"^sampling.logprobs: is -1; allowed: a whole number, 0 to 20$"):
+        await run(GenerationEngine(tokenizer, ToyTarget()), ask(logprobs=-1))
+    target = ToyTarget()
+    await run(GenerationEngine(tokenizer, target, config=EngineConfig(max_logprobs=-1)), ask(logprobs=-1))
+    assert target.opens[0].sampling.logprobs == -1
+
+
 async def test_speculation_can_be_switched_off(tokenizer: Tokenizer) -> None:
     draft = ToyDraft()
     engine = GenerationEngine(tokenizer, ToyTarget(), draft)

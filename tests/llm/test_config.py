@@ -237,7 +237,7 @@ def test_keywords_that_act(tmp_path: Path) -> None:
     assert made(logprobs_mode="processed_logits").logprobs_mode is LogprobsMode.PROCESSED_LOGITS
     assert made(served_model_name=["a", "b"]).served_model_name == "a" and made(max_model_len=-1).max_model_len is None
     for name, value in (
-        ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.1), ("max_logprobs", 21), ("max_num_seqs", 0),
+        ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.1), ("max_logprobs", -2), ("max_num_seqs", 0),
         ("generation_config", "own"), ("acceptance", "typical"), ("logprobs_mode", "logits"), ("model", "/no/such"),
         ("mode", "fast"), ("per_request_spec_decode_metrics", "all"), ("max_model_len", 1),
         ("override_generation_config", {"typical_p": 1}),

@@ -114,6 +114,15 @@ def test_greedy_and_almost_greedy(caplog: pytest.LogCaptureFixture) -> None:
     assert not wire(SamplingParams(temperature=0.001)).greedy
 
 
+def test_log_probabilities_are_bounded_by_the_llm() -> None:
+    for most, count in ((20, 21), (20, -1), (0, 1)):
+        with pytest.raises(ValueError, match=f"logprobs is {count}; this LLM allows 0 to max_logprobs={most}"):
+            to_wire(SamplingParams(logprobs=count), LogprobsMode.RAW_LOGPROBS, most, 512)
+    for most, count in ((20, 20), (50, 50), (-1, -1)):
+        params = SamplingParams(prompt_logprobs=count)
+        assert to_wire(params, LogprobsMode.RAW_LOGPROBS, most, 512).prompt_logprobs == count
+
+
 def test_the_way_to_the_wire() -> None:
     params = SamplingParams(
         temperature=0.5, top_k=-1, seed=-1, stop="x", logprobs=True, max_tokens=None, logit_bias={"3": 400.0},  # type: ignore[dict-item]

@@ -202,9 +202,11 @@ def test_bad_requests_fail_alone(models: tuple[Any, LoadedModel]) -> None:
         opened(3, prompt_of(1), max_tokens=4, top_p=1.5),
         opened(4, prompt_of(1), max_tokens=4, acceptance=0),
         opened(5, prompt_of(1), max_tokens=4),
+        opened(6, prompt_of(1), max_tokens=4, logprobs=-1),
         Credit(5, 100, 0),
     )
     harness.run()
+    assert "logprobs: is -1; allowed: a whole number, 0 to 20" in harness.failures(6)[0].message
     assert "prompt_ids" in harness.failures(1)[0].message
     assert harness.failures(2)[0].reason == "DOES_NOT_FIT"
     assert "top_p" in harness.failures(3)[0].message

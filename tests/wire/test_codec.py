@@ -82,8 +82,8 @@ def test_small_codecs_of_parts() -> None:
     empty = StructuredOutput(choice=())
     encoded = codec_sampling.encode_structured_output(empty)
     assert codec_sampling.decode_structured_output(encoded) == empty
-    candidate = TokenLogprob(1, -0.5, 2)
-    assert codec_parts.decode_token_logprob(codec_parts.encode_token_logprob(candidate)) == candidate
+    position = (TokenLogprob(1, -0.5, 2), TokenLogprob(2**32 - 1, float("-inf"), 1))
+    assert codec_parts.decode_position_logprobs(codec_parts.encode_position_logprobs(position)) == position
 
 
 def test_a_failure_is_a_rich_status() -> None:

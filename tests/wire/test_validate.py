@@ -83,11 +83,28 @@ def test_good_extremes_are_accepted() -> None:
     for params in (
         SamplingParams(),
         SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, repetition_penalty=100, max_tokens=CONTEXT - 1),
-        SamplingParams(logit_bias={VOCAB - 1: -100.0}, logprobs=-1, prompt_logprobs=20, seed=2**64 - 1),
+        SamplingParams(logit_bias={VOCAB - 1: -100.0}, logprobs=0, prompt_logprobs=20, seed=2**64 - 1),
         SamplingParams(structured_output=StructuredOutput(json_object=True), truncate_prompt_tokens=-1),
         SamplingParams(allowed_token_ids=tuple(range(VOCAB)), stop=("x" * 256,) * 16),
     ):
         v.validate_sampling(params, VOCAB, CONTEXT, prompt_len=1)
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_are_as_many_as_the_flag_allows(field: str) -> None:
+    def asked(count: int) -> Open:
+        return dataclasses.replace(GOOD_OPEN, sampling=SamplingParams(**{field: count}))  # type: ignore[arg-type]
+
+    allowed = {20: (0, 20), 0: (0,), 50: (50,), -1: (-1, VOCAB)}
+    refused = {20: (-1, 21), 0: (-1, 1), 50: (-1, 51), -1: (-2, VOCAB + 1)}
+    for bound, counts in allowed.items():
+        for count in counts:
+            v.validate_open(asked(count), VOCAB, CONTEXT, bound)
+    for bound, counts in refused.items():
+        for count in counts:
+            assert fields(lambda n=count, most=bound: v.validate_open(asked(n), VOCAB, CONTEXT, most)) == [  # type: ignore[misc]
+                f"open.sampling.{field}"
+            ]
 
 
 def test_stop_strings_need_text() -> None:

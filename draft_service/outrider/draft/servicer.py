@@ -17,7 +17,7 @@ from outrider.wire.messages import Close, Commit, Credit, DraftCommand, DraftEve
 from outrider.wire.outbox import Outboxes
 from outrider.wire.served import ServedStreams
 from outrider.wire.stream import Batch, FrameStream, server_stream
-from outrider.wire.validate import validate_commit, validate_credit, validate_open
+from outrider.wire.validate import ALL_LOGPROBS, validate_commit, validate_credit, validate_open
 
 SERVICE = "outrider.v1.DraftService"
 # Ids and lengths are the target's: what the draft itself cannot hold is no client error, and the engine's to judge.
@@ -83,7 +83,7 @@ def _checked(stream: FrameStream, message: Any) -> DraftCommand:
 
 def _validate(message: DraftCommand) -> None:
     if isinstance(message, Open):
-        validate_open(message, _ANY_ID, _ANY_LENGTH)
+        validate_open(message, _ANY_ID, _ANY_LENGTH, ALL_LOGPROBS)
     elif isinstance(message, Credit):
         validate_credit(message)
     elif isinstance(message, Commit):

@@ -74,7 +74,7 @@ class Answer:
         }
         for name, positions in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if positions:
-                shown[name] = [[asdict(candidate) for candidate in position] for position in positions]
+                shown[name] = [[candidate._asdict() for candidate in position] for position in positions]
         return shown
 
     def _speculation(self, stats: SpeculationStats) -> dict[str, Any]:

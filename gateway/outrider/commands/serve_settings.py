@@ -48,6 +48,9 @@ class ServeSettings(ServiceSettings):
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the models')")
     cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its own choice)")
     draft_cache_mb: int | None = Field(None, ge=1, description="memory of the draft's cache, in MiB (its own choice)")
+    max_logprobs: int | None = Field(
+        None, ge=-1, description="most log probabilities of a position that a request may ask for (20; -1: all)"
+    )
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
     trace_file: Path | None = Field(None, description="file to append traces to, for outrider trace")
@@ -97,6 +100,7 @@ class ServeSettings(ServiceSettings):
             "threads": self.threads or max(1, share_cores().num_all - 1),
             "max-model-len": self.max_model_len,
             "cache-mb": self.cache_mb,
+            "max-logprobs": self.max_logprobs,
             "batch-invariant": self.batch_invariant,
             "trust-remote-code": self.trust_remote_code,
         }
@@ -125,6 +129,7 @@ class ServeSettings(ServiceSettings):
             "http": self.http or None,
             "num-draft-tokens": self.num_draft_tokens,
             "mode": self.mode,
+            "max-logprobs": self.max_logprobs,
             "model-name": self.model_name or None,
         }
         return ["gateway", *self._common(self.listen), *_flags(flags)]

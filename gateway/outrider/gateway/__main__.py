@@ -27,7 +27,7 @@ from outrider.wire.messages import DraftInfo, TargetInfo
 from outrider.wire.ports import require_free
 from outrider.wire.server import Server, build_server, serve_until_signal
 from outrider.wire.tracing import setup_tracing
-from outrider.wire.validate import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS
+from outrider.wire.validate import ALL_LOGPROBS, MAX_DRAFT_TOKENS, MAX_LOGPROBS, MAX_PATIENCE_MS
 
 if TYPE_CHECKING:
     from outrider.gateway.http_server import HttpServer
@@ -73,6 +73,11 @@ class GatewaySettings(ServiceSettings):
     )
     max_active: int = Field(default=64, ge=1, description="Requests that run at once")
     max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; more are refused")
+    max_logprobs: int = Field(
+        default=MAX_LOGPROBS,
+        ge=ALL_LOGPROBS,
+        description="Most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
+    )
     model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
     grace_s: float = Field(default=30.0, ge=0, description="How long running requests may go on after SIGTERM")
     reflection: bool = Field(default=False, description="Describe the service to any caller")
@@ -121,6 +126,7 @@ async def _serve(settings: GatewaySettings) -> None:
         max_active=settings.max_active,
         max_waiting=settings.max_waiting,
         model_name=settings.model_name,
+        max_logprobs=settings.max_logprobs,
     )
     engine = _engine(settings, tokenizer, targets, drafts, config)
     server = _build(settings, engine, targets)

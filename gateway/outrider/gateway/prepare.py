@@ -15,7 +15,14 @@ from outrider.wire.checks import Violations, quoted
 from outrider.wire.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, Violation
 from outrider.wire.messages import DraftInfo, ModelInfo, Open, TargetInfo
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
-from outrider.wire.validate import MAX_N, validate_generation, validate_length, validate_prompt_ids, validate_sampling
+from outrider.wire.validate import (
+    MAX_LOGPROBS,
+    MAX_N,
+    validate_generation,
+    validate_length,
+    validate_prompt_ids,
+    validate_sampling,
+)
 
 LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
 SHOWN_DIGEST = 16  # characters in an error
@@ -70,6 +77,7 @@ async def prepare(
     draft: DraftInfo | None,
     default_num_draft_tokens: int,
     default_mode: str = "sequential",
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> Prepared:
     """Checks a request and resolves what it leaves open. InvalidArgument names the field; FailedPrecondition says that
     another model began what is to be resumed."""
@@ -91,7 +99,7 @@ async def prepare(
     _check_method(found, speculation.method, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
-    validate_sampling(capped, model.vocab_size, model.max_model_len, found=found)
+    validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
     prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
     found.raise_if_any()

@@ -27,7 +27,7 @@ from outrider.gateway.tokenizer import Tokenizer
 from outrider.gateway.tracing import RequestTrace
 from outrider.wire.errors import DeadlineExceeded, to_failure
 from outrider.wire.sampling import AcceptanceRule
-from outrider.wire.validate import MAX_PATIENCE_MS
+from outrider.wire.validate import MAX_LOGPROBS, MAX_PATIENCE_MS
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class EngineConfig:
     max_active: int = 64
     max_waiting: int = 256
     model_name: str = ""  # empty: the target's
+    max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
 
 
 class GenerationEngine:
@@ -79,7 +80,13 @@ class GenerationEngine:
         self.admission.require_room()
         draft = None if self.drafter is None else self.drafter.info
         prepared = await prepare(
-            request, self.tokenizer, self.verifier.info, draft, self.config.num_draft_tokens, self.config.mode
+            request,
+            self.tokenizer,
+            self.verifier.info,
+            draft,
+            self.config.num_draft_tokens,
+            self.config.mode,
+            self.config.max_logprobs,
         )
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:

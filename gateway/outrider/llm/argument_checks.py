@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from outrider.llm.checks import is_finite, is_int
 from outrider.wire.sampling import AcceptanceRule
-from outrider.wire.validate import MAX_LOGPROBS, SPECULATION_MODES
+from outrider.wire.validate import ALL_LOGPROBS, SPECULATION_MODES
 
 if TYPE_CHECKING:
     from outrider.llm.arguments import EngineArguments
@@ -24,7 +24,7 @@ BOUNDS: dict[str, tuple[int | None, int | None]] = {
     "seed": (None, None),
     "threads": (1, 256),
     "max_model_len": (2, None),  # a prompt and a token
-    "max_logprobs": (0, MAX_LOGPROBS),
+    "max_logprobs": (ALL_LOGPROBS, None),
     "max_num_seqs": (1, None),
     "max_num_batched_tokens": (1, 65536),
     "kv_cache_memory_bytes": (1, None),

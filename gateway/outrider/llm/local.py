@@ -130,6 +130,7 @@ def start_local(
             max_active=arguments.max_num_seqs,
             max_waiting=UNBOUNDED,
             model_name=arguments.served_model_name or "",
+            max_logprobs=arguments.max_logprobs,
         )
         engine = runtime.call(lambda: GenerationEngine(tokenizer, target, drafter, config))
     except BaseException:
@@ -156,6 +157,7 @@ def _target_settings(
             "batch_invariant": arguments.batch_invariant,
             "max_rows": arguments.max_num_batched_tokens,
             "max_window": max(32, k),
+            "max_logprobs": arguments.max_logprobs,
             "max_sequences": arguments.max_num_seqs * MAX_N,
             "trust_remote_code": arguments.trust_remote_code,
             "name": arguments.served_model_name or "",

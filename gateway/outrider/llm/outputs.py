@@ -92,7 +92,8 @@ class OutputBuilder:
         if delta.prompt_token_ids:
             output.prompt_token_ids = list(delta.prompt_token_ids)
         if delta.prompt_logprobs:
-            output.prompt_logprobs = [self._candidates(row) if row else None for row in delta.prompt_logprobs]
+            output.prompt_logprobs = output.prompt_logprobs or []  # a long prompt's come in slices
+            output.prompt_logprobs += [self._candidates(row) if row else None for row in delta.prompt_logprobs]
         completion.text += delta.text
         completion.token_ids.extend(delta.token_ids)
         if self._wants_logprobs:

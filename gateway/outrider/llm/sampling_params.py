@@ -14,6 +14,7 @@ from outrider.llm.errors import Unsupported, keywords_of
 from outrider.llm.sampling_checks import check_lists, check_numbers
 from outrider.wire.sampling import LogprobsMode
 from outrider.wire.sampling import SamplingParams as WireSampling
+from outrider.wire.validate import ALL_LOGPROBS
 
 GREEDY_BELOW = 1e-5
 NO_BOUND = 2**31 - 1  # max_tokens=None: cut to what the context leaves
@@ -113,8 +114,10 @@ def to_wire(params: SamplingParams, mode: LogprobsMode, max_logprobs: int, max_m
     keep = max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
-        if value is not None and value > max_logprobs:
-            raise ValueError(f"{name} is {value}; this LLM allows at most max_logprobs={max_logprobs}, or -1 for all")
+        if value is not None and max_logprobs != ALL_LOGPROBS and not 0 <= value <= max_logprobs:
+            raise ValueError(
+                f"{name} is {value}; this LLM allows 0 to max_logprobs={max_logprobs}; -1, all, needs max_logprobs=-1"
+            )
     return WireSampling(
         temperature=params.temperature,
         top_p=params.top_p,

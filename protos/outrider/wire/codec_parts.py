@@ -16,24 +16,19 @@ def decode_weights(message: pb.TokenWeights) -> TokenWeights | None:
     return TokenWeights(message.ids, message.weights) if message.ids or message.weights else None
 
 
-def encode_token_logprob(candidate: TokenLogprob) -> pb.TokenLogprob:
-    """One candidate."""
-    return pb.TokenLogprob(id=candidate.id, logprob=candidate.logprob, rank=candidate.rank)
-
-
-def decode_token_logprob(message: pb.TokenLogprob) -> TokenLogprob:
-    """One candidate."""
-    return TokenLogprob(message.id, message.logprob, message.rank)
-
-
 def encode_position_logprobs(position: PositionLogprobs) -> pb.PositionLogprobs:
-    """One position's candidates."""
-    return pb.PositionLogprobs(candidates=map(encode_token_logprob, position))
+    """One position's candidates. Fields set one by one take a third of the time of a message built and copied."""
+    out = pb.PositionLogprobs()
+    add = out.candidates.add
+    for token, logprob, rank in position:
+        candidate = add()
+        candidate.id, candidate.logprob, candidate.rank = token, logprob, rank
+    return out
 
 
 def decode_position_logprobs(message: pb.PositionLogprobs) -> PositionLogprobs:
     """One position's candidates."""
-    return tuple(map(decode_token_logprob, message.candidates))
+    return tuple([TokenLogprob(entry.id, entry.logprob, entry.rank) for entry in message.candidates])
 
 
 def encode_load(load: Load) -> pb.Load:

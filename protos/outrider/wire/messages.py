@@ -7,6 +7,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.wire.capabilities import BASELINE
 from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
@@ -101,9 +102,8 @@ class Credit:
     max_branches: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One candidate at one position; rank is 1-based."""
+class TokenLogprob(NamedTuple):
+    """One candidate at one position; rank is 1-based. A tuple: a long prompt has hundreds of thousands of them."""
 
     id: int
     logprob: float

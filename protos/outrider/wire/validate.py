@@ -12,7 +12,8 @@ from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutpu
 
 MAX_N = 64
 MAX_DRAFT_TOKENS = 128
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # of a position, where no flag says another number
+ALL_LOGPROBS = -1  # as many as the vocabulary has ids; as a bound: none
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_IDS = 4 * MAX_BAD_WORDS  # a text becomes several token sequences: with and without a space before
@@ -38,11 +39,12 @@ def validate_sampling(
     prompt_len: int = 0,
     prefix: str = "sampling.",
     found: Violations | None = None,
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> None:
     """Every field of the sampling parameters. With a prompt's length also that prompt and max_tokens fit. With `found`
     the violations go there, and nothing is raised."""
     here = Violations(prefix)
-    _sampling(here, params, vocab_size, max_model_len)
+    _sampling(here, params, vocab_size, max_model_len, max_logprobs)
     _hand_over(here, found)
     if prompt_len and found is None:
         validate_length(prompt_len, params.max_tokens, max_model_len, prefix)
@@ -101,7 +103,7 @@ def validate_generation(
     _hand_over(here, found)
 
 
-def validate_open(message: Open, vocab_size: int, max_model_len: int) -> None:
+def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS) -> None:
     """An Open, at a draft or target. A fork's prompt is its parent's, so its length is checked by the caller."""
     found = Violations("open.")
     if message.fork_of is not None:
@@ -123,7 +125,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int) -> None:
     for field in ("salt", "traceparent", "method", "model_digest"):
         found.text(field, getattr(message, field), MAX_NAME_CHARS)
     sampling = Violations("open.sampling.")
-    _sampling(sampling, message.sampling, vocab_size, max_model_len)
+    _sampling(sampling, message.sampling, vocab_size, max_model_len, max_logprobs)
     found.extend(sampling)
     found.raise_if_any()
 
@@ -191,10 +193,18 @@ def _prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: int, 
         found.ids(field, ids, vocab_size)
 
 
-def _sampling(found: Violations, params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+def _sampling(
+    found: Violations, params: SamplingParams, vocab_size: int, max_model_len: int, max_logprobs: int
+) -> None:
     _distribution(found, params, vocab_size)
     _ends(found, params, vocab_size, max_model_len)
     _outputs(found, params, max_model_len)
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, field)
+        if value is not None and max_logprobs == ALL_LOGPROBS:
+            found.integer(field, value, 0, vocab_size, also=ALL_LOGPROBS)
+        elif value is not None:
+            found.integer(field, value, 0, max_logprobs)
     if params.structured_output is not None:
         _structured(found, params.structured_output)
 
@@ -239,9 +249,6 @@ def _ends(found: Violations, params: SamplingParams, vocab_size: int, max_model_
 
 
 def _outputs(found: Violations, params: SamplingParams, max_model_len: int) -> None:
-    for field in ("logprobs", "prompt_logprobs"):
-        if getattr(params, field) is not None:
-            found.integer(field, getattr(params, field), 0, MAX_LOGPROBS, also=-1)
     if not isinstance(params.logprobs_mode, LogprobsMode):
         found.add("logprobs_mode", "is unknown", ", ".join(mode.value for mode in LogprobsMode))
     if params.truncate_prompt_tokens is not None:

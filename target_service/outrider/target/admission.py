@@ -22,7 +22,7 @@ from outrider.wire.errors import (
 )
 from outrider.wire.messages import Failure, Open
 from outrider.wire.sampling import AcceptanceRule
-from outrider.wire.validate import validate_length, validate_open
+from outrider.wire.validate import MAX_LOGPROBS, validate_length, validate_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class TargetLimits:
     block_size: int = BLOCK_SIZE
     max_window: int = 128
     max_sequences: int = 256
+    max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
     untrusted_draft: bool = False  # weights are ignored: every drafted token is one-hot
     model_digest: str = ""
 
@@ -102,7 +103,7 @@ def _check(message: Open, limits: TargetLimits) -> None:
             f"the sequence is of model {message.model_digest[:12]}, this target serves {limits.model_digest[:12]}",
             reason=OTHER_MODEL,
         )
-    validate_open(message, limits.vocab_size, limits.max_model_len)
+    validate_open(message, limits.vocab_size, limits.max_model_len, limits.max_logprobs)
     validate_length(len(message.prompt_ids), message.sampling.max_tokens, limits.max_model_len, "open.sampling.")
     if len(message.output_ids) >= message.sampling.max_tokens:
         problem = f"has {len(message.output_ids)} entries; allowed: fewer than max_tokens"

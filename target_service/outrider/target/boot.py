@@ -148,6 +148,7 @@ def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner
         block_size=runner.block_size,
         max_window=settings.max_window,
         max_sequences=settings.max_sequences,
+        max_logprobs=settings.max_logprobs,
         untrusted_draft=settings.untrusted_draft,
         model_digest=loaded.digest,
     )

@@ -14,10 +14,7 @@ from outrider.wire.messages import PositionLogprobs, PromptLogprobs, TokenLogpro
 
 def position_logprobs(rows: Sequence[RowLogprobs]) -> tuple[PositionLogprobs, ...]:
     """Engine rows as wire values."""
-    return tuple(
-        tuple(TokenLogprob(*candidate) for candidate in zip(row.ids, row.values, row.ranks, strict=True))
-        for row in rows
-    )
+    return tuple(tuple(map(TokenLogprob._make, zip(row.ids, row.values, row.ranks, strict=True))) for row in rows)
 
 
 def report_prompt(entry: StepEntry, logits: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from outrider.wire.config import ServiceSettings
+from outrider.wire.validate import ALL_LOGPROBS, MAX_LOGPROBS
 
 
 class TargetSettings(ServiceSettings):
@@ -38,6 +39,11 @@ class TargetSettings(ServiceSettings):
     max_window: int = Field(32, ge=0, le=128, description="most drafted tokens of one verification")
     cut_windows: bool = Field(True, description="verify fewer drafted tokens where sequences share a step and it pays")
     max_sequences: int = Field(256, ge=1, description="sequences open at once")
+    max_logprobs: int = Field(
+        MAX_LOGPROBS,
+        ge=ALL_LOGPROBS,
+        description="most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
+    )
     untrusted_draft: bool = Field(False, description="ignore the draft's weights: every drafted token is one-hot")
     trust_remote_code: bool = Field(False, description="run code that comes with the checkpoint")
     expand: bool = Field(

@@ -7,7 +7,8 @@ kernels; here rows are matched with sequences, random counters with positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs
 from outrider.engine.random_ahead import Span, noise_source
 from outrider.engine.sampling import SamplingRows, assemble, process, process_greedy
 from outrider.kernels.coupled import coupled_accept, coupled_choice
-from outrider.kernels.logits_to_probs import logits_to_probs
+from outrider.kernels.logits_to_probs import RowSampling, logits_to_probs
 from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
 from outrider.target.randomness import ACCEPT, BONUS, RECOVERED, judging_source
 from outrider.target.rule import Rule, rule_of
@@ -143,33 +144,44 @@ def verdicts_of(
 ) -> list[Verdict]:
     """Verdicts from what was judged: [n] each but for `invalid`, [rows]."""
     first_row = 0
-    verdicts = []
+    verdicts: list[Verdict] = []
+    reported: list[tuple[int, range]] = []  # which verdict, and the rows of its tokens
     flags = invalid.tolist()
     for member, num_accepted, next_id in zip(members, accepted.tolist(), next_ids.tolist(), strict=True):
         num_rows = len(member.rows)
         used = min(num_accepted + 1, num_rows)
         bad = any(flags[first_row : first_row + used]) or (next_id < 0 and num_accepted < num_rows)
         ids = (*member.entry.window.ids[:num_accepted], *((next_id,) if next_id >= 0 else ()))
-        logprobs: tuple[RowLogprobs, ...] = ()
-        if not bad and member.entry.target.open.sampling.logprobs is not None:
-            logprobs = _logprobs(logits[first_row : first_row + len(ids)], member, ids)
-        verdicts.append(Verdict(member.entry, ids, num_accepted, bad, logprobs))
+        if not bad and ids and member.entry.target.open.sampling.logprobs is not None:
+            reported.append((len(verdicts), range(first_row, first_row + len(ids))))
+        verdicts.append(Verdict(member.entry, ids, num_accepted, bad))
         first_row += num_rows
+    return _with_logprobs(verdicts, reported, logits) if reported else verdicts
+
+
+def _with_logprobs(verdicts: list[Verdict], reported: Sequence[tuple[int, range]], logits: Tensor) -> list[Verdict]:
+    """Adds what is asked of the committed tokens, together for all that ask for values of the same kind."""
+    by_mode: dict[str, list[tuple[int, range]]] = {}
+    for index, rows in reported:
+        mode = verdicts[index].entry.target.open.sampling.logprobs_mode.value
+        by_mode.setdefault(mode, []).append((index, rows))
+    for mode, members in by_mode.items():
+        owners = [verdicts[index] for index, _ in members]
+        own = logits[torch.tensor([row for _, rows in members for row in rows], device=logits.device)]
+        sampling, probs = RowSampling(), own
+        if mode.startswith("processed"):
+            sampling = assemble([SamplingRows(o.entry.target.sampler, o.ids[:-1]) for o in owners], logits.device)
+            probs, _ = logits_to_probs(own, sampling)
+        counts = [owner.entry.target.open.sampling.logprobs or 0 for owner in owners for _ in owner.ids]
+        chosen = [token for owner in owners for token in owner.ids]
+        ranked = iter(top_logprobs(reported_values(mode, own, sampling, probs), chosen, counts))
+        for (index, _), owner in zip(members, owners, strict=True):
+            verdicts[index] = replace(owner, logprobs=tuple(islice(ranked, len(owner.ids))))
     return verdicts
-
-
-def _logprobs(logits: Tensor, member: Judged, ids: Sequence[int]) -> tuple[RowLogprobs, ...]:
-    """Of the committed tokens; logits are [committed, vocab]."""
-    target = member.entry.target
-    sampling = assemble([SamplingRows(target.sampler, ids[:-1])], logits.device)
-    mode = target.open.sampling.logprobs_mode.value
-    probs = logits_to_probs(logits, sampling)[0] if mode.startswith("processed") else logits
-    values = reported_values(mode, logits, sampling, probs)
-    return tuple(top_logprobs(values, ids, [target.open.sampling.logprobs or 0] * len(ids)))
 
 
 @torch.inference_mode()
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], count: int, mode: str) -> list[RowLogprobs]:
     """Of the prompt tokens that follow each row, [rows, vocab]; processors do not apply to a prompt."""
-    values = torch.log_softmax(logits.float(), dim=-1) if mode.endswith("logprobs") else logits.float()
+    values = reported_values(f"raw_{mode.rpartition('_')[2]}", logits, RowSampling(), logits)
     return top_logprobs(values, next_ids, [count] * len(next_ids))
