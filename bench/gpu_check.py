@@ -21,7 +21,7 @@ from gpu_steps import REAL, captured_runner, measure_steps, render
 from kernels_case import CUDA, K
 from kernels_table import file_stem
 
-from outrider.commands.bench_machine import describe, share_cores
+from outrider.commands.bench_machine import describe
 from outrider.commands.bench_store import dump
 from outrider.engine.cuda_graphs import CudaGraphs
 
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _steps(repeats: int) -> None:
-    machine = describe(share_cores())
+    machine = describe()
     runner, capture = captured_runner(REAL, CUDA, CudaGraphs(torch.device("cuda")))
     result = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

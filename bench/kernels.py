@@ -23,7 +23,7 @@ from kernels_table import render, store
 from kernels_windows import window_cases
 
 from outrider.commands.bench_foreign import ForeignLoad
-from outrider.commands.bench_machine import describe, share_cores
+from outrider.commands.bench_machine import describe
 from outrider.commands.bench_result import Json
 from outrider.commands.bench_store import dump
 
@@ -88,7 +88,7 @@ def _names(case: Case, place: Place) -> Json:
 
 
 def _result(place: Place, options: argparse.Namespace) -> Json:
-    machine = describe(share_cores())
+    machine = describe()
     on_gpu = place.name == "cuda"
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

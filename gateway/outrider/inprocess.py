@@ -27,6 +27,7 @@ from outrider.target.boot import runner_options as target_options
 from outrider.target.engine import EngineCommand as TargetCommand
 from outrider.target.engine import StreamCommand
 from outrider.target.settings import TargetSettings
+from outrider.wire.cores import usable_threads
 from outrider.wire.messages import (
     Arithmetic,
     Close,
@@ -174,7 +175,7 @@ class LocalTarget(LocalPeer):
         self._info = replace(info, model=replace(info.model, max_model_len=longest))
         self.engine = new_engine(settings, runner, limits, self.flush)
         self._thread: DeviceThread[TargetCommand] = DeviceThread(
-            self.engine, "llm-target", settings.threads, settings.device
+            self.engine, "llm-target", settings.threads or usable_threads(), settings.device
         )
         self._info = replace(self._info, step_costs=self._thread.call(self.engine.profile).result())
 
@@ -216,7 +217,9 @@ class LocalDraft(LocalPeer):
         engine = DraftEngine(
             make_methods([method]), settings.max_sequences, settings.max_rows, tracer=installed_tracer()
         )
-        self._thread: DeviceThread[DraftCommand] = DeviceThread(engine, "llm-draft", settings.threads, settings.device)
+        self._thread: DeviceThread[DraftCommand] = DeviceThread(
+            engine, "llm-draft", settings.threads or usable_threads(), settings.device
+        )
         self._thread.submit(Attach(STREAM, self._sink))
 
     @property

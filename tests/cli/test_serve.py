@@ -181,7 +181,7 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
         "--cache-mb=7", "--batch-invariant",
     ]  # fmt: skip
     assert given.draft_arguments() == [
-        "draft", *common, "--model=small", "--dtype=bfloat16", "--device=cpu", "--threads=1", "--max-model-len=99",
+        "draft", *common, "--model=small", "--dtype=bfloat16", "--device=cpu", "--max-model-len=99",
     ]  # fmt: skip
     both = settings("large", "--draft", "small", "--device", "cuda")
     assert "--cache-mb=256" in both.draft_arguments()  # the rest of the device is the target's
@@ -193,10 +193,10 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
 
 def test_ngram_by_either_name() -> None:
     for argv in (("--draft", "ngram"), ("--method", "ngram")):
-        assert settings("large", *argv).draft_arguments()[3:] == ["--method=ngram", "--threads=1"]
+        assert settings("large", *argv).draft_arguments()[3:] == ["--method=ngram"]
         assert settings(*argv).draft_folder is None
     both = settings("large", "--draft", "small", "--method", "ngram")
-    assert both.draft_arguments()[3:] == ["--method=ngram", "--model=small", "--threads=1"]
+    assert both.draft_arguments()[3:] == ["--method=ngram", "--model=small"]
 
 
 def test_flags_win_over_variables_and_these_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from outrider.engine.sequence import SequenceCache
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.ngram import NgramProposer
+from outrider.wire.cores import usable_threads
 from outrider.wire.health import HealthMonitor
 from outrider.wire.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.wire.outbox import Outboxes
@@ -41,12 +42,12 @@ async def serve(settings: DraftSettings) -> None:
     """Loads, serves, drains."""
     require_free(settings.listen)
     set_switch_interval()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    threads = settings.threads or usable_threads()
+    torch.set_num_threads(threads)
     stop_tracing = setup_tracing("outrider-draft", settings.trace_file)
     methods, info = await asyncio.to_thread(load_methods, settings)
     engine = DraftEngine(make_methods(methods), settings.max_sequences, settings.max_rows, tracer=installed_tracer())
-    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "draft-device", settings.threads, settings.device)
+    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "draft-device", threads, settings.device)
     servicer = DraftServicer(thread, Outboxes(asyncio.get_running_loop()), info)
     try:
         server = build_server(

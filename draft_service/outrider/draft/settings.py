@@ -23,7 +23,7 @@ class DraftSettings(ServiceSettings):
     name: str = Field("", description="name to serve the draft under (default: the folder's name, or the method's)")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute type; auto: float32 on a CPU")
     device: str = Field("cpu", description="where the model runs")
-    threads: int | None = Field(None, ge=1, le=256, description="threads for the model's products (default: torch's)")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of a pass (default: all cores)")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the model's)")
     cache_mb: int | None = Field(
         None,

@@ -16,7 +16,7 @@ from outrider.commands.arguments import parse
 from outrider.commands.awake import CoresAwake
 from outrider.commands.bench_compare import last_result, moved
 from outrider.commands.bench_fleet import Addresses, start_fleet, wait_for_draft
-from outrider.commands.bench_machine import Machine, describe, share_cores
+from outrider.commands.bench_machine import Machine, describe
 from outrider.commands.bench_prompts import read_prompts
 from outrider.commands.bench_result import AUTO, COUPLED, PLAIN, REJECTION, Json, title
 from outrider.commands.bench_rounds import measure_rounds
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int
 
 def run(settings: BenchSettings) -> Json:
     """Every cell."""
-    cores = share_cores()
-    machine = describe(cores)
+    machine = describe()
     with ExitStack() as stack:
         stack.enter_context(CoresAwake(settings.keep_awake))
         folders, pair = _folders(settings, stack)
@@ -68,9 +67,9 @@ def run(settings: BenchSettings) -> Json:
         services = stack.enter_context(Services())
         runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
         _note("starting the services and the peers ...")
-        floor = start_floor(stack, folders.target, cores, settings.start_timeout)
-        peers = start_peers(stack, settings, folders, cores)
-        fleet = start_fleet(services, folders, cores, settings.num_draft_tokens, settings.start_timeout)
+        floor = start_floor(stack, folders.target, settings.start_timeout)
+        peers = start_peers(stack, settings, folders)
+        fleet = start_fleet(services, folders, settings.num_draft_tokens, settings.start_timeout)
         ways = [*our_ways(runner, fleet.gateway, settings.num_draft_tokens), *peers]
         runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
         result = _result(settings, machine, pair, len(prompts[0]))

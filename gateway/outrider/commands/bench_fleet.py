@@ -1,14 +1,11 @@
-"""The services that the bench measures, each on cores of its own."""
+"""The services that the bench measures, as `outrider serve` starts them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.client import Client
-from outrider.commands.bench_machine import Cores
-from outrider.commands.bench_worker import on_cores
 from outrider.commands.fleet import Folders
 from outrider.commands.processes import Service, Services
 from outrider.commands.readiness import POLL_S, has_draft
@@ -23,19 +20,16 @@ class Addresses:
     gateway: str
 
 
-def start_fleet(
-    services: Services, folders: Folders, cores: Cores, num_draft_tokens: int, timeout_s: float
-) -> Addresses:
-    """Starts target, draft and gateway, which waits most of the time and so runs where there is room (on the draft's
-    core a round takes 1.4 ms more). The target keeps no prompts: nobody else does between runs."""
+def start_fleet(services: Services, folders: Folders, num_draft_tokens: int, timeout_s: float) -> Addresses:
+    """Starts target, draft and gateway, each with the threads that it takes by itself. The target keeps no prompts:
+    nobody else does between runs."""
     target, draft = str(folders.target), str(folders.draft)
-    threads = str(cores.target_threads)
-    verifier = _start(services, cores.target, "target", "--model", target, "--threads", threads, "--no-prefix-cache")
-    drafter = _start(services, cores.draft, "draft", "--model", draft, "--threads", "1")
+    verifier = _start(services, "target", "--model", target, "--no-prefix-cache")
+    drafter = _start(services, "draft", "--model", draft)
     for service in (verifier, drafter):
         services.wait(service, timeout_s)
     gateway = _start(
-        services, (), "gateway", "--target", verifier.address, "--draft", drafter.address,
+        services, "gateway", "--target", verifier.address, "--draft", drafter.address,
         "--tokenizer", target, "--num-draft-tokens", str(num_draft_tokens), "--mode", "sequential",
     )  # fmt: skip
     services.wait(gateway, timeout_s)
@@ -49,6 +43,5 @@ async def wait_for_draft(address: str, timeout_s: float) -> None:
             await asyncio.sleep(POLL_S)
 
 
-def _start(services: Services, cores: Sequence[int], name: str, *arguments: str) -> Service:
-    with on_cores(cores):
-        return services.start(name, [name, "--listen", "127.0.0.1:0", "--grace-s", "2", *arguments])
+def _start(services: Services, name: str, *arguments: str) -> Service:
+    return services.start(name, [name, "--listen", "127.0.0.1:0", "--grace-s", "2", *arguments])

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.wire.cores import usable_cores
+
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -48,7 +50,7 @@ def share_cores() -> Cores:
     return Cores(usable[:-1], usable[-1:], len(usable))
 
 
-def describe(cores: Cores) -> Machine:
+def describe() -> Machine:
     """This machine."""
     from importlib import metadata
 
@@ -59,7 +61,7 @@ def describe(cores: Cores) -> Machine:
     return Machine(
         cpu=name[1].strip() if name else platform.processor() or platform.machine(),
         flags=tuple(flag for flag in FLAGS if flag in known),
-        cores=cores.num_all,
+        cores=usable_cores(),
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         system=platform.system(),
         python=platform.python_version(),

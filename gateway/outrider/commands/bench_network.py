@@ -77,7 +77,7 @@ async def _run(settings: NetworkSettings) -> Json:
     setup = Setup(folders, cores, settings.expand, settings.num_draft_tokens, settings.start_timeout)
     result: Json = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": (machine := asdict(describe(cores))) | {"flags": list(machine["flags"])},
+        "machine": (machine := asdict(describe())) | {"flags": list(machine["flags"])},
         "setup": {
             "pair": pair,
             "k": settings.num_draft_tokens,

@@ -1,4 +1,4 @@
-"""Starts the workers: the floor's on the target's cores, the peers' on all, one at a time."""
+"""Starts the workers: the floor's and the peers', each on all cores, one at a time."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from outrider.commands.bench_machine import Cores
 from outrider.commands.bench_run import Way, WorkerWay
 from outrider.commands.bench_settings import BenchSettings
 from outrider.commands.bench_worker import Worker, WorkerFailed
 from outrider.commands.fleet import Folders
+from outrider.wire.cores import usable_cores
 
 PEER_START_S = 600.0  # vllm compiles
 
 
-def start_floor(stack: ExitStack, target: Path, cores: Cores, timeout_s: float) -> Worker:
+def start_floor(stack: ExitStack, target: Path, timeout_s: float) -> Worker:
     """The bare products and the probe."""
-    threads = str(cores.target_threads)
-    command = [sys.executable, "-m", "outrider.commands.bench_floor", str(target), threads]
-    worker = stack.enter_context(Worker("floor", command, cores.target))
+    command = [sys.executable, "-m", "outrider.commands.bench_floor", str(target), str(usable_cores())]
+    worker = stack.enter_context(Worker("floor", command))
     worker.receive(timeout_s)
     return worker
 
 
-def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders, cores: Cores) -> list[Way]:
+def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders) -> list[Way]:
     """Those that are asked for."""
-    threads, k = str(cores.num_all), str(settings.num_draft_tokens)
+    threads, k = str(usable_cores()), str(settings.num_draft_tokens)
     models = [str(folders.target), str(folders.draft), threads, k]
     ways: list[Way] = []
     if settings.transformers:

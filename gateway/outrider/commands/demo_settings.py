@@ -1,8 +1,7 @@
-"""The settings of `outrider demo`, and how it shares the machine's cores among its services."""
+"""The settings of `outrider demo`."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,16 +30,5 @@ class DemoSettings(ServiceSettings):
     )
     plain: bool = Field(False, description="no colours, and no progress bars")
     trace_file: Path = Field(Path("trace.jsonl"), description="where the trace goes, as OTLP JSON lines")
-    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores but one)")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
     start_timeout: float = Field(120.0, gt=0, description="seconds that a service may take to start")
-
-    @property
-    def target_threads(self) -> int:
-        """The target's threads: the small draft gets one core and the gateway, which computes little, shares it."""
-        return self.threads or max(1, _num_cores() - 1)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

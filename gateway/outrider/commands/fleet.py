@@ -35,7 +35,7 @@ class Fleet:
 
     def start(self, advance: Advance) -> str:
         """Starts the three services and returns the gateway's address."""
-        self.draft = self._start("draft", "--model", str(self.folders.draft), "--threads", "1")
+        self.draft = self._start("draft", "--model", str(self.folders.draft))
         self.target = self._start_target()  # both load at the same time
         advance(f"draft listens on {self._wait(self.draft)}")
         return self._connect(advance, self.draft, self.target)
@@ -61,8 +61,9 @@ class Fleet:
         return address
 
     def _start_target(self, *more: str) -> Service:
-        threads = str(self.settings.target_threads)
-        return self._start("target", "--model", str(self.folders.target), "--threads", threads, *more)
+        if self.settings.threads is not None:
+            more += ("--threads", str(self.settings.threads))
+        return self._start("target", "--model", str(self.folders.target), *more)
 
     def _start(self, name: str, *arguments: str) -> Service:
         common = ["--listen", LOOPBACK, "--grace-s", GRACE_S, "--trace-file", str(self.settings.trace_file)]

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from outrider.commands.bench_machine import share_cores
 from outrider.commands.fleet import GRACE_S, LOOPBACK
 from outrider.pairs import pair_path
 from outrider.wire.config import ServiceSettings
@@ -43,8 +42,8 @@ class ServeSettings(ServiceSettings):
     )
     device: str | None = Field(None, description="where both models run, as cpu or cuda (the services': cpu)")
     draft_device: str | None = Field(None, description="where the draft runs, if elsewhere")
-    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores but one)")
-    draft_threads: int = Field(1, ge=1, le=256, description="threads of the draft")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
+    draft_threads: int | None = Field(None, ge=1, le=256, description="threads of the draft (default: all cores)")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the models')")
     cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its own choice)")
     draft_cache_mb: int | None = Field(None, ge=1, description="memory of the draft's cache, in MiB (its own choice)")
@@ -97,7 +96,7 @@ class ServeSettings(ServiceSettings):
             "name": self.model_name or None,
             "dtype": self.dtype,
             "device": self.device,
-            "threads": self.threads or max(1, share_cores().num_all - 1),
+            "threads": self.threads,
             "max-model-len": self.max_model_len,
             "cache-mb": self.cache_mb,
             "max-logprobs": self.max_logprobs,

@@ -22,6 +22,7 @@ from outrider.target.profile import StepCosts
 from outrider.target.servicer import SERVICE, TargetServicer, register
 from outrider.target.settings import TargetSettings
 from outrider.target.tracing import StepTracer
+from outrider.wire.cores import usable_threads
 from outrider.wire.health import HealthMonitor
 from outrider.wire.messages import ModelInfo, TargetInfo
 from outrider.wire.outbox import Outboxes
@@ -55,8 +56,7 @@ async def serve(settings: TargetSettings) -> None:
     """Loads, serves, drains."""
     require_free(settings.listen)
     set_switch_interval()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or usable_threads())
     stop_tracing = setup_tracing("outrider-target", settings.trace_file)
     service = build(settings, await asyncio.to_thread(load, settings))
     try:
@@ -74,7 +74,9 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     engine = new_engine(settings, runner, limits, outboxes.flush)
-    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "target-device", settings.threads, settings.device)
+    thread: DeviceThread[EngineCommand] = DeviceThread(
+        engine, "target-device", settings.threads or usable_threads(), settings.device
+    )
     costs = thread.call(engine.profile).result()
     servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs))
 
