@@ -130,7 +130,7 @@ class Colocated:
                 case Emit(closed):
                     self._rounds[number].append(closed)
                     read = closed.commit.position + len(closed.commit.ids)
-                    pending.extend(self._cores[number].on_read(read))
+                    pending.extend(self._cores[number].on_read(read, time.monotonic()))
                 case Fail(failure):
                     raise from_failure(failure)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.pair import check_pair, check_tokenizer
 from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
@@ -47,8 +48,8 @@ class ColocatedSettings(ServiceSettings):
     expand: bool = Field(
         False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"
     )
-    max_active: int = Field(64, ge=1, description="requests that run at once")
-    max_waiting: int = Field(256, ge=0, description="requests that may wait; more are refused")
+    max_active: int = Field(64, ge=1, description="sequences that run at once")
+    max_waiting: int = Field(256, ge=0, description="sequences that may wait; more are refused")
     reflection: bool = Field(False, description="describe the service to any caller")
     grace_s: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
     trace_file: Path | None = Field(None, description="file to append traces to, as OTLP JSON lines")
@@ -95,6 +96,7 @@ async def _serve(settings: ColocatedSettings) -> None:
             health=HealthMonitor([SERVICE_NAME], is_alive=lambda: target.thread.is_alive and draft.thread.is_alive),
             enable_reflection=settings.reflection,
             max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
+            max_message_bytes=MAX_REQUEST_BYTES,
         )
         await serve_until_signal(server, name="colocated", grace_s=settings.grace_s)
     finally:

@@ -17,6 +17,7 @@ from gateway.toys import ToyDraft, ToyTarget
 from openai import AsyncOpenAI
 from tokenizer_factory import train_byte_level
 
+from outrider.gateway.http_options import HttpOptions
 from outrider.gateway.http_server import HttpServer
 from outrider.gateway.metrics import MeteredEngine
 from outrider.gateway.service import EngineConfig
@@ -69,11 +70,16 @@ class Gateway:
 
 @asynccontextmanager
 async def gateway(
-    target: ToyTarget | None = None, draft: ToyDraft | None = None, *, serving: bool = True, **config: Any
+    target: ToyTarget | None = None,
+    draft: ToyDraft | None = None,
+    *,
+    ready: bool = True,
+    options: HttpOptions | None = None,
+    **config: Any,
 ) -> AsyncIterator[Gateway]:
     target = target or ToyTarget()
     engine = MeteredEngine(toy_tokenizer(), target, draft, EngineConfig(**config))
-    http = HttpServer(engine, "127.0.0.1:0", serving=lambda: serving, grace_s=1)
+    http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options)
     server = build_server("127.0.0.1:0", [SERVICE_NAME], GenerationServicer(engine).register)
     await server.start()
     await http.start()

@@ -108,7 +108,7 @@ async def test_errors_are_the_gateways(tmp_path: Path) -> None:
 
 async def test_a_trace_context_passes_through(tmp_path: Path) -> None:
     target, context = ToyTarget(), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with gateway(tmp_path, target) as (address, _), Client(address) as client:
+    async with gateway(tmp_path, target, trust_traceparent=True) as (address, _), Client(address) as client:
         _ = [part async for part in client.generate("x", traceparent=context)]
     assert target.opens[0].traceparent == context
 

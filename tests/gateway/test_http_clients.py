@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from contextlib import aclosing
 from statistics import median
 from typing import Any
 
 import pytest
-from gateway.http_harness import PROMPT, gateway
+from gateway.http_harness import PROMPT, gateway, stream_events
 from gateway.toys import ToyDraft, ToyTarget, target_info, until
 
 from outrider.gateway.http_app import build_app
+from outrider.gateway.http_options import HttpOptions
 
+LIVE = {"prompt": "x", "max_tokens": "2"}
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0}
 
 
@@ -85,6 +88,42 @@ async def test_a_client_that_never_reads_is_granted_no_credit() -> None:
         never.set()
         await task
         await until(lambda: target.num_closed == 1)
+
+
+async def test_a_silent_stream_says_that_it_lives() -> None:
+    """Before the first token, between tokens, and to a live page; clients see tokens alone."""
+    options = HttpOptions(sse_keep_alive_s=0.03)
+    target = ToyTarget(step_s=0.12)
+    async with gateway(target, options=options) as served, served.client() as client, served.openai() as openai:
+        body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "stream": True}
+        for method, path, ask in (("POST", "/v1/completions", {"json": body}), ("GET", "/live", {"params": LIVE})):
+            async with client.stream(method, path, **ask) as response:
+                text = (await response.aread()).decode()
+            kinds = [block.partition(":")[0] for block in text.split("\n\n") if block]
+            data = "data" if path.startswith("/v1") else "event"
+            assert kinds[:2] == ["", ""] and "" in kinds[kinds.index(data) : -1], text
+            assert text.count(": keep-alive\n\n") == kinds.count("") < 20
+        stream = await openai.completions.create(model="toy", prompt=PROMPT, max_tokens=2, stream=True)
+        assert len([chunk async for chunk in stream]) == 2
+
+
+async def test_an_error_after_a_sign_of_life_is_an_event() -> None:
+    options = HttpOptions(sse_keep_alive_s=0.05)
+    async with gateway(ToyTarget(step_s=1), options=options) as served, served.client() as client:
+        body = {"prompt": PROMPT, "stream": True, "timeout_ms": 150}
+        comment, error, done = (await stream_events(client, "/v1/completions", body))[-3:]
+        assert comment == ": keep-alive" and done == "[DONE]"
+        assert json.loads(error)["error"]["code"] == "deadline_exceeded"
+        body = {**body, "temperature": -1}
+        assert (await client.post("/v1/completions", json=body)).status_code == 400
+
+
+async def test_who_goes_away_before_the_first_token_ends_its_sequence() -> None:
+    target = ToyTarget(step_s=30)
+    async with gateway(target, options=HttpOptions(sse_keep_alive_s=0.05)) as served, served.client() as client:
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+            assert await anext(response.aiter_lines()) == ": keep-alive"
+        await until(lambda: target.num_closed == len(target.opens) == 1)
 
 
 async def test_an_answer_s_body_does_not_wait_for_its_head() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from gateway.toys import ToyDraft, ToyTarget, until
 
 from outrider.client import Client
 from outrider.gateway.chat_template import ChatTemplate
-from outrider.gateway.http_body import MAX_BODY_BYTES
 from outrider.gateway.http_errors import http_status
+from outrider.gateway.http_options import HttpOptions
 from outrider.wire.errors import InvalidArgument, ResourceExhausted, Unavailable, to_failure
 from outrider.wire.sampling import SamplingParams
 
@@ -216,13 +217,36 @@ async def test_a_refused_conversation_says_nothing_of_the_server() -> None:
         (b'{"prompt": "\\ud800"}', "application/json", "body"),
         (b"\xff\xfe", "application/json", "body"),
         (b'{"prompt": "x"}', "text/plain", "content-type"),
-        (b'{"prompt": "x"}' + b" " * MAX_BODY_BYTES, "application/json", "body"),
     ],
 )
 async def test_bodies_that_are_no_request(content: bytes, content_type: str, param: str) -> None:
     async with gateway() as served, served.client() as client:
         answer = await client.post("/v1/completions", content=content, headers={"content-type": content_type})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_large(announced: bool) -> None:
+    large = b'{"prompt": "x"}' + b" " * 1000
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield large
+
+    async with gateway(options=HttpOptions(max_body_bytes=1000)) as served, served.client() as client:
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=large if announced else chunks(), headers=headers)
+        assert answer.status_code == 413 and "1000 bytes" in answer.json()["error"]["message"]
+
+
+async def test_prompts_of_one_request_are_admitted_as_one() -> None:
+    async with gateway(max_active=2, max_waiting=2) as served, served.client() as client:
+        body = {"prompt": [PROMPT] * 3, "n": 2, "max_tokens": 4}
+        answer = await client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert "6 completions; allowed: at most 4 sequences" in answer.json()["error"]["message"]
+        assert not served.target.opens and served.engine.admission.num_tokens == 0
+        answer = await client.post("/v1/completions", json={**body, "n": 1, "prompt": [PROMPT] * 4})
+        assert len(answer.json()["choices"]) == 4
 
 
 async def test_unknown_fields_are_ignored_and_empty_ones_ask_for_nothing() -> None:
@@ -292,11 +316,12 @@ async def test_what_the_target_refuses_keeps_its_field() -> None:
 
 
 async def test_no_target_is_503() -> None:
-    async with gateway(ToyTarget(available=False), serving=False) as served, served.client() as client:
+    async with gateway(ToyTarget(available=False), ready=False) as served, served.client() as client:
         answer = await client.post("/v1/completions", json={"prompt": PROMPT})
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["type"] == "service_unavailable_error"
-        assert (await client.get("/health")).status_code == 503
+        statuses = [(await client.get(path)).status_code for path in ("/livez", "/readyz", "/health")]
+        assert statuses == [200, 503, 503]
 
 
 async def test_a_bug_says_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:

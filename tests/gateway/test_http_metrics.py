@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gateway.http_harness import PROMPT, Gateway, gateway
 from gateway.toys import ToyDraft, ToyTarget, target_info, until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.client import Client
+from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.metrics import PARTS, GatewayMetrics
 from outrider.gateway.rounds import Round
-from outrider.wire.errors import InvalidArgument
+from outrider.wire.errors import DeadlineExceeded, InvalidArgument
 from outrider.wire.messages import Commit, StepTimings
+from outrider.wire.sampling import SamplingParams
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -64,11 +68,12 @@ async def test_counts_are_those_of_the_answers() -> None:
             labels = (("position", str(position)),)
             assert found.get(("spec_decode_num_accepted_tokens_per_pos_total", labels), 0) == count
         assert found["request_success_total", (("finished_reason", "length"),)] == 4
-        assert found["request_failure_total", (("code", "invalid_argument"),)] == 1
+        assert found["request_refused_total", (("reason", "invalid_argument"),)] == 1
+        assert not any(name == "request_failure_total" for name, _ in found)
         assert found["prompt_tokens_total", ()] == 9 and found["prompt_tokens_cached_total", ()] == 6
         assert found["generation_tokens_total", ()] == 20 + 20 + 9 + 5 and found["plain_steps_total", ()] == 5
         assert found["time_to_first_token_seconds_count", ()] == 4
-        assert found["e2e_request_latency_seconds_count", ()] == 4  # three answers and a refusal
+        assert found["e2e_request_latency_seconds_count", ()] == 3, "a refusal is no latency"
         assert found["request_queue_time_seconds_count", ()] == 3
         rounds = found["round_seconds_count", ()]
         assert (
@@ -115,6 +120,36 @@ async def test_the_documentation_names_every_series(repository: Path) -> None:
         families = text_string_to_metric_families(served.engine.metrics.render("")[0].decode())
     names = {family.name.removeprefix("outrider_") for family in families if family.name.startswith("outrider_")}
     assert len(names) > 20 and {name for name in names if not {name, f"{name}_total"} & named} == set()
+
+
+async def test_errors_before_a_delivery_are_refusals_with_a_reason() -> None:
+    async with gateway(ToyTarget(step_s=0.01), max_active=1, max_waiting=0) as served:
+        deltas = served.engine.generate(GenerationRequest(token_ids=tuple(PROMPT), timeout_s=0.2))
+        await anext(deltas)
+        for fields in ({}, {"n": 2}, {"temperature": -1}):
+            await ask(served, **fields)
+        with suppress(DeadlineExceeded):
+            while True:
+                await anext(deltas)
+        found = await scrape(served)
+        refused = {labels[0][1]: count for (name, labels), count in found.items() if name == "request_refused_total"}
+        assert refused == {"too_many_sequences": 3}
+        assert found["request_failure_total", (("code", "deadline_exceeded"),)] == 1
+        assert found["e2e_request_latency_seconds_count", ()] == 1
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_a_slow_reader_is_no_latency_between_tokens(stop: tuple[str, ...]) -> None:
+    """With stop strings the target stands still until the text was taken: that wait is the reader's, too."""
+    async with gateway(ToyTarget(), ToyDraft(wrong_every=3)) as served:
+        sampling = SamplingParams(temperature=0.0, max_tokens=24, stop=stop)
+        async for _ in served.engine.generate(GenerationRequest(token_ids=tuple(PROMPT), sampling=sampling)):
+            await asyncio.sleep(0.02)
+        found = await scrape(served)
+        rounds = found["inter_token_latency_seconds_count", ()]
+        assert rounds > 4 and found["inter_token_latency_seconds_sum", ()] < rounds * 0.01
+        assert found["request_time_per_output_token_seconds_sum", ()] < 0.005
+        assert found["round_seconds_sum", ()] < rounds * 0.01
 
 
 async def test_openmetrics_for_who_asks_for_it() -> None:

@@ -138,10 +138,12 @@ async def test_waits_for_its_target_and_drains(tmp_path: Path) -> None:
     async with serving(TargetServicer(ToyTarget())) as server:
         target = server.address
     arguments = ("--target", target, "--tokenizer", str(tmp_path), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    arguments = (*arguments, "--drain-delay-s", "0.3")
     async with started("-m", "outrider.gateway", *arguments) as process:
         address = await announced(process, r"gateway http on (\S+)")
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20) as client:
-            assert (await client.get("/health")).status_code == 503
+            statuses = [(await client.get(path)).status_code for path in ("/livez", "/readyz", "/health")]
+            assert statuses == [200, 503, 503]
             early = await client.get("/v1/models")
             assert (early.status_code, early.json()["error"]["code"]) == (503, "no_target")
             async with serving(TargetServicer(ToyTarget(step_s=0.01)), target):
@@ -153,6 +155,11 @@ async def test_waits_for_its_target_and_drains(tmp_path: Path) -> None:
                         if line.startswith("data: {"):
                             if not ids:
                                 process.send_signal(signal.SIGTERM)
+                                while (await client.get("/readyz")).status_code == 200:  # noqa: ASYNC110 (another process)
+                                    await asyncio.sleep(0.01)
+                                assert (await client.get("/livez")).status_code == 200
+                                late = await client.post("/v1/completions", json={**body, "stream": False})
+                                assert late.status_code == 200, "what comes within the drain delay is served"
                             ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
                 assert ids == expected(PROMPT, 60), "the stream was cut short"
                 with pytest.raises(httpx.TransportError):  # refused, or closed on a connection kept from before

@@ -458,7 +458,7 @@ def test_nothing_follows_the_end() -> None:
     made = core()
     assert [type(effect) for effect in made.give_up(Failure(0, 4, "late"))] == [CloseDraft, Fail]
     assert not made.on_target(commit(3, 1), 0.1) and not made.on_draft(Piece(0, 0, 3, (1,)))
-    assert not made.on_read(9) and not made.give_up(Failure(0, 4, "late"))
+    assert not made.on_read(9, 0.0) and not made.give_up(Failure(0, 4, "late"))
 
 
 def test_toy_rule_is_the_one_expected() -> None:

@@ -19,8 +19,10 @@ from tokenizer_factory import train_byte_level
 
 from outrider.client import Client
 from outrider.gateway.__main__ import GatewaySettings, main
+from outrider.gateway.servicer import SERVICE_NAME
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.config import load_settings
+from outrider.wire.errors import ResourceExhausted
 
 PROMPT = (11, 12, 13)
 
@@ -53,9 +55,9 @@ async def address_of(process: Process) -> str:
     return line.split()[-1]
 
 
-async def health(address: str) -> int:
+async def health(address: str, service: str = SERVICE_NAME) -> int:
     async with grpc.aio.insecure_channel(address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
         return int(answer.status)
 
 
@@ -68,16 +70,25 @@ async def until_serving(address: str) -> None:
 async def test_waits_for_its_target_serves_and_drains(folder: Path) -> None:
     async with serving(TargetServicer(ToyTarget())) as server:
         target_address = server.address
-    async with running(folder, "--target", target_address, "--draft", "127.0.0.1:1") as process:
+    flags = ("--drain-delay-s", "0.3", "--max-request-bytes", "2048")
+    async with running(folder, "--target", target_address, "--draft", "127.0.0.1:1", *flags) as process:
         address = await address_of(process)
         assert await health(address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await health(address, "") == health_pb2.HealthCheckResponse.SERVING, "it is alive without a target"
         async with serving(TargetServicer(ToyTarget(step_s=0.01)), target_address), Client(address) as client:
             await until_serving(address)
+            with pytest.raises(ResourceExhausted, match="larger than max"):
+                _ = [part async for part in client.generate("x" * 2048)]
             parts = []
             async for part in client.generate(token_ids=PROMPT, temperature=0.0, max_tokens=30):
                 parts.append(part)
                 if len(parts) == 1:
                     process.send_signal(signal.SIGTERM)
+                    while await health(address) == health_pb2.HealthCheckResponse.SERVING:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    assert await health(address, "") == health_pb2.HealthCheckResponse.SERVING
+                    late = [part async for part in client.generate(token_ids=PROMPT, temperature=0.0, max_tokens=2)]
+                    assert [token for part in late for token in part.token_ids] == expected(PROMPT, 2)
             assert [token for part in parts for token in part.token_ids] == expected(PROMPT, 30)
             assert await asyncio.wait_for(process.wait(), 10) == 0
         assert process.stderr is not None
@@ -106,6 +117,8 @@ def test_settings(tmp_path: Path) -> None:
     settings = load_settings(GatewaySettings, {"target": ["a:1", "b:2"], "tokenizer": str(tmp_path)}, environ={})
     assert settings.listen == "127.0.0.1:50050" and settings.num_draft_tokens == 4 and settings.draft == []
     assert (settings.draft_patience_ms, settings.max_active, settings.max_waiting) == (500, 64, 256)
+    assert (settings.max_admitted_tokens, settings.max_request_bytes) == (None, 4 << 20)
+    assert (settings.drain_delay_s, settings.sse_keep_alive_s, settings.trust_traceparent) == (0, 15, False)
 
 
 def test_bad_command_lines_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

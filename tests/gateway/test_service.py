@@ -18,6 +18,7 @@ from gateway.toys import EOS, ToyDraft, ToyTarget, draft_info, expected, scripte
 from tokenizer_factory import train_byte_level
 
 from outrider.gateway import service
+from outrider.gateway.admission import Work
 from outrider.gateway.controller import Controller
 from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.local_ngram import LocalNgramDrafter
@@ -315,21 +316,39 @@ async def test_too_many_requests_are_refused_at_once(tokenizer: Tokenizer) -> No
     assert engine.admission.num_active == engine.admission.num_waiting == 0
 
 
+async def test_each_completion_counts_until_it_ends(tokenizer: Tokenizer) -> None:
+    config = EngineConfig(max_active=4, max_waiting=0, max_admitted_tokens=1000, num_draft_tokens=0)
+    engine = GenerationEngine(tokenizer, ToyTarget(), config=config)
+    seen = set()
+    whole = tuple(expected(PROMPT, 20))
+    async for _ in engine.generate(replace(ask(n=3), output_ids=((), whole, whole))):
+        seen.add((engine.admission.num_active, engine.admission.num_tokens))
+        if len(seen) == 1:
+            with pytest.raises(ResourceExhausted, match="5 sequences"):
+                await run(engine, ask(n=3))
+    assert seen >= {(2, 43), (1, 23)} and engine.admission.num_tokens == 0
+    with pytest.raises(InvalidArgument, match="asks for 5 completions; allowed: at most 4 sequences"):
+        await run(engine, ask(n=5))
+    small = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(max_admitted_tokens=62))
+    with pytest.raises(InvalidArgument, match="asks for 63 tokens"):
+        await run(small, ask(n=3))
+
+
 async def test_who_waits_may_go_and_the_lowest_priority_number_is_first(tokenizer: Tokenizer) -> None:
     engine = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(max_active=1))
-    await engine.admission.enter()
+    await engine.admission.enter(Work(1))
     order: list[int] = []
 
     async def wait(priority: int) -> None:
-        await engine.admission.enter(priority)
+        await engine.admission.enter(Work(1), priority)
         order.append(priority)
-        engine.admission.leave()
+        engine.admission.leave(Work(1))
 
     tasks = [asyncio.create_task(wait(priority)) for priority in (5, 1, 3, -2)]
     await asyncio.sleep(0)
     tasks[1].cancel()
     await asyncio.sleep(0)
-    engine.admission.leave()
+    engine.admission.leave(Work(1))
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == [-2, 3, 5] and engine.admission.num_active == 0
 

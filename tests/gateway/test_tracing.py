@@ -11,12 +11,12 @@ from gateway.toys import ToyDraft, ToyTarget
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from tokenizer_factory import train_byte_level
 
 from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.rounds import Round
-from outrider.gateway.service import GenerationEngine
+from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.gateway.tracing import spans_for
 from outrider.wire import tracing_names as names
@@ -75,10 +75,13 @@ def test_parts_that_took_no_time_are_left_out() -> None:
     assert len(spans_for(closed(0, 0.0003, StepTimings(0, 300, 0)))) == 2
 
 
-async def traced(tokenizer: Tokenizer, provider: TracerProvider, target: ToyTarget) -> tuple[ReadableSpan, ...]:
+async def traced(
+    tokenizer: Tokenizer, provider: TracerProvider, target: ToyTarget, trust: bool = True
+) -> tuple[ReadableSpan, ...]:
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    engine = GenerationEngine(tokenizer, target, ToyDraft(wrong_every=4), tracer=provider.get_tracer("test"))
+    config = EngineConfig(trust_traceparent=trust)
+    engine = GenerationEngine(tokenizer, target, ToyDraft(wrong_every=4), config, provider.get_tracer("test"))
     try:
         async for _ in engine.generate(REQUEST):
             pass
@@ -131,8 +134,31 @@ async def test_what_is_not_sampled_builds_nothing(tokenizer: Tokenizer) -> None:
     assert target.opens[0].traceparent.startswith(f"00-{TRACE}-") and target.opens[0].traceparent.endswith("-00")
 
 
-async def test_without_a_provider_the_callers_context_passes_through(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(("trust", "passed"), [(True, REQUEST.traceparent), (False, "")])
+async def test_without_a_provider_a_trusted_context_passes_through(
+    tokenizer: Tokenizer, trust: bool, passed: str
+) -> None:
     target = ToyTarget()
-    async for _ in GenerationEngine(tokenizer, target).generate(REQUEST):
+    engine = GenerationEngine(tokenizer, target, config=EngineConfig(trust_traceparent=trust))
+    async for _ in engine.generate(REQUEST):
         pass
-    assert target.opens[0].traceparent == REQUEST.traceparent
+    assert target.opens[0].traceparent == passed
+
+
+@pytest.mark.parametrize("trust", [False, True])
+async def test_a_client_that_is_not_trusted_forces_no_recording(tokenizer: Tokenizer, trust: bool) -> None:
+    """The sampler would follow its parent, and drops what has none."""
+    target = ToyTarget()
+    provider = TracerProvider(sampler=ParentBased(ALWAYS_OFF), shutdown_on_exit=False)
+    assert bool(await traced(tokenizer, provider, target, trust)) == trust
+    flags = int(target.opens[0].traceparent.rpartition("-")[2], 16)
+    assert flags & 1 == trust  # the sampled one
+
+
+async def test_the_trace_of_a_client_that_is_not_trusted_is_linked(tokenizer: Tokenizer) -> None:
+    target = ToyTarget()
+    root = (await traced(tokenizer, TracerProvider(shutdown_on_exit=False), target, trust=False))[-1]
+    assert root.context is not None and root.parent is None and f"{root.context.trace_id:032x}" != TRACE
+    (link,) = root.links
+    assert (f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") == (TRACE, SPAN)
+    assert f"{root.context.trace_id:032x}" in target.opens[0].traceparent

@@ -31,9 +31,9 @@ async def health_of(channel: grpc.aio.Channel, service: str = SERVICE) -> str:
     return Serving((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status)
 
 
-async def becomes(channel: grpc.aio.Channel, status: str) -> None:
+async def becomes(channel: grpc.aio.Channel, status: str, service: str = SERVICE) -> None:
     async with asyncio.timeout(5):
-        while await health_of(channel) != status:  # noqa: ASYNC110  # another process changes it
+        while await health_of(channel, service) != status:  # noqa: ASYNC110  # another process changes it
             await asyncio.sleep(0.01)
 
 
@@ -58,20 +58,29 @@ async def test_health_follows_the_probe_and_the_device() -> None:
             raise RuntimeError("not yet")
         await answered.wait()
 
-    health = HealthMonitor([SERVICE], probe=probe, is_alive=lambda: alive, poll_s=0.01)
+    ready = True
+    health = HealthMonitor([SERVICE], probe=probe, is_alive=lambda: alive, is_ready=lambda: ready, poll_s=0.01)
     server = build_server("localhost:0", [SERVICE], lambda _: None, health=health)
     await server.start()
     channel = connect(server.address)
-    assert await health_of(channel) == await health_of(channel, "") == "NOT_SERVING"
+    assert (await health_of(channel), await health_of(channel, "")) == ("NOT_SERVING", "SERVING")
     answered.set()
     await becomes(channel, "SERVING")
-    assert attempts == 2 and health.serving
+    assert attempts == 2 and health.ready
+    ready = False
+    await becomes(channel, "NOT_SERVING")
+    assert await health_of(channel, "") == "SERVING", "what is not ready is alive"
+    ready = True
+    await becomes(channel, "SERVING")
     alive = False
     await becomes(channel, "NOT_SERVING")
+    await becomes(channel, "NOT_SERVING", "")
     alive = True
     await becomes(channel, "SERVING")
     await health.drain()
-    assert await health_of(channel, "") == "NOT_SERVING"
+    assert (await health_of(channel), await health_of(channel, "")) == ("NOT_SERVING", "SERVING") and not health.ready
+    await asyncio.sleep(0.05)
+    assert await health_of(channel) == "NOT_SERVING", "it drains for good"
     await channel.close()
     await server.stop()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.backends import Drafter
 from outrider.gateway.local_ngram import LocalNgramDrafter
 from outrider.gateway.pair import check_pair, check_tokenizer
@@ -20,6 +21,7 @@ from outrider.gateway.schedule import BatchSchedule, ScheduledDrafter
 from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.tokenizer import Tokenizer
+from outrider.wire.channel import MAX_MESSAGE_BYTES
 from outrider.wire.config import ServiceSettings, parse_settings
 from outrider.wire.errors import FailedPrecondition, OutriderError
 from outrider.wire.health import HealthMonitor
@@ -58,10 +60,10 @@ class GatewaySettings(ServiceSettings):
     )
     num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
     draft_tokens_by_batch: str = Field(
-        default="", description="Tokens drafted by the number of running requests, as in 1-4:8,5-16:4,17-64:0"
+        default="", description="Tokens drafted by the number of running sequences, as in 1-4:8,5-16:4,17-64:0"
     )
     disable_by_batch_size: int | None = Field(
-        default=None, ge=1, description="Running requests above which nothing is drafted"
+        default=None, ge=1, description="Running sequences above which nothing is drafted"
     )
     mode: Literal["auto", "sequential", "chains", "branches"] = Field(
         default="auto",
@@ -71,8 +73,17 @@ class GatewaySettings(ServiceSettings):
     draft_patience_ms: int = Field(
         default=500, ge=0, le=MAX_PATIENCE_MS, description="How long a round waits for its draft, at most"
     )
-    max_active: int = Field(default=64, ge=1, description="Requests that run at once")
-    max_waiting: int = Field(default=256, ge=0, description="Requests that may wait; more are refused")
+    max_active: int = Field(default=64, ge=1, description="Sequences (prompts times n) that run at once")
+    max_waiting: int = Field(default=256, ge=0, description="Sequences that may wait; more are refused")
+    max_admitted_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of prompts and max_tokens that run and wait together; not given: half a context for each "
+        "sequence that may",
+    )
+    max_request_bytes: int = Field(
+        default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Largest request, over gRPC or HTTP"
+    )
     max_logprobs: int = Field(
         default=MAX_LOGPROBS,
         ge=ALL_LOGPROBS,
@@ -80,7 +91,18 @@ class GatewaySettings(ServiceSettings):
     )
     model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
     grace_s: float = Field(default=30.0, ge=0, description="How long running requests may go on after SIGTERM")
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Before that, how long new requests are taken though readiness is off, until balancers know",
+    )
+    sse_keep_alive_s: float = Field(
+        default=15.0, ge=0, description="Silence after which a stream over HTTP gets a comment; 0: never"
+    )
     reflection: bool = Field(default=False, description="Describe the service to any caller")
+    trust_traceparent: bool = Field(
+        default=False, description="Go on with a client's trace, and record what it says is recorded"
+    )
     trace_file: Path | None = Field(default=None, description="File to append traces to, as OTLP JSON lines")
 
     @property
@@ -125,8 +147,10 @@ async def _serve(settings: GatewaySettings) -> None:
         draft_patience_ms=settings.draft_patience_ms,
         max_active=settings.max_active,
         max_waiting=settings.max_waiting,
+        max_admitted_tokens=settings.max_admitted_tokens,
         model_name=settings.model_name,
         max_logprobs=settings.max_logprobs,
+        trust_traceparent=settings.trust_traceparent,
     )
     engine = _engine(settings, tokenizer, targets, drafts, config)
     server = _build(settings, engine, targets)
@@ -139,6 +163,7 @@ async def _serve(settings: GatewaySettings) -> None:
                 server,
                 name="gateway",
                 grace_s=settings.grace_s,
+                drain_delay_s=settings.drain_delay_s,
                 on_drain=None if http is None else http.drain,
                 on_stopped=None if http is None else http.stop,
             )
@@ -180,9 +205,13 @@ async def _start_http(settings: GatewaySettings, engine: GenerationEngine, serve
     """Nothing of HTTP is imported unless it is served."""
     if not settings.http:
         return None
+    from outrider.gateway.http_options import HttpOptions
     from outrider.gateway.http_server import HttpServer
 
-    http = HttpServer(engine, settings.http, serving=lambda: server.health.serving, grace_s=settings.grace_s)
+    options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s)
+    http = HttpServer(
+        engine, settings.http, ready=lambda: server.health.ready, grace_s=settings.grace_s, options=options
+    )
     await http.start()
     print(f"gateway http on {http.address}", flush=True)
     return http
@@ -196,7 +225,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteTargets) -> Server:
-    health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_alive=lambda: targets.usable)
+    health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_ready=lambda: targets.usable)
     return build_server(
         settings.listen,
         [SERVICE_NAME],
@@ -204,6 +233,7 @@ def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteT
         health=health,
         enable_reflection=settings.reflection,
         max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
+        max_message_bytes=settings.max_request_bytes,
     )
 
 

@@ -176,10 +176,16 @@ class SpeculationCore:
         self.finished = True
         return [CloseDraft(), Fail(failure)]
 
-    def on_read(self, position: int) -> list[Effect]:
+    def on_read(self, position: int, now: float) -> list[Effect]:
         """The client has taken (and the stop strings were looked for in) every token below `position`."""
         self._read = max(self._read, position)
-        return [] if self.finished else [*self._credit_draft(()), *self._credit_target()]
+        if self.finished:
+            return []
+        stood_still = self._target_until <= len(self.committed)
+        effects = [*self._credit_draft(()), *self._credit_target()]
+        if stood_still and self._target_until > len(self.committed):
+            self._round_start = now  # what the client took its time for is no part of the round
+        return effects
 
     def _on_commit(self, commit: Commit) -> list[Effect]:
         if commit.position != len(self.committed):

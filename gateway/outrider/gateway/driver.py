@@ -64,7 +64,7 @@ class SpeculationDriver:
 
     def read(self, position: int) -> None:
         """The caller has taken every token below `position`."""
-        self._apply(self.core.on_read(position))
+        self._apply(self.core.on_read(position, time.monotonic()))
 
     def fail(self, failure: Failure) -> None:
         """Ends the sequence with an error, as when its time ran out. A timer may call it: it raises nothing."""

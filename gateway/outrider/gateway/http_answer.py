@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from outrider.gateway import http_stream as sse
+from outrider.gateway.admission import Party
 from outrider.gateway.generation import GenerationDelta
 from outrider.gateway.http_errors import error_body, renamed
+from outrider.gateway.http_options import options_of
 from outrider.gateway.http_request import FINGERPRINT, Ask
 from outrider.gateway.http_shapes import UsageSum, join
 from outrider.gateway.service import GenerationEngine, merge
@@ -38,24 +41,34 @@ class Face(Protocol):
 
 
 async def answer(request: Request, engine: GenerationEngine, ask: Ask, face: Face) -> Response:
-    """The response. An error before the first token has a status of its own; one after it is an event."""
+    """The response. An error before the first token has a status of its own, unless the stream was kept alive before
+    it; one after that is an event."""
     deltas = generate(engine, ask)
     if not ask.stream:
         return JSONResponse(await sse.unless_gone(request.receive, _whole(engine, ask, face, deltas)))
-    first = await sse.unless_gone(request.receive, _first(deltas))
-    return sse.EventStream(_events(engine, ask, face, first, deltas))
+    keep_alive_s = options_of(request).sse_keep_alive_s
+    first = asyncio.ensure_future(anext(deltas))
+    try:
+        await sse.unless_gone(request.receive, asyncio.wait((first,), timeout=keep_alive_s or None))
+    except BaseException:
+        await sse.end(first)
+        raise
+    if first.done():
+        first.result()
+    return sse.EventStream(_events(engine, ask, face, first, deltas), keep_alive_s)
 
 
 async def generate(engine: GenerationEngine, ask: Ask) -> AsyncGenerator[GenerationDelta, None]:
-    """The deltas of all prompts; completion j of prompt i has the index i * n + j."""
-    async with aclosing(merge([_one(engine, ask, place) for place in range(len(ask.requests))])) as deltas:
+    """The deltas of all prompts, admitted or refused as one; completion j of prompt i has the index i * n + j."""
+    party = Party(engine.admission, len(ask.requests))
+    async with aclosing(merge([_one(engine, ask, place, party) for place in range(len(ask.requests))])) as deltas:
         async for delta in deltas:
             yield delta
 
 
-async def _one(engine: GenerationEngine, ask: Ask, place: int) -> AsyncGenerator[GenerationDelta, None]:
+async def _one(engine: GenerationEngine, ask: Ask, place: int, party: Party) -> AsyncGenerator[GenerationDelta, None]:
     try:
-        async with aclosing(engine.generate(ask.requests[place])) as deltas:
+        async with aclosing(engine.generate(ask.requests[place], party)) as deltas:
             async for delta in deltas:
                 yield replace(delta, index=place * ask.n + delta.index) if place else delta
     except OutriderError as error:
@@ -80,16 +93,17 @@ async def _events(
     engine: GenerationEngine,
     ask: Ask,
     face: Face,
-    first: GenerationDelta,
+    first: asyncio.Future[GenerationDelta],
     rest: AsyncGenerator[GenerationDelta, None],
 ) -> AsyncGenerator[str, None]:
     """The chunks. Usage, where it is asked for, comes last, and is null before."""
-    envelope = _envelope(ask, face.prefix, first, face.chunk_object)
+    envelope: dict[str, Any] = {}
     no_usage = {"usage": None} if ask.include_usage else {}
     usage, opened = UsageSum(), set[int]()
     async with aclosing(rest):
         try:
             async for delta in _chained(first, rest):
+                envelope = envelope or _envelope(ask, face.prefix, delta, face.chunk_object)
                 usage.add(delta, ask.n)
                 choices = [] if delta.index in opened else [face.opening(delta.index)]
                 opened.add(delta.index)
@@ -103,14 +117,10 @@ async def _events(
         yield sse.DONE
 
 
-async def _first(deltas: AsyncGenerator[GenerationDelta, None]) -> GenerationDelta:
-    return await anext(deltas)
-
-
 async def _chained(
-    first: GenerationDelta, rest: AsyncGenerator[GenerationDelta, None]
+    first: asyncio.Future[GenerationDelta], rest: AsyncGenerator[GenerationDelta, None]
 ) -> AsyncGenerator[GenerationDelta, None]:
-    yield first
+    yield await first
     async for delta in rest:
         yield delta
 

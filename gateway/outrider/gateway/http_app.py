@@ -16,18 +16,25 @@ from outrider.gateway.http_completions import CompletionsEndpoint
 from outrider.gateway.http_errors import on_bug, on_http_exception, on_outrider_error, plain_error
 from outrider.gateway.http_live import LiveEndpoint, page
 from outrider.gateway.http_models import ModelsEndpoint
+from outrider.gateway.http_options import HttpOptions
 from outrider.gateway.metrics import GatewayMetrics, MeteredEngine
 from outrider.gateway.service import GenerationEngine
 from outrider.wire.errors import OutriderError
 
 
-def build_app(engine: GenerationEngine, serving: Callable[[], bool] = lambda: True) -> Starlette:
-    """The application; `serving` says what health answers. An engine that counts nothing has no /metrics."""
+def build_app(
+    engine: GenerationEngine, ready: Callable[[], bool] = lambda: True, options: HttpOptions | None = None
+) -> Starlette:
+    """The application; `ready` says what readiness answers. An engine that counts nothing has no /metrics."""
     models = ModelsEndpoint(engine)
 
-    async def health(request: Request) -> Response:
+    async def livez(request: Request) -> Response:
+        """200 from a process that answers: nothing would be better after a restart."""
+        return Response()
+
+    async def readyz(request: Request) -> Response:
         """200 where generation can be asked for."""
-        return Response() if serving() else plain_error(503, "not serving: no target, or draining")
+        return Response() if ready() else plain_error(503, "not ready: no target, or draining")
 
     async def version(request: Request) -> Response:
         """The installed version."""
@@ -40,13 +47,17 @@ def build_app(engine: GenerationEngine, serving: Callable[[], bool] = lambda: Tr
         Route("/v1/chat/completions", ChatEndpoint(engine).create, methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.retrieve),
-        Route("/health", health),
+        Route("/livez", livez),
+        Route("/readyz", readyz),
+        Route("/health", readyz),  # vLLM's name
         Route("/version", version),
     ]
     if isinstance(engine, MeteredEngine):
         routes.append(Route("/metrics", _metrics_route(engine.metrics)))
     handlers = {OutriderError: on_outrider_error, HTTPException: on_http_exception, Exception: on_bug}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.state.options = options or HttpOptions()
+    return app
 
 
 def _metrics_route(metrics: GatewayMetrics) -> Callable[[Request], Awaitable[Response]]:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from outrider.gateway.http_errors import invalid
+from outrider.gateway.http_options import options_of
 from outrider.wire.checks import kind, shown
 
-MAX_BODY_BYTES = 4 << 20
 MAX_SHOWN = 100  # characters of a name that nobody knows
 
 
@@ -73,15 +74,21 @@ class Body:
 
 
 async def read_body(request: Request) -> Body:
-    """The JSON object of a request, of bounded size. A browser's form is refused: no other page may post here."""
+    """The JSON object of a request. 413 for one that is too large. A browser's form is refused: no other page may post
+    here."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise invalid("content-type", "is not JSON; allowed: application/json")
+    most = options_of(request).max_body_bytes
+    too_large = HTTPException(413, f"body: has more than {most} bytes; allowed: at most that many (max_request_bytes)")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:  # before it is read
+        raise too_large
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise invalid("body", f"has more than {MAX_BODY_BYTES} bytes; allowed: at most that many")
+        if size > most:
+            raise too_large
         chunks.append(chunk)
     return parse_body(b"".join(chunks))
 

@@ -17,6 +17,7 @@ from outrider.gateway.http_answer import generate
 from outrider.gateway.http_body import Body
 from outrider.gateway.http_completions import read_completion
 from outrider.gateway.http_errors import error_body, plain_error
+from outrider.gateway.http_options import options_of
 from outrider.gateway.http_shapes import tally_shape
 from outrider.gateway.rounds import Round
 from outrider.gateway.service import GenerationEngine
@@ -44,7 +45,8 @@ class LiveEndpoint:
         """Always a stream: an EventSource cannot read the body of a refusal."""
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             return plain_error(403, "the live page alone may ask for this")
-        return sse.EventStream(self._events(dict(request.query_params)))
+        events = self._events(dict(request.query_params))
+        return sse.EventStream(events, options_of(request).sse_keep_alive_s)
 
     async def _events(self, query: dict[str, str]) -> AsyncGenerator[str, None]:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from outrider.gateway.http_app import build_app
+from outrider.gateway.http_options import HttpOptions
 from outrider.gateway.service import GenerationEngine
 from outrider.wire.address import listen_target
 from outrider.wire.errors import InvalidArgument, Unavailable, Violation
@@ -31,12 +32,13 @@ class HttpServer:
         engine: GenerationEngine,
         listen: str,
         *,
-        serving: Callable[[], bool] = lambda: True,
+        ready: Callable[[], bool] = lambda: True,
         grace_s: float = 30.0,
+        options: HttpOptions | None = None,
     ) -> None:
         self._socket, self.address = _bind(listen)
         config = uvicorn.Config(
-            build_app(engine, serving),
+            build_app(engine, ready, options),
             loop="none",  # the gateway's runs already
             http="h11",
             ws="none",

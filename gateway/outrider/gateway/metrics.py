@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 
-from outrider.gateway.admission import Admission
+from outrider.gateway.admission import Admission, Party, Work
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
 from outrider.gateway.rounds import Round
 from outrider.gateway.service import GenerationEngine
@@ -35,16 +35,21 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.success = self._counter("request_success", "Completions that ended, by why", "finished_reason")
-        self.failure = self._counter("request_failure", "Requests that were refused or failed, by code", "code")
+        self.refused = self._counter("request_refused", "Requests that got an error and nothing else", "reason")
+        self.failure = self._counter("request_failure", "Requests that failed after their first delivery", "code")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended completions, once a request")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Of them, found in the target's prefix cache")
         self.generation_tokens = self._counter("generation_tokens", "Tokens returned")
         self.first_token = self._histogram("time_to_first_token_seconds", "From request to first token", _WAITS_S)
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two deliveries", _TOKENS_S)
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "From one commit with tokens to the next", _TOKENS_S
+        )
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "Of a completion, after its first delivery, a token", _TOKENS_S
         )
-        self.end_to_end = self._histogram("e2e_request_latency_seconds", "From request to its end", _WAITS_S)
+        self.end_to_end = self._histogram(
+            "e2e_request_latency_seconds", "From request to its end, without refused ones", _WAITS_S
+        )
         self.queue_time = self._histogram("request_queue_time_seconds", "Waiting to be let in", _WAITS_S)
         self.num_drafts = self._counter("spec_decode_num_drafts", "Verifications with at least one drafted token")
         self.num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens verified")
@@ -75,8 +80,9 @@ class GatewayMetrics:
     def attach(self, engine: GenerationEngine) -> None:
         """Gauges that are read when they are asked for."""
         gauges = {
-            "num_requests_running": ("Requests that run", lambda: engine.admission.num_active),
-            "num_requests_waiting": ("Requests that wait to be let in", lambda: engine.admission.num_waiting),
+            "num_requests_running": ("Sequences that run", lambda: engine.admission.num_active),
+            "num_requests_waiting": ("Sequences that wait to run", lambda: engine.admission.num_waiting),
+            "num_tokens_admitted": ("Prompt and max_tokens of both", lambda: engine.admission.num_tokens),
             "draft_connected": ("1 where a draft can be used", lambda: _has_draft(engine)),
             "draft_round_trip_seconds": ("Round trip to the draft, smoothed", lambda: _round_trip_s(engine)),
         }
@@ -119,60 +125,68 @@ class MeteredEngine(GenerationEngine):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.metrics = GatewayMetrics()
-        self.admission = _MeteredAdmission(self.config.max_active, self.config.max_waiting, self.metrics.queue_time)
+        limits = self.config.max_active, self.config.max_waiting, self._max_admitted_tokens
+        self.admission = _MeteredAdmission(*limits, self.metrics.queue_time)
         self.metrics.attach(self)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+    async def generate(
+        self, request: GenerationRequest, party: Party | None = None
+    ) -> AsyncGenerator[GenerationDelta, None]:
         """As the base's."""
         watch = _Watch(self.metrics, request.n)
         try:
-            async with aclosing(super().generate(request)) as deltas:
+            async with aclosing(super().generate(request, party)) as deltas:
                 async for delta in deltas:
                     watch.add(delta)
                     yield delta
         except OutriderError as error:
-            self.metrics.failure.labels(error.code.name.lower()).inc()
+            watch.fail(error.reason, error.code.name)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watch.abort()
             raise
         except Exception:
-            self.metrics.failure.labels("internal").inc()
+            watch.fail("internal", "internal")
             raise
         finally:
-            self.metrics.end_to_end.observe(time.monotonic() - watch.began)
+            watch.end()
 
 
 class _Watch:
-    """One request on its way."""
+    """One request on its way. Times are those of commits: how fast the caller takes them is not the service's time."""
 
     def __init__(self, metrics: GatewayMetrics, n: int) -> None:
         self._metrics = metrics
         self._num_left = n
-        self._last: dict[int, float] = {}  # by completion the time of its last delivery
-        self._first: dict[int, tuple[float, int]] = {}  # ... and its first one's, with the tokens that it brought
+        self._num_first: dict[int, int] = {}  # by completion the tokens that its first commit brought
+        self._decoding_s: dict[int, float] = {}  # ... and the time of the commits after that
         self._modes: dict[int, str] = {}  # by completion, its last round's
-        self.began = time.monotonic()
+        self._began = time.monotonic()
+        self._delivered = self._refused = False
 
     def add(self, delta: GenerationDelta) -> None:
         """What a commit gave."""
-        metrics, now = self._metrics, time.monotonic()
+        self._delivered = True
         if delta.round is not None:
-            metrics.add_round(delta.round)
-            if self._modes.setdefault(delta.index, delta.round.mode) != delta.round.mode:
-                self._modes[delta.index] = delta.round.mode
-                metrics.mode_changes.labels(delta.round.mode).inc()
-        if delta.token_ids:
-            metrics.generation_tokens.inc(len(delta.token_ids))
-            last = self._last.get(delta.index)
-            if last is None:
-                self._first[delta.index] = now, len(delta.token_ids)
-                metrics.first_token.observe(now - self.began)
-            else:
-                metrics.inter_token.observe(now - last)
-            self._last[delta.index] = now
+            self._add_round(delta, delta.round)
         if delta.finish_reason is not None:
             self._finish(delta)
+
+    def _add_round(self, delta: GenerationDelta, closed: Round) -> None:
+        metrics, index, num_tokens = self._metrics, delta.index, len(delta.token_ids)
+        metrics.add_round(closed)
+        if self._modes.setdefault(index, closed.mode) != closed.mode:
+            self._modes[index] = closed.mode
+            metrics.mode_changes.labels(closed.mode).inc()
+        metrics.generation_tokens.inc(num_tokens)
+        if index in self._num_first:
+            seconds = closed.total_us * 1e-6
+            self._decoding_s[index] += seconds
+            if num_tokens:
+                metrics.inter_token.observe(seconds)
+        elif num_tokens:
+            self._num_first[index], self._decoding_s[index] = num_tokens, 0.0
+            metrics.first_token.observe(closed.ended - self._began)
 
     def _finish(self, delta: GenerationDelta) -> None:
         metrics = self._metrics
@@ -183,10 +197,22 @@ class _Watch:
         if delta.index == 0:
             metrics.prompt_tokens.inc(delta.usage.prompt_tokens)
             metrics.cached_tokens.inc(delta.usage.cached_tokens)
-        first = self._first.get(delta.index)
-        if first is not None and delta.usage.completion_tokens > first[1]:
-            after = delta.usage.completion_tokens - first[1]
-            metrics.per_token.observe((self._last[delta.index] - first[0]) / after)
+        after = delta.usage.completion_tokens - self._num_first.get(delta.index, delta.usage.completion_tokens)
+        if after > 0:
+            metrics.per_token.observe(self._decoding_s[delta.index] / after)
+
+    def fail(self, reason: str, code: str) -> None:
+        """An error ended it. One that came before all else is a refusal."""
+        self._refused = not self._delivered
+        if self._refused:
+            self._metrics.refused.labels(reason.lower()).inc()
+        else:
+            self._metrics.failure.labels(code.lower()).inc()
+
+    def end(self) -> None:
+        """It is over, however it ended."""
+        if not self._refused:
+            self._metrics.end_to_end.observe(time.monotonic() - self._began)
 
     def abort(self) -> None:
         """The caller went away."""
@@ -197,14 +223,14 @@ class _Watch:
 class _MeteredAdmission(Admission):
     """Times the wait."""
 
-    def __init__(self, max_active: int, max_waiting: int, queue_time: Histogram) -> None:
-        super().__init__(max_active, max_waiting)
+    def __init__(self, max_active: int, max_waiting: int, max_tokens: Callable[[], int], queue_time: Histogram) -> None:
+        super().__init__(max_active, max_waiting, max_tokens)
         self._queue_time = queue_time
 
-    async def enter(self, priority: int = 0) -> None:
+    async def wait_turn(self, work: Work, priority: int = 0) -> None:
         """As the base's."""
         began = time.monotonic()
-        await super().enter(priority)
+        await super().wait_turn(work, priority)
         self._queue_time.observe(time.monotonic() - began)
 
 

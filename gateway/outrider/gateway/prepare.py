@@ -8,6 +8,7 @@ import secrets
 import uuid
 from dataclasses import dataclass, replace
 
+from outrider.gateway.admission import Work
 from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.capabilities import lacking
@@ -42,6 +43,12 @@ class Prepared:
     mode: str  # of speculation.mode, resolved
     seed: int
     model_digest: str  # of the model that it runs on to its end
+
+    @property
+    def work(self) -> Work:
+        """What is admitted for it: completions share their prompt."""
+        n = self.request.n
+        return Work(n, len(self.prompt_ids) + n * self.sampling.max_tokens)
 
     def output_ids(self, index: int) -> tuple[int, ...]:
         """What the client already has of a completion."""

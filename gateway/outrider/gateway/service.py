@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from opentelemetry import trace
 
-from outrider.gateway.admission import Admission
+from outrider.gateway.admission import Admission, Party, Work
 from outrider.gateway.backends import Drafter, Verifier
 from outrider.gateway.completion import Completion, RequestRun
 from outrider.gateway.controller import Controller
@@ -43,10 +43,12 @@ class EngineConfig:
     mode: str = "sequential"  # "auto": the controller chooses for each request
     max_draft_tokens: int = 8  # that the controller may choose
     draft_patience_ms: int = 500
-    max_active: int = 64
-    max_waiting: int = 256
+    max_active: int = 64  # sequences that run at once
+    max_waiting: int = 256  # sequences that may wait
+    max_admitted_tokens: int | None = None  # of all these; None: half a context for each
     model_name: str = ""  # empty: the target's
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
+    trust_traceparent: bool = False  # a client's trace is gone on with, recorded where it says so
 
 
 class GenerationEngine:
@@ -62,7 +64,7 @@ class GenerationEngine:
     ) -> None:
         self.tokenizer, self.verifier, self.drafter = tokenizer, verifier, drafter
         self.config = config or EngineConfig()
-        self.admission = Admission(self.config.max_active, self.config.max_waiting)
+        self.admission = Admission(self.config.max_active, self.config.max_waiting, self._max_admitted_tokens)
         self._tracer = tracer or trace.get_tracer("outrider.gateway")
         self._draft_warnings = _OnceWarnings()
         self._num_running = 0  # sequences
@@ -73,11 +75,14 @@ class GenerationEngine:
         """The name that the model is served under."""
         return self.config.model_name or self.verifier.info.model.name
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+    async def generate(
+        self, request: GenerationRequest, party: Party | None = None
+    ) -> AsyncGenerator[GenerationDelta, None]:
         """Yields the deltas of all completions as they are committed. Raises OutriderError. Closing the iterator ends
-        every sequence at once; what is not asked for is not generated far ahead."""
+        every sequence at once; what is not asked for is not generated far ahead. The requests of a `party` are admitted
+        or refused together."""
         began = asyncio.get_running_loop().time()
-        self.admission.require_room()
+        self.admission.require_room(Work(1))  # before anything is spent on it
         draft = None if self.drafter is None else self.drafter.info
         prepared = await prepare(
             request,
@@ -91,19 +96,23 @@ class GenerationEngine:
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                await self.admission.enter(request.priority)
+                await (party or self.admission).enter(prepared.work, request.priority)
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None
+        left, of_completion = prepared.work, Work(1, prepared.sampling.max_tokens)
         try:
             async with aclosing(self._run(prepared, deadline)) as deltas:
                 async for delta in deltas:
+                    if delta.finish_reason is not None:
+                        left -= of_completion
+                        self.admission.leave(of_completion)
                     yield delta
         finally:
-            self.admission.leave()
+            self.admission.leave(left)
 
     async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:
         loop = asyncio.get_running_loop()
-        root = RequestTrace(self._tracer, prepared, self.model_name)
+        root = RequestTrace(self._tracer, prepared, self.model_name, self.config.trust_traceparent)
         run = self._new_run(prepared, root, 0 if deadline is None else max(1, round((deadline - loop.time()) * 1000)))
         timer = None if deadline is None else loop.call_at(deadline, _expire, run)
         error: BaseException | None = None
@@ -161,6 +170,14 @@ class GenerationEngine:
         if self._known is None:
             self._known = Experience(VerifyCosts(self.verifier.info.step_costs))
         return Controller(limits, self._known, self._round_trips_us, lambda: self._num_running)
+
+    def _max_admitted_tokens(self) -> int:
+        """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may
+        run."""
+        if self.config.max_admitted_tokens is not None:
+            return self.config.max_admitted_tokens
+        num_active, num_waiting = self.config.max_active, self.config.max_waiting
+        return self.verifier.info.model.max_model_len * max(num_active, (num_active + num_waiting) // 2)
 
     def _round_trips_us(self) -> float:
         return 0.0 if self.drafter is None else self.drafter.round_trip_us

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
 from outrider.gateway.generation import GenerationDelta
 from outrider.gateway.prepare import Prepared
@@ -69,9 +69,10 @@ def spans_for(closed: Round) -> tuple[TimedSpan, ...]:
 
 
 class RequestTrace:
-    """The root span of one request. `recording` is false where nothing is to be built."""
+    """The root span of one request. `recording` is false where nothing is to be built. A client's trace is gone on with
+    only where clients are trusted; elsewhere a new trace, which this process's sampler decides on, has a link to it."""
 
-    def __init__(self, tracer: Tracer, prepared: Prepared, model_name: str) -> None:
+    def __init__(self, tracer: Tracer, prepared: Prepared, model_name: str, trust_traceparent: bool = False) -> None:
         request, sampling = prepared.request, prepared.sampling
         operation = names.OPERATION_TEXT_COMPLETION if request.messages is None else names.OPERATION_CHAT
         self._tracer = tracer
@@ -79,8 +80,14 @@ class RequestTrace:
         self._started = time.monotonic()
         self._num_chunks = self._num_output = 0
         self._finish_reasons: list[str] = []
-        parent = context_from_traceparent(request.traceparent)
-        self.span: Span = tracer.start_span(f"{operation} {model_name}", context=parent, kind=SpanKind.SERVER)
+        client = context_from_traceparent(request.traceparent)
+        context = trace.get_current_span(client).get_span_context()
+        self.span: Span = tracer.start_span(
+            f"{operation} {model_name}",
+            context=client if trust_traceparent else Context(),
+            kind=SpanKind.SERVER,
+            links=[Link(context)] if context.is_valid and not trust_traceparent else [],
+        )
         self._context = trace.set_span_in_context(self.span)
         self.traceparent = inject_traceparent(self._context)
         self.recording = self.span.is_recording()

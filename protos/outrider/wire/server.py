@@ -67,9 +67,10 @@ class Server:
         await self.health.start()
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """NOT_SERVING at once, no new calls, running calls ended after the grace period (None: now)."""
+        """Not ready at once, no new calls, running calls ended after the grace period (None: now)."""
         await self.health.drain()
         await self.grpc_server.stop(grace_s)
+        await self.health.stop()
 
 
 def build_server(
@@ -115,12 +116,13 @@ async def serve_until_signal(
     *,
     name: str,
     grace_s: float = 30.0,
+    drain_delay_s: float = 0.0,
     on_drain: Callable[[], None] | None = None,
     on_stopped: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Starts, prints where, and serves until SIGTERM or SIGINT. Then: NOT_SERVING at once, `on_drain` (streams say
-    that they drain and refuse new sequences), wait for running calls up to the grace period, stop. A second signal
-    ends the process at once."""
+    """Starts, prints where, and serves until SIGTERM or SIGINT. Then: not ready at once; calls are still taken for the
+    drain delay, until balancers send no more; `on_drain` (streams say that they drain and refuse new sequences); wait
+    for running calls up to the grace period, stop. A second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -136,8 +138,9 @@ async def serve_until_signal(
         await server.start()
         print(f"{name} listening on {server.address}", flush=True)
         await stop.wait()
-        log.info("%s: draining, for at most %g s", name, grace_s)
+        log.info("%s: draining, for at most %g s", name, drain_delay_s + grace_s)
         await server.health.drain()
+        await asyncio.sleep(drain_delay_s)
         if on_drain is not None:
             on_drain()
         await asyncio.sleep(_SETTLE_S)
