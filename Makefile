@@ -40,7 +40,7 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml hatch_build.py
 	@test -n "$(PYTHON)" || { echo 'Python 3.11, 3.12 or 3.13 is needed, and none was found' >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
@@ -87,4 +87,5 @@ protos: $(STAMP)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl
+	rm -f kernels/outrider/kernels/cpu/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,13 +1,8 @@
-"""The C kernels: how they come to be, how weights are packed, and that the layout changes no bit."""
+"""The C kernels: how weights are packed, and that the layout changes no bit."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +10,16 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu_decoder as decoder_module
-from outrider.kernels import cpu_library as library_module
-from outrider.kernels.cpu_decoder import CpuDecoder, Kind, LayerWeights, RaggedRows, is_bfloat16, kind_for, pack
+from outrider.kernels.cpu_decoder import (
+    CpuDecoder,
+    Kind,
+    LayerWeights,
+    RaggedRows,
+    can_run,
+    is_bfloat16,
+    kind_for,
+    pack,
+)
 from outrider.kernels.cpu_library import cpu_library
 from outrider.kernels.rotary import rotary_table
 
@@ -111,6 +114,14 @@ def test_rows_that_want_no_logits(sixteen_bits: CpuDecoder) -> None:
     assert run(sixteen_bits, 30, wanted=slice(0)).shape == (0, VOCAB)
 
 
+def test_sizes_that_they_do_not_take_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    if cpu_library() is None:
+        pytest.skip("no C compiler")
+    assert can_run(48, 16) and not caplog.records
+    assert not can_run(50, 16) and "hidden_size 50" in caplog.text
+    assert not can_run(512, 272) and "head_dim 272" in caplog.text
+
+
 def test_pack() -> None:
     grid = normal(torch.Generator().manual_seed(1), 70, 5)
     assert is_bfloat16(grid) and not is_bfloat16(grid + 1e-6)
@@ -161,44 +172,3 @@ class _NotAllowed:
 
     def __call__(self) -> int:
         return 0
-
-
-@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="no gcc")
-def test_they_compile_here() -> None:
-    """Sources that do not compile would otherwise only skip the tests of them."""
-    assert library_module.cpu_library.__wrapped__() is not None
-
-
-def test_switched_off() -> None:
-    code = "import torch; from outrider.kernels.cpu_library import cpu_library; print(cpu_library())"
-    env = os.environ | {"OUTRIDER_CPU_KERNELS": "off"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
-
-
-def test_without_a_compiler_there_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_module, "COMPILERS", ("no-such-compiler",))
-    assert library_module.cpu_library.__wrapped__() is None
-
-
-def test_a_compiler_that_fails_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = tmp_path / "cc"
-    broken.write_text("#!/bin/sh\necho no float today >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert library_module.cpu_library.__wrapped__() is None
-    assert "no float today" in caplog.text
-
-
-def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if cpu_library() is None:
-        pytest.skip("no C compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert isinstance(library_module.cpu_library.__wrapped__(), ctypes.CDLL)
-    (built,) = (tmp_path / "outrider").iterdir()
-    before = built.stat().st_mtime_ns
-    assert library_module.cpu_library.__wrapped__() is not None
-    assert [built] == list((tmp_path / "outrider").iterdir()) and built.stat().st_mtime_ns == before

@@ -39,6 +39,16 @@ class LoadedModel:
         return self.model.vocab_size
 
     @property
+    def kernels(self) -> str:
+        """Whose kernels compute it, by processor: "c-avx512", "torch-avx2", "triton-sm90"."""
+        if isinstance(self.model, NativeDecoder):
+            return self.model.kernel.variant
+        if self.model.device.type == "cpu":
+            return f"torch-{torch.backends.cpu.get_cpu_capability().lower()}"
+        major, minor = torch.cuda.get_device_capability(self.model.device)
+        return f"triton-sm{major}{minor}"
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens of a sequence."""
         return self.model.max_model_len

@@ -9,6 +9,7 @@ sequence alone: the pass is batch-invariant.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels.cpu_library import cpu_library
+from outrider.kernels.cpu_library import cpu_library, cpu_variant
 
 PANEL = 32  # outputs whose weights lie together
 LANES = 16
 STEP = 32  # inputs that the matrix unit adds up at once
 MOST_DIM = 256  # of a head
 CHUNK = 1 << 20  # elements of a weight that are laid out at a time
+
+log = logging.getLogger(__name__)
 
 
 class Kind(IntEnum):
@@ -106,9 +109,16 @@ class RaggedRows:
 
 
 def can_run(hidden: int, head_dim: int) -> bool:
-    """Whether the kernels are there and take these shapes."""
+    """Whether the kernels are there and take these shapes; the log says where they do not."""
+    if cpu_library() is None:
+        return False
     fits = hidden % LANES == 0 and head_dim % LANES == 0 and head_dim <= MOST_DIM
-    return fits and cpu_library() is not None
+    if not fits:
+        log.warning(
+            "no C kernels for hidden_size %d and head_dim %d, PyTorch computes, which is slower: they take multiples"
+            " of %d, and heads of at most %d", hidden, head_dim, LANES, MOST_DIM,
+        )  # fmt: skip
+    return fits
 
 
 class CpuDecoder:
@@ -133,6 +143,7 @@ class CpuDecoder:
         if library is None:
             raise RuntimeError("the CPU kernels are not there")
         self._library: Any = library
+        self.variant = cpu_variant() or ""
         self._library.decoder_scratch.restype = c_int64
         self.kind = kind
         self._kept: list[Tensor] = []  # what the pointers below point to
@@ -220,7 +231,6 @@ def kind_for(all_bfloat16: bool) -> Kind:
         raise RuntimeError("the CPU kernels are not there")
     if not all_bfloat16:
         return Kind.FLOATS
-    library.tiles_allowed.restype = c_int64
     return Kind.TILES if library.tiles_allowed() else Kind.HALVES
 
 

@@ -1,64 +1,91 @@
-"""The C kernels in `cpu/`, compiled for this very processor when they are first wanted, and kept in the user's cache.
+"""The C kernels in `cpu/`: which of their libraries this processor runs.
 
-Without a C compiler with OpenMP (gcc or clang) there is no library, and PyTorch computes instead. The environment
-variable OUTRIDER_CPU_KERNELS=off asks for that."""
+The package brings a library for each kind of processor. Where it has none of these very sources (it was built without a
+compiler, or they have changed since), the library is compiled when it is first wanted, and kept in the user's cache.
+With no compiler either, PyTorch computes instead. The environment variable OUTRIDER_CPU_KERNELS=off asks for that; a
+variant's name, such as c-avx2, asks for that one: replicas on different processors then compute the same bits."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCES = Path(__file__).with_name("cpu")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-std=gnu11", "-shared", "-fPIC")
-COMPILERS = ("cc", "gcc", "clang")
+from outrider.kernels.cpu_build import SOURCES, Variant, compile_library, find_compiler, reason, variants
+
 SWITCH = "OUTRIDER_CPU_KERNELS"
-COMPILE_S = 120
+CPUINFO = Path("/proc/cpuinfo")
 
 log = logging.getLogger(__name__)
 
 
-@cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they are not wanted or cannot be had. torch must be imported before: the two
-    share its threads."""
-    if os.environ.get(SWITCH, "on") == "off":
-        return None
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name)) is not None), None)
-    if compiler is None:
-        log.info("no C compiler: PyTorch's CPU kernels are used, which are slower")
-        return None
+    """The kernels; None where they are not wanted or cannot be had. torch must be imported before: the two share its
+    threads."""
+    loaded = _loaded()
+    return None if loaded is None else loaded[1]
+
+
+def cpu_variant() -> str | None:
+    """The name of those kernels, such as "c-avx512"; None without any."""
+    loaded = _loaded()
+    return None if loaded is None else loaded[0]
+
+
+@cache
+def _loaded() -> tuple[str, ctypes.CDLL] | None:
+    """The first variant that this processor can run and that is to be had."""
+    problems = []
+    for variant in wanted_variants(os.environ.get(SWITCH, "on"), cpu_features()):
+        try:
+            library = ctypes.CDLL(str(_path(variant)))
+        except (OSError, subprocess.SubprocessError) as error:
+            problems.append(f"{variant.name}: {reason(error)}")
+            continue
+        library.tiles_allowed.restype = ctypes.c_int64
+        if variant.name == "c-amx" and not library.tiles_allowed():  # by the system
+            continue
+        return variant.name, library
+    if problems:
+        log.warning("no C kernels, PyTorch computes, which is slower: %s", problems[0])
+    return None
+
+
+def wanted_variants(switch: str, features: frozenset[str]) -> list[Variant]:
+    """What a processor can run of what the switch asks for, the fastest first. Raises ValueError for another switch."""
+    fitting = {variant.name: variant for variant in variants() if variant.needs <= features}
+    if switch in ("on", "off"):
+        return list(fitting.values()) if switch == "on" else []
+    if switch not in fitting:
+        raise ValueError(f"{SWITCH}: is {switch[:100]!r}; allowed here: on, off, {', '.join(fitting)}")
+    return [fitting[switch]]
+
+
+def cpu_features() -> frozenset[str]:
+    """What the processor can do, in Linux' words; none are known elsewhere."""
     try:
-        return ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-        log.warning("the CPU kernels could not be compiled, PyTorch's are used, which are slower: %s", said or error)
-        return None
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
-def _built(compiler: str) -> Path:
-    """The library for these sources, this compiler and this processor; compiled where it is not there yet."""
-    key = hashlib.sha256(_target(compiler))
-    for path in sorted(SOURCES.iterdir()):
-        key.update(path.name.encode() + path.read_bytes())
-    path = _cache_folder() / f"cpu-{key.hexdigest()[:24]}.so"
-    if not path.is_file():
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fresh = Path(folder) / path.name
-            _run(compiler, *FLAGS, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(fresh), "-lm")
-            fresh.replace(path)  # at once: other processes may be here, too
-    return path
-
-
-def _target(compiler: str) -> bytes:
-    """What the compiler says of itself and of the processor."""
-    return _run(compiler, *FLAGS[:4], "-dM", "-E", "-x", "c", os.devnull)
+def _path(variant: Variant) -> Path:
+    """Of the library: the wheel's, or the one in the user's cache, compiled where it is not there yet."""
+    name = variant.file_name
+    packaged = SOURCES / name
+    if packaged.is_file():
+        return packaged
+    compiler = find_compiler()
+    if compiler is None:
+        raise FileNotFoundError("not in the package, and no C compiler")
+    folder = _cache_folder()
+    kept = folder / name
+    return kept if kept.is_file() else compile_library(variant, folder, compiler)
 
 
 def _cache_folder() -> Path:
@@ -69,7 +96,3 @@ def _cache_folder() -> Path:
     except (OSError, RuntimeError):  # a user without a home
         return Path(tempfile.mkdtemp(prefix="outrider-"))
     return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="outrider-"))
-
-
-def _run(*command: str) -> bytes:
-    return subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S).stdout

@@ -173,6 +173,7 @@ def info_of(
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         device=settings.device,
         batch_invariant=loaded.model.batch_invariant,
+        kernels=loaded.kernels,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
     )

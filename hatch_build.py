@@ -1,0 +1,47 @@
+"""Compiles the C kernels when the package is built or installed, so that no process has to. Without a compiler the
+package has none, and a process compiles what it wants when that is first wanted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class KernelsHook(BuildHookInterface[Any]):
+    """The libraries lie beside their sources: an editable installation finds them there, too."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatchling before it collects files. A wheel with libraries is for this platform, and any Python."""
+        sys.path.insert(0, str(Path(self.root) / "kernels"))
+        from outrider.kernels import cpu_build
+
+        for stale in cpu_build.SOURCES.glob("*.so"):
+            stale.unlink()
+        compiler = cpu_build.find_compiler()
+        if compiler is None:
+            self.app.display_warning("no C compiler: the package comes without compiled kernels")
+            return
+        with ThreadPoolExecutor() as pool:
+            paths = pool.map(partial(self._built, compiler), cpu_build.variants())
+        built = [path.relative_to(self.root).as_posix() for path in paths if path is not None]
+        build_data["artifacts"] += built
+        if built:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def _built(self, compiler: str, variant: Any) -> Path | None:
+        """One variant's library; None where the compiler does not know these processors."""
+        from outrider.kernels import cpu_build
+
+        try:
+            return cpu_build.compile_library(variant, cpu_build.SOURCES, compiler)
+        except (OSError, subprocess.SubprocessError) as error:
+            self.app.display_warning(f"no kernels {variant.name}: {cpu_build.reason(error)}")
+            return None

@@ -1,0 +1,144 @@
+"""The libraries of C kernels: which one a processor gets, where it comes from, and what is said without any."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.test_cpu_decoder import decoder, run
+
+from outrider.kernels import cpu_build
+from outrider.kernels import cpu_decoder as decoder_module
+from outrider.kernels import cpu_library as module
+
+ON_X86 = cpu_build.platform.machine() == "x86_64"
+ZEN_5 = (
+    "fpu sse sse2 avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16"
+    " avx512_vnni"
+)
+CASCADE_LAKE, HASWELL, NEHALEM = ZEN_5.replace("avx512_bf16 ", ""), ZEN_5.partition(" avx512f")[0], "fpu sse sse2"
+SAPPHIRE_RAPIDS = f"{ZEN_5} amx_bf16 amx_tile amx_int8"
+
+pytestmark = pytest.mark.skipif(cpu_build.find_compiler() is None, reason="no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds what another one has compiled, nor what came with the package."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "SOURCES", tmp_path)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that only runs what was built elsewhere, on a read-only root."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/no-folder")
+
+
+@pytest.fixture
+def packaged(tmp_path: Path) -> Path:
+    """The library of this processor, where the package has it."""
+    library = module.cpu_library()
+    assert library is not None
+    return Path(shutil.copy(library._name, tmp_path))
+
+
+def load() -> tuple[str, ctypes.CDLL] | None:
+    return module._loaded.__wrapped__()
+
+
+@pytest.mark.skipif(not ON_X86, reason="the variants of x86-64")
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (SAPPHIRE_RAPIDS, ["c-amx", "c-avx512", "c-avx2", "c-sse2"]),
+        (ZEN_5, ["c-avx512", "c-avx2", "c-sse2"]),
+        (CASCADE_LAKE, ["c-avx512", "c-avx2", "c-sse2"]),
+        (HASWELL, ["c-avx2", "c-sse2"]),
+        (NEHALEM, ["c-sse2"]),
+    ],
+)
+def test_what_a_processor_runs(flags: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: spectre_v1\n")
+    monkeypatch.setattr(module, "CPUINFO", tmp_path / "cpuinfo")
+    features = module.cpu_features()
+    assert [variant.name for variant in module.wanted_variants("on", features)] == names
+    assert module.wanted_variants("off", features) == []
+    assert [variant.name for variant in module.wanted_variants(names[-1], features)] == names[-1:]
+    with pytest.raises(ValueError, match="OUTRIDER_CPU_KERNELS: is 'c-avx1024'; allowed here: on, off, c-"):
+        module.wanted_variants("c-avx1024", features)
+
+
+def test_other_machines_have_one_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "CPUINFO", tmp_path / "none")  # as where it is not Linux that runs
+    for machine, name in (("aarch64", "c-neon"), ("arm64", "c-neon"), ("riscv64", "c-riscv64")):
+        monkeypatch.setattr(cpu_build.platform, "machine", lambda machine=machine: machine)
+        assert [variant.name for variant in module.wanted_variants("on", module.cpu_features())] == [name]
+
+
+def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {variant.file_name for variant in cpu_build.variants()}
+    shutil.copytree(cpu_build.SOURCES, tmp_path / "cpu")
+    with (tmp_path / "cpu" / "vectors.h").open("a") as source:
+        source.write("/* */\n")
+    monkeypatch.setattr(cpu_build, "SOURCES", tmp_path / "cpu")
+    assert names.isdisjoint(variant.file_name for variant in cpu_build.variants())
+    plain, tuned = cpu_build.Variant("c"), cpu_build.Variant("c", flags=("-O2",))
+    assert plain.file_name != tuned.file_name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="no cross compiler")
+def test_they_compile_for_arm(tmp_path: Path) -> None:
+    assert cpu_build.compile_library(cpu_build.Variant("c-neon"), tmp_path, "aarch64-linux-gnu-gcc").stat().st_size
+
+
+def test_they_are_compiled_once(tmp_path: Path) -> None:
+    loaded = load()
+    (built,) = (tmp_path / "cache" / "outrider").iterdir()
+    before = built.stat().st_mtime_ns
+    assert loaded is not None and built.name.startswith(f"{loaded[0]}-") and load() is not None
+    assert [built] == list((tmp_path / "cache" / "outrider").iterdir()) and built.stat().st_mtime_ns == before
+
+
+def test_the_packaged_library_needs_no_compiler(
+    packaged: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """... and no folder to write to, and computes the same bits."""
+    expected = run(decoder(), 13)
+    loaded = load()
+    assert loaded is not None and packaged.name.startswith(f"{loaded[0]}-") and not caplog.records
+    assert loaded[1]._name == str(packaged)
+    monkeypatch.setattr(decoder_module, "cpu_library", lambda: loaded[1])
+    assert torch.equal(run(decoder(), 13), expected)
+
+
+def test_without_any_library_a_warning_says_so_once(no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
+    module._loaded.cache_clear()
+    try:
+        assert module.cpu_library() is None and module.cpu_variant() is None
+        assert not decoder_module.can_run(48, 16)
+    finally:
+        module._loaded.cache_clear()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "no C compiler" in record.message
+
+
+def test_a_compiler_that_fails_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no float today >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert load() is None and "no float today" in caplog.text
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(module.SWITCH, "off")
+    assert load() is None and not caplog.records
