@@ -84,6 +84,7 @@ WITHOUT_ROW = {
     "cpu_build.variants": "a list, once",
     "cpu_decoder.can_run": "a question, once at load; the pass itself is measured by `outrider bench`",
     "cpu_decoder.is_bfloat16": "once, at load",
+    "cpu_decoder.kind_for": "a question, once at load",
     "cpu_decoder.pack": "once, at load",
     "cpu_library.cpu_features": "once, at load",
     "cpu_library.cpu_library": "once, at load",

@@ -93,6 +93,22 @@ def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
+def test_every_variant_computes_the_same_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... each with bits that depend on the row alone."""
+    expected = run(decoder(), 61)
+    for variant in module.wanted_variants("on", module.cpu_features()):
+        monkeypatch.setenv(module.SWITCH, variant.name)
+        loaded = load()
+        assert loaded is not None and loaded[0] == variant.name
+        monkeypatch.setattr(decoder_module, "cpu_library", lambda loaded=loaded: loaded[1])
+        for model in (decoder(), decoder(nudge=1e-7)):  # 16 bits, and 32
+            logits = run(model, 61)
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+            for num_rows in (1, 2, 3, 5, 13, 60):
+                assert torch.equal(run(model, num_rows), logits[:num_rows]), (variant.name, num_rows)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="no cross compiler")
 def test_they_compile_for_arm(tmp_path: Path) -> None:
     assert cpu_build.compile_library(cpu_build.Variant("c-neon"), tmp_path, "aarch64-linux-gnu-gcc").stat().st_size

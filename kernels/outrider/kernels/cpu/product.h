@@ -12,10 +12,11 @@
 #include "vectors.h"
 
 #define PANEL 32
+#define VECTORS (PANEL / LANES)
 #ifdef __AVX512F__
 #define MOST_ROWS 12 /* 24 of 32 registers hold sums */
 #else
-#define MOST_ROWS 3
+#define MOST_ROWS 3 /* 12 of 16, or 24 of NEON's 32 */
 #endif
 #define PART 128           /* inputs whose weights are widened together: 16 KiB */
 #define AHEAD (32 * PANEL) /* numbers fetched before they are needed */
@@ -33,31 +34,29 @@ typedef float Results[PANEL]; /* of one row and panel */
 /* Adds to `out` the sums over `inputs` inputs. */
 INLINE void multiply(const int rows, const int is_half, const float *x, const void *panel, int64_t inputs,
                      Results *out) {
-    floats sums[MOST_ROWS][2];
+    floats sums[MOST_ROWS][VECTORS];
 #pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) sums[row][0] = load(out[row]), sums[row][1] = load(out[row] + LANES);
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int part = 0; part < VECTORS; part++) sums[row][part] = load(out[row] + part * LANES);
     for (int64_t k = 0; k < inputs; k++, x += rows) {
-        floats low, high;
-        if (is_half) {
-            const uint16_t *at = (const uint16_t *)panel + k * PANEL;
-            __builtin_prefetch(at + AHEAD);
-            low = widen(at), high = widen(at + LANES);
-        } else {
-            const float *at = (const float *)panel + k * PANEL;
-            __builtin_prefetch(at + AHEAD), __builtin_prefetch(at + AHEAD + LANES);
-            low = load(at), high = load(at + LANES);
-        }
+        const uint16_t *half = (const uint16_t *)panel + k * PANEL;
+        const float *wide = (const float *)panel + k * PANEL;
+        if (is_half)
+            __builtin_prefetch(half + AHEAD);
+        else
+            __builtin_prefetch(wide + AHEAD), __builtin_prefetch(wide + AHEAD + PANEL / 2);
+#pragma GCC unroll 8
+        for (int part = 0; part < VECTORS; part++) {
+            floats weights = is_half ? widen(half + part * LANES) : load(wide + part * LANES);
 #pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            sums[row][0] += all(x[row]) * low;
-            sums[row][1] += all(x[row]) * high;
+            for (int row = 0; row < rows; row++) sums[row][part] += all(x[row]) * weights;
         }
     }
 #pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        store(out[row], sums[row][0]);
-        store(out[row] + LANES, sums[row][1]);
-    }
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int part = 0; part < VECTORS; part++) store(out[row] + part * LANES, sums[row][part]);
 }
 
 #define CASE(rows)                                                                                                     \

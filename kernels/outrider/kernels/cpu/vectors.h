@@ -1,15 +1,21 @@
-/* Sixteen float32 lanes, by GCC's and Clang's vector extensions: whatever the machine has carries them. */
+/* As many float32 lanes as a register has, by GCC's and Clang's vector extensions: wider ones would go through memory. */
 #ifndef OUTRIDER_VECTORS_H
 #define OUTRIDER_VECTORS_H
 
 #include <stdint.h>
 
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 
-typedef float floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t integers __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -36,12 +42,22 @@ INLINE float sum(floats value) {
     return lanes[0];
 }
 
+#if LANES == 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif LANES == 8
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
+
 INLINE floats add_neighbours(floats left, floats right) {
-    return __builtin_shufflevector(left, right, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(left, right, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return __builtin_shufflevector(left, right, EVEN) + __builtin_shufflevector(left, right, ODD);
 }
 
-/* The sums of sixteen vectors' lanes, each in the same order; changes them. */
+/* The sums of LANES vectors' lanes, each in the same order; changes them. */
 INLINE floats sums_of(floats vectors[LANES]) {
 #pragma GCC unroll 4
     for (int count = LANES / 2; count; count /= 2)
