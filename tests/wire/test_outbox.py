@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
+from outrider.wire.codec import encode_commit
 from outrider.wire.frames import TARGET_STREAM
 from outrider.wire.messages import Commit, Failure, FrameHeader, Open, TokenLogprob
 from outrider.wire.outbox import Outboxes
@@ -33,6 +35,30 @@ class Peer:
 
     def abort(self) -> None:
         pass
+
+
+async def test_what_takes_long_is_encoded_where_it_is_put() -> None:
+    threads: list[int] = []
+
+    def encode(message: Commit) -> Any:
+        threads.append(get_ident())
+        return encode_commit(message)
+
+    row = replace(TARGET_STREAM.events.rows[Commit], encode=encode)
+    watched = replace(TARGET_STREAM.events, rows={**TARGET_STREAM.events.rows, Commit: row})
+    peer = Peer()
+    long = Commit(1, 2, (3,), logprobs=(tuple(TokenLogprob(token, -0.5, 1) for token in range(9_000)),))
+    async with FrameStream(replace(TARGET_STREAM, events=watched), peer, client=False) as stream:
+        await anext(stream)
+        boxes = Outboxes(asyncio.get_running_loop())
+        await asyncio.to_thread(boxes.put, stream, long)
+        await asyncio.to_thread(boxes.put, stream, Commit(1, 3, (8,)))
+        boxes.flush()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    assert peer.heard == [long, Commit(1, 3, (8,))]
+    beside, here = threads
+    assert beside != get_ident() == here
 
 
 async def test_a_message_that_no_frame_can_hold_fails_its_sequence_and_the_others_leave() -> None:

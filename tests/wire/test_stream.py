@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import grpc.aio
@@ -11,9 +13,10 @@ import pytest
 
 from outrider.v1 import target_pb2_grpc
 from outrider.wire.channel import connect
+from outrider.wire.codec import decode_commit
 from outrider.wire.errors import OutriderError, ProtocolError, Unavailable
 from outrider.wire.frames import TARGET_STREAM
-from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open
+from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
 from outrider.wire.round_trip import RoundTrip
 from outrider.wire.sampling import SamplingParams
 from outrider.wire.server import build_server
@@ -146,6 +149,25 @@ async def test_the_end_of_the_peer_ends_the_iteration() -> None:
         script.incoming.put_nowait(events(1, Commit(1, 3, (5,)), Commit(1, 4, (6,))))
         script.incoming.put_nowait(None)
         assert [batch async for batch in stream] == [[Commit(1, 3, (5,)), Commit(1, 4, (6,))]]
+
+
+async def test_a_long_message_is_decoded_beside_the_event_loop() -> None:
+    threads: list[int] = []
+
+    def decode(message: Any) -> Commit:
+        threads.append(get_ident())
+        return decode_commit(message)
+
+    watched = replace(TARGET_STREAM.events, decoders={**TARGET_STREAM.events.decoders, "commit": decode})
+    script = Script()
+    long = Commit(1, 3, (5,), logprobs=(tuple(TokenLogprob(token, -0.5, 1) for token in range(9_000)),))
+    async with FrameStream(replace(TARGET_STREAM, events=watched), script, client=True) as stream:
+        stream.send(new_open(1))
+        for frame in (events(1, long), events(2, Commit(1, 4, (6,))), None):
+            script.incoming.put_nowait(frame)
+        assert [batch async for batch in stream] == [[long], [Commit(1, 4, (6,))]]
+    beside, here = threads
+    assert beside != get_ident() == here
 
 
 async def test_round_trips_take_off_what_the_peer_held() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,6 +19,7 @@ from outrider.wire.codec_sampling import decode_acceptance, decode_sampling
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 SERVICE_NAME = "outrider.v1.GenerationService"
+SLOW_CANDIDATES = 4096  # log probabilities that take milliseconds to encode: not on the event loop
 TRACEPARENT = "traceparent"
 
 
@@ -37,7 +39,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context))
         async with aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
-                await context.write(encode_delta(delta))
+                slow = sum(map(len, delta.logprobs)) > SLOW_CANDIDATES
+                await context.write(await asyncio.to_thread(encode_delta, delta) if slow else encode_delta(delta))
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
         """Describes the gateway and its peers."""

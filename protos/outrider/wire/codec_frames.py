@@ -29,6 +29,7 @@ Message = Open | Close | Closed | Failure | Piece | Credit | Commit | PromptLogp
 
 SLICE_IDS = 4096  # ids of one slice of a long Open: at most 20 KiB, so that one frame serves several sequences
 SLICE_BYTES = 16 * 1024  # of one slice of prompt log probabilities
+SLOW_BYTES = 4 * SLICE_BYTES  # more than this takes milliseconds to encode or decode, which no event loop has
 CANDIDATE_BYTES = 20  # at most, of one TokenLogprob: two 32-bit varints, a float, their tags and the length
 
 
@@ -39,6 +40,19 @@ class _Row:
     field: str
     encode: Callable[[Any], Proto]
     decode: Callable[[Any], Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A message with its entry of a frame, encoded on another thread than the event loop's."""
+
+    message: Message
+    entry: Any
+
+    @property
+    def sequence_id(self) -> int:
+        """Whose message it is."""
+        return self.message.sequence_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,11 @@ class Direction:
         if row is None:
             raise TypeError(f"{type(message).__name__} does not travel as {self.name}")
         return self.entry(**{row.field: row.encode(message)})
+
+    def encode_slow(self, message: Message) -> Message | Encoded:
+        """Encodes what would hold up an event loop; from any thread. Anything else, and what is sliced, is left."""
+        slow = type(message) is Commit and sum(map(_position_bytes, message.logprobs)) > SLOW_BYTES
+        return Encoded(message, self.encode(message)) if slow else message
 
     def decode(self, entry: Any) -> Message | OpenSlice | None:
         """The message of an entry; None for a kind that a newer peer may send."""

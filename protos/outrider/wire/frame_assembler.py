@@ -6,6 +6,7 @@ what only a newer peer knows fails that sequence alone."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from outrider.wire.frame_packer import MAX_FRAME_BYTES
 from outrider.wire.messages import Close, Closed, Commit, Failure, FrameHeader, Open
 from outrider.wire.sequence_table import SequenceState, SequenceTable
 
+Decoded = Message | OpenSlice | InvalidArgument | None  # None: a kind that only a newer peer knows
 MAX_OPEN_IDS = 1 << 24  # far above every context length; bounds what a broken peer can make us store
 
 
@@ -52,8 +54,13 @@ class FrameAssembler:
         self._table = table or SequenceTable()
         self._partial: dict[int, _PartialOpen] = {}
 
-    def accept(self, frame: Any) -> Received:
-        """The messages of the next frame, in order. ProtocolError if the peer broke a rule."""
+    def decode(self, frame: Any) -> list[Decoded]:
+        """What `accept` begins with, for a frame that takes long: it may run on another thread."""
+        return [self._decode(entry) for entry in frame.messages]
+
+    def accept(self, frame: Any, decoded: Iterable[Decoded] | None = None) -> Received:
+        """The messages of the next frame, in order. ProtocolError if the peer broke a rule. `decoded` is what `decode`
+        made of the frame, if it was asked."""
         self._check_size(frame)
         received = Received(decode_header(frame.header))
         if received.header.number != self.last_number + 1:
@@ -61,17 +68,21 @@ class FrameAssembler:
         self.last_number = received.header.number
         take = self._take_command if self._direction.commands else self._take_event
         try:
-            for entry in frame.messages:
-                try:
-                    message = self._direction.decode(entry)
-                except InvalidArgument as error:
-                    self._refuse(entry.open.sequence_id, error, received)
-                    continue
-                if message is not None:
+            messages = map(self._decode, frame.messages) if decoded is None else decoded
+            for message, entry in zip(messages, frame.messages, strict=True):
+                if isinstance(message, InvalidArgument):
+                    self._refuse(entry.open.sequence_id, message, received)
+                elif message is not None:
                     take(message, entry, received)
         except ValueError as error:  # ids opened twice
             raise ProtocolError(f"frame {self.last_number}: {error}") from error
         return received
+
+    def _decode(self, entry: Any) -> Decoded:
+        try:
+            return self._direction.decode(entry)
+        except InvalidArgument as error:
+            return error
 
     def _check_size(self, frame: Any) -> None:
         size = frame.ByteSize()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from outrider.wire.codec_frames import Direction, Message
+from outrider.wire.codec_frames import Direction, Encoded, Message
 from outrider.wire.errors import ResourceExhausted
 from outrider.wire.messages import Close, Closed, Commit, Failure, Open
 from outrider.wire.sequence_table import SequenceState, SequenceTable
@@ -77,15 +77,18 @@ class FramePacker:
         """Whether nothing waits."""
         return not self._urgent and not self._lanes
 
-    def push(self, message: Message) -> None:
+    def push(self, message: Message | Encoded) -> None:
         """Takes a message. ValueError for a sequence never opened, or opened twice, or a number that no field holds;
         ResourceExhausted for a message that is too long for the wire."""
+        entry = None
+        if isinstance(message, Encoded):
+            entry, message = message.entry, message.message
         if isinstance(message, Open):
             self._push_open(message)
         elif isinstance(message, Close):
             self._push_close(message)
         elif self._may_follow(message.sequence_id):
-            item = self._encode(message)
+            item = self._encode(message, entry)
             if isinstance(message, Closed):
                 self._discard(message.sequence_id)
             self._append(message.sequence_id, item)
@@ -173,12 +176,13 @@ class FramePacker:
             if late is not None:
                 self._close_now(late)
 
-    def _encode(self, message: Message) -> Any:
-        """An entry, or a _Bulk of them."""
+    def _encode(self, message: Message, entry: Any = None) -> Any:
+        """An entry, unless it is there already, or a _Bulk of them."""
         slices = self._direction.slices(message)
         if slices is not None:
             return _Bulk(slices, isinstance(message, Open))
-        entry = self._direction.encode(message)
+        if entry is None:
+            entry = self._direction.encode(message)
         if entry.ByteSize() > self._direction.max_lone_bytes:
             what = f"{type(message).__name__} of sequence {message.sequence_id}"
             raise ResourceExhausted(

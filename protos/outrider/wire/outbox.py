@@ -23,7 +23,8 @@ class Outboxes:
         self._scheduled = False
 
     def put(self, stream: FrameStream, message: Any) -> None:
-        """Queues a message; from any thread."""
+        """Queues a message; from any thread, which encodes it if that takes long."""
+        message = stream.encode_slow(message)
         with self._lock:
             self._pending.setdefault(stream, []).append(message)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.wire.codec_frames import Message, StreamKind
+from outrider.wire.codec_frames import Encoded, Message, StreamKind
 from outrider.wire.errors import Internal, OutriderError, Unavailable, from_rpc_error, to_failure
-from outrider.wire.frame_assembler import FrameAssembler
-from outrider.wire.frame_packer import FramePacker
+from outrider.wire.frame_assembler import Decoded, FrameAssembler
+from outrider.wire.frame_packer import MAX_FRAME_BYTES, FramePacker
 from outrider.wire.messages import Closed, FrameHeader, Open
 from outrider.wire.round_trip import RoundTrip
 from outrider.wire.sequence_table import SequenceTable
@@ -136,7 +136,11 @@ class FrameStream:
         """Their ids: what a service releases when the stream ends."""
         return self._table.active_ids()
 
-    def send(self, *messages: Message) -> None:
+    def encode_slow(self, message: Message) -> Message | Encoded:
+        """Encodes a message that would hold up the event loop, to be sent afterwards; from any thread."""
+        return self._outgoing.encode_slow(message)
+
+    def send(self, *messages: Message | Encoded) -> None:
         """Queues messages and returns at once. After the end of the stream nothing is sent and nothing raised: the
         reader of this stream learns of the end."""
         if self.closed:
@@ -208,7 +212,11 @@ class FrameStream:
     async def _read_loop(self) -> None:
         try:
             while (frame := await self._transport.read()) is not None:
-                self._receive(frame)
+                decoded = None
+                if frame.ByteSize() > MAX_FRAME_BYTES:  # one long message: heartbeats go on beside it
+                    self._last_received_at = self._clock()
+                    decoded = await asyncio.to_thread(self._assembler.decode, frame)
+                self._receive(frame, decoded)
                 while len(self._inbox) >= self._config.max_inbox:
                     self._held_up = True
                     self._taken.clear()
@@ -259,9 +267,9 @@ class FrameStream:
         header = FrameHeader(self._number, last_seen, held_us, step_age_ms, self._draining)
         return self._outgoing.build(header, entries)
 
-    def _receive(self, frame: Any) -> None:
+    def _receive(self, frame: Any, decoded: list[Decoded] | None) -> None:
         now = self._last_received_at = self._clock()
-        received = self._assembler.accept(frame)
+        received = self._assembler.accept(frame, decoded)
         header = received.header
         self.round_trip.received(header.number, header.last_seen, header.held_us, now)
         if received.replies:
