@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from typing import Any
 
@@ -25,6 +26,7 @@ async def main() -> None:
     )
     await serve_until_signal(server, name="child", grace_s=5, on_drain=lambda: print("draining", flush=True))
     print("stopped", flush=True)
+    assert gc.get_freeze_count() > 10_000, "what was loaded is collected again and again"
 
 
 asyncio.run(main())
