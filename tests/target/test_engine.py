@@ -10,6 +10,7 @@ import pytest
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, hf_greedy, opened, oracle, speculate, tiny_model
 
 from outrider.engine.loader import LoadedModel
+from outrider.target import verifier
 from outrider.wire.messages import Close, Closed, Credit, Piece
 from outrider.wire.sampling import FinishReason, TokenOrigin
 
@@ -159,6 +160,15 @@ def test_logprobs_and_prompt_logprobs(models: tuple[Any, LoadedModel]) -> None:
         chosen = prompts.logprobs[position][0]
         assert chosen.id == prompt[position]
         assert abs(chosen.logprob - float(expected[position - 1, prompt[position]])) < 1e-3
+
+
+def test_a_prompts_rows_are_ranked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(1))
+    whole = verifier.prompt_logprobs(logits, range(11), 3, "raw_logprobs")
+    monkeypatch.setattr(verifier, "RANKED_AT_ONCE", (4 * VOCAB, 4 * VOCAB))
+    assert verifier.prompt_logprobs(logits, range(11), 3, "raw_logprobs") == whole and len(whole) == 11
 
 
 def test_fork_shares_the_prompt_and_outlives_its_parent(models: tuple[Any, LoadedModel]) -> None:

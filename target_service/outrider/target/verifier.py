@@ -52,6 +52,7 @@ class Judged:
 
 
 HOST = torch.device("cpu")
+RANKED_AT_ONCE = (1 << 27, 1 << 20)  # logits of a prompt, on a device and on a CPU: what a cache holds is ranked faster
 Judgement = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
 Judge = Callable[[Tensor, Sequence[Judged]], Judgement]
 
@@ -183,5 +184,10 @@ def _with_logprobs(verdicts: list[Verdict], reported: Sequence[tuple[int, range]
 @torch.inference_mode()
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], count: int, mode: str) -> list[RowLogprobs]:
     """Of the prompt tokens that follow each row, [rows, vocab]; processors do not apply to a prompt."""
-    values = reported_values(f"raw_{mode.rpartition('_')[2]}", logits, RowSampling(), logits)
-    return top_logprobs(values, next_ids, [count] * len(next_ids))
+    raw = f"raw_{mode.rpartition('_')[2]}"
+    num_rows = max(1, RANKED_AT_ONCE[logits.device == HOST] // logits.shape[1])
+    found: list[RowLogprobs] = []
+    for start in range(0, len(next_ids), num_rows):
+        ids, rows = next_ids[start : start + num_rows], logits[start : start + num_rows]
+        found += top_logprobs(reported_values(raw, rows, RowSampling(), rows), ids, [count] * len(ids))
+    return found
