@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway.http_harness import PROMPT, Gateway, gateway
-from gateway.toys import ToyDraft, ToyTarget, target_info, until
+from gateway.http_harness import PROMPT, Gateway, gateway, toy_tokenizer
+from gateway.toys import QUICK, TargetServicer, ToyDraft, ToyTarget, serving, target_info, until
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.client import Client
 from outrider.gateway.generation import GenerationRequest
-from outrider.gateway.metrics import PARTS, GatewayMetrics
+from outrider.gateway.metrics import PARTS, GatewayMetrics, MeteredEngine
+from outrider.gateway.remote import RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import DeadlineExceeded, InvalidArgument
 from outrider.wire.messages import Commit, StepTimings
@@ -172,3 +173,17 @@ def test_a_round_costs_little() -> None:
             metrics.add_round(Round(index, commit, 4, 0.0, 0.001, 100))
         times.append((time.perf_counter() - began) / 200)
     assert min(times) < 0.0003, f"{min(times) * 1e6:.0f} µs a round"
+
+
+async def test_replicas_tell_what_computes_there() -> None:
+    """Each of those that can be used; one that falls back to PyTorch shows."""
+    named = [TargetServicer(ToyTarget(info=target_info(kernels=kernels))) for kernels in ("c-avx512", "torch-avx2")]
+    async with AsyncExitStack() as stack:
+        addresses = [(await stack.enter_async_context(serving(servicer))).address for servicer in named]
+        targets = await stack.enter_async_context(RemoteTargets(addresses, stream_config=QUICK))
+        await until(lambda: all(peer.usable for peer in targets.peers))
+        text = MeteredEngine(toy_tokenizer(), targets).metrics.render("")[0].decode()
+    (family,) = (found for found in text_string_to_metric_families(text) if found.name == "outrider_replica_info")
+    told = {sample.labels["address"]: sample.labels["kernels"] for sample in family.samples}
+    assert told == dict(zip(addresses, ("c-avx512", "torch-avx2"), strict=True))
+    assert {(sample.labels["role"], sample.value) for sample in family.samples} == {("target", 1.0)}

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from outrider.gateway.admission import Admission, Party, Work
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
+from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.gateway.service import GenerationEngine
 from outrider.wire.errors import OutriderError
+from outrider.wire.messages import ModelInfo
 
 PREFIX = "outrider"
 PARTS = ("draft", "wire", "queue", "verify", "sample")
@@ -88,6 +92,7 @@ class GatewayMetrics:
         }
         for name, (text, read) in gauges.items():
             Gauge(f"{PREFIX}_{name}", text, registry=self.registry).set_function(read)
+        self.registry.register(_Replicas(engine))
 
     def add_round(self, closed: Round) -> None:
         """One verification. The first round of a completion holds its prompt and is no round of decoding."""
@@ -117,6 +122,29 @@ class GatewayMetrics:
         """The series as text, and its content type: Prometheus' own format, or OpenMetrics for who asks for it."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
+
+
+class _Replicas(Collector):
+    """What computes at each replica that can be used, as it says itself."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[InfoMetricFamily]:
+        """Called for every scrape."""
+        replicas = InfoMetricFamily(f"{PREFIX}_replica", "What computes at a replica; kernels torch-*: the slow way")
+        for role, model, address in self._models():
+            shown = {"engine": model.engine, "kernels": model.kernels, "dtype": model.dtype, "model": model.name}
+            replicas.add_metric((), {"role": role, "address": address, **shown})
+        yield replicas
+
+    def _models(self) -> Iterator[tuple[str, ModelInfo, str]]:
+        for role, service in (("target", self._engine.verifier), ("draft", self._engine.drafter)):
+            if isinstance(service, RemoteTargets | RemoteDrafts):
+                usable = (peer for peer in service.peers if peer.usable)
+                yield from ((role, peer.info.model, peer.address) for peer in usable if peer.info is not None)
+            elif service is not None and service.info is not None:
+                yield role, service.info.model, ""
 
 
 class MeteredEngine(GenerationEngine):
