@@ -12,7 +12,7 @@ from outrider.gateway.core import SpeculationCore
 from outrider.gateway.effects import CloseDraft, Effect, Emit, EmitPrompt, OpenDraft, OpenTarget, ToTarget
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
-from outrider.wire.messages import Commit, Credit, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
+from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
 from outrider.wire.sampling import SamplingParams
 from outrider.wire.validate import MAX_PIECE_IDS, MAX_WEIGHTS
 
@@ -95,6 +95,33 @@ def test_a_piece_past_the_drafts_credit_is_dropped() -> None:
     (again,) = made.on_target(Lost("died"), 0.1)
     assert isinstance(again, OpenTarget) and not any(isinstance(message, Piece) for message in again.messages)
     assert sent(made.on_draft(Piece(0, 0, 3, (7,)))) == [Piece(0, 0, 3, (7,))]
+
+
+@pytest.mark.parametrize(
+    ("failure", "waits"),
+    [
+        (Failure(0, 14, "the service is draining", "DRAINING"), False),
+        (Failure(0, 8, "256 sequences are open", "BUSY", 1000), False),
+        (Failure(0, 14, "the device is stuck", "DEVICE_DEAD"), True),
+    ],
+)
+def test_only_a_sequence_that_a_target_has_had_may_wait_for_another(failure: Failure, waits: bool) -> None:
+    made = core()
+    (again,) = made.on_target(failure, 0.1)
+    assert isinstance(again, OpenTarget) and made.has_run == waits
+    assert (again.refusal is not None) == (failure.retry_after_ms > 0)
+    made.on_target(Commit(0, 3, (1,)), 0.2)
+    assert made.has_run
+
+
+def test_targets_that_are_full_are_no_failed_attempts() -> None:
+    made = core(policy=Policy(0, max_target_opens=2))
+    for _ in range(5):
+        made.on_target(Failure(0, 8, "256 sequences are open", "BUSY", 1000), 0.1)
+    (again,) = made.on_target(Lost("died"), 0.2)
+    assert isinstance(again, OpenTarget) and not made.finished
+    made.on_target(Lost("died"), 0.3)
+    assert made.finished
 
 
 def test_the_number_of_a_dropped_piece_is_not_given_again() -> None:

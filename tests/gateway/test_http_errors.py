@@ -16,6 +16,7 @@ from outrider.gateway.chat_template import ChatTemplate
 from outrider.gateway.http_errors import http_status
 from outrider.gateway.http_options import HttpOptions
 from outrider.wire.errors import InvalidArgument, ResourceExhausted, Unavailable, to_failure
+from outrider.wire.messages import Failure
 from outrider.wire.sampling import SamplingParams
 
 BOTH = [
@@ -287,6 +288,15 @@ async def test_too_many_requests_say_when_to_come_back() -> None:
         async with served.openai() as openai:
             answer = await openai.completions.create(model="toy", prompt=PROMPT, max_tokens=2)
             assert answer.usage is not None and answer.usage.completion_tokens == 2
+
+
+async def test_a_target_that_is_full_is_429() -> None:
+    target = ToyTarget(full=Failure(0, 8, "256 sequences are open already", "BUSY", 1500))
+    async with gateway(target) as served, served.client() as client:
+        refused = await client.post("/v1/completions", json={"prompt": PROMPT})
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("2", "1500")
+        assert len(target.opens) == 1
 
 
 async def test_a_deadline_ends_a_request() -> None:

@@ -23,6 +23,7 @@ from outrider.gateway.servicer import SERVICE_NAME
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.config import load_settings
 from outrider.wire.errors import ResourceExhausted
+from outrider.wire.options import SettingsError
 
 PROMPT = (11, 12, 13)
 
@@ -71,7 +72,8 @@ async def test_waits_for_its_target_serves_and_drains(folder: Path) -> None:
     async with serving(TargetServicer(ToyTarget())) as server:
         target_address = server.address
     flags = ("--drain-delay-s", "0.3", "--max-request-bytes", "2048")
-    async with running(folder, "--target", target_address, "--draft", "127.0.0.1:1", *flags) as process:
+    name = f"dns:///localhost:{target_address.rpartition(':')[2]}"
+    async with running(folder, "--target", name, "--draft", "127.0.0.1:1", *flags) as process:
         address = await address_of(process)
         assert await health(address) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert await health(address, "") == health_pb2.HealthCheckResponse.SERVING, "it is alive without a target"
@@ -111,6 +113,27 @@ async def test_refuses_what_is_no_pair(folder: Path, wrong: str) -> None:
         last = (await process.stderr.read()).decode().splitlines()[-1]
         assert "outrider gateway: error:" in last and "toy" in last
         assert ("toy-draft" if wrong == "draft" else folder.name) in last
+
+
+async def test_starts_in_the_middle_of_a_change_of_the_model(folder: Path) -> None:
+    fitting = target_info(tokenizer_fingerprint=Tokenizer.load(folder).fingerprint)
+    other = target_info(name="other", digest="d9", tokenizer_fingerprint="other")
+    async with (
+        serving(TargetServicer(ToyTarget(info=other))) as one,
+        serving(TargetServicer(ToyTarget(info=fitting))) as two,
+        running(folder, "--target", f"{one.address},{two.address}") as process,
+    ):
+        address = await address_of(process)
+        await until_serving(address)
+        async with Client(address) as client:
+            assert (await client.info()).target.name == "toy"
+
+
+@pytest.mark.parametrize("flag", ["target", "draft"])
+def test_an_address_that_is_none_is_refused(tmp_path: Path, flag: str) -> None:
+    given = {"target": ["a:1"], "tokenizer": str(tmp_path)} | {flag: ["b:2,ipv4:nobody"]}
+    with pytest.raises(SettingsError, match=f"--{flag}: is 'ipv4:nobody'; allowed: host:port"):
+        load_settings(GatewaySettings, given, environ={})
 
 
 def test_settings(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from outrider.gateway.addresses import Addresses
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.backends import Drafter
 from outrider.gateway.local_ngram import LocalNgramDrafter
@@ -23,7 +24,7 @@ from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.channel import MAX_MESSAGE_BYTES
 from outrider.wire.config import ServiceSettings, parse_settings
-from outrider.wire.errors import FailedPrecondition, OutriderError
+from outrider.wire.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.wire.health import HealthMonitor
 from outrider.wire.messages import DraftInfo, TargetInfo
 from outrider.wire.ports import require_free
@@ -45,9 +46,14 @@ class GatewaySettings(ServiceSettings):
 
     section: ClassVar[str] = "gateway"
 
-    target: list[str] = Field(min_length=1, description="Address of a target service")
+    target: list[str] = Field(
+        min_length=1,
+        description="Address of a target service, or several with commas: host:port, unix:path, ipv4:a:port,b:port; "
+        "each address of a name, as in dns:///name:port, is a replica",
+    )
     draft: list[str] = Field(
-        default_factory=list, description=f'Address of a draft service, or "{LOCAL_NGRAM}" for prompt lookup in process'
+        default_factory=list,
+        description=f'Address of a draft service, or several; or "{LOCAL_NGRAM}" for prompt lookup in process',
     )
     tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer")
     draft_tokenizer: Path | None = Field(
@@ -111,6 +117,15 @@ class GatewaySettings(ServiceSettings):
         most = MAX_DRAFT_TOKENS if self.draft_tokens_by_batch else self.num_draft_tokens
         return BatchSchedule.parse(self.draft_tokens_by_batch, most, self.disable_by_batch_size)
 
+    @field_validator("target", "draft")
+    @classmethod
+    def _check_addresses(cls, given: list[str]) -> list[str]:
+        try:
+            Addresses([text for text in given if text != LOCAL_NGRAM])
+        except InvalidArgument as error:
+            raise ValueError(error.violations[0].problem) from None
+        return given
+
     @field_validator("draft_tokens_by_batch")
     @classmethod
     def _check_schedule(cls, text: str) -> str:
@@ -140,6 +155,8 @@ async def _serve(settings: GatewaySettings) -> None:
     tokenizer = _load_tokenizer(settings.tokenizer)
     targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info))
     drafts = _drafts(settings, tokenizer, targets)
+    if isinstance(drafts, RemoteDrafts):
+        targets.on_model = drafts.recheck
     most = max(tokens for _, tokens in settings.schedule.ranges)
     config = EngineConfig(
         num_draft_tokens=most if drafts is not None else 0,
@@ -260,10 +277,9 @@ def _check_target(tokenizer: Tokenizer, info: TargetInfo) -> None:
 
 
 async def _start_peers(stack: AsyncExitStack, targets: RemoteTargets, drafts: Drafter | None) -> None:
-    """Connects to the drafts once a target has answered; FailedPrecondition for a peer that must not be used. Later
-    such peers count as absent."""
+    """Connects to the drafts once a target can be used. FailedPrecondition where every target, or every draft, answers
+    and none may be used; one among others, or a later one, counts as absent."""
     _require(await targets.wait_admitted())
-    _require(await targets.wait_attempted())
     if isinstance(drafts, RemoteDrafts):
         await stack.enter_async_context(drafts)
         _require(await drafts.wait_attempted())

@@ -40,6 +40,7 @@ from outrider.wire.messages import (
 from outrider.wire.validate import validate_piece
 
 RESOURCE_EXHAUSTED, UNAVAILABLE = 8, 14  # gRPC's numbers; the core knows no grpc
+DRAINING = "DRAINING"  # the reason of a service that refuses what is new
 
 
 @dataclass(slots=True)
@@ -248,7 +249,7 @@ class SpeculationCore:
         if _is_full(failure):  # no attempt that failed: nothing was begun
             self._target_opens -= 1
             return [replace(self._open_target(), refusal=replace(failure, code=RESOURCE_EXHAUSTED))]
-        self.has_run = True
+        self.has_run |= failure.reason != DRAINING
         if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
             return [self._open_target()]
         self.finished = True

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 
 from outrider.gateway.backends import Lost
+from outrider.gateway.breaker import Breaker
 from outrider.wire.channel import connect
 from outrider.wire.codec_frames import Message, StreamKind
 from outrider.wire.errors import FailedPrecondition, OutriderError, Unavailable, from_rpc_error
@@ -41,6 +42,8 @@ class PeerService(Generic[Info]):
     start_call: Callable[[grpc.aio.Channel], Any]
     model_of: Callable[[Info], ModelInfo]
     capabilities_of: Callable[[Info], tuple[str, ...]]
+    progress: type  # of the message that says that a sequence fares well
+    faults: frozenset[int]  # codes of failures that are the replica's
 
 
 class PeerLink:
@@ -84,7 +87,7 @@ class Peer(Generic[Info]):
         self,
         address: str,
         service: PeerService[Info],
-        admit: Callable[[str, Info], None],
+        admit: Callable[[Info], None],
         on_change: Callable[[], None],
         stream_config: StreamConfig | None = None,
     ) -> None:
@@ -92,6 +95,8 @@ class Peer(Generic[Info]):
         self.info: Info | None = None  # of the last peer that was admitted at this address
         self.refusal: FailedPrecondition | None = None
         self.attempted = asyncio.Event()  # whether a first attempt to connect has ended, well or not
+        self.retired = False  # its address is gone: no new sequences
+        self.breaker = Breaker()
         self._service, self._admit, self._on_change, self._stream_config = service, admit, on_change, stream_config
         self._stream: FrameStream | None = None
         self._links: dict[int, PeerLink] = {}
@@ -100,10 +105,15 @@ class Peer(Generic[Info]):
         self._others, self._others_at = 0, 0.0
 
     @property
+    def present(self) -> bool:
+        """Whether it answers, and what it said of itself fits."""
+        return self._stream is not None and not self._stream.closed and self.refusal is None and not self.retired
+
+    @property
     def usable(self) -> bool:
         """Whether a new sequence may go there."""
         stream = self._stream
-        return stream is not None and not (stream.closed or stream.peer_draining or stream.device_dead)
+        return self.present and stream is not None and not (stream.peer_draining or stream.device_dead)
 
     @property
     def num_sequences(self) -> int:
@@ -140,7 +150,20 @@ class Peer(Generic[Info]):
         else:
             message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=())
         stream.send(message)
-        return PeerLink(self._links, stream, self._last_id, on_event, self._service.model_of(info))
+        self.breaker.started(time.monotonic())
+        return PeerLink(self._links, stream, self._last_id, self._observed(on_event), self._service.model_of(info))
+
+    def recheck(self) -> None:
+        """Judges again what it said of itself, by what is known now."""
+        if self._stream is None or self.info is None:
+            return
+        try:
+            self._admit(self.info)
+            self.refusal = None
+        except FailedPrecondition as error:
+            self.refusal = error
+            self._report(error.message)
+        self._on_change()
 
     async def run(self) -> None:
         """Connects, and connects again, until cancelled."""
@@ -150,6 +173,8 @@ class Peer(Generic[Info]):
             while True:
                 began = time.monotonic()
                 self._report(await self._serve_once(channel))
+                self.attempted.set()
+                self._on_change()
                 if time.monotonic() - began >= STABLE_S:
                     backoff = MIN_BACKOFF_S
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
@@ -177,14 +202,14 @@ class Peer(Generic[Info]):
             return "the peer ended the stream"
         except FailedPrecondition as error:
             self.refusal = error
-            self._on_change()
             return error.message
         except OutriderError as error:
             return error.message
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error).message
-        finally:
-            self.attempted.set()
+        except Exception as error:  # a bug must not end the attempts
+            log.error("%s %s: an unexpected error", self._service.name, self.address, exc_info=error)
+            return f"unexpected {type(error).__name__}"
 
     async def _handshake(self, channel: grpc.aio.Channel) -> Info:
         try:
@@ -195,7 +220,7 @@ class Peer(Generic[Info]):
         major = self._service.model_of(info).protocol_major
         if major != PROTOCOL_MAJOR:
             raise FailedPrecondition(f"it speaks protocol {major}, this gateway {PROTOCOL_MAJOR}", reason="PROTOCOL")
-        self._admit(self.address, info)
+        self._admit(info)
         return info
 
     def _up(self, info: Info, stream: FrameStream) -> None:
@@ -223,6 +248,18 @@ class Peer(Generic[Info]):
             link.close()
         for link in links:
             link.on_event(Lost(f"{self._service.name} {self.address}: {reason}"))
+
+    def _observed(self, on_event: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Tells the breaker how a sequence fares, until that is known."""
+
+        def observe(event: Any) -> None:
+            if isinstance(event, self._service.progress):
+                self.breaker.succeeded()
+            elif isinstance(event, Lost) or (isinstance(event, Failure) and event.code in self._service.faults):
+                self.breaker.failed(time.monotonic())
+            on_event(event)
+
+        return observe
 
     def _on_peer_change(self) -> None:
         if self._stream is not None and self._stream.device_dead:

@@ -68,7 +68,7 @@ class GenerationEngine:
         self._tracer = tracer or trace.get_tracer("outrider.gateway")
         self._draft_warnings = _OnceWarnings()
         self._num_running = 0  # sequences
-        self._known: Experience | None = None  # from the first request on: then the target has said what it knows
+        self._known: tuple[str, Experience] | None = None  # of the model that was served last, by its digest
 
     @property
     def model_name(self) -> str:
@@ -83,16 +83,7 @@ class GenerationEngine:
         or refused together."""
         began = asyncio.get_running_loop().time()
         self.admission.require_room(Work(1))  # before anything is spent on it
-        draft = None if self.drafter is None else self.drafter.info
-        prepared = await prepare(
-            request,
-            self.tokenizer,
-            self.verifier.info,
-            draft,
-            self.config.num_draft_tokens,
-            self.config.mode,
-            self.config.max_logprobs,
-        )
+        prepared = await self._prepare(request)
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:
             async with asyncio.timeout_at(deadline):
@@ -101,6 +92,8 @@ class GenerationEngine:
             raise DeadlineExceeded(_EXPIRED) from None
         left, of_completion = prepared.work, Work(1, prepared.sampling.max_tokens)
         try:
+            if prepared.model_digest != self.verifier.info.model.digest:  # another one is served since
+                prepared = await self._prepare(request)
             async with aclosing(self._run(prepared, deadline)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason is not None:
@@ -109,6 +102,17 @@ class GenerationEngine:
                     yield delta
         finally:
             self.admission.leave(left)
+
+    async def _prepare(self, request: GenerationRequest) -> Prepared:
+        return await prepare(
+            request,
+            self.tokenizer,
+            self.verifier.info,
+            None if self.drafter is None else self.drafter.info,
+            self.config.num_draft_tokens,
+            self.config.mode,
+            self.config.max_logprobs,
+        )
 
     async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:
         loop = asyncio.get_running_loop()
@@ -165,11 +169,12 @@ class GenerationEngine:
             modes = tuple(mode for mode in modes if mode is not Mode.OFF)
         adapts = prepared.mode == "auto" and not fixed
         most = max(base.num_draft_tokens, self.config.max_draft_tokens) if adapts else base.num_draft_tokens
-        most = min(most, self.verifier.info.max_window)
+        info = self.verifier.info
+        most = min(most, info.max_window)
         limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
-        if self._known is None:
-            self._known = Experience(VerifyCosts(self.verifier.info.step_costs))
-        return Controller(limits, self._known, self._round_trips_us, lambda: self._num_running)
+        if self._known is None or self._known[0] != info.model.digest:
+            self._known = info.model.digest, Experience(VerifyCosts(info.step_costs))
+        return Controller(limits, self._known[1], self._round_trips_us, lambda: self._num_running)
 
     def _max_admitted_tokens(self) -> int:
         """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may

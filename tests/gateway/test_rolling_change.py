@@ -1,0 +1,214 @@
+"""A rolling change of the model: targets that serve one model are replaced by targets that serve another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway.test_remote import PROMPT, generate, request
+from gateway.toys import (
+    QUICK,
+    VOCAB,
+    DraftServicer,
+    TargetServicer,
+    ToyDraft,
+    ToyTarget,
+    arithmetic,
+    draft_info,
+    expected,
+    serving,
+    target_info,
+    until,
+)
+from tokenizer_factory import train_byte_level
+
+from outrider.gateway.generation import GenerationRequest
+from outrider.gateway.loop import speculate
+from outrider.gateway.pair import check_pair
+from outrider.gateway.policy import Policy
+from outrider.gateway.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.service import EngineConfig, GenerationEngine
+from outrider.gateway.tokenizer import Tokenizer
+from outrider.wire.errors import FailedPrecondition, Unavailable
+from outrider.wire.messages import DraftInfo, TargetInfo
+from outrider.wire.sampling import SamplingParams
+from outrider.wire.server import Server
+
+
+def new_rule(tokens: Sequence[int], prompt_len: int) -> int:
+    return (tokens[-1] * 11 + len(tokens)) % (VOCAB - 10) + 5
+
+
+RULES = {"old": arithmetic, "new": new_rule}
+
+
+def old(step_s: float = 0.0, **fields: Any) -> TargetServicer:
+    return TargetServicer(ToyTarget(step_s=step_s, info=target_info(name="old", digest="d1", **fields)))
+
+
+def new(**fields: Any) -> TargetServicer:
+    return TargetServicer(ToyTarget(rule=new_rule, info=target_info(name="new", digest="d2", **fields)))
+
+
+class Fleet:
+    """Targets at fixed addresses, each of which can be replaced."""
+
+    def __init__(self, *servicers: TargetServicer) -> None:
+        self.servicers = list(servicers)
+        self.servers: list[Server] = []
+        self._stacks = [AsyncExitStack() for _ in servicers]
+
+    async def __aenter__(self) -> Fleet:
+        for stack, servicer in zip(self._stacks, self.servicers, strict=True):
+            self.servers.append(await stack.enter_async_context(serving(servicer)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for stack in self._stacks:
+            await stack.aclose()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.address for server in self.servers]
+
+    async def replace(self, index: int, servicer: TargetServicer) -> None:
+        address = self.servers[index].address
+        await self._stacks[index].aclose()
+        self.servicers[index] = servicer
+        self.servers[index] = await self._stacks[index].enter_async_context(serving(servicer, address))
+
+
+async def all_up(fleet: Fleet, targets: RemoteTargets) -> None:
+    """Every target has been met as it is now, not as it was before it was replaced."""
+    infos = [servicer.toy.info for servicer in fleet.servicers]
+    await until(lambda: all(peer.present for peer in targets.peers) and infos == [peer.info for peer in targets.peers])
+
+
+async def test_new_requests_change_over_with_the_majority() -> None:
+    async with Fleet(old(), old(), old()) as fleet, RemoteTargets(fleet.addresses, stream_config=QUICK) as targets:
+        names = []
+        for index in range(4):
+            await all_up(fleet, targets)
+            names.append(targets.info.model.name)
+            assert await generate(None, targets, request(20)) == expected(PROMPT, 20, RULES[names[-1]])
+            if index < 3:
+                await fleet.replace(index, new())
+    assert names == ["old", "old", "new", "new"]
+
+
+async def test_a_request_under_way_keeps_its_model_while_a_target_has_it() -> None:
+    slow = [old(step_s=0.004), old(step_s=0.004)]
+    async with (
+        Fleet(*slow, old(), old()) as fleet,
+        RemoteTargets(fleet.addresses, stream_config=QUICK) as targets,
+    ):
+        await all_up(fleet, targets)
+        for peer in targets.peers[2:]:
+            peer.retired = True  # so that it begins at a slow one
+        task = asyncio.create_task(generate(None, targets, request(150, model_digest="d1")))
+        await until(lambda: slow[0].opens or slow[1].opens)
+        for index in (2, 3):
+            await fleet.replace(index, new())
+            targets.peers[index].retired = False
+        await all_up(fleet, targets)
+        assert targets.info.model.name == "old"  # half is not more than half
+        busy = 0 if slow[0].opens else 1
+        await fleet.replace(busy, new())
+        await until(lambda: targets.info.model.name == "new")
+        assert await generate(None, targets, request(20)) == expected(PROMPT, 20, new_rule)
+        assert await asyncio.wait_for(task, 5) == expected(PROMPT, 150)
+        assert len(slow[1 - busy].opens) == 1  # the last one that has its model
+
+
+async def test_a_request_whose_model_is_gone_ends() -> None:
+    async with Fleet(old(step_s=0.004)) as fleet, RemoteTargets(fleet.addresses, stream_config=QUICK) as targets:
+        await all_up(fleet, targets)
+        rounds = speculate(None, targets, request(150, model_digest="d1"), Policy(0, reopen_s=0.3))
+        await anext(rounds)
+        await fleet.replace(0, new())
+        with pytest.raises(Unavailable):
+            async for _ in rounds:
+                pass
+        await until(lambda: targets.usable)
+        assert targets.info.model.name == "new"
+
+
+@pytest.mark.parametrize(("fleet", "name"), [("ONN", "new"), ("ONON", "old"), ("NO", "new"), ("ON", "old")])
+async def test_at_the_start_the_most_common_model_is_served(fleet: str, name: str) -> None:
+    servicers = [old() if letter == "O" else new() for letter in fleet]
+    async with Fleet(*servicers) as up, RemoteTargets(up.addresses, stream_config=QUICK) as targets:
+        assert await asyncio.wait_for(targets.wait_admitted(), 5) is None
+        assert targets.info.model.name == name
+        assert await asyncio.wait_for(targets.wait_attempted(), 5) is None and targets.info.model.name == name
+
+
+async def test_a_model_of_another_tokenizer_counts_as_absent() -> None:
+    def check(info: TargetInfo) -> None:
+        if info.model.name == "new":
+            raise FailedPrecondition("not this gateway's tokenizer")
+
+    async with Fleet(new(), new(), old()) as fleet, RemoteTargets(fleet.addresses, check, QUICK) as targets:
+        assert await asyncio.wait_for(targets.wait_admitted(), 5) is None
+        assert await asyncio.wait_for(targets.wait_attempted(), 5) is None
+        assert targets.info.model.name == "old" and [peer.usable for peer in targets.peers] == [False, False, True]
+        await fleet.replace(2, new())
+        await until(lambda: targets.peers[2].refusal is not None)
+        assert not targets.usable and targets.info.model.name == "old"
+
+
+async def test_drafts_are_judged_again_for_another_model() -> None:
+    draft = DraftServicer(ToyDraft(info=draft_info(num_tokens=300)))
+    async with (
+        Fleet(old(num_tokens=300)) as fleet,
+        serving(draft) as server,
+        RemoteTargets(fleet.addresses, stream_config=QUICK) as targets,
+    ):
+
+        def check(info: DraftInfo) -> None:
+            check_pair(targets.info.model, info.model)
+
+        await targets.wait_usable()
+        async with RemoteDrafts([server.address], check, QUICK) as drafts:
+            targets.on_model = drafts.recheck
+            await asyncio.wait_for(drafts.wait_usable(), 5)
+            await fleet.replace(0, new(num_tokens=200))
+            await until(lambda: targets.info.model.name == "new")
+            assert not drafts.usable and drafts.info is None and "not a pair" in str(drafts.refusal)
+            await fleet.replace(0, old(num_tokens=300))
+            await until(lambda: targets.info.model.name == "old")
+            assert drafts.usable  # at once: its stream was kept
+
+
+async def test_a_request_that_waits_for_admission_runs_on_what_is_served_then(tmp_path: Path) -> None:
+    train_byte_level().save(str(tmp_path / "tokenizer.json"))
+    target = ToyTarget(step_s=0.002)
+    engine = GenerationEngine(Tokenizer.load(tmp_path), target, config=EngineConfig(max_active=1))
+
+    async def ask(max_tokens: int) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        async for _ in engine.generate(GenerationRequest(token_ids=PROMPT, sampling=sampling)):
+            pass
+
+    running = [asyncio.create_task(ask(count)) for count in (50, 5)]
+    await until(lambda: target.opens and engine.admission.num_waiting)
+    target.info = target_info(digest="d2")
+    await asyncio.wait_for(asyncio.gather(*running), 5)
+    assert [opened.model_digest for opened in target.opens] == ["d1", "d2"]
+
+
+async def test_what_the_gateway_says_of_itself_follows(tmp_path: Path) -> None:
+    train_byte_level().save(str(tmp_path / "tokenizer.json"))
+    async with Fleet(old()) as fleet, RemoteTargets(fleet.addresses, stream_config=QUICK) as targets:
+        await targets.wait_usable()
+        engine = GenerationEngine(Tokenizer.load(tmp_path), targets, config=EngineConfig(num_draft_tokens=0))
+        asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=10))
+        for name in ("old", "new"):
+            assert engine.model_name == name
+            ids = [token for delta in [delta async for delta in engine.generate(asked)] for token in delta.token_ids]
+            assert ids == expected(PROMPT, 10, RULES[name])
+            await fleet.replace(0, new())
+            await until(lambda: targets.usable and targets.info.model.name == "new")
