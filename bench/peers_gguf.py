@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint as GGUF, which llama.cpp reads: float32, token ids alone, no vocabulary.
+"""Writes a Llama checkpoint as GGUF, which llama.cpp reads: float32 or bfloat16, token ids alone, no vocabulary.
 
 Run by the python of a virtual environment with `gguf`; nothing of Outrider is imported.
 """
@@ -28,8 +28,8 @@ LAYER = {
 DTYPES = {"F32": "<f4", "BF16": "<u2"}
 
 
-def write_gguf(folder: Path, path: Path) -> None:
-    """Converts the checkpoint in `folder`."""
+def write_gguf(folder: Path, path: Path, *, bfloat16: bool = False) -> None:
+    """Converts the checkpoint in `folder`: as float32, or its matrices as bfloat16 where that rounds no number."""
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] != "llama":
         raise ValueError(f"{folder}: model_type is {config['model_type']}; only llama can be written")
@@ -54,7 +54,12 @@ def write_gguf(folder: Path, path: Path) -> None:
     for name, tensor in _tensors(folder):
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = _interleave(tensor, heads if "q_proj" in name else kv_heads)
-        writer.add_tensor(_renamed(name), np.ascontiguousarray(tensor, dtype=np.float32))
+        bits = np.ascontiguousarray(tensor, dtype=np.float32).view("<u4")
+        if bfloat16 and bits.ndim == 2 and not (bits & 0xFFFF).any():
+            upper = (bits >> 16).astype("<u2").view(np.uint8)  # [out, bytes of in]
+            writer.add_tensor(_renamed(name), upper, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(_renamed(name), bits.view("<f4"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import pytest
@@ -133,6 +134,16 @@ def test_pack() -> None:
     assert tiles.dtype == torch.int16 and tiles.shape == (3, 1, 2, 16, 16, 2)
     ordered = (tiles.int() << 16).view(torch.float32).permute(0, 2, 4, 1, 3, 5).reshape(96, 32)
     assert torch.equal(ordered[:70, :5], grid) and not ordered[70:].any() and not ordered[:, 5:].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for huge pages")
+def test_large_weights_begin_at_a_huge_page() -> None:
+    grid = normal(torch.Generator().manual_seed(1), 1100, 1000)
+    for kind, dtype in ((Kind.HALVES, torch.int16), (Kind.FLOATS, torch.float32)):
+        packed = pack(grid, kind)
+        assert packed.dtype == dtype and packed.data_ptr() % decoder_module.HUGE_PAGE == 0
+        numbers = packed if kind is Kind.FLOATS else (packed.int() << 16).view(torch.float32)
+        assert torch.equal(numbers.transpose(1, 2).reshape(-1, 1000)[:1100], grid)
 
 
 @pytest.mark.parametrize("num_rows", [1, 12, 13, 61])

@@ -35,7 +35,10 @@ def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders) -> 
         ways.append(WorkerWay("transformers plain", worker, "plain"))
         ways.append(WorkerWay("transformers assisted", worker, "assisted", max_batch=1))
         ways.append(WorkerWay("transformers prompt-lookup", worker, "prompt-lookup", max_batch=1))
-    for name, python in (("vllm", settings.vllm_python), ("llama.cpp", settings.llama_python)):
+    scripted = {
+        "vllm": settings.vllm_python, "llama.cpp": settings.llama_python, "llama.cpp-bfloat16": settings.llama_python,
+    }  # fmt: skip
+    for name, python in scripted.items():
         if python is not None:
             ways += _script_ways(stack, settings.peers_script, name, python, models)
     return ways

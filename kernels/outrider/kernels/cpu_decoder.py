@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
+import mmap
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,6 +30,7 @@ PANEL = 32  # outputs whose weights lie together
 LANES = 16
 STEP = 32  # inputs that the matrix unit adds up at once
 MOST_DIM = 256  # of a head
+HUGE_PAGE = 2 << 20  # bytes
 CHUNK = 1 << 20  # elements of a weight that are laid out at a time
 
 log = logging.getLogger(__name__)
@@ -249,13 +254,27 @@ def pack(weight: Tensor, kind: Kind) -> Tensor:
     shape: tuple[int, ...] = (-(-outputs // PANEL), inputs, PANEL)
     if kind is Kind.TILES:
         shape = (shape[0], -(-inputs // STEP), 2, STEP // 2, PANEL // 2, 2)
-    packed = torch.empty(shape, dtype=torch.float32 if kind is Kind.FLOATS else torch.int16)
+    packed = _in_huge_pages(shape, torch.float32 if kind is Kind.FLOATS else torch.int16)
     start = 0
     for part in _chunks(weight):
         panels = _panels(part, kind)
         packed[start : start + len(panels)] = panels
         start += len(panels)
     return packed
+
+
+def _in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Empty memory, in huge pages as far as it fills them and the system has them: whoever reads all of it meets fewer
+    ends of pages."""
+    count = math.prod(shape)
+    whole = count * dtype.itemsize // HUGE_PAGE * HUGE_PAGE  # bytes
+    if sys.platform != "linux" or not whole:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    with suppress(OSError):  # a system built without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 
 
 def _chunks(weight: Tensor) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@
 
 #define MOST_DIM 256
 #define MOST_QUERIES 4
+#define LINE 16 /* floats of a line of the cache */
 
 typedef struct {
     int64_t heads, kv_heads, head_dim, block_size, window; /* window 0: all keys */
@@ -33,16 +34,22 @@ typedef struct {
     float *out;           /* [head_dim] */
 } Query;
 
-/* The scores of all keys from `first` to `end`. */
+/* The scores of all keys from `first` to `end`. Keys are fetched a run ahead, values before `average` wants them: what
+   one head reads of a token is too short for the processor to see a pattern. */
 INLINE void score(const int count, const AttentionShape *shape, const Query *queries, const float *keys,
-                  const int64_t *table, int64_t first, int64_t end) {
+                  const float *values, const int64_t *table, int64_t first, int64_t end) {
     int64_t dim = shape->head_dim, stride = shape->kv_heads * dim;
-    Run run;
+    Run run, next = run_at(shape, table, first, end);
     for (int64_t at = first; at < end; at += run.count) {
-        run = run_at(shape, table, at, end);
+        run = next;
+        next = run_at(shape, table, at + run.count < end ? at + run.count : at, end);
         floats products[MOST_QUERIES][LANES] = {};
         for (int64_t index = 0; index < run.count; index++) {
             const float *key = keys + (run.slot + index) * stride;
+            for (int64_t i = 0; i < dim; i += LINE) {
+                __builtin_prefetch(keys + (next.slot + index) * stride + i);
+                __builtin_prefetch(values + (run.slot + index) * stride + i, 0, 2);
+            }
             floats sums[MOST_QUERIES];
             for (int query = 0; query < count; query++) sums[query] = load(queries[query].vector) * load(key);
             for (int64_t i = LANES; i < dim; i += LANES) {
@@ -111,7 +118,7 @@ INLINE void attend(const int count, const AttentionShape *shape, Query *queries,
         if (queries[query].first < first) first = queries[query].first;
         if (queries[query].end > end) end = queries[query].end;
     }
-    score(count, shape, queries, keys, table, first, end);
+    score(count, shape, queries, keys, values, table, first, end);
     for (int index = 0; index < count; index++) {
         Query *query = queries + index;
         for (int64_t key = first; key < query->first; key++) query->scores[key - first] = 0.0f;

@@ -74,8 +74,9 @@ static void add_normed(Thread *thread, const float *x, const float *weight, int6
     meet(thread);
 }
 
-/* x: placed; out: [rows][outputs], set, or added to. */
-static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, float *out) {
+/* x: placed; out: [rows][outputs], set, or added to. `next`: the matrix that is read after this one. */
+static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, float *out,
+                    const Matrix *next) {
     for (CLAIM(panel, num_panels(matrix))) {
         int64_t first = panel * PANEL, left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
         product_panel(matrix, panel, x, rows, thread->results);
@@ -84,13 +85,14 @@ static void product(Thread *thread, const Matrix *matrix, const float *x, int64_
             for (int64_t at = 0; at < width; at++) to[at] = adds ? to[at] + result[at] : result[at];
         }
     }
+    look_ahead(thread, next);
     meet(thread);
 }
 
 /* x: placed. hidden += the product, or its norm; `spare` has room for the product. */
 static void add_product(Thread *thread, const Matrix *matrix, const float *norm, float eps, const float *x,
-                        int64_t rows, float *spare, float *hidden) {
-    product(thread, matrix, x, rows, !norm, norm ? spare : hidden);
+                        int64_t rows, float *spare, float *hidden, const Matrix *next) {
+    product(thread, matrix, x, rows, !norm, norm ? spare : hidden, next);
     if (norm) add_normed(thread, spare, norm, rows, matrix->outputs, eps, hidden);
 }
 
@@ -115,6 +117,7 @@ static void gated(Thread *thread, const Layer *layer, int64_t is_gelu, const flo
             place(&layer->down, rows, row, first, width, gates[row], out);
         }
     }
+    look_ahead(thread, &layer->down);
     meet(thread);
 }
 
@@ -200,15 +203,17 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
     float *spare = qkv + rows * (width + 2 * decoder->kv_heads * decoder->head_dim); /* [rows][hidden] */
     for (int64_t index = 0; index < decoder->num_layers; index++) {
         const Layer *layer = decoder->layers + index;
+        const Matrix *next = index + 1 < decoder->num_layers ? &layer[1].qkv : &decoder->head;
         float *keys = batch->keys[index], *values = batch->values[index];
         norm_rows(thread, hidden, NULL, layer->input_norm, rows, decoder->eps, &layer->qkv, normed);
-        product(thread, &layer->qkv, normed, rows, 0, qkv);
+        product(thread, &layer->qkv, normed, rows, 0, qkv, &layer->output);
         turn_and_store(thread, decoder, layer, batch, qkv, keys, values);
         attention(thread, decoder, layer, batch, qkv, keys, values, attended);
-        add_product(thread, &layer->output, layer->output_norm, decoder->eps, attended, rows, spare, hidden);
+        add_product(thread, &layer->output, layer->output_norm, decoder->eps, attended, rows, spare, hidden,
+                    &layer->gate);
         norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->eps, &layer->gate, normed);
         gated(thread, layer, decoder->gate_is_gelu, normed, rows, wide);
-        add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, spare, hidden);
+        add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, spare, hidden, next);
     }
 }
 
@@ -228,7 +233,7 @@ static void cap_all(Thread *thread, float *x, int64_t count, float cap) {
 static void run_head(Thread *thread, const Decoder *decoder, const float *hidden, const int64_t *logit_rows,
                      int64_t wanted, float *scratch, float *logits) {
     norm_rows(thread, hidden, logit_rows, decoder->norm, wanted, decoder->eps, &decoder->head, scratch);
-    product(thread, &decoder->head, scratch, wanted, 0, logits);
+    product(thread, &decoder->head, scratch, wanted, 0, logits, &decoder->layers[0].qkv);
     if (decoder->logit_softcap != 0.0f)
         cap_all(thread, logits, wanted * decoder->head.outputs, decoder->logit_softcap);
 }
@@ -252,7 +257,7 @@ int64_t decoder_scratch(const Decoder *decoder, int64_t rows, int64_t keys, int6
 }
 
 static Thread join(Team *team, int64_t rows, int64_t keys, float *scratch) {
-    Thread thread = {omp_get_thread_num(), omp_get_num_threads(), 0, team, NULL, NULL};
+    Thread thread = {.index = omp_get_thread_num(), .size = omp_get_num_threads(), .team = team};
     thread.results = (Results *)(scratch + thread.index * own_scratch(rows, keys));
     thread.scores = (float *)(thread.results + 2 * rows);
     return thread;
@@ -285,9 +290,9 @@ void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float
         for (int64_t index = 0; index < decoder->num_layers; index++) {
             const Layer *layer = decoder->layers + index;
             const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate, &layer->up, &layer->down};
-            for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, out);
+            for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, out, matrices[at]);
         }
-        product(&thread, &decoder->head, in, rows, 0, logits);
+        product(&thread, &decoder->head, in, rows, 0, logits, &decoder->head);
         if (decoder->head.kind == TILES) tiles_end();
     }
 }

@@ -20,6 +20,8 @@
 #endif
 #define PART 128           /* inputs whose weights are widened together: 16 KiB */
 #define AHEAD (32 * PANEL) /* numbers fetched before they are needed */
+/* Sixteen bits are read once in a pass: what is fetched need not stay in the outer caches. */
+#define FETCH_ONCE(at) __builtin_prefetch(at, 0, 0)
 
 enum { FLOATS, HALVES, TILES }; /* how weights lie */
 
@@ -43,7 +45,7 @@ INLINE void multiply(const int rows, const int is_half, const float *x, const vo
         const uint16_t *half = (const uint16_t *)panel + k * PANEL;
         const float *wide = (const float *)panel + k * PANEL;
         if (is_half)
-            __builtin_prefetch(half + AHEAD);
+            FETCH_ONCE(half + AHEAD);
         else
             __builtin_prefetch(wide + AHEAD), __builtin_prefetch(wide + AHEAD + PANEL / 2);
 #pragma GCC unroll 8
@@ -123,7 +125,7 @@ static void multiply_groups(const Matrix *matrix, int64_t panel, const float *x,
                                       : (const void *)((const float *)matrix->panels + place);
         if (widens) {
             for (int64_t at = 0; at < count * PANEL; at += LANES) {
-                if (at % PANEL == 0) __builtin_prefetch((const uint16_t *)weights + at + AHEAD);
+                if (at % PANEL == 0) FETCH_ONCE((const uint16_t *)weights + at + AHEAD);
                 store(wide + at, widen((const uint16_t *)weights + at));
             }
             weights = wide;
@@ -146,6 +148,11 @@ static void product_panel(const Matrix *matrix, int64_t panel, const float *x, i
         for (int64_t row = 0; row < rows; row++)
             for (int64_t at = 0; at < PANEL && first + at < matrix->outputs; at++)
                 out[row][at] += matrix->bias[first + at];
+}
+
+INLINE int64_t panel_bytes(const Matrix *matrix) {
+    if (matrix->kind == TILES) return num_steps(matrix->inputs) * 2 * TILE * (int64_t)sizeof(uint16_t);
+    return matrix->inputs * PANEL * (int64_t)(matrix->kind == HALVES ? sizeof(uint16_t) : sizeof(float));
 }
 
 INLINE int64_t num_panels(const Matrix *matrix) { return (matrix->outputs + PANEL - 1) / PANEL; }

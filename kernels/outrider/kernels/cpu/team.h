@@ -10,6 +10,7 @@
 
 #define SPINS 1000
 #define MOST_THREADS 256
+#define MOST_AHEAD (256 << 10) /* bytes of weights fetched while a thread waits: they stay in its second-level cache */
 
 /* How many pieces of a thread's share are taken; alone in its line of the cache. */
 typedef struct {
@@ -28,10 +29,11 @@ typedef struct {
     Team *team;
     Results *results; /* of two panels for every row */
     float *scores;    /* of MOST_QUERIES queries, each with room for 15 more */
+    const char *ahead, *ahead_end; /* weights that it reads next */
 } Thread;
 
 /* All threads of the team have come here. They share out what there is to do and come close together, so none sleeps at
-   first. */
+   first: who waits fetches weights, for the memory would rest meanwhile. */
 static void meet(Thread *thread) {
     /* All have left the stretch before this one: what was taken there is free for the one after. */
     atomic_store_explicit(&thread->team->taken[++thread->meetings & 1][thread->index].count, 0, memory_order_relaxed);
@@ -39,12 +41,23 @@ static void meet(Thread *thread) {
     long all_here = thread->meetings * (long)thread->size;
     atomic_fetch_add_explicit(&thread->team->arrived, 1, memory_order_acq_rel);
     for (long spins = 0; atomic_load_explicit(&thread->team->arrived, memory_order_acquire) < all_here; spins++) {
-        if (spins > SPINS) sched_yield();
+        if (thread->ahead < thread->ahead_end)
+            __builtin_prefetch(thread->ahead, 0, 2), thread->ahead += 64;
+        else if (spins > SPINS)
+            sched_yield();
 #if defined(__x86_64__)
         else
             __builtin_ia32_pause();
 #endif
     }
+}
+
+/* What to fetch in all meetings until the product with `matrix`: the beginning of this thread's share. */
+static void look_ahead(Thread *thread, const Matrix *matrix) {
+    int64_t bytes = panel_bytes(matrix), count = num_panels(matrix);
+    int64_t start = count * thread->index / thread->size, end = count * (thread->index + 1) / thread->size;
+    thread->ahead = (const char *)matrix->panels + start * bytes;
+    thread->ahead_end = thread->ahead + ((end - start) * bytes < MOST_AHEAD ? (end - start) * bytes : MOST_AHEAD);
 }
 
 static int64_t take(Thread *thread, int64_t owner) {
