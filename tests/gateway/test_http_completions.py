@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from gateway.http_harness import PROMPT, Gateway, gateway, stream_events, text_o
 from gateway.toys import EOS, ToyDraft, ToyTarget, expected, scripted
 
 from outrider.client import Client
+from outrider.gateway import http_answer, servicer
 from outrider.gateway.http_body import parse_body
 from outrider.gateway.http_completions import read_completion
 from outrider.gateway.servicer import decode_request
@@ -219,6 +221,32 @@ def test_one_request_whatever_the_entry() -> None:
     assert read_completion(body, None, engine).requests == (decode_request(message, defaults),)
     empty = pb.GenerateRequest(text="x")
     assert read_completion(parse_body(b'{"prompt": "x"}'), None, engine).requests == (decode_request(empty, defaults),)
+
+
+async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def seen(function: Any) -> Any:
+        def wrapper(*arguments: Any) -> Any:
+            threads.append(get_ident())
+            return function(*arguments)
+
+        return wrapper
+
+    monkeypatch.setattr(http_answer, "JSONResponse", seen(http_answer.JSONResponse))
+    monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
+    for module in (http_answer, servicer):
+        monkeypatch.setattr(module, "SLOW_LOGPROBS", 0)
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    async with gateway(ToyTarget()) as served, served.client() as client:
+        answer = await client.post("/v1/completions", json={**asked, "logprobs": 1})
+        assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 4
+        await grpc_ids(served, temperature=0.0, max_tokens=4, logprobs=1)
+        assert len(threads) == 5 and get_ident() not in threads
+        threads.clear()
+        await client.post("/v1/completions", json=asked)
+        await grpc_ids(served, temperature=0.0, max_tokens=4)
+        assert {*threads} == {get_ident()}
 
 
 async def test_logprobs_name_tokens_by_text_or_bytes() -> None:

@@ -10,6 +10,8 @@ from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.messages import PositionLogprobs
 from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
 
+SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to write: not on the event loop
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
@@ -75,3 +77,8 @@ class GenerationDelta:
     prompt_token_ids: tuple[int, ...] = ()  # in the first delta of completion 0, unless the prompt was given as ids
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     round: Round | None = None  # the verification behind it, whole: metrics and the live page read it
+
+    @property
+    def num_logprobs(self) -> int:
+        """The candidates of all its tokens."""
+        return sum(map(len, self.logprobs))

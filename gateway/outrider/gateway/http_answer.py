@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.gateway import http_stream as sse
 from outrider.gateway.admission import Party
-from outrider.gateway.generation import GenerationDelta
+from outrider.gateway.generation import SLOW_LOGPROBS, GenerationDelta
 from outrider.gateway.http_errors import error_body, renamed
 from outrider.gateway.http_options import options_of
 from outrider.gateway.http_request import FINGERPRINT, Ask
@@ -45,7 +45,7 @@ async def answer(request: Request, engine: GenerationEngine, ask: Ask, face: Fac
     it; one after that is an event."""
     deltas = generate(engine, ask)
     if not ask.stream:
-        return JSONResponse(await sse.unless_gone(request.receive, _whole(engine, ask, face, deltas)))
+        return await sse.unless_gone(request.receive, _whole(engine, ask, face, deltas))
     keep_alive_s = options_of(request).sse_keep_alive_s
     first = asyncio.ensure_future(anext(deltas))
     try:
@@ -77,16 +77,21 @@ async def _one(engine: GenerationEngine, ask: Ask, place: int, party: Party) -> 
 
 async def _whole(
     engine: GenerationEngine, ask: Ask, face: Face, deltas: AsyncGenerator[GenerationDelta, None]
-) -> dict[str, Any]:
+) -> Response:
     completions: dict[int, list[GenerationDelta]] = {}
-    usage = UsageSum()
+    usage, num_logprobs = UsageSum(), 0
     async with aclosing(deltas):
         async for delta in deltas:
             completions.setdefault(delta.index, []).append(delta)
             usage.add(delta, ask.n)
-    envelope = _envelope(ask, face.prefix, completions[0][0], face.whole_object)
-    choices = [face.choice(join(completions[index])) for index in sorted(completions)]
-    return {**envelope, "choices": choices, "usage": usage.shape()}
+            num_logprobs += delta.num_logprobs
+
+    def written() -> Response:
+        envelope = _envelope(ask, face.prefix, completions[0][0], face.whole_object)
+        choices = [face.choice(join(completions[index])) for index in sorted(completions)]
+        return JSONResponse({**envelope, "choices": choices, "usage": usage.shape()})
+
+    return await asyncio.to_thread(written) if num_logprobs > SLOW_LOGPROBS else written()
 
 
 async def _events(

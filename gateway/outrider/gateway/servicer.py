@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions
+from outrider.gateway.generation import SLOW_LOGPROBS, GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.rounds import SpeculationTally
 from outrider.gateway.service import GenerationEngine
 from outrider.v1 import generation_pb2 as pb
@@ -19,7 +19,6 @@ from outrider.wire.codec_sampling import decode_acceptance, decode_sampling
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 SERVICE_NAME = "outrider.v1.GenerationService"
-SLOW_CANDIDATES = 4096  # log probabilities that take milliseconds to encode: not on the event loop
 TRACEPARENT = "traceparent"
 
 
@@ -39,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context))
         async with aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
-                slow = sum(map(len, delta.logprobs)) > SLOW_CANDIDATES
+                slow = delta.num_logprobs > SLOW_LOGPROBS
                 await context.write(await asyncio.to_thread(encode_delta, delta) if slow else encode_delta(delta))
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
