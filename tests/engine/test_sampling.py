@@ -116,6 +116,8 @@ def test_many_allowed_ids_are_a_mask_made_once() -> None:
     assert (packed.masks[0] == 0).nonzero().squeeze(1).tolist() == list(wanted)
     device = torch.device("cpu")
     assert plans[1].sampler.allowed_on(device) is plans[1].sampler.allowed_on(device)
+    other = SequenceSampler(SamplingParams(allowed_token_ids=tuple(range(0, vocab_size, 2))), [3], [], [0], vocab_size)
+    assert other.allowed_on(device) is plans[1].sampler.allowed_on(device)  # another completion of the request
 
 
 def test_biases_and_bad_words_are_of_their_own_rows() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -71,7 +72,7 @@ class SequenceSampler:
         self.num_output = 0
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.truncated = not self.greedy and (0 < params.top_k < vocab_size or params.top_p < 1)
-        self._allowed = _mask_of(params.allowed_token_ids, vocab_size)  # [vocab] float32; None: all
+        self._allowed = _mask_of(tuple(params.allowed_token_ids), vocab_size)  # [vocab] float32; None: all
         biases = {token: bias for token, bias in params.logit_bias.items() if self._known(token)}
         self.bias_ids = torch.tensor(list(biases), dtype=torch.int64)  # [biased]
         self.bias_values = torch.tensor(list(biases.values()), dtype=torch.float32)  # [biased]
@@ -314,7 +315,8 @@ def _unless_all(values: list[float], off: float, device: torch.device) -> Tensor
     return None if all(value == off for value in values) else torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _mask_of(ids: Sequence[int], vocab_size: int) -> Tensor | None:
+@lru_cache(maxsize=8)  # the completions of a request share theirs
+def _mask_of(ids: tuple[int, ...], vocab_size: int) -> Tensor | None:
     """0 for these ids, minus infinity for the others, [vocab] float32; None without ids. Ids that are not in the
     vocabulary are ignored, but not all of them."""
     if not ids:
