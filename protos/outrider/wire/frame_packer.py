@@ -21,6 +21,7 @@ from outrider.wire.messages import Close, Closed, Commit, Failure, Open
 from outrider.wire.sequence_table import SequenceState, SequenceTable
 
 MAX_FRAME_BYTES = 64 * 1024
+MAX_SLICES = 2  # of a frame: more log probabilities take milliseconds to encode, and to decode
 HEADER_BYTES = 48  # at most, of an encoded FrameHeader
 ENTRY_BYTES = 6  # at most, of the tag and the length before an entry
 
@@ -99,10 +100,13 @@ class FramePacker:
         """The entries of the next frame; None if nothing waits."""
         entries: list[Any] = []
         room = self._take_urgent(entries, self._room)
-        while not self._urgent and self._ring:
+        num_slices = 0
+        while not self._urgent and self._ring and num_slices < MAX_SLICES:
+            num_before = len(entries)
             left = self._take_slice(entries, room)
             if left is None:
                 break
+            num_slices += len(entries) - num_before
             room = self._take_urgent(entries, left)  # a last slice lets the messages behind it go
         return entries or None
 
