@@ -12,6 +12,9 @@ import pytest
 from gateway.http_harness import gateway, toy_tokenizer
 from gateway.toys import QUICK, TargetServicer, ToyTarget, expected, serving, target_info, until
 
+from outrider.gateway.backends import Lost
+from outrider.gateway.core import SpeculationCore
+from outrider.gateway.effects import Emit
 from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.http_shapes import extension_shape, join
 from outrider.gateway.loop import speculate
@@ -20,7 +23,7 @@ from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.gateway.servicer import encode_delta
-from outrider.wire.messages import Open
+from outrider.wire.messages import Commit, Open
 from outrider.wire.sampling import SamplingParams
 
 PROMPT = (11, 12, 13)
@@ -121,3 +124,17 @@ async def test_a_fingerprint_that_comes_back_is_compared() -> None:
         error = refused.json()["error"]
         assert refused.status_code == 400 and error["code"] == "other_model"
         assert "d9" in error["message"] and "d1" in error["message"]
+
+
+def test_a_target_that_committed_nothing_marks_nothing() -> None:
+    same, other = target_info(**EXACT).model, target_info(**EXACT | {"kernels": "c-avx2"}).model
+    core = SpeculationCore(request(), Policy(0))
+    core.start(0.0)
+    core.on_target_open(same)
+    core.on_target(Commit(0, 3, (5,)), 0.0)
+    core.on_target(Lost("gone"), 0.0)
+    core.on_target_open(other)
+    core.on_target(Lost("gone, too"), 0.0)
+    core.on_target_open(same)
+    (closed,) = (effect.round for effect in core.on_target(Commit(0, 4, (6,)), 0.0) if isinstance(effect, Emit))
+    assert closed.moved and not closed.near_ties

@@ -64,8 +64,8 @@ class SpeculationCore:
     _journal: list[Piece] = field(init=False, default_factory=list)
     _last_chain: int = field(init=False, default=-1)
     _target_opens: int = field(init=False, default=0)
-    _model: ModelInfo | None = field(init=False, default=None)  # of the target that has the sequence, or had it last
-    _moved: bool = field(init=False, default=False)  # since the last round
+    _model: ModelInfo | None = field(init=False, default=None)  # of the target that committed last
+    _opened_at: ModelInfo | None = field(init=False, default=None)  # of one that has the sequence since
     _near_ties: bool = field(init=False, default=False)
     _round_start: float = field(init=False, default=0.0)
     _draft_us: int = field(init=False, default=0)
@@ -95,13 +95,8 @@ class SpeculationCore:
         return effects
 
     def on_target_open(self, model: ModelInfo) -> None:
-        """A target has taken the sequence. What another committed before may have been computed otherwise."""
-        before, self._model = self._model, model
-        if before is None or len(self.committed) == self.prompt_len + len(self.request.output_ids):
-            return
-        self._moved = True
-        if model.arithmetic != before.arithmetic or not model.batch_invariant:
-            self._near_ties = True
+        """A target has been asked to take the sequence."""
+        self._opened_at = model
 
     def on_target(self, event: TargetEvent | Lost, now: float) -> list[Effect]:
         """A commit extends the sequence and renews both credits; a lost target is replaced."""
@@ -227,6 +222,17 @@ class SpeculationCore:
             return [CloseDraft(), *self._credit_target()]
         return self.resume_drafting() if wanted and not self._draft_lost else []
 
+    def _has_moved(self) -> bool:
+        """Whether another target, or this one on another stream, committed the round before. That may have been
+        computed otherwise."""
+        model, before = self._opened_at, self._model
+        if model is None:
+            return False
+        self._model, self._opened_at = model, None
+        if before is not None and (model.arithmetic != before.arithmetic or not model.batch_invariant):
+            self._near_ties = True
+        return before is not None
+
     def _close_round(self, commit: Commit) -> Round:
         closed = Round(
             index=self._num_rounds,
@@ -237,10 +243,9 @@ class SpeculationCore:
             started=self._round_start,
             ended=self._now,
             draft_us=self._draft_us if commit.num_drafted else 0,
-            moved=self._moved,
+            moved=self._has_moved(),
             near_ties=self._near_ties,
         )
-        self._moved = False
         self._num_rounds += 1
         self._round_start, self._draft_us = self._now, 0
         return closed
