@@ -124,9 +124,10 @@ def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod
         default_sampling=SamplingParams(**loaded.default_sampling),  # type: ignore[arg-type]
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         device=settings.device,
-        kernels=loaded.kernels,
         num_blocks=method.cache.pool.num_blocks,
         block_size=method.cache.block_size,
+        engine=loaded.engine,
+        kernels=loaded.kernels,
     )
     if vocabulary is None:
         return info

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,23 +60,6 @@ def read_tensors(files: tuple[Path, ...]) -> dict[str, Tensor]:
                     raise WrongCheckpoint(f"{path} holds {name} a second time")
                 state[name] = opened.get_tensor(name)
     return state
-
-
-def checkpoint_digest(folder: Path, files: tuple[Path, ...]) -> str:
-    """SHA-256, in hex, of config.json and of the header and size of every safetensors file."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in files:
-        with path.open("rb") as opened:
-            length = opened.read(8)
-            digest.update(length + opened.read(int.from_bytes(length, "little")))
-        digest.update(path.stat().st_size.to_bytes(8, "little"))
-    return digest.hexdigest()
-
-
-def state_digest(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
-    """The same kind of fact of a model that was never on disk."""
-    shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in state.items()}
-    return hashlib.sha256(json.dumps([dict(config), shapes], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

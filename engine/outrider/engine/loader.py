@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine import checkpoint
+from outrider.engine.digest import checkpoint_digest, model_digest, state_digest
 from outrider.engine.models import cpu_decoder
 from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedModel
 from outrider.engine.models.cpu_decoder import NativeDecoder
@@ -31,7 +33,7 @@ class LoadedModel:
     model_type: str
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]  # from generation_config.json: temperature, top_p, ... where given
-    digest: str  # SHA-256 of config.json and of the safetensors headers and sizes, in hex
+    digest: str  # of its weights: see digest.py
 
     @property
     def vocab_size(self) -> int:
@@ -39,14 +41,21 @@ class LoadedModel:
         return self.model.vocab_size
 
     @property
+    def engine(self) -> str:
+        """Whose layers compute it, with the version: "outrider-0.1.0", "transformers-5.0.0"."""
+        library = "outrider" if isinstance(self.model, NativeDecoder | Decoder) else "transformers"
+        return f"{library}-{metadata.version(library)}"
+
+    @property
     def kernels(self) -> str:
-        """Whose kernels compute it, by processor: "c-avx512", "torch-avx2", "triton-sm90"."""
+        """By which kernels, for which processor: "c-avx512", "torch-2.9.0-avx2", "triton-2.9.0-sm90", where PyTorch's
+        version stands for Triton's and cuBLAS', too."""
         if isinstance(self.model, NativeDecoder):
             return self.model.kernel.variant
         if self.model.device.type == "cpu":
-            return f"torch-{torch.backends.cpu.get_cpu_capability().lower()}"
+            return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability().lower()}"
         major, minor = torch.cuda.get_device_capability(self.model.device)
-        return f"triton-sm{major}{minor}"
+        return f"triton-{torch.__version__}-sm{major}{minor}"
 
     @property
     def max_model_len(self) -> int:
@@ -77,29 +86,31 @@ def load_model(
     files = checkpoint.weight_files(folder)
     model_type = str(config.get("model_type"))
     model: CausalLM
-    if expand is not None:
-        wide, state = expand(config, checkpoint.read_tensors(files))
-        model = _decoder(parse_config(wide, max_model_len), state, weights_dtype, device, batch_invariant)
-    elif (parsed := _parsed(config, max_model_len, batch_invariant)) is not None:
-        model = _decoder(parsed, checkpoint.read_tensors(files), weights_dtype, device, batch_invariant)
-    else:
-        # Only where needed: it imports transformers' models.
-        from outrider.engine.models.registry import load_registry_model
+    with checkpoint_digest(folder, files) as weights_digest:
+        if expand is not None:
+            config, state = expand(config, checkpoint.read_tensors(files))
+            model = _decoder(parse_config(config, max_model_len), state, weights_dtype, device, batch_invariant)
+        elif (parsed := _parsed(config, max_model_len, batch_invariant)) is not None:
+            model = _decoder(parsed, checkpoint.read_tensors(files), weights_dtype, device, batch_invariant)
+        else:
+            # Only where needed: it imports transformers' models.
+            from outrider.engine.models.registry import load_registry_model
 
-        model = load_registry_model(
-            folder,
-            config,
-            dtype=weights_dtype,
-            device=device,
-            max_model_len=max_model_len,
-            trust_remote_code=trust_remote_code,
-        )
+            model = load_registry_model(
+                folder,
+                config,
+                dtype=weights_dtype,
+                device=device,
+                max_model_len=max_model_len,
+                trust_remote_code=trust_remote_code,
+            )
+        digest = model_digest(config, weights_digest())
     return LoadedModel(
         model=model,
         model_type=model_type,
         eos_token_ids=checkpoint.eos_ids(config, generation),
         default_sampling=checkpoint.default_sampling(generation),
-        digest=checkpoint.checkpoint_digest(folder, files),
+        digest=digest,
     )
 
 
@@ -115,12 +126,13 @@ def build_decoder(
     """Our own decoder from the contents of a config.json and tensors in memory, by their Hugging Face names."""
     device = find_device(device)
     parsed = parse_config(dict(config), max_model_len)
+    model = _decoder(parsed, state, _dtype(dtype, device, config), device, batch_invariant)
     return LoadedModel(
-        model=_decoder(parsed, state, _dtype(dtype, device, config), device, batch_invariant),
+        model=model,
         model_type=str(config["model_type"]),
         eos_token_ids=checkpoint.eos_ids(config, {}),
         default_sampling={},
-        digest=checkpoint.state_digest(config, state),
+        digest=model_digest(config, state_digest(state)),
     )
 
 

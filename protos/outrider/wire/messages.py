@@ -185,9 +185,9 @@ class Arithmetic:
     """How a model is computed. Where two replicas agree in all of it, and are batch-invariant, their logits are
     equal to the bit; elsewhere a greedy or coupled completion is open to near-ties."""
 
-    engine: str  # whose layers: "outrider", "transformers"
+    engine: str  # whose layers, with the version: "outrider-0.1.0", "transformers-5.0.0"
     dtype: str  # of weights and activations
-    kernels: str  # the variant of this processor: "c-avx512", "torch-avx2", "triton-sm90"
+    kernels: str  # the variant of this processor: "c-avx512", "triton-2.9.0-sm90"
     batch_invariant: bool
 
 

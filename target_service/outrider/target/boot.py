@@ -173,8 +173,9 @@ def info_of(
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         device=settings.device,
         batch_invariant=loaded.model.batch_invariant,
-        kernels=loaded.kernels,
         num_blocks=limits.num_blocks,
         block_size=limits.block_size,
+        engine=loaded.engine,
+        kernels=loaded.kernels,
     )
     return TargetInfo(model, limits.max_window, step_costs=step_costs)
