@@ -56,7 +56,7 @@ async def test_a_request_of_more_sequences_than_may_run_runs_alone() -> None:
     await asyncio.sleep(0)
     assert admission.num_active == 1
     admission.leave(ONE)
-    await large
+    await asyncio.wait_for(large, 1)
     assert admission.num_active == 5
 
 

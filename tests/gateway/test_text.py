@@ -182,6 +182,10 @@ def with_silent_tokens(kind: str) -> tuple[Tokenizer, list[int]]:
     if kind == "byte_fallback":
         ours = tokenizer(kind)
         return ours, [*letter_ids(kind), 1, 2, ours.num_tokens, 10**6]
+    if kind == "empty":  # a token that has no text anywhere, and the bytes of a character
+        backend = Backend(models.WordLevel({"<>": 0, "<0xC3>": 1, "<0xA9>": 2, "a": 3}, unk_token="<>"))
+        backend.decoder = decoders.Sequence([decoders.Replace("<>", ""), decoders.ByteFallback(), decoders.Fuse()])
+        return Tokenizer(backend, kind, {}, None), [0, 1, 2, 3]
     backend = Backend(models.WordLevel({"<pad>": 0, "a": 1, "b": 2, "|": 3, "": 4}, unk_token="<pad>"))
     backend.decoder = decoders.CTC() if kind == "ctc" else decoders.WordPiece()
     backend.add_special_tokens(["<s>"])
@@ -189,7 +193,7 @@ def with_silent_tokens(kind: str) -> tuple[Tokenizer, list[int]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(kind=st.sampled_from(["byte_fallback", "ctc", "wordpiece"]), data=st.data(), skip=st.booleans())
+@given(kind=st.sampled_from(["byte_fallback", "empty", "ctc", "wordpiece"]), data=st.data(), skip=st.booleans())
 def test_ids_without_text_change_no_text(kind: str, data: st.DataObject, skip: bool) -> None:
     ours, ids = with_silent_tokens(kind)
     drawn = data.draw(st.lists(st.sampled_from(ids), max_size=MAX_WAITING_IDS - 1))
@@ -197,10 +201,12 @@ def test_ids_without_text_change_no_text(kind: str, data: st.DataObject, skip: b
     assert list(map(step.step, drawn)) == list(map(whole.step, drawn))
 
 
-@pytest.mark.parametrize(("kind", "silent"), [("byte_fallback", 2), ("byte_fallback", 10**6), ("ctc", 0), ("ctc", 1)])
+@pytest.mark.parametrize(
+    ("kind", "silent"), [("byte_fallback", 2), ("byte_fallback", 10**6), ("empty", 0), ("ctc", 0), ("ctc", 1)]
+)
 def test_many_ids_without_text_are_decoded_once(kind: str, silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = with_silent_tokens(kind)
-    ends = ours.encode("🙂", add_special_tokens=False) if kind == "byte_fallback" else [1, 2]
+    ends = ours.encode("🙂", add_special_tokens=False) if kind == "byte_fallback" else [1, 2]  # of two tokens or more
     ids, decoded = [*ends, *[silent] * 2000, *ends], []
     text = ours.decode(ids, True)
     decode = ours.decode

@@ -201,7 +201,6 @@ class _TextDetokenizer:
         text = self._decode([*self._before, *self._waiting])
         new_text = text[len(self._text_before) :]
         if not new_text:
-            self._num_half = 0
             del self._waiting[:-MAX_WAITING_IDS]  # no decoder looks further back than a few tokens
             return ""
         self._num_half += 1
