@@ -30,7 +30,7 @@ from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.rounds import Round
 from outrider.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from outrider.wire.messages import Commit, Credit, DraftInfo, Failure, Open
+from outrider.wire.messages import Commit, Credit, DraftInfo, Failure, Open, TargetInfo
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 PROMPT = (11, 12, 13)
@@ -114,6 +114,19 @@ async def test_a_server_that_was_not_there_yet() -> None:
         assert not targets.usable and targets.open(request(), print) is None
         async with serving(TargetServicer(ToyTarget()), address):
             await asyncio.wait_for(targets.wait_usable(), 10)
+
+
+async def test_an_unexpected_error_does_not_end_the_attempts() -> None:
+    attempts: list[TargetInfo] = []
+
+    def check(info: TargetInfo) -> None:
+        attempts.append(info)
+        if len(attempts) == 1:
+            raise TypeError("a bug")
+
+    async with serving(TargetServicer(ToyTarget())) as server, RemoteTargets([server.address], check, QUICK) as targets:
+        await asyncio.wait_for(targets.wait_usable(), 5)
+        assert len(attempts) == 2 and targets.refusal is None
 
 
 async def test_a_lost_target_is_replaced_by_another_with_the_same_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from gateway.toys import (
 )
 from tokenizer_factory import train_byte_level
 
+from outrider.gateway import service
 from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.loop import speculate
 from outrider.gateway.pair import check_pair
 from outrider.gateway.policy import Policy
 from outrider.gateway.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.service import EngineConfig, GenerationEngine
+from outrider.gateway.step_costs import VerifyCosts
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.errors import FailedPrecondition, Unavailable
 from outrider.wire.messages import DraftInfo, TargetInfo
@@ -198,6 +201,21 @@ async def test_a_request_that_waits_for_admission_runs_on_what_is_served_then(tm
     target.info = target_info(digest="d2")
     await asyncio.wait_for(asyncio.gather(*running), 5)
     assert [opened.model_digest for opened in target.opens] == ["d1", "d2"]
+
+
+async def test_what_was_measured_of_a_model_is_not_taken_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_byte_level().save(str(tmp_path / "tokenizer.json"))
+    profiles: list[Any] = []
+    monkeypatch.setattr(service, "VerifyCosts", lambda costs: VerifyCosts(profiles.append(costs) or costs))
+    target = ToyTarget()
+    engine = GenerationEngine(Tokenizer.load(tmp_path), target, ToyDraft(), EngineConfig(mode="auto"))
+    asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=5))
+    for digest, cost in (("d1", 100), ("d1", 100), ("d2", 900)):
+        target.info = replace(target_info(digest=digest), step_costs=((1, cost),))
+        assert [delta async for delta in engine.generate(asked)]
+    assert profiles == [((1, 100),), ((1, 900),)]
 
 
 async def test_what_the_gateway_says_of_itself_follows(tmp_path: Path) -> None:

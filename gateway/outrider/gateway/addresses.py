@@ -73,12 +73,13 @@ class Addresses:
 
 
 def _check(part: str) -> None:
-    bare = _bare(part)
-    host = bare.rpartition(":")[0]
+    host = _bare(part).rpartition(":")[0]
+    if part.startswith(("ipv4:", "ipv6:")):
+        fits = _is_ip(host)
+    else:
+        fits = not _is_name(part) or (host not in ("", "unix") and "/" not in host)
     try:
-        dial_target(bare)
-        fits = not (part.startswith(("ipv4:", "ipv6:")) and not _is_ip(host))
-        fits = fits and not (_is_name(part) and (not host or bare.startswith("unix:") or "/" in host))
+        dial_target(_bare(part))
     except InvalidArgument:
         fits = False
     if not fits:
