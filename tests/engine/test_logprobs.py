@@ -7,18 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.logprobs import ALL, Reported, reported_values, top_logprobs
+from outrider.engine.logprobs import ALL, reported_values, top_logprobs
 from outrider.kernels.logits_to_probs import RowSampling, logits_to_probs
 
 ROW = [0.0, 3.0, 1.0, 3.0, 2.0]
-
-
-def scored(rows: list[list[float]]) -> Reported:
-    return Reported(torch.tensor(rows, dtype=torch.float32), torch.zeros(len(rows)))
-
-
-def values_of(reported: Reported) -> torch.Tensor:
-    return reported.scores - reported.offsets[:, None]
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=9), st.data())
@@ -26,7 +18,7 @@ def values_of(reported: Reported) -> torch.Tensor:
 def test_equals_sorting(row: list[int], data: st.DataObject) -> None:
     chosen = data.draw(st.integers(0, len(row) - 1))
     count = data.draw(st.integers(ALL, len(row) + 2))
-    [got] = top_logprobs(scored([row]), [chosen], [count])
+    [got] = top_logprobs(torch.tensor([row], dtype=torch.float32), [chosen], [count])
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))[: len(row) if count == ALL else count]
     assert got.ids == [chosen] + [i for i in order if i != chosen]
     assert got.values == [row[i] for i in got.ids]
@@ -34,7 +26,7 @@ def test_equals_sorting(row: list[int], data: st.DataObject) -> None:
 
 
 def test_the_chosen_token_comes_first_and_once() -> None:
-    outside, inside, alone = top_logprobs(scored([ROW] * 3), [0, 3, 2], [2, 2, 0])
+    outside, inside, alone = top_logprobs(torch.tensor([ROW] * 3), [0, 3, 2], [2, 2, 0])
     assert (outside.ids, outside.ranks) == ([0, 1, 3], [5, 1, 1])
     assert (inside.ids, inside.ranks) == ([3, 1], [1, 1])
     assert (alone.ids, alone.values, alone.ranks) == ([2], [1.0], [4])
@@ -45,7 +37,7 @@ def test_modes() -> None:
     sampling = RowSampling(temperature=torch.tensor([0.5]))
     probs, _ = logits_to_probs(logits, sampling)
     values = {
-        mode: values_of(reported_values(mode, logits, sampling, probs))[0]
+        mode: reported_values(mode, logits, sampling, probs)[0]
         for mode in ("raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs")
     }
     assert values["raw_logits"].tolist() == ROW
@@ -69,16 +61,13 @@ def test_cut_ids_rank_last_at_minus_infinity() -> None:
 @pytest.mark.parametrize("vocab_size", [3, 97, 5_000])
 def test_a_batch_equals_its_rows(vocab_size: int) -> None:
     """Rows that want none, some, more than there are, and all; half of them full of ties."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    scores = torch.randn(8, vocab_size, generator=generator)
-    scores[::2] = scores[::2].round()
-    reported = Reported(scores, torch.randn(8, generator=generator))
+    values = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    values[::2] = values[::2].round()
     chosen, counts = [0, 1, 2] * 2 + [0, 1], [0, 2, 20, ALL, 20, 1, 2, 0]
-    together = top_logprobs(reported, chosen, counts)
+    together = top_logprobs(values, chosen, counts)
     for row, (token, count) in enumerate(zip(chosen, counts, strict=True)):
-        alone = Reported(scores[row : row + 1], reported.offsets[row : row + 1])
-        assert top_logprobs(alone, [token], [count]) == [together[row]]
-        order = sorted(range(vocab_size), key=lambda i, row=row: (-scores[row, i], i))  # type: ignore[misc]
+        assert top_logprobs(values[row : row + 1], [token], [count]) == [together[row]]
+        order = sorted(range(vocab_size), key=lambda i, row=row: (-values[row, i], i))  # type: ignore[misc]
         wanted = order if count == ALL else order[:count]
         assert together[row].ids == [token, *(i for i in wanted if i != token)]
-        assert together[row].values == [float(scores[row, i] - reported.offsets[row]) for i in together[row].ids]
+        assert together[row].values == [float(values[row, i]) for i in together[row].ids]

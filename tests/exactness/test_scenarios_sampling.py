@@ -95,8 +95,10 @@ def test_scenario_19_log_probabilities_are_plain_decodings(
         assert [candidate.id for candidate in row] == [token, *(i for i in best if i != token)][: len(row)]
         assert all(abs(candidate.logprob - float(fresh[candidate.id])) < 1e-4 for candidate in row)
     if bug:
-        logprobs = verifier._logprobs
-        monkeypatch.setattr(verifier, "_logprobs", lambda rows, *rest: logprobs(rows.roll(1, 0), *rest))
+        with_logprobs = verifier._with_logprobs
+        monkeypatch.setattr(
+            verifier, "_with_logprobs", lambda found, asked, rows: with_logprobs(found, asked, rows.roll(1, 0))
+        )
     for k in (1, 3, 8):
         harness = Harness.of(target_model())
         assert run_rounds(harness, [request], {1: forced(reference, 20, lambda n, k=k: n % (k + 1))}, k)[1] == reference

@@ -24,31 +24,22 @@ class RowLogprobs:
     ranks: list[int]  # 1 plus how many values are strictly greater
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """What is reported of every id of a batch of rows: its score less the row's offset."""
-
-    scores: Tensor  # [rows, vocab] float32
-    offsets: Tensor  # [rows] float32
-
-
 def reported_values(
     mode: str,  # raw_logprobs, raw_logits, processed_logprobs or processed_logits
     logits: Tensor,  # [rows, vocab]
     sampling: RowSampling,
     probs: Tensor,  # [rows, vocab] float32: logits_to_probs of the same
-) -> Reported:
+) -> Tensor:  # [rows, vocab] float32
     """What the values are of. Processed values of a greedy row end before temperature, as its arg max does."""
     stage, _, kind = mode.partition("_")
     if stage not in ("raw", "processed") or kind not in ("logprobs", "logits"):
         raise ValueError(f"unknown logprobs mode {mode!r}")
-    scores = logits.float() if stage == "raw" else processed_logits(logits, sampling, probs)
-    offsets = scores.logsumexp(dim=-1) if kind == "logprobs" else scores.new_zeros(len(scores))
-    return Reported(scores, offsets)
+    values = logits.float() if stage == "raw" else processed_logits(logits, sampling, probs)
+    return torch.log_softmax(values, dim=-1) if kind == "logprobs" else values
 
 
 def top_logprobs(
-    reported: Reported,
+    values: Tensor,  # [rows, vocab] float32
     chosen: Sequence[int],  # [rows]
     counts: Sequence[int],  # [rows]: how many of the most probable ids besides the chosen one; -1: all
 ) -> list[RowLogprobs]:
@@ -56,45 +47,39 @@ def top_logprobs(
     is among the most probable ones is not repeated."""
     if not chosen:
         return []
-    scores = reported.scores
-    vocab_size = scores.shape[1]
-    ids = torch.tensor(chosen, device=scores.device)[:, None]  # [rows, 1]
-    own = scores.gather(1, ids)  # [rows, 1]
-    above = torch.gt(scores, own, out=torch.empty_like(scores)).sum(dim=-1)  # [rows]; boolean tensors are slow on a CPU
-    # One more than is wanted: it tells whether ids beyond the last wanted one have the same score.
-    best, best_ids = scores.topk(min(max(0, *counts) + 1, vocab_size), dim=-1)  # [rows, width] each
-    columns = torch.stack((reported.offsets, own.squeeze(1), above)).cpu().numpy()  # [3, rows]
-    values, tokens = best.cpu().numpy(), best_ids.cpu().numpy()
-    order = np.lexsort((tokens, -values), axis=-1)
-    values, tokens = np.take_along_axis(values, order, axis=-1), np.take_along_axis(tokens, order, axis=-1)
+    vocab_size = values.shape[1]
+    own = values.gather(1, torch.tensor(chosen, device=values.device)[:, None])  # [rows, 1]
+    above = torch.gt(values, own, out=torch.empty_like(values)).sum(dim=-1)  # [rows]; boolean tensors are slow on a CPU
+    # One more than is wanted: it tells whether ids beyond the last wanted one have the same value.
+    best, best_ids = values.topk(min(max(0, *counts) + 1, vocab_size), dim=-1)  # [rows, width] each
+    own_values, num_above = torch.stack((own.squeeze(1), above)).cpu().numpy()  # [rows] each
+    top_values, top = best.cpu().numpy(), best_ids.cpu().numpy()
+    order = np.lexsort((top, -top_values), axis=-1)
+    top_values, top = np.take_along_axis(top_values, order, axis=-1), np.take_along_axis(top, order, axis=-1)
     rows: list[RowLogprobs] = []
     for row, (token, count) in enumerate(zip(chosen, counts, strict=True)):
-        top_values, top = values[row], tokens[row]
-        if count == ALL or (count and count < len(top) and top_values[count - 1] == top_values[count]):
-            every = scores[row].cpu().numpy()
-            top = _top_ids(every, vocab_size if count == ALL else count)
-            top_values = every[top]
-        elif count < len(top):
-            top_values, top = top_values[:count], top[:count]
-        offset, value, num_above = columns[:, row]
-        rows.append(_row(token, value, int(num_above) + 1, top, top_values, offset))
+        tied = 0 < count < top.shape[1] and top_values[row, count - 1] == top_values[row, count]
+        if count == ALL or tied:
+            every = values[row].cpu().numpy()
+            ids = _top_ids(every, vocab_size if count == ALL else count)
+            found = every[ids]
+        else:
+            ids, found = top[row, :count], top_values[row, :count]
+        rows.append(_row(token, float(own_values[row]), int(num_above[row]) + 1, ids, found))
     return rows
 
 
 def _row(
     chosen: int,
-    value: np.float32,
+    value: float,
     rank: int,
-    top: NDArray[np.int64],  # [count] by falling value, ties by lowest id
-    top_values: NDArray[np.float32],  # [count]
-    offset: np.float32,
+    ids: NDArray[np.int64],  # [count] by falling value, ties by lowest id
+    values: NDArray[np.float32],  # [count]
 ) -> RowLogprobs:
-    ranks = np.searchsorted(-top_values, -top_values, side="left") + 1  # equal values share the first one's rank
-    others = top != chosen
+    ranks = np.searchsorted(-values, -values, side="left") + 1  # equal values share the first one's rank
+    others = ids != chosen
     return RowLogprobs(
-        [chosen, *top[others].tolist()],
-        [float(value - offset), *(top_values[others] - offset).tolist()],
-        [rank, *ranks[others].tolist()],
+        [chosen, *ids[others].tolist()], [value, *values[others].tolist()], [rank, *ranks[others].tolist()]
     )
 
 
