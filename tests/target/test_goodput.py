@@ -37,12 +37,12 @@ def wishes_of(*chances: float, further: int = 4) -> list[Wish]:
 
 
 def test_flat_cost_takes_whole_windows() -> None:
-    assert Goodput(FLAT).choose(wishes_of(LIKELY, UNLIKELY, 0.01), 0, 512) == [4, 4, 4]
+    assert Goodput(FLAT).choose(wishes_of(LIKELY, UNLIKELY, 0.01), 512) == [4, 4, 4]
 
 
 def test_cost_in_proportion_to_rows_takes_none() -> None:
     """Every row costs what a plain token costs, and brings less."""
-    assert Goodput(STEEP).choose(wishes_of(LIKELY, UNLIKELY, 0.99), 0, 512) == [0, 0, 0]
+    assert Goodput(STEEP).choose(wishes_of(LIKELY, UNLIKELY, 0.99), 512) == [0, 0, 0]
 
 
 def test_some_cost_takes_the_likely_tokens() -> None:
@@ -50,7 +50,7 @@ def test_some_cost_takes_the_likely_tokens() -> None:
     2 + 0.9 + 0.81 + 0.729 + 0.6561 in 16. The other's first token would make 5.295 in 17, its second 5.335 in 18."""
     wishes = wishes_of(LIKELY, UNLIKELY)
     assert 5.0951 / 16 > 5.2951 / 17 > 5.3351 / 18 > MARGIN * 5.3447 / 20
-    assert Goodput(HALF).choose(wishes, 0, 512) == [4, 0]
+    assert Goodput(HALF).choose(wishes, 512) == [4, 0]
     gains = [[LIKELY**j for j in range(1, 5)], [UNLIKELY**j for j in range(1, 5)]]
     assert best_rows(gains, 2.0, 100, lambda n: 12.0 + n) == [4, 0]
     assert best_rows(gains, 2.0, 3, lambda n: 12.0 + n) == [3, 0]
@@ -70,15 +70,15 @@ def test_the_pause_between_steps_counts() -> None:
     goodput = Goodput(STEEP)
     for _ in range(200):
         goodput.ran(2, 2_000, 10_000_000)  # nobody was there: it counts as one step
-    assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 0, 512) == [4, 0]
+    assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 512) == [4, 0]
     for _ in range(200):
         goodput.ran(2, 2_000, 0)
-    assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 0, 512) == [0, 0]
+    assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 512) == [0, 0]
 
 
 def test_one_sequence_alone_is_never_cut() -> None:
-    assert Goodput(STEEP).choose(wishes_of(0.01), 0, 512) == [4]
-    assert Goodput(STEEP).choose([], 7, 512) == []
+    assert Goodput(STEEP).choose(wishes_of(0.01), 512) == [4]
+    assert Goodput(STEEP).choose([], 512) == []
 
 
 def test_a_cut_that_gains_next_to_nothing_is_not_made() -> None:
@@ -87,14 +87,26 @@ def test_a_cut_that_gains_next_to_nothing_is_not_made() -> None:
     assert best_rows(gains, 2.0, 100, lambda n: 1.0 + 0.12 * n) == [0, 0]  # 2.2 tokens in 1.24
 
 
-def test_prompts_in_the_step_make_rows_cheap() -> None:
-    wishes = wishes_of(LIKELY, UNLIKELY)
-    assert Goodput(STEEP).choose(wishes, 0, 512) == [0, 0]
-    # 16 rows run in any case: with the first window 5.0951 tokens in 22 ms, with a token of the second 5.2951 in 23.
-    assert 5.0951 / 22 > 5.2951 / 23 > MARGIN * 5.3447 / 26
-    assert Goodput(STEEP).choose(wishes, 16, 512) == [4, 0]
-    assert Goodput(STEEP).choose(wishes, 100, 512) == [4, 4]
-    assert Goodput(STEEP).choose(wishes, 600, 512) == [4, 4]  # the prompts give way: the step is as long as ever
+def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel) -> None:
+    """Windows beside a chunk are those of a step without it, and the chunk takes its share of their time."""
+    harness = Harness.of(loaded, num_blocks=128)
+    harness.engine.scheduler.goodput = Goodput(STEEP)
+    for index in range(1, 5):
+        harness.send(opened(index, PROMPTS[index], max_tokens=LENGTH), Credit(index, len(PROMPTS[index]) + 1, 0))
+    harness.run()
+    for index in range(1, 5):
+        harness.send(Piece(index, 0, len(PROMPTS[index]) + 1, (40, 41, 42, 43)), Credit(index, 1 << 20, 4))
+    learn_a_little(harness)
+    harness.send(opened(9, [7] * 200, max_tokens=2), Credit(9, 1 << 20, 0))
+    entries = harness.engine.scheduler.plan(0.0)
+    assert [len(entry.window.ids) for entry in entries] == [0, 0, 0, 0, 0]
+    assert entries[-1].target.key == (1, 9) and entries[-1].num_rows == 64  # an eighth of 512
+
+
+def test_a_prompt_adds_its_share_of_the_time() -> None:
+    assert StepTime(STEEP).rows_beside(32, 0.75) == 24
+    assert StepTime(HALF).rows_beside(10, 0.75) == 15  # 20 ms, and 15 more
+    assert StepTime(FLAT).rows_beside(1, 0.0) > 512
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -123,7 +135,7 @@ def test_no_other_windows_give_more(chances: list[list[float]], steps: list[floa
 def test_whole_windows_are_tried_again_now_and_then() -> None:
     """Ten rows where two are best: for every share of the time that this takes."""
     goodput, wishes, every = Goodput(STEEP), wishes_of(UNLIKELY, UNLIKELY), math.ceil(10 / 2 / PROBE_SHARE)
-    choices = [goodput.choose(wishes, 0, 512) for _ in range(3 * every)]
+    choices = [goodput.choose(wishes, 512) for _ in range(3 * every)]
     whole = [index for index, choice in enumerate(choices, start=1) if choice == [4, 4]]
     assert whole == [every, 2 * every, 3 * every]
     assert all(choice == [0, 0] for index, choice in enumerate(choices, start=1) if index not in whole)
@@ -152,8 +164,8 @@ def test_acceptance_of_the_target_is_the_prior_of_a_sequence() -> None:
     goodput.judged(fresh, 0, 0)
     assert fresh == Acceptance()  # a plain token says nothing
     wish = Wish(fresh, 1, 0, 4)
-    assert goodput.choose([wish, wish], 0, 512) == [0, 0]
-    assert Goodput(HALF).choose([wish, wish], 0, 512) != [0, 0]
+    assert goodput.choose([wish, wish], 512) == [0, 0]
+    assert Goodput(HALF).choose([wish, wish], 512) != [0, 0]
 
 
 def test_step_time_between_and_beyond_what_was_measured() -> None:
@@ -323,9 +335,7 @@ def windows_of(loaded: LoadedModel, tokens: random.Random, acceptance: Acceptanc
             target.chains.add(Piece(index, 100 * len(chosen), target.committed, tuple(ids), weights))
             for _ in range(3):
                 harness.engine.scheduler.goodput.judged(target.acceptance, 6, past.randrange(index + 1))
-        limits = harness.engine.scheduler._cut(
-            list(harness.engine.scheduler.sequences.values()), harness.engine.scheduler.goodput
-        )
+        limits = harness.engine.scheduler._cut(list(harness.engine.scheduler.sequences.values()), 512)
         chosen.append(list(limits.values()))
         for target in harness.engine.scheduler.sequences.values():
             target.sequence.tokens.append(tokens.randrange(3, VOCAB))

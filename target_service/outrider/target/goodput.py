@@ -11,7 +11,7 @@ refuses nothing: the tokens past it stay held, and each meets the same random nu
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -78,6 +78,11 @@ class StepTime:
         low, high, share = self._between(num_rows)
         return self._times[low] + share * (self._times[high] - self._times[low])
 
+    def rows_beside(self, num_rows: int, share: float) -> int:
+        """How many more rows a step of `num_rows` can take if that adds at most `share` of its time."""
+        limit_us = (1 + share) * self.at(num_rows)
+        return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=self.at) - 1 - num_rows
+
     def add(self, num_rows: int, step_us: float) -> None:
         """A step ran. The points next to it learn most; what they learned fades while others run."""
         if step_us <= 0:
@@ -102,8 +107,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What one sequence would do in a step: `num_rows` in any case, which test `num_sure` drafted tokens, and `further`
-    rows, each of which lets one more drafted token count."""
+    """What one sequence would do in a step, beside what is missing of its prompt: `num_rows` in any case, which test
+    `num_sure` drafted tokens, and `further` rows, each of which lets one more drafted token count."""
 
     acceptance: Acceptance
     num_rows: int
@@ -131,8 +136,9 @@ class Goodput:
         self.time.add(num_rows, step_us)
         self._pause_us += PAUSE_RATE * (min(pause_us, step_us) - self._pause_us)
 
-    def choose(self, wishes: Sequence[Wish], other_rows: int, max_rows: int) -> list[int]:
-        """How many further rows each gets, beside `other_rows` of the step that are no one's window."""
+    def choose(self, wishes: Sequence[Wish], max_rows: int) -> list[int]:
+        """How many further rows each gets, of at most `max_rows` for all. Chunks of prompts in the same step do not
+        count: they take a share of the time that windows take, so that a row costs what it costs without them."""
         whole = [wish.further for wish in wishes]
         if len(wishes) < 2 or not any(whole):
             return whole
@@ -146,7 +152,7 @@ class Goodput:
             gains.append(survival[wish.num_sure :])
 
         def time_at(more: int) -> float:
-            return self._pause_us + self.time.at(min(max_rows, rows + other_rows + more))
+            return self._pause_us + self.time.at(min(max_rows, rows + more))
 
         chosen = best_rows(gains, tokens, max_rows - rows, time_at)
         self._cut_us = 0.0 if chosen == whole else self._cut_us + time_at(sum(chosen))

@@ -1,13 +1,14 @@
 """Continuous batching over ragged windows: which sequences run in the next step, with how many rows, and who gives
 up blocks.
 
-Every step takes each sequence that may run, with its window or one plain token; what is left of the token budget
-goes to chunks of prompts. There is no prefill phase: a sequence only has tokens that are not computed yet.
+Every step takes each sequence that may run, with its window or one plain token, and chunks of prompts beside them.
+There is no prefill phase: a sequence only has tokens that are not computed yet. The oldest sequence is in every step;
+where the rows do not suffice for all others, those that were passed over come next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.batch import BatchEntry
@@ -16,6 +17,9 @@ from outrider.engine.sequence import SequenceCache
 from outrider.target.chains import EMPTY_WINDOW, Window
 from outrider.target.goodput import Goodput, Wish
 from outrider.target.state import SequenceKey, TargetSequence
+
+PROMPT_SHARE = 0.75  # of the time of the windows in a step, that a prompt may add to it
+LEAST_PROMPT_ROWS = 1 / 8  # of a step's rows: few windows cost so little time that their share would keep prompts small
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,9 @@ class StepEntry:
         return 0 if stays else self.num_judging - 1
 
     def wish(self) -> Wish:
-        """The same, as the choice of windows takes it."""
+        """The same, as the choice of windows takes it. A prompt's rows are not the window's."""
         further = self.num_further
-        return Wish(self.target.acceptance, self.num_rows - further, self.num_judging - 1 - further, further)
+        return Wish(self.target.acceptance, self.num_judging - further, self.num_judging - 1 - further, further)
 
     def cut_to(self, further: int) -> int:
         """The longest window with so many of those rows, or fewer. In rejection mode the target's own token does not
@@ -67,6 +71,15 @@ class StepEntry:
         return BatchEntry(ids, self.start, sequence.block_table, self.num_logits)
 
 
+@dataclass(frozen=True, slots=True)
+class RowShares:
+    """How the rows of a step are divided."""
+
+    windows: int  # rows of sequences past their prompt, all together
+    prompts: int  # rows of the others; with those of `windows` they may be more than a step has
+    limits: Mapping[SequenceKey, int]  # the longest window of each sequence that is cut
+
+
 class Scheduler:
     """Owns the running sequences of a target and chooses each step."""
 
@@ -76,7 +89,7 @@ class Scheduler:
         self.max_window = max_window
         self.goodput: Goodput | None = None  # with one, windows are cut where sequences share a step
         self.sequences: dict[SequenceKey, TargetSequence] = {}
-        self._starved: SequenceKey | None = None  # the oldest, where it found no blocks in the last step
+        self._num_steps = 0
 
     def add(self, target: TargetSequence) -> None:
         """Takes a new sequence."""
@@ -93,24 +106,28 @@ class Scheduler:
         return min(dues, default=None)
 
     def plan(self, now: float) -> list[StepEntry]:
-        """The next step. Windows come first, oldest first, then prompts; blocks are reserved and windows appended."""
-        entries: list[StepEntry] = []
-        budget = self.max_rows
+        """The next step: the oldest sequence, then windows, then prompts, each within its share of the rows. Blocks are
+        reserved and windows appended."""
         ready = self._runnable(now)
-        oldest = min(ready, key=lambda target: (target.open.priority, target.arrival), default=None)
-        limits = self._cut(ready, self.goodput) if self.goodput is not None and len(ready) > 1 else {}
+        prompts = {target.key: target for target in ready if self._is_prompt(target)}
+        shares = self._divide([target for target in ready if target.key not in prompts], list(prompts.values()))
+        budget, left = self.max_rows, {False: shares.windows, True: shares.prompts}
+        entries: list[StepEntry] = []
+        self._num_steps += 1
         for target in ready:
-            if budget <= 0:
-                break
-            entry = self._enter(target, budget, limits.get(target.key, self.max_window), entries)
-            if target is oldest:
-                self._starved = target.key if entry is None else None
+            is_prompt = target.key in prompts
+            rows = min(budget, left[is_prompt])
+            limit = shares.limits.get(target.key, self.max_window)
+            entry = self._enter(target, rows, limit, entries) if rows > 0 else None
             if entry is not None:
                 entries.append(entry)
                 budget -= entry.num_rows
+                left[is_prompt] -= entry.num_rows
+                target.last_step = self._num_steps
         return entries
 
     def _runnable(self, now: float) -> list[TargetSequence]:
+        """The oldest first: it always advances. Then windows, those that ran last at the end; then prompts by age."""
         ready = [t for t in self.sequences.values() if (due := t.due(now)) is not None and due <= now]
         computing: dict[SequenceKey, int] = {}  # per group of forks the oldest whose prompt is not computed
         for target in self.sequences.values():
@@ -123,29 +140,73 @@ class Scheduler:
         # The others of a group wait for the oldest and then find its prompt in the prefix cache.
         ready = [t for t in ready if t.group is None or t.arrival <= computing.get(t.group, t.arrival)]
 
-        def order(target: TargetSequence) -> tuple[bool, bool, int, int]:
-            prefilling = target.committed - target.sequence.num_computed_tokens > self.max_window
-            waits = target.key != self._starved  # the oldest found no blocks: it goes first, so that it can take them
-            return (waits, prefilling or not target.admitted, target.open.priority, target.arrival)
+        oldest = min(ready, key=_age, default=None)
+
+        def order(target: TargetSequence) -> tuple[bool, bool, int, int, int]:
+            is_prompt = self._is_prompt(target)
+            last_step = 0 if is_prompt else target.last_step
+            return (target is not oldest, is_prompt, target.open.priority, last_step, target.arrival)
 
         return sorted(ready, key=order)
 
-    def _cut(self, ready: Sequence[TargetSequence], goodput: Goodput) -> dict[SequenceKey, int]:
-        """The longest window that each sequence shall verify in a step of all of them."""
-        shapes = [self._shape(target, self.max_rows, self.max_window) for target in ready]
+    def _is_prompt(self, target: TargetSequence) -> bool:
+        return target.committed - target.sequence.num_computed_tokens > self.max_window or not target.admitted
+
+    def _divide(self, windows: Sequence[TargetSequence], prompts: Sequence[TargetSequence]) -> RowShares:
+        """Half of the rows are the prompts', if they want them, and what windows leave; less where that takes more time
+        than the sequences past their prompt can be held up for. It looks at counts, times and earlier verdicts alone,
+        never at drafted tokens."""
+        if not prompts:
+            return RowShares(self.max_rows, 0, self._cut(windows, self.max_rows))
+        num_decoding = sum(t.has_credit and not self._is_prompt(t) for t in self.sequences.values())
+        if not num_decoding:
+            entering, _ = self._look_up(prompts, self.max_rows)
+            return RowShares(0, self.max_rows, self._cut(entering, self.max_rows))
+        oldest_is_prompt = min((*windows, *prompts), key=_age) in prompts
+        entering, reserved = self._look_up(prompts, (self.max_rows + oldest_is_prompt) // 2)
+        for_windows = self.max_rows - reserved
+        limits = self._cut([*windows, *entering], for_windows)
+        shapes = [self._shape(t, self.max_rows, limits.get(t.key, self.max_window)) for t in windows]
+        wanted = min(for_windows, sum(shape.num_rows for shape in shapes))
+        for_prompts = self.max_rows - wanted
+        if self.goodput is not None:
+            share = PROMPT_SHARE * max(1.0, len(prompts) / num_decoding)
+            in_time = self.goodput.time.rows_beside(max(wanted, num_decoding), share)
+            for_prompts = min(for_prompts, max(1, in_time, int(LEAST_PROMPT_ROWS * self.max_rows)))
+        return RowShares(for_windows, for_prompts, limits)
+
+    def _look_up(self, prompts: Iterable[TargetSequence], most: int) -> tuple[list[TargetSequence], int]:
+        """Those that fill `most` rows, once what the prefix cache holds of them is left out, and their rows."""
+        entering, rows = [], 0
+        for target in prompts:
+            if rows >= most:
+                break
+            self._admit(target)
+            entering.append(target)
+            rows += target.committed - target.sequence.num_computed_tokens
+        return entering, min(rows, most)
+
+    def _cut(self, targets: Sequence[TargetSequence], max_rows: int) -> dict[SequenceKey, int]:
+        """The longest window that each of those that share a step shall verify in it, with `max_rows` for all."""
+        if self.goodput is None or len(targets) < 2:
+            return {}
+        shapes = [self._shape(target, self.max_rows, self.max_window) for target in targets]
         windows = [shape for shape in shapes if shape.samples]
-        other_rows = sum(shape.num_rows for shape in shapes if not shape.samples)
-        further = goodput.choose([shape.wish() for shape in windows], other_rows, self.max_rows)
+        further = self.goodput.choose([shape.wish() for shape in windows], max_rows)
         return {shape.target.key: shape.cut_to(rows) for shape, rows in zip(windows, further, strict=True)}
+
+    def _admit(self, target: TargetSequence) -> None:
+        """Looks into the prefix cache."""
+        if not target.admitted:
+            found = self.cache.admit(target.sequence, use_prefix=target.open.sampling.prompt_logprobs is None)
+            target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
+            target.admitted = True
 
     def _enter(
         self, target: TargetSequence, budget: int, max_window: int, entries: Iterable[StepEntry]
     ) -> StepEntry | None:
         """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
-        if not target.admitted:
-            found = self.cache.admit(target.sequence, use_prefix=target.open.sampling.prompt_logprobs is None)
-            target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
-            target.admitted = True
+        self._admit(target)
         if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
             # This round decodes a plain token because the wait ran out; it is not repeated until a piece arrives.
             target.patience_spent = True
@@ -184,13 +245,18 @@ class Scheduler:
         rest the oldest always advances, so a sequence never preempts one that is ahead of it."""
         holders = [t for t in self.sequences.values() if t.sequence.block_table and t.key not in in_step]
         idle = [t for t in holders if not t.has_credit]
-        behind = [t for t in holders if (t.open.priority, t.arrival) > (target.open.priority, target.arrival)]
+        behind = [t for t in holders if _age(t) > _age(target)]
         victims = idle or behind
         if not victims:
             return False
-        self._preempt(max(victims, key=lambda t: (t.open.priority, t.arrival)))
+        self._preempt(max(victims, key=_age))
         return True
 
     def _preempt(self, target: TargetSequence) -> None:
         self.cache.release(target.sequence)
         target.admitted = False
+
+
+def _age(target: TargetSequence) -> tuple[int, int]:
+    """The oldest of the most urgent is the least."""
+    return (target.open.priority, target.arrival)

@@ -34,6 +34,7 @@ class TargetSequence:
     random_ahead: RandomAhead = field(default_factory=RandomAhead)
     acceptance: Acceptance = field(default_factory=Acceptance)
     group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
+    last_step: int = 0  # number of the last step that it was in
     admitted: bool = False  # holds blocks (or may take them); false when new or preempted
     until: int = 0
     max_window: int = 0
