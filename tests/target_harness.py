@@ -94,6 +94,7 @@ def opened(sequence_id: int, prompt: Sequence[int], **sampling: Any) -> Open:
         "seed",
         "timeout_ms",
         "priority",
+        "suspect",
         "salt",
         "model_digest",
     }

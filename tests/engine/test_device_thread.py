@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from outrider.engine.device_thread import DeviceStopped, DeviceThread
+from outrider.engine.device_thread import DeviceLost, DeviceStopped, DeviceThread, require_device
 
 TIMEOUT = 10.0
 
@@ -191,3 +191,34 @@ def test_the_current_device_is_the_models(device: str, expected: list[int], monk
     thread.stop(TIMEOUT)
     assert found == expected
     assert streams == ([f"a stream of {device}"] if device != "cpu" else [])  # models of one process run side by side
+
+
+def test_a_lost_device_ends_the_thread_and_nobody_is_told_of_an_error() -> None:
+    def lose(_: int) -> None:
+        raise DeviceLost("the device is gone")
+
+    worker = Recorder(lose)
+    thread = DeviceThread[object](worker, "device")
+    thread.submit("go")
+    assert isinstance(thread.ended.exception(TIMEOUT), DeviceLost)
+    assert not worker.errors and worker.steps == 1
+    with pytest.raises(DeviceStopped):
+        thread.submit("more")
+
+
+def test_a_thread_that_is_stopped_ends_without_an_error() -> None:
+    thread = DeviceThread[object](Recorder(), "device")
+    thread.stop(TIMEOUT)
+    assert thread.ended.exception(TIMEOUT) is None
+
+
+def test_a_device_is_lost_where_its_error_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    require_device(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    require_device(torch.device("cuda"))  # as after memory ran out
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        require_device(torch.device("cuda"))

@@ -18,7 +18,7 @@ from outrider.gateway.effects import CloseDraft, Emit, Fail, OpenDraft, OpenTarg
 from outrider.gateway.loop import speculate
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round, SpeculationTally
-from outrider.wire.errors import OutriderError, ResourceExhausted, Unavailable
+from outrider.wire.errors import Internal, OutriderError, ResourceExhausted, Unavailable
 from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
 from outrider.wire.sampling import FinishReason, SamplingParams
 
@@ -160,9 +160,9 @@ async def test_a_target_that_is_lost_again_and_again_is_given_up() -> None:
     for number in range(Policy(0).max_target_opens):
         await until(lambda number=number: len(target.links) > number)
         target.links[-1].lose()
-    with pytest.raises(Unavailable, match="target lost"):
+    with pytest.raises(Internal, match="target lost"):
         await asyncio.wait_for(task, 2)
-    assert len(target.opens) == Policy(0).max_target_opens
+    assert [request.suspect for request in target.opens] == [False, False, True]
 
 
 async def test_targets_that_are_lost_after_progress_do_not_add_up() -> None:
@@ -174,6 +174,7 @@ async def test_targets_that_are_lost_after_progress_do_not_add_up() -> None:
         if target.links[-1].open and len(target.links) < 10:
             target.links[-1].lose()
     assert ids_of(rounds) == expected(PROMPT, 40) and len(target.opens) == 10 > 2 * Policy(0).max_target_opens
+    assert not any(request.suspect for request in target.opens)
 
 
 # Targets and drafts that are full.

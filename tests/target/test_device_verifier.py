@@ -90,7 +90,7 @@ def on_device(checkpoint: Any, *, captured: bool) -> Harness:
     if captured:
         runner: ModelRunner = harness.engine._runner
         runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
-        harness.engine._verifier = verifier_of(runner, VOCAB)
+        harness.engine._computer.verifier = verifier_of(runner, VOCAB)
     return harness
 
 

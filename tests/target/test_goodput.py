@@ -98,7 +98,7 @@ def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel) -> None:
         harness.send(Piece(index, 0, len(PROMPTS[index]) + 1, (40, 41, 42, 43)), Credit(index, 1 << 20, 4))
     learn_a_little(harness)
     harness.send(opened(9, [7] * 200, max_tokens=2), Credit(9, 1 << 20, 0))
-    entries = harness.engine.scheduler.plan(0.0)
+    entries = harness.engine.scheduler.plan(harness.engine.scheduler.runnable(0.0))
     assert [len(entry.window.ids) for entry in entries] == [0, 0, 0, 0, 0]
     assert entries[-1].target.key == (1, 9) and entries[-1].num_rows == 64  # an eighth of 512
 

@@ -86,6 +86,8 @@ async def test_the_end_of_a_stream_releases_everything(service: TargetService) -
         stream.send(opened(1, range(3, 60), max_tokens=100), Credit(1, 60, 0))
         await receive(stream, 1)
         assert pool.num_free < pool.num_blocks
+        info = decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+        assert 0 < info.load.free_blocks < pool.num_blocks
     for _ in range(100):
         if pool.num_free == pool.num_blocks:
             break

@@ -81,6 +81,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         one_hot=st.booleans(),
         method=TEXTS,
         model_digest=TEXTS,
+        suspect=st.booleans(),
     ),
     "close": st.builds(m.Close, UINT32),
     "closed": st.builds(m.Closed, UINT32),

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from outrider.wire.address import dial_target, listen_target
 from outrider.wire.channel import connect
 from outrider.wire.errors import InvalidArgument, Unavailable
 from outrider.wire.health import HealthMonitor
-from outrider.wire.server import build_server
+from outrider.wire.server import build_server, serve_until_signal
 
 SERVICE = "outrider.v1.TargetService"
 Serving = health_pb2.HealthCheckResponse.ServingStatus.Name
@@ -158,3 +159,16 @@ async def test_reflection_lists_the_services() -> None:
         answer = await call.read()
         assert SERVICE in {service.name for service in answer.list_services_response.service}
         call.cancel()
+
+
+async def test_the_process_ends_where_the_work_behind_its_server_does() -> None:
+    """As a device that is lost: the error is raised, and the address is free for the next process."""
+    work: Future[None] = Future()
+    server = build_server("127.0.0.1:0", [SERVICE], lambda grpc_server: None)
+    serving = asyncio.create_task(serve_until_signal(server, name="test", work=work))
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        await becomes(channel, "SERVING")
+    work.set_exception(RuntimeError("the device is gone"))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await asyncio.wait_for(serving, 5)
+    await build_server(server.address, [SERVICE], lambda grpc_server: None).stop()

@@ -57,7 +57,9 @@ async def serve(settings: DraftSettings) -> None:
             health=build_health(engine, thread),
             enable_reflection=settings.reflection,
         )
-        await serve_until_signal(server, name="draft", grace_s=settings.grace_s, on_drain=servicer.drain)
+        await serve_until_signal(
+            server, name="draft", grace_s=settings.grace_s, on_drain=servicer.drain, work=thread.ended
+        )
     finally:
         await asyncio.to_thread(thread.stop)
         await asyncio.to_thread(stop_tracing)

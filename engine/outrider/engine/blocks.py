@@ -86,6 +86,11 @@ class BlockPool:
         """Whether the block is findable by its prefix."""
         return block in self._key_of
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Drops the cached prefixes of these blocks."""
+        for block in blocks:
+            self._forget(block)
+
     def clear_cache(self) -> None:
         """Forgets every cached prefix; blocks in use stay in use."""
         self._key_of.clear()

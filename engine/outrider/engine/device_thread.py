@@ -30,6 +30,20 @@ class DeviceStopped(RuntimeError):
     """The device thread has ended and takes nothing more."""
 
 
+class DeviceLost(RuntimeError):
+    """The device takes no more work from this process, as after an illegal access: only a new process can use it."""
+
+
+def require_device(device: torch.device) -> None:
+    """To be called after an error on a device: raises DeviceLost, from the device's own error, if it stays."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLost(f"{device} cannot be used any more: {error}") from error
+
+
 class Worker(Protocol[CommandIn]):
     """What runs on the device thread. No method of it is ever called from elsewhere."""
 
@@ -41,7 +55,8 @@ class Worker(Protocol[CommandIn]):
         wait for a command before the next step."""
 
     def on_error(self, error: Exception) -> None:
-        """`handle` or `step` raised. Fails what it must; if this raises too, the thread ends."""
+        """`handle` or `step` raised. Fails what it must; if this raises too, the thread ends. It ends at once by
+        DeviceLost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,8 @@ class DeviceThread(Generic[Command]):
         self._lock = threading.Lock()
         self._open = True
         self._step_started: float | None = None
+        self.ended: Future[None] = Future()
+        """Done when the thread has ended; with the error that ended it, if it was not `stop`."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -122,14 +139,20 @@ class DeviceThread(Generic[Command]):
             torch.set_num_threads(self._num_threads)
         if self._device.type == "cuda":
             _take_device(self._device)
+        failed: Exception | None = None
         try:
             wait: float | None = None
             while self._apply(wait):
                 wait = self._step()
-        except Exception:
+        except Exception as error:
             logger.critical("%s ends: its worker could not recover", self._thread.name, exc_info=True)
+            failed = error
         finally:
             self._close()
+        if failed is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(failed)
 
     def _apply(self, wait: float | None) -> bool:
         """Waits as long as the worker asked for, then takes everything that is queued; False to end."""
@@ -167,6 +190,8 @@ class DeviceThread(Generic[Command]):
             self._step_started = None
 
     def _report(self, error: Exception, what: str) -> None:
+        if isinstance(error, DeviceLost):
+            raise error
         logger.error("%s: %s failed", self._thread.name, what, exc_info=error)
         self._worker.on_error(error)
 

@@ -113,6 +113,10 @@ class SequenceCache:
             self.pool.register(sequence.block_table[index], key)
             sequence.block_keys.append(key)
 
+    def forget(self, sequence: Sequence, num_found: int) -> None:
+        """Nobody finds the sequence's blocks any more, but for the first `num_found` tokens'."""
+        self.pool.forget(sequence.block_table[num_found // self.block_size :])
+
     def release(self, sequence: Sequence) -> None:
         """Gives all blocks back; the sequence must be computed again (or found in the prefix cache) to go on."""
         self.pool.release(sequence.block_table)

@@ -39,8 +39,9 @@ from outrider.wire.messages import (
 )
 from outrider.wire.validate import validate_piece
 
-RESOURCE_EXHAUSTED, UNAVAILABLE = 8, 14  # gRPC's numbers; the core knows no grpc
+RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
 DRAINING = "DRAINING"  # the reason of a service that refuses what is new
+SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
 
 
 @dataclass(slots=True)
@@ -257,6 +258,8 @@ class SpeculationCore:
         self.has_run |= failure.reason != DRAINING
         if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
             return [self._open_target()]
+        if failure.reason == "TARGET_LOST" and self._target_opens > SUSPECT_AFTER:
+            failure = replace(failure, code=INTERNAL)  # it may be what ends them: not to be tried again
         self.finished = True
         return [CloseDraft(), Fail(failure)]
 
@@ -266,7 +269,8 @@ class SpeculationCore:
         self._target_opens += 1
         self._target_credit = self._renewed_target_credit()
         like = None if self._model is None else self._model.arithmetic
-        return OpenTarget(self._open_request(), (self._target_credit, *self._journal), like)
+        request = replace(self._open_request(), suspect=self._target_opens > SUSPECT_AFTER)
+        return OpenTarget(request, (self._target_credit, *self._journal), like)
 
     def _open_draft(self) -> OpenDraft:
         self._draft_until, self._draft_credit = 0, None

@@ -19,7 +19,7 @@ class Policy:
     max_branches: int = 0  # that the draft may hold for other outcomes of it
     plain_ahead: int = 16  # plain tokens that the target may commit beyond what the gateway has seen
     max_unread: int = 256  # committed tokens that a slow client may leave unread before credit stops
-    max_target_opens: int = 4  # times in a row without a commit, before a lost target ends the request
+    max_target_opens: int = 3  # times in a row without a commit, the last one alone in its steps, before it is given up
     reopen_s: float = 15.0  # how long a sequence whose target was lost waits for another
 
     @property

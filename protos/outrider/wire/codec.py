@@ -72,6 +72,7 @@ def encode_open(message: Open, *, with_ids: bool = True) -> pb.Open:
         one_hot=message.one_hot,
         method=message.method,
         model_digest=message.model_digest,
+        suspect=message.suspect,
     )
 
 
@@ -95,6 +96,7 @@ def decode_open(message: pb.Open) -> Open:
         one_hot=message.one_hot,
         method=message.method,
         model_digest=message.model_digest,
+        suspect=message.suspect,
     )
 
 

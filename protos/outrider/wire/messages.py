@@ -48,6 +48,7 @@ class Open:
     one_hot: bool = False
     method: str = ""
     model_digest: str = ""  # of the target that it is for; empty: any
+    suspect: bool = False  # it may be what ended the targets that it was open on
 
 
 @dataclass(frozen=True, slots=True)

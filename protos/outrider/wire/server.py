@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +121,12 @@ async def serve_until_signal(
     drain_delay_s: float = 0.0,
     on_drain: Callable[[], None] | None = None,
     on_stopped: Callable[[], Awaitable[None]] | None = None,
+    work: Future[None] | None = None,
 ) -> None:
     """Starts, prints where, and serves until SIGTERM or SIGINT. Then: not ready at once; calls are still taken for the
     drain delay, until balancers send no more; `on_drain` (streams say that they drain and refuse new sequences); wait
-    for running calls up to the grace period, stop. A second signal ends the process at once."""
+    for running calls up to the grace period, stop. A second signal ends the process at once. Where `work` ends before,
+    the server stops at once and its error is raised."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -135,12 +138,18 @@ async def serve_until_signal(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if work is not None:
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(stop.set))
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection that walked it would hold the loop up for tenths of a second
     try:
         await server.start()
         print(f"{name} listening on {server.address}", flush=True)
         await stop.wait()
+        if work is not None and work.done():
+            await server.stop()
+            work.result()
+            return
         log.info("%s: draining, for at most %g s", name, drain_delay_s + grace_s)
         await server.health.drain()
         await asyncio.sleep(drain_delay_s)

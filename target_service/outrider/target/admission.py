@@ -68,10 +68,10 @@ def admit(
     try:
         whole = _with_prompt(message, parent)
         _check(whole, limits)
+        sampler = _sampler(whole, limits)
     except OutriderError as error:
         raise Refused(to_failure(message.sequence_id, error)) from error
     sequence = Sequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt)
-    sampler = SequenceSampler(whole.sampling, whole.prompt_ids, whole.output_ids, limits.eos_ids, limits.vocab_size)
     return TargetSequence(
         key=key,
         open=whole,
@@ -87,6 +87,14 @@ def admit(
         last_commit=now,
         ready_since=now,
     )
+
+
+def _sampler(message: Open, limits: TargetLimits) -> SequenceSampler:
+    sampling, prompt_ids, output_ids = message.sampling, message.prompt_ids, message.output_ids
+    try:
+        return SequenceSampler(sampling, prompt_ids, output_ids, limits.eos_ids, limits.vocab_size)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from error
 
 
 def _with_prompt(message: Open, parent: TargetSequence | None) -> Open:

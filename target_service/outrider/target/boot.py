@@ -61,7 +61,9 @@ async def serve(settings: TargetSettings) -> None:
     service = build(settings, await asyncio.to_thread(load, settings))
     try:
         on_drain = service.servicer.drain
-        await serve_until_signal(service.server, name="target", grace_s=settings.grace_s, on_drain=on_drain)
+        await serve_until_signal(
+            service.server, name="target", grace_s=settings.grace_s, on_drain=on_drain, work=service.thread.ended
+        )
     finally:
         await asyncio.to_thread(service.thread.stop)
         await asyncio.to_thread(stop_tracing)
@@ -78,7 +80,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     costs = thread.call(engine.profile).result()
-    servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs))
+    servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs), engine.load)
 
     async def probe() -> None:
         await asyncio.wrap_future(thread.call(engine.probe))

@@ -1,42 +1,34 @@
-"""The target's engine, run by the device thread: commands in, one ragged step at a time, commits out to the sinks."""
+"""The target's engine, run by the device thread: commands in, one ragged step at a time, commits out to the sinks.
+
+A fault costs the sequence that it is met with, never those that share its step, its stream or the engine."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import grpc
-from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.blocks import BlockPool, OutOfBlocks
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sequence import SequenceCache
 from outrider.target.admission import Refused, TargetLimits, admit
+from outrider.target.committing import commit, drafted_and_accepted
+from outrider.target.computing import ComputedStep, StepComputer
 from outrider.target.gathering import Gathering
 from outrider.target.goodput import Goodput
-from outrider.target.outcome import Outcome, origins_of, outcome_of
+from outrider.target.isolation import run_apart
 from outrider.target.profile import StepCosts, measure_steps
-from outrider.target.reports import position_logprobs, report_prompt
-from outrider.target.scheduler import Scheduler, StepEntry
+from outrider.target.scheduler import Scheduler
 from outrider.target.state import Sink, TargetSequence
 from outrider.target.step_report import StepReport, report_step
-from outrider.target.verifier import Judged, Verdict
+from outrider.target.verifier import Verdict
 from outrider.target.verifiers import verifier_of
-from outrider.wire.messages import (
-    Close,
-    Closed,
-    Commit,
-    Credit,
-    Failure,
-    Load,
-    Open,
-    Piece,
-    StepTimings,
-    TargetCommand,
-)
+from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, Load, Open, Piece, StepTimings, TargetCommand
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +79,10 @@ class TargetEngine:
         self._cut_windows = cut_windows
         self._arrivals = 0
         self._step_ended = 0.0
-        self._verifier = verifier_of(runner, limits.vocab_size)
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = SequenceCache(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
         self.scheduler = Scheduler(self.cache, max_rows, limits.max_window)
+        self._computer = StepComputer(runner, verifier_of(runner, limits.vocab_size), clock)
         self._gathering = Gathering()
 
     def handle(self, command: EngineCommand) -> None:
@@ -99,41 +91,36 @@ class TargetEngine:
             for ended in [t for t in self.scheduler.sequences.values() if t.key[0] == command.stream]:
                 self.scheduler.remove(ended)
             return
-        message, sink = command.message, command.sink
-        if isinstance(message, Open):
-            self._open(command.stream, message, sink)
-            return
-        target = self.scheduler.sequences.get((command.stream, message.sequence_id))
-        if isinstance(message, Close):
+        sequence_id = command.message.sequence_id
+        try:
+            self._apply(command)
+        except Exception:
+            log.exception("a %s of sequence %d failed", type(command.message).__name__, sequence_id)
+            target = self.scheduler.sequences.get((command.stream, sequence_id))
             if target is not None:
                 self.scheduler.remove(target)
-            sink(Closed(message.sequence_id))
+            code = grpc.StatusCode.INTERNAL.value[0]
+            command.sink(Failure(sequence_id, code, "a message failed in the engine; see the log", "COMMAND_FAILED"))
             self._flush()
-        elif target is not None:  # else it finished or failed before this arrived
-            self._update(target, message, self._clock() if command.received is None else command.received)
 
     def step(self, now: float) -> float | None:
-        """Runs one ragged step, or says how long nothing is due."""
+        """Runs one ragged step, or says how long nothing is due. Raises DeviceLost when the process has to end."""
         self._expire(now)
         due = self.scheduler.next_due(now)
         if due is None or due > now:
             return 0.0 if self._prepare_ahead() else self._wait(due, now)
         if hold := self._gathering.hold(self.scheduler.sequences.values(), now):
             return 0.0 if self._prepare_ahead() else hold
-        entries = self.scheduler.plan(now)
-        if not entries:
-            return BLOCKED_S
-        try:
-            self._run(entries, now)
-        except Exception:
-            log.exception("a step of %d sequences failed", len(entries))
-            for entry in entries:
-                self._fail(entry.target, grpc.StatusCode.INTERNAL, "the step failed; see the log", "STEP_FAILED")
+        has_run = False
+        for step in run_apart(self.scheduler.runnable(now), self._compute, self._give_up):
+            if step is not None:
+                has_run = True
+                self._commit_step(step)
         self._flush()
-        return 0.0
+        return 0.0 if has_run else BLOCKED_S
 
     def on_error(self, error: Exception) -> None:
-        """A bug outside of a step: every sequence fails, the service goes on."""
+        """A bug that is no one sequence's: every sequence fails, the service goes on."""
         log.error("the engine failed", exc_info=error)
         for target in list(self.scheduler.sequences.values()):
             self._fail(target, grpc.StatusCode.INTERNAL, "the engine failed; see the log", "ENGINE_FAILED")
@@ -159,11 +146,25 @@ class TargetEngine:
         return costs
 
     def load(self) -> Load:
-        """The present load."""
-        sequences = self.scheduler.sequences.values()
+        """The present load; from any thread."""
+        sequences = list(self.scheduler.sequences.values())  # at once: commands and steps change it
         running = sum(1 for target in sequences if target.has_credit)
         waiting = sum(1 for target in sequences if not target.admitted)
         return Load(running, waiting, self.cache.pool.num_free)
+
+    def _apply(self, command: StreamCommand) -> None:
+        message, sink = command.message, command.sink
+        if isinstance(message, Open):
+            self._open(command.stream, message, sink)
+            return
+        target = self.scheduler.sequences.get((command.stream, message.sequence_id))
+        if isinstance(message, Close):
+            if target is not None:
+                self.scheduler.remove(target)
+            sink(Closed(message.sequence_id))
+            self._flush()
+        elif target is not None:  # else it finished or failed before this arrived
+            self._update(target, message, self._clock() if command.received is None else command.received)
 
     def _open(self, stream: int, message: Open, sink: Sink) -> None:
         parent = self.scheduler.sequences.get((stream, message.fork_of)) if message.fork_of is not None else None
@@ -204,119 +205,77 @@ class TargetEngine:
 
     def _prepare_ahead(self) -> bool:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
-        waiting = [target for target in self.scheduler.sequences.values() if target.has_credit]
-        return any(self._verifier.prepare(target) for target in waiting)
+        for target in [target for target in self.scheduler.sequences.values() if target.has_credit]:
+            with self._charging(target, "random numbers"):
+                if self._computer.verifier.prepare(target):
+                    return True
+        return False
 
     def _wait(self, due: float | None, now: float) -> float | None:
         deadlines = [t.deadline for t in self.scheduler.sequences.values() if t.deadline is not None]
         wakes = [*deadlines, *([due] if due is not None else [])]
         return max(0.0, min(wakes) - now) if wakes else None
 
-    def _run(self, entries: Sequence[StepEntry], now: float) -> None:
-        """Compute, judge, commit."""
-        started_ns, started = time.time_ns(), self._clock()
-        logits = self._runner.forward([entry.batch_entry() for entry in entries])
-        verdicts = self._verifier.verify(logits, self._judged(entries, logits))
-        sampled = self._clock()
-        self._gathering.ran(sampled - started, chunked=any(not entry.samples for entry in entries))
-        if self.scheduler.goodput is not None and all(entry.num_rows == entry.num_judging for entry in entries):
-            num_rows, pause_s = sum(entry.num_rows for entry in entries), started - self._step_ended
-            self.scheduler.goodput.ran(num_rows, (sampled - started) * 1e6, pause_s * 1e6)
-        self._step_ended = sampled
-        step_us = round((sampled - started) * 1e6)
-        verify_us = min(self._runner.last_forward_us, step_us)  # known now, also where it ran behind the host's back
-        timings = StepTimings(
-            verify_us=verify_us,
-            sample_us=step_us - verify_us,
-            num_rows=sum(entry.num_rows for entry in entries),
-            num_sequences=len(entries),
-        )
-        load = self.load()  # once a step: it looks at every sequence
-        for verdict in verdicts:
-            queue_us = max(0, round((started - verdict.entry.target.ready_since) * 1e6))
-            self._commit(verdict, replace(timings, queue_us=queue_us), load, sampled)
-        for entry in entries:
+    def _compute(self, targets: Sequence[TargetSequence]) -> ComputedStep | None:
+        """A step of these, as far as there are rows and blocks. If it raises, all are as before."""
+        entries = self.scheduler.plan(targets)
+        try:
+            return self._computer.compute(entries) if entries else None
+        except Exception:
+            self.scheduler.roll_back(entries)
+            raise
+
+    def _commit_step(self, step: ComputedStep) -> None:
+        """Commits every verdict, and what was computed of prompts."""
+        self._observe(step)
+        timings, load = step.timings(), self.load()  # once a step: it looks at every sequence
+        for verdict in step.verdicts:
+            with self._charging(verdict.entry.target, "a commit"):
+                self._commit(verdict, timings, load, step)
+        for entry in step.entries:
             if not entry.samples:
-                entry.target.sequence.num_computed_tokens = entry.start + entry.num_rows
-                self.cache.publish(entry.target.sequence, entry.committed)
+                with self._charging(entry.target, "a prompt's chunk"):
+                    entry.target.sequence.num_computed_tokens = entry.start + entry.num_rows
+                    self.cache.publish(entry.target.sequence, entry.committed)
         if self._on_step is not None:
-            self._on_step(report_step(entries, verdicts, started_ns))
+            self._on_step(report_step(step.entries, step.verdicts, step.started_ns))
 
-    def _judged(self, entries: Sequence[StepEntry], logits: Tensor) -> list[Judged]:
-        """Reads prompt log probabilities off their rows; the last rows of each entry judge its window."""
-        judged, end = [], 0
-        for entry in entries:
-            start, end = end, end + entry.num_logits
-            if entry.target.wants_prompt_logprobs:
-                report_prompt(entry, logits[start:end])
-            if entry.samples:
-                judged.append(Judged(entry, range(end - entry.num_judging, end)))
-        return judged
+    def _observe(self, step: ComputedStep) -> None:
+        """Learns what steps take."""
+        self._gathering.ran(step.seconds, chunked=any(not entry.samples for entry in step.entries))
+        if self.scheduler.goodput is not None and all(entry.num_rows == entry.num_judging for entry in step.entries):
+            pause_s = step.started - self._step_ended
+            self.scheduler.goodput.ran(step.num_rows, step.seconds * 1e6, pause_s * 1e6)
+        self._step_ended = step.ended
 
-    def _commit(self, verdict: Verdict, timings: StepTimings, load: Load, now: float) -> None:
-        entry, target = verdict.entry, verdict.entry.target
+    def _commit(self, verdict: Verdict, timings: StepTimings, load: Load, step: ComputedStep) -> None:
+        target = verdict.entry.target
         if verdict.invalid:
             message = "the target's logits hold NaN or infinity, or no token is allowed"
+            self.cache.forget(target.sequence, target.num_cached_ids)  # nobody shall find what it computed
             self._fail(target, grpc.StatusCode.INTERNAL, message, "INVALID_LOGITS")
             return
-        self._learn(verdict)
-        outcome = self._settle(verdict)
-        target.last_commit = target.ready_since = now
-        if entry.committed == target.prompt_len + len(target.open.output_ids):
-            target.patience_spent = False  # the first token waited for no draft; from here on patience counts
-        target.sink(
-            Commit(
-                sequence_id=target.open.sequence_id,
-                position=entry.committed,
-                ids=outcome.ids,
-                origins=outcome.origins,
-                chain=entry.window.chain,
-                num_drafted=len(entry.window.ids),
-                num_accepted=verdict.num_accepted,
-                logprobs=position_logprobs(verdict.logprobs[: len(outcome.ids)]),
-                finish_reason=outcome.finish_reason,
-                stop_token_id=outcome.stop_token_id,
-                dropped=target.chains.take_dropped(),
-                timings=timings,
-                load=load,
-                num_cached_ids=target.num_cached_ids,
-            )
-        )
-        if outcome.finish_reason is not None:
+        if self.scheduler.goodput is not None:
+            self.scheduler.goodput.judged(target.acceptance, *drafted_and_accepted(verdict))
+        committed = commit(verdict, self.cache, self.limits.eos_ids, timings, load, step.started, step.ended)
+        target.sink(committed)
+        if committed.finish_reason is not None:
             target.finished = True
             self.scheduler.remove(target)
 
-    def _learn(self, verdict: Verdict) -> None:
-        """Counts what held. A plain token tests a held one, too, where a token holds by being the target's own."""
-        target, num_drafted, num_accepted = verdict.entry.target, len(verdict.entry.window.ids), verdict.num_accepted
-        if self.scheduler.goodput is None:
-            return
-        if not num_drafted and not target.rejects:
-            held = target.chains.window(1).ids
-            num_drafted, num_accepted = len(held), int(held == verdict.ids[:1])
-        self.scheduler.goodput.judged(target.acceptance, num_drafted, num_accepted)
+    @contextmanager
+    def _charging(self, target: TargetSequence, what: str) -> Iterator[None]:
+        """What raises in here costs this sequence, and no other."""
+        try:
+            yield
+        except Exception:
+            log.exception("%s of sequence %d failed", what, target.open.sequence_id)
+            self._fail(target, grpc.StatusCode.INTERNAL, f"{what} failed in the engine; see the log", "COMMIT_FAILED")
 
-    def _settle(self, verdict: Verdict) -> Outcome:
-        """Puts the outcome in the place of the window: tokens, sampling state, cache, chains."""
-        entry, target = verdict.entry, verdict.entry.target
-        origins = origins_of(len(entry.window.ids), verdict.num_accepted, len(verdict.ids) > verdict.num_accepted)
-        num_output = entry.committed - target.prompt_len
-        outcome = outcome_of(
-            verdict.ids,
-            origins,
-            target.open.sampling,
-            self.limits.eos_ids,
-            num_output,
-            target.tokens_left_at(entry.committed),
-        )
-        sequence = target.sequence
-        sequence.tokens[entry.committed :] = outcome.ids
-        sequence.num_computed_tokens = entry.start + entry.num_rows
-        self.cache.truncate(sequence, len(sequence))
-        self.cache.publish(sequence, len(sequence))
-        target.sampler.append(outcome.ids)
-        target.chains.advance()
-        return outcome
+    def _give_up(self, target: TargetSequence, error: Exception) -> None:
+        """A step of this sequence alone failed."""
+        log.error("sequence %d ends: its step fails", target.open.sequence_id, exc_info=error)
+        self._fail(target, grpc.StatusCode.INTERNAL, "the sequence's step failed; see the log", "STEP_FAILED")
 
     def _fail(self, target: TargetSequence, code: grpc.StatusCode, message: str, reason: str) -> None:
         target.finished = True

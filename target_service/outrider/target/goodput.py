@@ -155,10 +155,11 @@ class Goodput:
             return self._pause_us + self.time.at(min(max_rows, rows + more))
 
         chosen = best_rows(gains, tokens, max_rows - rows, time_at)
-        self._cut_us = 0.0 if chosen == whole else self._cut_us + time_at(sum(chosen))
-        if PROBE_SHARE * self._cut_us >= time_at(sum(whole)):
+        longest = best_rows(gains, tokens, max_rows - rows, lambda _: 1.0)  # whole, where there are rows for all
+        self._cut_us = 0.0 if chosen == longest else self._cut_us + time_at(sum(chosen))
+        if PROBE_SHARE * self._cut_us >= time_at(sum(longest)):
             self._cut_us = 0.0
-            return whole
+            return longest
         return chosen
 
 

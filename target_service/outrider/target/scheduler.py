@@ -18,7 +18,7 @@ from outrider.target.chains import EMPTY_WINDOW, Window
 from outrider.target.goodput import Goodput, Wish
 from outrider.target.state import SequenceKey, TargetSequence
 
-PROMPT_SHARE = 0.75  # of the time of the windows in a step, that a prompt may add to it
+PROMPT_SHARE = 0.7  # of the time of the windows in a step, that prompts may add to it
 LEAST_PROMPT_ROWS = 1 / 8  # of a step's rows: few windows cost so little time that their share would keep prompts small
 
 
@@ -90,6 +90,7 @@ class Scheduler:
         self.goodput: Goodput | None = None  # with one, windows are cut where sequences share a step
         self.sequences: dict[SequenceKey, TargetSequence] = {}
         self._num_steps = 0
+        self._suspect_ran = False  # in the last step
 
     def add(self, target: TargetSequence) -> None:
         """Takes a new sequence."""
@@ -97,37 +98,53 @@ class Scheduler:
 
     def remove(self, target: TargetSequence) -> None:
         """Releases a sequence's blocks and forgets it."""
-        self.cache.release(target.sequence)
         self.sequences.pop(target.key, None)
+        self.cache.release(target.sequence)
 
     def next_due(self, now: float) -> float | None:
         """When the earliest sequence may run; None when all are without credit."""
         dues = [due for target in self.sequences.values() if (due := target.due(now)) is not None]
         return min(dues, default=None)
 
-    def plan(self, now: float) -> list[StepEntry]:
-        """The next step: the oldest sequence, then windows, then prompts, each within its share of the rows. Blocks are
-        reserved and windows appended."""
-        ready = self._runnable(now)
+    def plan(self, ready: Sequence[TargetSequence]) -> list[StepEntry]:
+        """A step of sequences that are ready, in their order, with prompts and windows each within their share of the
+        rows. Blocks are reserved and windows appended; if it raises, no longer."""
         prompts = {target.key: target for target in ready if self._is_prompt(target)}
         shares = self._divide([target for target in ready if target.key not in prompts], list(prompts.values()))
         budget, left = self.max_rows, {False: shares.windows, True: shares.prompts}
         entries: list[StepEntry] = []
         self._num_steps += 1
-        for target in ready:
-            is_prompt = target.key in prompts
-            rows = min(budget, left[is_prompt])
-            limit = shares.limits.get(target.key, self.max_window)
-            entry = self._enter(target, rows, limit, entries) if rows > 0 else None
-            if entry is not None:
-                entries.append(entry)
-                budget -= entry.num_rows
-                left[is_prompt] -= entry.num_rows
-                target.last_step = self._num_steps
+        try:
+            for target in ready:
+                is_prompt = target.key in prompts
+                rows = min(budget, left[is_prompt])
+                limit = shares.limits.get(target.key, self.max_window)
+                entry = self._enter(target, rows, limit, entries) if rows > 0 else None
+                if entry is not None:
+                    entries.append(entry)
+                    budget -= entry.num_rows
+                    left[is_prompt] -= entry.num_rows
+                    target.last_step = self._num_steps
+        except Exception:
+            self.roll_back(entries)
+            raise
         return entries
 
-    def _runnable(self, now: float) -> list[TargetSequence]:
-        """The oldest first: it always advances. Then windows, those that ran last at the end; then prompts by age."""
+    def roll_back(self, entries: Iterable[StepEntry]) -> None:
+        """Takes the windows of a step that failed off their sequences again."""
+        for entry in entries:
+            self.cache.truncate(entry.target.sequence, entry.committed)
+
+    def runnable(self, now: float) -> list[TargetSequence]:
+        """Who may be in the next step, in order: the oldest, which always advances; windows, those that ran last at the
+        end; prompts by age. A suspect is in steps of its own, which take turns with those of all others."""
+        ready = self._ready(now)
+        suspects = [target for target in ready if target.is_suspect]
+        others = [target for target in ready if not target.is_suspect]
+        self._suspect_ran = bool(suspects) and not (others and self._suspect_ran)
+        return [min(suspects, key=lambda target: (target.last_step, target.arrival))] if self._suspect_ran else others
+
+    def _ready(self, now: float) -> list[TargetSequence]:
         ready = [t for t in self.sequences.values() if (due := t.due(now)) is not None and due <= now]
         computing: dict[SequenceKey, int] = {}  # per group of forks the oldest whose prompt is not computed
         for target in self.sequences.values():
@@ -169,9 +186,8 @@ class Scheduler:
         shapes = [self._shape(t, self.max_rows, limits.get(t.key, self.max_window)) for t in windows]
         wanted = min(for_windows, sum(shape.num_rows for shape in shapes))
         for_prompts = self.max_rows - wanted
-        if self.goodput is not None:
-            share = PROMPT_SHARE * max(1.0, len(prompts) / num_decoding)
-            in_time = self.goodput.time.rows_beside(max(wanted, num_decoding), share)
+        if self.goodput is not None and len(prompts) < num_decoding:  # else more wait than are held up
+            in_time = self.goodput.time.rows_beside(max(wanted, num_decoding), PROMPT_SHARE)
             for_prompts = min(for_prompts, max(1, in_time, int(LEAST_PROMPT_ROWS * self.max_rows)))
         return RowShares(for_windows, for_prompts, limits)
 

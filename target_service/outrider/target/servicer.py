@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from outrider.engine.device_thread import DeviceStopped, DeviceThread
@@ -13,7 +15,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 from outrider.wire.codec_info import encode_target_info
 from outrider.wire.errors import InvalidArgument, Unavailable, to_failure
 from outrider.wire.frames import TARGET_STREAM
-from outrider.wire.messages import Close, Credit, Piece, TargetCommand, TargetInfo
+from outrider.wire.messages import Close, Credit, Load, Piece, TargetCommand, TargetInfo
 from outrider.wire.outbox import Outboxes
 from outrider.wire.served import ServedStreams
 from outrider.wire.stream import Batch, FrameStream, server_stream
@@ -25,8 +27,10 @@ SERVICE = "outrider.v1.TargetService"
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """One engine, many gateways' streams."""
 
-    def __init__(self, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: TargetInfo) -> None:
-        self._thread, self._outboxes, self._info = thread, outboxes, info
+    def __init__(
+        self, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: TargetInfo, load: Callable[[], Load]
+    ) -> None:
+        self._thread, self._outboxes, self._info, self._load = thread, outboxes, info, load
         self._streams = ServedStreams()
         self._numbers = itertools.count(1)
 
@@ -46,8 +50,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self._thread.submit(StreamEnded(number))
 
     async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:
-        """Describes the model and its limits."""
-        return encode_target_info(self._info)
+        """Describes the model, its limits and its load."""
+        return encode_target_info(replace(self._info, load=self._load()))
 
     def drain(self) -> None:
         """No new sequences; every stream ends after its last one."""

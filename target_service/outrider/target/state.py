@@ -71,6 +71,11 @@ class TargetSequence:
         return self.committed - self.prompt_len - len(self.open.output_ids)
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ended the targets that it was open on; a token committed clears it."""
+        return self.open.suspect and not self.num_own_tokens
+
+    @property
     def greedy(self) -> bool:
         """Whether the most probable token is taken."""
         return self.open.sampling.greedy
