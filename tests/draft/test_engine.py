@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -273,3 +274,37 @@ def test_a_failed_step_fails_its_sequences_only() -> None:
     harness.method.proposer.runner.forward = forward  # type: ignore[method-assign]
     assert [len(ids) for ids in harness.ids(credit(2, 6))] == [4]
     harness.check()
+
+
+def test_of_a_failed_step_only_the_sequence_that_fails_alone_ends() -> None:
+    def pieces(bad: int) -> dict[int, list[tuple[int, ...]]]:
+        """Of the sequences whose prompt does not begin with `bad`, as a device thread would run the engine."""
+        harness = Harness()
+        forward = harness.method.proposer.runner.forward
+
+        def fragile(entries: Sequence[BatchEntry]) -> torch.Tensor:
+            if any(entry.start == 0 and entry.token_ids[0] == bad for entry in entries):
+                raise RuntimeError("injected")
+            return forward(entries)
+
+        harness.method.proposer.runner.forward = fragile  # type: ignore[method-assign]
+        harness.send(*(new_open(number, [10 + number, 3, 4]) for number in range(1, 6)))
+        harness.send(*(credit(number, 9) for number in range(1, 6)))
+        wait: float | None = 0.0
+        while wait == 0.0:
+            try:
+                wait = harness.engine.step(time.monotonic())
+            except RuntimeError as error:
+                harness.engine.on_error(error)
+        harness.check()
+        failed = [event.sequence_id for event in harness.events if isinstance(event, Failure)]
+        assert failed == ([bad - 10] if bad else [])
+        drafted: dict[int, list[tuple[int, ...]]] = {number: [] for number in range(1, 6)}
+        for event in harness.events:
+            if isinstance(event, Piece):
+                drafted[event.sequence_id].append(event.ids)
+        return drafted
+
+    clean = pieces(bad=0)
+    assert all(clean.values())
+    assert pieces(bad=13) == clean | {3: []}

@@ -19,6 +19,7 @@ from outrider.draft.state import DraftSequence, ModelState, SequenceKey
 from outrider.draft.tracing import record_step
 from outrider.engine.batch import BatchEntry
 from outrider.engine.blocks import BlockPool, OutOfBlocks
+from outrider.engine.device_thread import require_device
 from outrider.engine.sequence import SequenceCache
 from outrider.proposers.draft_rows import Drafted, DraftRows
 from outrider.wire.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, to_failure
@@ -77,6 +78,7 @@ class DraftEngine:
         self._sequences: dict[SequenceKey, DraftSequence] = {}
         self._outbox: defaultdict[int, list[DraftEvent]] = defaultdict(list)
         self._in_step: list[DraftSequence] = []
+        self._suspects: list[DraftSequence] = []  # were in a step that failed: each runs alone next
         self._arrivals = 0
 
     @property
@@ -100,12 +102,13 @@ class DraftEngine:
         that is wanted where no model is."""
         self._expire(now)
         self._match_tokens()
-        steps = self._scheduler.plan(self._sequences.values()) if self._model else []
-        growing = self._grower.plan(self._sequences.values(), MAX_GROWING) if self._grower else []
+        drafts = [self._suspects.pop(0)] if self._suspects else list(self._sequences.values())
+        steps = self._scheduler.plan(drafts) if self._model else []
+        growing = self._grower.plan(drafts, MAX_GROWING) if self._grower else []
         if self._model and (steps or growing):
             self._draft(self._model, steps, growing)
         self._flush()
-        if steps or growing or (self._model and self._prepare(self._model)):
+        if steps or growing or self._suspects or (self._model and self._prepare(self._model)):
             return 0.0
         if any(draft.wants_tokens for draft in self._sequences.values()):
             return STALLED_S
@@ -113,11 +116,16 @@ class DraftEngine:
         return max(min(deadlines) - now, 0.001) if deadlines else None
 
     def on_error(self, error: Exception) -> None:
-        """A step failed: so do its sequences, and the others go on. A bug before it was planned would meet the next one
-        again: then all fail."""
-        for draft in list(self._in_step or self._sequences.values()):
+        """A step failed: its sequences run again, each alone, and the one that fails so ends. A bug before it was
+        planned would meet the next one again: then all fail. Raises DeviceLost if the device is unusable."""
+        if self._model is not None:
+            require_device(self._model.proposer.runner.model.device)
+        in_step, self._in_step = self._in_step, []
+        if len(in_step) > 1:
+            self._suspects = in_step
+            return
+        for draft in in_step or list(self._sequences.values()):
             self._fail(draft.key, Internal(f"a draft step failed: {type(error).__name__}"))
-        self._in_step = []
         self._flush()
 
     def probe(self) -> None:
@@ -252,6 +260,7 @@ class DraftEngine:
         draft = self._sequences.pop(key, None)
         if draft is not None:
             draft.released = True
+            self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
             self._scheduler.release(draft)
 
     def _flush(self) -> None:
