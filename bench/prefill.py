@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.commands.bench_machine import describe, share_cores
+from outrider.commands.bench_machine import describe
 from outrider.commands.bench_result import Json
 from outrider.commands.bench_store import dump
 from outrider.engine.memory import build_runner
@@ -133,12 +133,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="tokens of the prompt (default: 1000)")
     parser.add_argument("--steps", type=int, default=20, help="steps of the streams alone (default: 20)")
     parser.add_argument("--repeats", type=int, default=3, help="how often all is measured (default: 3)")
-    parser.add_argument("--threads", type=int, default=share_cores().num_all, help="threads (default: all cores)")
+    parser.add_argument("--threads", type=int, default=describe().cores, help="threads (default: all cores)")
     parser.add_argument("--json", type=Path, help="where to store the result")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     runs = measure(options)
-    result: Json = {"machine": asdict(describe(share_cores())), "options": _plain(options), "runs": runs}
+    result: Json = {"machine": asdict(describe()), "options": _plain(options), "runs": runs}
     print(table(runs))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
