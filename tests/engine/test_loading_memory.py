@@ -1,0 +1,85 @@
+"""What loading needs beside the weights that are kept: no more than a layer, or the largest tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import tiny_config
+
+from outrider.engine.models.decoder_config import parse_config
+from outrider.engine.models.weights import expected_shapes
+from outrider.kernels.cpu_library import cpu_library
+from outrider.pairs import pair_path
+
+SHAPE = {
+    "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 12_000,
+}  # fmt: skip
+SLACK = 8 << 20  # of the interpreter
+NUMBERS = {"layer": 3_934_208, "tensor": 12_000 * 512, "all": 35_900_000}  # of that shape, rounded up
+EXPANSION = {"layer": 15_740_000, "tensor": 8_400_000}
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells anonymous memory")
+
+
+def save(folder: Path, family: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: object) -> Path:
+    """A checkpoint of SHAPE."""
+    config = tiny_config(family, **SHAPE)
+    state = {
+        name: torch.full(shape, 0.01, dtype=dtype) for name, shape in expected_shapes(parse_config(config)).items()
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | options))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def measure(*cases: tuple[str, Path]) -> list[dict[str, int]]:
+    """Bytes `held` and at the `peak` of each way and checkpoint, in a process of their own whose allocator keeps
+    nothing that is freed."""
+    arguments = [str(part) for case in cases for part in case]
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("measure_loading.py")), *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": str(64 << 10)},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr[-4000:]
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def check(found: dict[str, int], *, beside: int, held: int | None = None) -> None:
+    """Bytes: `beside` the larger of a layer and the largest tensor, `held` at most what is kept."""
+    assert found["peak"] <= 1.1 * (found["held"] + beside) + SLACK, found
+    assert held is None or 0.9 * held <= found["held"] <= held + SLACK, found
+
+
+def test_loading_needs_little_beside_the_packed_weights(tmp_path: Path) -> None:
+    """In the checkpoint's 16 bits by the C kernels, as 32 bits by PyTorch's."""
+    if cpu_library() is None:
+        pytest.skip("no C compiler")
+    folder = save(tmp_path / "halves")
+    native, pytorch = measure(("c", folder), ("pytorch", folder))
+    check(native, beside=2 * NUMBERS["tensor"], held=2 * NUMBERS["all"])
+    check(pytorch, beside=4 * NUMBERS["tensor"])
+
+
+@pytest.mark.slow
+def test_loading_needs_little_in_every_way(tmp_path: Path) -> None:
+    """Numbers that 16 bits do not hold, transformers' models, and the embedded pair's expansion."""
+    if cpu_library() is None:
+        pytest.skip("no C compiler")
+    wide, half = save(tmp_path / "wide", dtype=torch.float32), save(tmp_path / "half", dtype=torch.float16)
+    registry = save(tmp_path / "registry", "gemma2", hidden_activation="gelu")
+    cases = (("c", wide), ("c", half), ("registry", registry), ("expand", pair_path().target))
+    *floats, transformers, expansion = measure(*cases)
+    for found in floats:
+        check(found, beside=4 * NUMBERS["tensor"], held=4 * NUMBERS["all"])
+    check(transformers, beside=4 * NUMBERS["tensor"])
+    check(expansion, beside=2 * EXPANSION["layer"])
