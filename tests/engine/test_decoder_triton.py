@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from tiny import SMALLEST, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import build_decoder
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.runner import ModelRunner
 
 LENGTH = 40
@@ -50,6 +52,20 @@ def run(runner: ModelRunner, steps: list[list[tuple[int, int, int]]]) -> Tensor:
         for step in steps
     ]
     return torch.cat(logits).cpu()
+
+
+def test_float16_is_nearer_than_bfloat16(triton_everywhere: torch.device) -> None:
+    """By the kernels, whose logits are float32."""
+    model, ids = tiny_hf_model("llama", **SMALLEST), tokens(0, 9)
+    expected = hf_logits(model, ids)
+    errors = []
+    for dtype in (torch.float16, torch.bfloat16):
+        config = parse_config(tiny_config("llama", **SMALLEST))
+        runner = ModelRunner(Decoder(config, tiny_state(model), dtype=dtype, device=triton_everywhere), num_blocks=12)
+        logits = runner.forward([BatchEntry(ids, 0, TABLES[0], len(ids))]).cpu()
+        assert logits.dtype == torch.float32
+        errors.append(float((logits - expected).abs().max() / expected.std()))
+    assert errors[0] < 0.01 and errors[0] < errors[1] / 4, errors
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, KERNELS, cpu_kernels, hf_logits, save_tiny, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import LoadedModel, build_decoder, find_device, load_model
+from outrider.engine.loader import LoadedModel, build_decoder, compute_dtype, find_device, load_model
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.cpu_decoder import NativeDecoder
 from outrider.engine.models.decoder import Decoder
@@ -119,6 +120,44 @@ def test_dtype_by_name(folder: Path) -> None:
     assert load_model(folder, dtype="bfloat16").model.dtype == torch.bfloat16
     with pytest.raises(UnsupportedModel, match="float8"):
         load_model(folder, dtype="float8")
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_float16_checkpoint_computes_in_float32_on_a_cpu(folder: Path, kernels: str, tmp_path: Path) -> None:
+    """Exactly as the same numbers stored in float32."""
+    halves, floats = (shutil.copytree(folder, tmp_path / name) for name in ("halves", "floats"))
+    state = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(state, halves / "model.safetensors")
+    save_file({name: tensor.float() for name, tensor in state.items()}, floats / "model.safetensors")
+    with cpu_kernels(kernels):
+        loaded, same = load_model(halves), load_model(floats)
+    assert loaded.model.dtype == torch.float32 and torch.equal(logits_of(loaded), logits_of(same))
+
+
+def test_float16_is_for_gpus(folder: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"dtype: is 'float16'; allowed on a CPU: auto, float32, bfloat16$"):
+        load_model(folder, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "expected"),
+    [
+        ({"model_type": "llama", "torch_dtype": "float16"}, "auto", torch.float16),
+        ({"model_type": "llama", "dtype": "bfloat16"}, "auto", torch.bfloat16),
+        ({"model_type": "llama"}, "auto", torch.bfloat16),
+        ({"model_type": "llama"}, "float16", torch.float16),
+        ({"model_type": "gemma3", "text_config": {"dtype": "float16"}}, "auto", torch.bfloat16),
+        ({"model_type": "gemma2"}, "float16", "for 'gemma2': auto, float32, bfloat16$"),
+    ],
+)
+def test_compute_types_on_a_gpu(config: dict[str, Any], name: str, expected: torch.dtype | str) -> None:
+    """Gemma's hidden states exceed float16's range, from its second version on."""
+    gpu = torch.device("cuda")
+    if isinstance(expected, torch.dtype):
+        assert compute_dtype(name, gpu, config) == expected
+    else:
+        with pytest.raises(UnsupportedModel, match=expected):
+            compute_dtype(name, gpu, config)
 
 
 def test_built_in_memory_equals_loaded(folder: Path) -> None:

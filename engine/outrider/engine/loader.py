@@ -81,7 +81,7 @@ def load_model(
     device = find_device(device)
     folder = Path(path)
     config = checkpoint.read_config(folder)
-    weights_dtype = _dtype(dtype, device, config)
+    weights_dtype = compute_dtype(dtype, device, config)
     generation = checkpoint.read_json(folder / "generation_config.json")
     files = checkpoint.weight_files(folder)
     model_type = str(config.get("model_type"))
@@ -126,7 +126,7 @@ def build_decoder(
     """Our own decoder from the contents of a config.json and tensors in memory, by their Hugging Face names."""
     device = find_device(device)
     parsed = parse_config(dict(config), max_model_len)
-    model = _decoder(parsed, state, _dtype(dtype, device, config), device, batch_invariant)
+    model = _decoder(parsed, state, compute_dtype(dtype, device, config), device, batch_invariant)
     return LoadedModel(
         model=model,
         model_type=str(config["model_type"]),
@@ -180,7 +180,7 @@ def _decoder(
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
 
 
-def _dtype(name: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
+def compute_dtype(name: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
     """On the CPU "auto" is float32, elsewhere bfloat16, or float16 where the checkpoint is. Raises UnsupportedModel."""
     on_cpu, model_type = device.type == "cpu", config.get("model_type")
     allowed = ["float32", "bfloat16"]

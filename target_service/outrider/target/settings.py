@@ -16,10 +16,14 @@ class TargetSettings(ServiceSettings):
 
     section: ClassVar[str] = "target"
 
-    model: Path = Field(description="folder of the checkpoint (Hugging Face layout, safetensors)")
+    model: Path = Field(
+        description="folder of the checkpoint (Hugging Face layout, safetensors), or a hub id: ORG/NAME"
+    )
     listen: str = Field("127.0.0.1:50051", description="address to serve on: HOST:PORT, :PORT or unix:PATH")
     name: str = Field("", description="name to serve the model under (default: the folder's name)")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="compute type; auto: float32 on a CPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="compute type; auto: float32 on a CPU; float16 is for GPUs"
+    )
     device: str = Field("cpu", description="where the model runs")
     threads: int | None = Field(None, ge=1, le=256, description="threads of a pass (default: all cores)")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the model's)")
