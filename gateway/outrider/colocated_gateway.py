@@ -21,6 +21,7 @@ from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.config import ServiceSettings, parse_settings
 from outrider.wire.errors import OutriderError
 from outrider.wire.health import HealthMonitor
+from outrider.wire.hub import locate
 from outrider.wire.server import build_server, serve_until_signal
 from outrider.wire.tracing import setup_tracing
 from outrider.wire.validate import MAX_DRAFT_TOKENS
@@ -39,8 +40,8 @@ class ColocatedSettings(ServiceSettings):
 
     section: ClassVar[str] = "colocated"
 
-    target: Path = Field(description="folder of the target's checkpoint, and of the tokenizer")
-    draft: Path = Field(description="folder of the draft's checkpoint")
+    target: Path = Field(description="folder of the target's checkpoint, and of the tokenizer, or a hub id: ORG/NAME")
+    draft: Path = Field(description="folder of the draft's checkpoint, or a hub id: ORG/NAME")
     listen: str = Field("127.0.0.1:50050", description="address to serve on: HOST:PORT, :PORT or unix:PATH")
     num_draft_tokens: int = Field(4, ge=0, le=MAX_DRAFT_TOKENS, description="tokens drafted a round")
     threads: int | None = Field(None, ge=1, le=256, description="threads for each model's products (default: torch's)")
@@ -77,6 +78,7 @@ async def _serve(settings: ColocatedSettings) -> None:
     from outrider.engine.device_thread import set_switch_interval
 
     set_switch_interval()
+    settings = settings.model_copy(update={name: locate(getattr(settings, name)) for name in ("target", "draft")})
     target, draft = await _load(settings)
     try:
         tokenizer = Tokenizer.load(settings.target)

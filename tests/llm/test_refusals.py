@@ -32,8 +32,8 @@ QUIET: dict[str, Any] = {"use_tqdm": False}
         ({"gpu_memory_utilization": "a"}, "gpu_memory_utilization must be a number in (0, 1], got 'a'"),
         ({"trust_remote_code": "no"}, "trust_remote_code must be True or False, got 'no'"),
         ({"override_generation_config": "a"}, "override_generation_config must be a dict, got 'a'"),
-        ({"model": 5}, "model must be a folder's path, a str or a Path; got 5"),
-        ({"tokenizer": b"x"}, "tokenizer must be a folder's path, a str or a Path; got b'x'"),
+        ({"model": 5}, "model must be a folder's path or a hub id, a str or a Path; got 5"),
+        ({"tokenizer": b"x"}, "tokenizer must be a folder's path or a hub id, a str or a Path; got b'x'"),
     ],
 )  # fmt: skip
 def test_keywords_of_llm(given: dict[str, Any], message: str, tiny_pair: TinyPair) -> None:

@@ -25,6 +25,7 @@ from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.ngram import NgramProposer
 from outrider.wire.cores import usable_threads
 from outrider.wire.health import HealthMonitor
+from outrider.wire.hub import locate, model_name
 from outrider.wire.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.wire.outbox import Outboxes
 from outrider.wire.ports import require_free
@@ -45,6 +46,7 @@ async def serve(settings: DraftSettings) -> None:
     threads = settings.threads or usable_threads()
     torch.set_num_threads(threads)
     stop_tracing = setup_tracing("outrider-draft", settings.trace_file)
+    settings = await asyncio.to_thread(located, settings)
     methods, info = await asyncio.to_thread(load_methods, settings)
     engine = DraftEngine(make_methods(methods), settings.max_sequences, settings.max_rows, tracer=installed_tracer())
     thread: DeviceThread[EngineCommand] = DeviceThread(engine, "draft-device", threads, settings.device)
@@ -74,6 +76,13 @@ def build_health(engine: DraftEngine, thread: DeviceThread[EngineCommand]) -> He
     return HealthMonitor(
         [SERVICE], probe=probe, is_alive=lambda: thread.is_alive and thread.step_age_s() < DEVICE_TIMEOUT_S
     )
+
+
+def located(settings: DraftSettings) -> DraftSettings:
+    """With the checkpoint's folder in place of a hub id. Raises ModelNotFound."""
+    if settings.model is None:
+        return settings
+    return settings.model_copy(update={"model": locate(settings.model)})
 
 
 def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
@@ -118,7 +127,7 @@ def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod
     folder = settings.model
     vocabulary = read_vocabulary(folder) if folder is not None else None
     info = ModelInfo(
-        name=settings.name or (folder.resolve().name if folder is not None else settings.method),
+        name=settings.name or (model_name(folder) if folder is not None else settings.method),
         digest=loaded.digest,
         vocab_size=loaded.vocab_size,
         max_model_len=method.capacity,

@@ -33,6 +33,7 @@ from outrider.commands.processes import ServiceFailed, Services
 from outrider.gateway.policy import Policy
 from outrider.pairs import pair_path
 from outrider.wire.errors import OutriderError
+from outrider.wire.hub import locate
 from outrider.wire.sampling import AcceptanceRule
 
 DESCRIPTION = (
@@ -143,7 +144,8 @@ def _folders(settings: BenchSettings, stack: ExitStack) -> tuple[Folders, str]:
     """The checkpoints, and what to call them. The expansion is written to a folder that ends with the bench, because
     peers load folders."""
     if settings.target is not None and settings.draft is not None:
-        return Folders(settings.target, settings.draft), f"{settings.target.name} with {settings.draft.name}"
+        folders = Folders(locate(settings.target), locate(settings.draft))
+        return folders, f"{settings.target.name} with {settings.draft.name}"
     pair = pair_path(settings.pair)
     if not settings.expand:
         return Folders(pair.target, pair.draft), f"the embedded pair {settings.pair}"

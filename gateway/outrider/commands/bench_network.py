@@ -30,6 +30,7 @@ from outrider.commands.fleet import Folders
 from outrider.commands.processes import ServiceFailed
 from outrider.pairs import pair_path
 from outrider.wire.errors import OutriderError
+from outrider.wire.hub import locate
 
 DESCRIPTION = (
     "Measure what the network between the services costs: time per token over delays, jitter and stalls between them, "
@@ -113,7 +114,8 @@ def _folders(settings: NetworkSettings) -> tuple[Folders, str]:
     """The checkpoints, and what to call them."""
     of = "the expansion of " if settings.expand else ""
     if settings.target is not None and settings.draft is not None:
-        return Folders(settings.target, settings.draft), f"{of}{settings.target.name} with {settings.draft.name}"
+        folders = Folders(locate(settings.target), locate(settings.draft))
+        return folders, f"{of}{settings.target.name} with {settings.draft.name}"
     pair = pair_path(settings.pair)
     return Folders(pair.target, pair.draft), f"{of}the embedded pair {settings.pair}"
 

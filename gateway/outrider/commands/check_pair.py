@@ -13,6 +13,7 @@ from pydantic import Field
 from outrider.commands.arguments import parse
 from outrider.commands.complaints import load_tokenizer, one_line, read_text, require_config
 from outrider.wire.config import ServiceSettings
+from outrider.wire.hub import locate
 
 if TYPE_CHECKING:
     from outrider.commands.agreement import Agreement
@@ -28,8 +29,8 @@ class CheckPairSettings(ServiceSettings):
 
     section: ClassVar[str] = "check_pair"
 
-    target: Path = Field(description="folder of the target's checkpoint")
-    draft: Path = Field(description="folder of the draft's checkpoint")
+    target: Path = Field(description="folder of the target's checkpoint, or a hub id: ORG/NAME")
+    draft: Path = Field(description="folder of the draft's checkpoint, or a hub id: ORG/NAME")
     text: Path | None = Field(None, description="text file to compare the models on; absent: they are not loaded")
     num_draft_tokens: int = Field(4, ge=1, le=128, description="drafted tokens of a round, for the estimates")
     max_tokens: int = Field(2048, ge=2, description="tokens read of the text")
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
     settings = parse(CheckPairSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
+        weights = settings.text is not None
+        folders = {name: locate(getattr(settings, name), weights=weights) for name in ("target", "draft")}
+        settings = settings.model_copy(update=folders)
         if settings.text is not None:
             for folder, flag in ((settings.target, "--target"), (settings.draft, "--draft")):
                 require_config(folder, flag)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from outrider.gateway.tokenizer import Tokenizer
 from outrider.wire.errors import Unavailable
+from outrider.wire.hub import locate
 
 # By any of these a folder may have a tokenizer; those without tokenizer.json are read by transformers.
 TOKENIZER_FILES = (
@@ -29,7 +30,8 @@ def of_gateway(error: Exception, address: str) -> str:
 
 
 def load_tokenizer(folder: Path, flag: str) -> Tokenizer:
-    """The tokenizer of a folder that a flag names. Raises ValueError."""
+    """The tokenizer of a folder, or a hub's model, that a flag names. Raises ValueError."""
+    folder = locate(folder, weights=False)
     _require_folder(folder, flag)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{flag}: {folder} has no tokenizer: expected tokenizer.json, or tokenizer.model")

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
         signal.signal(number, _leave)
     painter = make_painter(settings.plain)
     try:
-        settings.check_folders()
+        settings = settings.located()
         for address in filter(None, (settings.listen, settings.http)):
             require_free(address)
         with Services() as services:

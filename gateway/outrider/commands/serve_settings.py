@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from outrider.commands.fleet import GRACE_S, LOOPBACK
 from outrider.pairs import pair_path
 from outrider.wire.config import ServiceSettings
+from outrider.wire.hub import locate
 
 NGRAM = "ngram"
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
@@ -23,9 +24,11 @@ class ServeSettings(ServiceSettings):
     section: ClassVar[str] = "serve"
 
     target: Path | None = Field(
-        None, description="folder of the target's checkpoint; also the bare argument (default: the embedded pair's)"
+        None, description="folder or hub id of the target's checkpoint; also the bare argument (the embedded pair's)"
     )
-    draft: str = Field("", description=f"folder of the draft's checkpoint, or {NGRAM}, short for --method {NGRAM}")
+    draft: str = Field(
+        "", description=f"folder or hub id of the draft's checkpoint, or {NGRAM}, short for --method {NGRAM}"
+    )
     method: Literal["draft_model", "ngram"] = Field(
         "draft_model", description="how drafts are made by default; ngram looks up the text so far and needs no model"
     )
@@ -37,8 +40,8 @@ class ServeSettings(ServiceSettings):
     mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
         None, description="how far the draft runs ahead (the gateway's: auto)"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
-        None, description="compute type of both models (auto: float32 on a CPU)"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
+        None, description="compute type of both models (auto: float32 on a CPU; float16 is for GPUs)"
     )
     device: str | None = Field(None, description="where both models run, as cpu or cuda (the services': cpu)")
     draft_device: str | None = Field(None, description="where the draft runs, if elsewhere")
@@ -83,8 +86,19 @@ class ServeSettings(ServiceSettings):
             return pair_path(self.pair).draft
         return Path(self.draft) if self.draft else None
 
-    def check_folders(self) -> None:
-        """Refuses what no service could load, before any is started."""
+    def located(self) -> Self:
+        """With folders in place of hub ids: what is downloaded shows its progress here. Refuses what no service could
+        load, before any is started."""
+        found: dict[str, object] = {}
+        if self.target is not None:
+            found["target"] = locate(self.target, trust_remote_code=self.trust_remote_code)
+        if self.draft:
+            found["draft"] = str(locate(self.draft))
+        settings = self.model_copy(update=found)
+        settings._check_folders()
+        return settings
+
+    def _check_folders(self) -> None:
         for folder in (self.target_folder, self.draft_folder):
             if folder is not None and not (folder / "config.json").is_file():
                 raise ValueError(f"{folder} is no folder of a checkpoint: it has no config.json")

@@ -26,6 +26,7 @@ from outrider.wire.channel import MAX_MESSAGE_BYTES
 from outrider.wire.config import ServiceSettings, parse_settings
 from outrider.wire.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.wire.health import HealthMonitor
+from outrider.wire.hub import ModelNotFound, locate
 from outrider.wire.messages import DraftInfo, TargetInfo
 from outrider.wire.ports import require_free
 from outrider.wire.server import Server, build_server, serve_until_signal
@@ -55,7 +56,7 @@ class GatewaySettings(ServiceSettings):
         default_factory=list,
         description=f'Address of a draft service, or several; or "{LOCAL_NGRAM}" for prompt lookup in process',
     )
-    tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer")
+    tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
     draft_tokenizer: Path | None = Field(
         default=None, description="Folder of the draft's checkpoint, to pair models whose tokenizers differ a little"
     )
@@ -236,7 +237,9 @@ async def _start_http(settings: GatewaySettings, engine: GenerationEngine, serve
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
     try:
-        return Tokenizer.load(folder)
+        return Tokenizer.load(locate(folder, weights=False))
+    except ModelNotFound as error:
+        raise FailedPrecondition(str(error)) from error
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
         raise FailedPrecondition(f"cannot load a tokenizer from {folder}: {error}") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outrider.llm.checks import is_finite, is_int
+from outrider.wire.hub import is_hub_id
 from outrider.wire.sampling import AcceptanceRule
 from outrider.wire.validate import ALL_LOGPROBS, SPECULATION_MODES
 
@@ -36,8 +37,8 @@ FLAGS = ("trust_remote_code", "enforce_eager", "disable_log_stats", "batch_invar
 def check_arguments(arguments: EngineArguments) -> None:
     """Every field alone. Raises ValueError."""
     for name, path in (("model", arguments.model), ("tokenizer", arguments.tokenizer)):
-        if path is not None and not path.is_dir():
-            raise ValueError(f"{name}: there is no folder {path}; nothing is downloaded, so give one")
+        if path is not None and not path.is_dir() and not is_hub_id(path):
+            raise ValueError(f"{name}: there is no folder {path}; allowed: a folder, or a hub id (org/name)")
     for name, (least, most) in BOUNDS.items():
         _check_integer(name, getattr(arguments, name), least, most)
     share: object = arguments.gpu_memory_utilization

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from outrider.llm.argument_checks import BOUNDS, check_arguments
 from outrider.llm.checks import is_int
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.errors import Unsupported, unknown_keyword
+from outrider.wire.hub import locate
 from outrider.wire.sampling import AcceptanceRule, LogprobsMode
 from outrider.wire.validate import MAX_LOGPROBS
 
-DTYPES = {"auto": "auto", "float32": "float32", "float": "float32", "bfloat16": "bfloat16"}
+DTYPES = {name: name for name in ("auto", "float32", "bfloat16", "float16")} | {"float": "float32", "half": "float16"}
 ACCEPTANCE = {rule.name.lower(): rule for rule in AcceptanceRule}
 ONE_DEVICE = "the target runs on one device"
 TEXT_ONLY = "models take text alone"
@@ -34,9 +35,9 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_expert_parallel": ((False,), ONE_DEVICE),
     "distributed_executor_backend": ((None, "uni"), ONE_DEVICE),
     "quantization": ((None,), "weights are computed in float32 or bfloat16"),
-    "revision": ((None,), "models are folders: give the folder of that revision"),
-    "code_revision": ((None,), "models are folders: give the folder of that revision"),
-    "tokenizer_revision": ((None,), "tokenizers are folders: give the folder of that revision"),
+    "revision": ((None,), "a part of the model's hub id: org/name@revision"),
+    "code_revision": ((None,), "code is of the model's revision"),
+    "tokenizer_revision": ((None,), "a part of the tokenizer's hub id: org/name@revision"),
     "hf_overrides": ((None, {}), "the checkpoint's config.json holds"),
     "hf_config_path": ((None,), "the checkpoint's config.json holds"),
     "config_format": (("auto", "hf"), "checkpoints are in Hugging Face's layout"),
@@ -62,8 +63,8 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "profiler_config": ((None,), "use a profiler of Python, or OpenTelemetry spans"),
     "disable_custom_all_reduce": ((False, True), ONE_DEVICE),
     "enable_return_routed_experts": ((False,), "it is not there"),
-    "hf_token": ((None,), "models are folders: nothing is downloaded"),
-    "download_dir": ((None,), "models are folders: nothing is downloaded"),
+    "hf_token": ((None,), "the variable HF_TOKEN holds"),
+    "download_dir": ((None,), "the variable HF_HOME holds"),
 }
 
 # Names of before `speculative_config`, and of after it.
@@ -128,6 +129,15 @@ class EngineArguments:
                 raise unknown_keyword(name, [*known, *FIXED, *OLD, *SHORT, "speculative_config"], "LLM")
         return cls(**_converted(kept))
 
+    def located(self) -> EngineArguments:
+        """With folders in place of hub ids. Raises ModelNotFound, a ValueError."""
+        model, tokenizer = self.model, self.tokenizer
+        return replace(
+            self,
+            model=None if model is None else locate(model, trust_remote_code=self.trust_remote_code),
+            tokenizer=None if tokenizer is None else locate(tokenizer, weights=False),
+        )
+
     def acceptance_for(self, seed: int | None) -> AcceptanceRule:
         """The rule of a request with this seed of its own. Coupled tokens depend on prompt, seed and target alone;
         under rejection they also depend on when a draft came, which no seed fixes."""
@@ -137,7 +147,7 @@ class EngineArguments:
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.gateway is None):
-            raise ValueError("LLM takes a model's folder, or gateway='host:port' of one that runs")
+            raise ValueError("LLM takes a model's folder or hub id, or gateway='host:port' of one that runs")
         check_arguments(self)
 
 
@@ -147,7 +157,7 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
     for name in ("model", "tokenizer"):
         if out.get(name) is not None:
             if not isinstance(out[name], str | PathLike):
-                raise TypeError(f"{name} must be a folder's path, a str or a Path; got {out[name]!r:.100}")
+                raise TypeError(f"{name} must be a folder's path or a hub id, a str or a Path; got {out[name]!r:.100}")
             out[name] = Path(out[name])
     if "dtype" in out:
         out["dtype"] = _dtype(out["dtype"])
@@ -167,7 +177,7 @@ def _converted(given: dict[str, Any]) -> dict[str, Any]:
 def _dtype(given: Any) -> str:
     name = str(given).removeprefix("torch.")
     if name not in DTYPES:
-        raise Unsupported(f"LLM(dtype={name!r}) is not supported: the engine computes in auto, float32 or bfloat16")
+        raise Unsupported(f"LLM(dtype={name!r}) is not supported: the engine computes in {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

@@ -180,8 +180,8 @@ class LLM:
         return True
 
     def _start(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> tuple[Backend, Statistics, JobMaker]:
-        arguments = self.arguments
-        if arguments.gateway is not None:
+        if self.arguments.gateway is not None:
+            arguments = self.arguments.located()
             attached = attach(self._runtime, arguments, config)
             k = attached.speculation.num_draft_tokens
             k = attached.num_draft_tokens if k is None else k
@@ -190,6 +190,7 @@ class LLM:
         speculation = SpeculativeConfig.supported(config)
         from outrider.llm.local import start_local  # torch comes with it: not for who only asks a gateway
 
+        arguments = self.arguments.located()
         k = (speculation.num_speculative_tokens or 0) if speculation is not None else 0
         statistics = Statistics(arguments.served_model_name or str(arguments.model), k, arguments.max_num_seqs)
         local = start_local(self._runtime, arguments, speculation, lambda: statistics.num_running)

@@ -32,6 +32,7 @@ from outrider.llm.runtime import LoopThread
 from outrider.proposers.ngram import NgramProposer
 from outrider.target.boot import load as load_target
 from outrider.target.settings import TargetSettings
+from outrider.wire.hub import locate
 from outrider.wire.messages import ModelInfo
 from outrider.wire.validate import MAX_N
 
@@ -99,9 +100,10 @@ def start_local(
     device = _device(arguments.device)
     tokenizer = Tokenizer.load(arguments.tokenizer or arguments.model)
     settings = _target_settings(arguments, arguments.model, device, speculation)
+    folder = _draft_folder(arguments, speculation)
     try:
         loaded = load_target(settings)
-        draft = _load_draft(arguments, speculation, device, loaded.max_model_len)
+        draft = _load_draft(arguments, speculation, folder, device, loaded.max_model_len)
     except UnsupportedModel as error:
         raise ValueError(str(error)) from error
     if settings.num_blocks is None:
@@ -114,11 +116,11 @@ def start_local(
         _warn(check_tokenizer(tokenizer, target.info.model))
         _warn(_shorter(target.info.model.max_model_len, loaded.max_model_len))
         drafter: Drafter | None = None
-        if draft is not None and speculation is not None:
-            draft_settings = _draft_settings(arguments, speculation, device, settings.num_blocks)
+        if draft is not None and folder is not None:
+            draft_settings = _draft_settings(arguments, folder, device, settings.num_blocks)
             drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop))
             peers.append(local)
-            _warn(check_pair(target.info.model, local.info.model, (tokenizer, Tokenizer.load(str(speculation.model)))))
+            _warn(check_pair(target.info.model, local.info.model, (tokenizer, Tokenizer.load(folder))))
         elif speculation is not None:
             drafter = LocalNgramDrafter(NgramProposer(speculation.prompt_lookup_min, speculation.prompt_lookup_max))
         if drafter is not None and speculation is not None and not speculation.schedule.constant:
@@ -166,12 +168,10 @@ def _target_settings(
     )
 
 
-def _draft_settings(
-    arguments: EngineArguments, speculation: SpeculativeConfig, device: str, num_blocks: int | None
-) -> DraftSettings:
+def _draft_settings(arguments: EngineArguments, folder: Path, device: str, num_blocks: int | None) -> DraftSettings:
     return DraftSettings.model_validate(
         {
-            "model": Path(str(speculation.model)),
+            "model": folder,
             "device": device,
             "threads": arguments.threads,
             "num_blocks": num_blocks,
@@ -182,14 +182,25 @@ def _draft_settings(
     )
 
 
-def _load_draft(
-    arguments: EngineArguments, speculation: SpeculativeConfig | None, device: str, target_len: int
-) -> LoadedModel | None:
+def _draft_folder(arguments: EngineArguments, speculation: SpeculativeConfig | None) -> Path | None:
+    """Of the draft model, if there is one."""
     if speculation is None or speculation.method != "draft_model":
         return None
-    folder = Path(str(speculation.model))
+    folder = locate(str(speculation.model), trust_remote_code=arguments.trust_remote_code)
     if not folder.is_dir():
-        raise ValueError(f"speculative_config: there is no folder {folder}; nothing is downloaded, so give one")
+        raise ValueError(f"speculative_config: there is no folder {folder}; allowed: a folder, or a hub id (org/name)")
+    return folder
+
+
+def _load_draft(
+    arguments: EngineArguments,
+    speculation: SpeculativeConfig | None,
+    folder: Path | None,
+    device: str,
+    target_len: int,
+) -> LoadedModel | None:
+    if speculation is None or folder is None:
+        return None
     if speculation.max_model_len is not None and speculation.max_model_len > target_len:
         raise ValueError(
             f"speculative_config: max_model_len={speculation.max_model_len} is more than the target's {target_len}"

@@ -24,6 +24,7 @@ from outrider.target.settings import TargetSettings
 from outrider.target.tracing import StepTracer
 from outrider.wire.cores import usable_threads
 from outrider.wire.health import HealthMonitor
+from outrider.wire.hub import locate, model_name
 from outrider.wire.messages import ModelInfo, TargetInfo
 from outrider.wire.outbox import Outboxes
 from outrider.wire.ports import require_free
@@ -55,6 +56,7 @@ class TargetService:
 async def serve(settings: TargetSettings) -> None:
     """Loads, serves, drains."""
     require_free(settings.listen)
+    settings = await asyncio.to_thread(located, settings)
     set_switch_interval()
     torch.set_num_threads(settings.threads or usable_threads())
     stop_tracing = setup_tracing("outrider-target", settings.trace_file)
@@ -116,6 +118,12 @@ def new_engine(
     )
 
 
+def located(settings: TargetSettings) -> TargetSettings:
+    """With the checkpoint's folder in place of a hub id. Raises ModelNotFound."""
+    folder = locate(settings.model, trust_remote_code=settings.trust_remote_code)
+    return settings.model_copy(update={"model": folder})
+
+
 def load(settings: TargetSettings) -> LoadedModel:
     """The checkpoint, or its function-preserving expansion, built in memory: a large target's cost with a real
     acceptance."""
@@ -164,7 +172,7 @@ def info_of(
     """What GetTargetInfo answers."""
     vocabulary = read_vocabulary(Path(settings.model))
     model = ModelInfo(
-        name=settings.name or Path(settings.model).resolve().name,
+        name=settings.name or model_name(settings.model),
         digest=loaded.digest,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
