@@ -11,6 +11,7 @@ from math import ceil
 import pytest
 from conftest import SEED
 
+from outrider.gateway.contests import Contests
 from outrider.gateway.controller import Controller
 from outrider.gateway.estimates import Acceptance, Mean
 from outrider.gateway.experience import Experience
@@ -97,7 +98,11 @@ def us_per_token(rounds: list[tuple[Plan, Round]]) -> float:
 
 
 def new(profile: Iterable[tuple[int, float]] = (), **limits: object) -> Controller:
-    return Controller(Limits(BASE, 8, **limits), Experience(VerifyCosts(profile)), lambda: 500.0)  # type: ignore[arg-type]
+    return alone(Limits(BASE, 8, **limits), Experience(VerifyCosts(profile)))  # type: ignore[arg-type]
+
+
+def alone(limits: Limits, known: Experience, contests: Contests | None = None) -> Controller:
+    return Controller(limits, known, contests or Contests(), lambda: 500.0)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def new(profile: Iterable[tuple[int, float]] = (), **limits: object) -> Controll
         (World(slower_ahead=1.4), {Mode.SEQUENTIAL}),  # both sides share their cores
         (World(acceptance=0.05, hits=0.2, between=8_000, draft_pass=6_000), {Mode.OFF}),  # a useless draft
         (World(per_row=40_000, verify=1_000), {Mode.OFF}),  # every row costs: the target is saturated
-        (World(sequences=8, draft_pass=1_500, hits=0.5), {Mode.SEQUENTIAL}),  # whoever is late misses a step
+        (World(sequences=8, draft_pass=1_500, hits=0.5), {Mode.SEQUENTIAL, Mode.BRANCHES}),  # the late miss a step
     ],
     ids=["branches", "any speculation", "sequential", "bad draft", "saturated", "shared steps"],
 )
@@ -123,20 +128,20 @@ def test_it_settles_at_the_cheapest_mode(world: World, modes: set[Mode]) -> None
 def test_a_target_that_would_wait_long_decodes_meanwhile() -> None:
     def four_in_branches() -> Controller:
         limits = Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,))
-        return Controller(limits, Experience(VerifyCosts()), lambda: 500.0)
+        return alone(limits, Experience(VerifyCosts()))
 
     far = play(World(verify=25_000, per_row=1_500, between=23_000, hits=0.0), four_in_branches())
     near = play(World(), four_in_branches())
     assert sum(not plan.waits for plan in far[200:]) > 160 and sum(plan.waits for plan in near[200:]) > 160
     assert Plan(Mode.BRANCHES, 3, waits=False).policy(BASE, 5).patience_ms == 0
-    assert all(plan.waits for plan in Limits(BASE, 8, weighs=True).plans())  # the law of rejection sampling
+    assert all(plan.waits for plan in Limits(BASE, 8, weighs=True).plans)  # the law of rejection sampling
 
 
 def test_what_one_request_learned_the_next_one_starts_with() -> None:
     controller = new()
     play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)
-    after = Controller(controller.limits, controller.known, lambda: 500.0)
-    assert after.plan is OFF and after.acceptance.at(0) < 0.2
+    after = alone(controller.limits, controller.known, controller.contests)
+    assert after.plan is OFF and after.forecast.acceptance.at(0) < 0.2
     looks = play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), after, 300)
     assert sum(plan is OFF for plan in looks) > 240
 
@@ -154,28 +159,44 @@ def test_a_window_that_the_target_cuts_is_worth_what_it_verified() -> None:
     assert sum(plan is OFF for plan in plans[400:]) > 640
 
 
-def test_the_windows_of_others_do_not_count_against_off() -> None:
-    """A plain token in steps of 32 sequences that all others fill with windows takes as long as these do: were it off's
-    own cost, nobody would be the first to stop."""
-    controller = new([(32, 70_000), (96, 140_000)], modes=(Mode.OFF,))
-    for index in range(1, 200):
-        timings = StepTimings(0, 140_000, 0, 96, 32)
-        controller.on_round(Round(index, Commit(0, 0, (1,), timings=timings), 0, 0.0, 0.14, 0))
-    assert controller.known.correction(OFF.way) == pytest.approx(1.0, abs=0.05)
-    assert controller.predicted_us(OFF) == pytest.approx(70_000, rel=0.1)
-
-
 def test_it_counts_on_those_who_run_now() -> None:
     """One stream after sixteen, or sixteen after one: what a step will hold is not what it held last."""
-    known = Experience(VerifyCosts([(1, 4_000.0), (16, 30_000.0), (64, 120_000.0)]))
-    known.num_rounds, running = 100, [16]
-    limits = Limits(BASE, 4)
-    assert Controller(limits, known, lambda: 500.0, lambda: running[0]).plan is OFF
+    known, contests = Experience(VerifyCosts([(1, 4_000.0), (16, 30_000.0), (64, 120_000.0)])), Contests()
+    running = [16]
+
+    def one_more() -> Controller:
+        return Controller(Limits(BASE, 4), known, contests, lambda: 500.0, lambda: running[0])
+
+    play(World(per_row=1_900, verify=2_100, sequences=16), one_more(), 600)
+    assert one_more().plan is OFF
     running[0] = 1
-    controller = Controller(limits, known, lambda: 500.0, lambda: running[0])
+    controller = one_more()
     assert controller.plan is not OFF
     running[0] = 16  # fifteen more came in the same moment
     assert controller.on_round(Round(0, Commit(0, 0, (1,)), 0, 0.0, 0.1, 0)) and controller.plan is OFF
+
+
+def test_what_is_tried_is_compared_with_the_leader_at_that_time() -> None:
+    """The machine is half as fast from the second trial on: that speaks against none."""
+    worlds = {True: World(), False: World(verify=80_000, draft_pass=1_400, between=4_000)}
+    dice, controller = random.Random(SEED), new(modes=(Mode.OFF, Mode.SEQUENTIAL, Mode.BRANCHES))
+    for index in range(1, 200):
+        controller.on_round(worlds[index < 20].round(controller.plan, index, dice))
+    contest = controller.contests.at(controller.limits, controller.common)
+    tried = {plan.mode: contest.us_per_token(plan, controller.common) for plan in contest._tried}
+    assert controller.plan.mode is not OFF and max(tried.values()) < 2.0 * min(tried.values())
+
+
+def test_all_try_a_plan_together() -> None:
+    """Of four requests that share their steps each follows the others' trial at its next round."""
+    known, contests, dice = Experience(VerifyCosts([(1, 40_000.0), (32, 44_000.0)])), Contests(), random.Random(SEED)
+    four = [Controller(Limits(BASE, 4), known, contests, lambda: 500.0, lambda: 4) for _ in range(4)]
+    together = []
+    for index in range(1, 120):
+        for controller in four:
+            controller.on_round(World(sequences=4).round(controller.plan, index, dice))
+        together.append(len({controller.plan for controller in four}) == 1)
+    assert sum(together) > 80 and len(contests.at(four[0].limits, four[0].common)._tried) >= 3
 
 
 def test_one_step_is_counted_once() -> None:
@@ -200,18 +221,22 @@ def test_plain_rounds_between_windows_are_counted_where_none_waits() -> None:
     """Each window here is followed by one plain token, whatever the clocks of the links say."""
     known = Experience(VerifyCosts([(1, 20_000.0), (8, 20_000.0)]))
     known.between.add(500_000.0)
-    controller = Controller(Limits(BASE, 4, fixed=True, modes=(Mode.CHAINS,)), known, lambda: 500.0)
+    controller = alone(Limits(BASE, 4, fixed=True, modes=(Mode.CHAINS,)), known)
     controller.plan = plan = Plan(Mode.CHAINS, 4, waits=False)
-    far = controller.predicted_us(plan)
+    far = controller.forecast.us_per_token(plan)
     for index in range(1, 40):
         k = 4 * (index % 2)
         commit = Commit(
             0, 0, (1,) * (k + 1), num_drafted=k, num_accepted=k, timings=StepTimings(0, 20_000, 0, k + 1, 1)
         )
+        controller._since_change = 9
         controller._learn(Round(index, commit, 4, 0.0, 0.02, 0))
-    assert known.plain_tokens(Mode.CHAINS) == pytest.approx(1.0, abs=0.2) and controller.predicted_us(plan) < 0.6 * far
+    assert (
+        known.plain_tokens(Mode.CHAINS) == pytest.approx(1.0, abs=0.2)
+        and controller.forecast.us_per_token(plan) < 0.6 * far
+    )
     for _ in range(300):
-        known.forget_others(OFF.way)
+        known.fade()
     assert known.plain_tokens(Mode.CHAINS) is None
 
 
@@ -223,7 +248,7 @@ def test_fewer_tokens_where_few_are_accepted() -> None:
 
 def test_off_is_left_once_speculation_pays_again() -> None:
     controller = new()
-    assert play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)[-1] is OFF or controller.known.rest > 32
+    assert play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)[-1] is OFF
     later = play(World(acceptance=0.9), controller, 1200)
     assert sum(plan is not OFF for plan in later[-200:]) > 180
 
@@ -245,9 +270,7 @@ def test_what_a_request_fixes_stays() -> None:
 @pytest.mark.parametrize(("between", "deep"), [(5_000, False), (40_000, False), (70_000, True), (150_000, True)])
 def test_branches_go_deep_where_they_come_late(between: float, deep: bool) -> None:
     """A verification takes 40 ms, five passes of the draft 3.5."""
-    controller = Controller(
-        Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,)), Experience(VerifyCosts()), lambda: 500.0
-    )
+    controller = alone(Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,)), Experience(VerifyCosts()))
     dice, world = random.Random(SEED), World(between=between, hits=0.5)
     changes = [controller.on_round(world.round(controller.plan, index, dice)) for index in range(1, 100)]
     policy = controller.policy

@@ -18,6 +18,7 @@ from simulation.world import Setting, World
 
 from outrider.draft import engine as draft_engine
 from outrider.gateway import driver
+from outrider.gateway.contests import Contests
 from outrider.gateway.controller import Controller
 from outrider.gateway.experience import Experience
 from outrider.gateway.plans import Limits
@@ -39,15 +40,21 @@ PASS_MS, ROW_MS = 0.6, 0.08  # of the draft
 def bursts(profile: Sequence[tuple[int, float]], num_requests: int, *, speculates: bool) -> list[float]:
     """The tokens a second of each burst."""
     known = Experience(VerifyCosts([(rows, 1e3 * ms) for rows, ms in profile]))
-    return [burst(known, profile, num_requests, number, speculates) for number in range(BURSTS)]
+    contests = Contests()
+    return [burst(known, contests, profile, num_requests, number, speculates) for number in range(BURSTS)]
 
 
 def burst(
-    known: Experience, profile: Sequence[tuple[int, float]], num_requests: int, number: int, speculates: bool
+    known: Experience,
+    contests: Contests,
+    profile: Sequence[tuple[int, float]],
+    num_requests: int,
+    number: int,
+    speculates: bool,
 ) -> float:
     """Tokens a second of requests that come together, to the end of the last."""
     costs = StepCosts(profile)
-    world = world_of(known, num_requests, number, speculates)
+    world = world_of(known, contests, num_requests, number, speculates)
     clock = world.clock
     world.target.seconds = lambda rows: 1e-3 * costs.at(rows)
     world.draft.seconds = lambda rows: 1e-3 * (PASS_MS + ROW_MS * rows)
@@ -62,7 +69,7 @@ def burst(
     return num_requests * TOKENS / clock.now
 
 
-def world_of(known: Experience, num_requests: int, number: int, speculates: bool) -> World:
+def world_of(known: Experience, contests: Contests, num_requests: int, number: int, speculates: bool) -> World:
     """Coupled requests; about three quarters of the drafted tokens are accepted."""
     target = Table.random(number, 40, 2.0)
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -79,7 +86,7 @@ def world_of(known: Experience, num_requests: int, number: int, speculates: bool
             arrives=ARRIVALS_S * index,
             think_s=0.0,
             stretch=Stretch(),
-            new_chooser=(lambda: Controller(limits, known, lambda: 1e3, num_running)) if speculates else None,
+            new_chooser=(lambda: Controller(limits, known, contests, lambda: 1e3, num_running)) if speculates else None,
         )
         for index in range(num_requests)
     ]

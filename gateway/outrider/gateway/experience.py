@@ -24,18 +24,6 @@ class Experience:
     draft_pass: Mean = field(default_factory=Mean)
     share: Mean = field(default_factory=lambda: Mean(1.0))  # sequences of a step over those that run here
     plain: dict[Hashable, Mean] = field(default_factory=dict)  # share of plain rounds where none waits, by mode
-    corrections: dict[Hashable, Mean] = field(default_factory=dict)  # measured over predicted, by way of decoding
-    rest: int = 0  # tokens between two looks at speculation while it does not pay
-    resting: int = 0  # of these still to go, all requests together
-
-    def correct(self, way: Hashable, ratio: float) -> None:
-        """Some rounds took `ratio` times what the formula says."""
-        self.corrections.setdefault(way, Mean(1.0, 1.0, 6.0)).add(ratio)
-
-    def correction(self, way: Hashable) -> float:
-        """What the formula's result is to be multiplied by."""
-        known = self.corrections.get(way)
-        return 1.0 if known is None else known.value
 
     def saw(self, mode: Hashable, plain: bool) -> None:
         """A round where none waits had a window, or only the target's own token."""
@@ -48,10 +36,7 @@ class Experience:
             return None
         return share.value / max(1 - share.value, 0.01)
 
-    def forget_others(self, way: Hashable) -> None:
-        """What was measured long ago counts less and less: another way becomes worth a try."""
-        for other, known in self.corrections.items():
-            if other != way:
-                known.value += FORGETTING * (1 - known.value)
+    def fade(self) -> None:
+        """What was seen long ago counts less and less."""
         for share in self.plain.values():
             share.weight *= 1 - FORGETTING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from outrider.gateway.policy import Policy
@@ -61,8 +61,13 @@ class Limits:
     weighs: bool = False  # rejection with weights: no token of the target's own where the chain goes on
     waits: bool = False  # the target always waits for a chain
 
-    def plans(self) -> Iterator[Plan]:
-        """Everything allowed. Under rejection the target must wait: when a chain comes is no business of the law's."""
+    plans: tuple[Plan, ...] = field(init=False)  # everything allowed
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plans", tuple(self._allowed()))
+
+    def _allowed(self) -> Iterator[Plan]:
+        """Under rejection the target must wait: when a chain comes is no business of the law's."""
         if Mode.OFF in self.modes:
             yield OFF
         for mode in self.modes:

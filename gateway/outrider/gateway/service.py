@@ -16,6 +16,7 @@ from opentelemetry import trace
 from outrider.gateway.admission import Admission, Party, Work
 from outrider.gateway.backends import Drafter, Verifier
 from outrider.gateway.completion import Completion, RequestRun
+from outrider.gateway.contests import Contests
 from outrider.gateway.controller import Controller
 from outrider.gateway.experience import Experience
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
@@ -68,7 +69,7 @@ class GenerationEngine:
         self._tracer = tracer or trace.get_tracer("outrider.gateway")
         self._draft_warnings = _OnceWarnings()
         self._num_running = 0  # sequences
-        self._known: tuple[str, Experience] | None = None  # of the model that was served last, by its digest
+        self._known: tuple[str, Experience, Contests] | None = None  # of the model that was served last, by its digest
 
     @property
     def model_name(self) -> str:
@@ -173,8 +174,8 @@ class GenerationEngine:
         most = min(most, info.max_window)
         limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
         if self._known is None or self._known[0] != info.model.digest:
-            self._known = info.model.digest, Experience(VerifyCosts(info.step_costs))
-        return Controller(limits, self._known[1], self._round_trips_us, lambda: self._num_running)
+            self._known = info.model.digest, Experience(VerifyCosts(info.step_costs)), Contests()
+        return Controller(limits, *self._known[1:], self._round_trips_us, lambda: self._num_running)
 
     def _max_admitted_tokens(self) -> int:
         """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may

@@ -1,0 +1,176 @@
+"""Which plan is fastest where it is tried. A forecast knows neither which cores draft and target share nor how windows
+of many sequences fall into steps; so the requests of a gateway try the promising plans together, one after another,
+and each is compared with the leader's rounds right before it: what happens to the whole machine hits both alike.
+
+A plan is known by the time of its rounds and by what they verified. What a token takes under it follows with the
+acceptance of the request at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.gateway.estimates import Mean
+from outrider.gateway.forecast import SHARED, Forecast
+from outrider.gateway.plans import OFF, Plan
+
+GAIN = 0.97  # a new leader takes at most this share of the leader's time
+GUESSED_GAIN = 0.9  # for one request to leave the leader for a plan that was not tried
+PROMISING = 1.3  # of the leader's time: what is thought to take more is not tried
+HOPELESS = 1.5  # of the leader's time: a trial ends early
+PREFERENCE, CROWD_PREFERENCE = 0.97, 0.93  # for off: the draft has other work; in a crowd the luckless end last
+TRIAL_ROUNDS, LEAST_ROUNDS = 6, 2  # of every sequence
+FIRST_REST, MAX_REST = 96.0, 4096.0  # rounds of a sequence between two trials, once all that is promising was tried
+TRIALS = 3.0  # that a measurement looks back on
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Rounds under one plan."""
+
+    us: Mean  # of a round
+    windows: dict[int, float] = field(default_factory=dict)  # how often so many drafted tokens were verified
+
+    def add(self, us: float, num_drafted: int) -> None:
+        """Counts a round."""
+        self.us.add(us)
+        self.windows[num_drafted] = self.windows.get(num_drafted, 0.0) + 1.0
+
+    def us_per_token(self, plan: Plan, forecast: Forecast) -> float:
+        """With the acceptance of the forecast's requests."""
+        tokens = sum(count * forecast.tokens(plan.mode, drafted) for drafted, count in self.windows.items())
+        return self.us.value * sum(self.windows.values()) / tokens
+
+
+@dataclass(slots=True)
+class Contest:
+    """Of requests with the same choices, at one number of sequences."""
+
+    plans: tuple[Plan, ...]
+    leader: Plan
+    prior: Contest | None = None  # at another number of sequences, which knew more when this one began
+    trial: Plan | None = None
+    _tried: dict[Plan, Rounds] = field(default_factory=dict)  # at the pace of the first; the oldest trial first
+    _ratios: dict[Plan, float] = field(default_factory=dict)  # measured over foreseen
+    _recent: Rounds = field(default_factory=lambda: Rounds(Mean()))  # the leader's
+    _trial: Rounds = field(default_factory=lambda: Rounds(Mean()))
+    _rest: float = 0.0  # rounds of a sequence until the next trial
+    _last_rest: float = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        """What all play now."""
+        return self.trial or self.leader
+
+    @property
+    def knows(self) -> bool:
+        """Whether anything was tried."""
+        return bool(self._tried)
+
+    def restart(self) -> None:
+        """The number of sequences was another one meanwhile: what was measured before is no comparison."""
+        self.trial = None
+        self._recent, self._trial = Rounds(Mean()), Rounds(Mean())
+
+    def add(self, plan: Plan, us: float, num_drafted: int, forecast: Forecast) -> None:
+        """Counts a round of one of the sequences."""
+        enough = TRIAL_ROUNDS * max(1, forecast.num_running())
+        if plan == self.trial:
+            self._trial.us.memory = 4.0 * enough
+            self._trial.add(us, num_drafted)
+            if self._is_over(enough, forecast):
+                self._end_trial(plan, forecast)
+        elif plan == self.leader and self.trial is None:
+            self._recent.us.memory = 4.0 * enough
+            self._recent.add(us, num_drafted)
+            self._rest -= TRIAL_ROUNDS / enough
+            if self._rest <= 0 and self._recent.us.weight >= enough:
+                self._begin_trial(forecast)
+
+    def best(self, own: Forecast, common: Forecast, present: Plan) -> Plan:
+        """For one request: the leader, unless the request's own acceptance makes another plan better for it than that
+        plan is for most. What is better for most, or for one that is alone, is for a trial to show."""
+        if own.num_running() == 1 or self.leader not in self._tried:
+            return self.leader
+        shares = {plan: self._share(plan, own) for plan in self.plans}
+        found = {
+            plan: share
+            for plan, share in shares.items()
+            if plan == self.leader or share < min(1.0, self._share(plan, common)) * self._gain(plan)
+        }
+        best = min(found, key=lambda plan: found[plan])
+        return present if present in found and found[present] * GAIN <= found[best] else best
+
+    def _share(self, plan: Plan, forecast: Forecast) -> float:
+        """Of the leader's time."""
+        leader = self.us_per_token(self.leader, forecast)
+        return self.us_per_token(plan, forecast) / leader if leader else 1.0
+
+    def _gain(self, plan: Plan) -> float:
+        return GAIN if plan in self._tried or plan is OFF else GUESSED_GAIN
+
+    def us_per_token(self, plan: Plan, forecast: Forecast) -> float:
+        """At present: as measured, or as foreseen with what was measured of plans like it."""
+        if plan in self._tried:
+            us = self._pace * self._tried[plan].us_per_token(plan, forecast)
+        else:
+            us = forecast.us_per_token(plan) * self._ratio(plan)
+        return us if plan is not OFF else us * (PREFERENCE if forecast.sequences < SHARED else CROWD_PREFERENCE)
+
+    @property
+    def _pace(self) -> float:
+        """The leader's rounds now over those when it was first measured."""
+        known = self._tried.get(self.leader)
+        return self._recent.us.value / known.us.value if known is not None and self._recent.us.weight else 1.0
+
+    def _ratio(self, plan: Plan) -> float:
+        """Measured over foreseen, of what is most like this plan."""
+        like = [tried for tried in self._ratios if tried.way == plan.way]
+        if like:
+            return self._ratios[min(like, key=lambda tried: abs(tried.num_draft_tokens - plan.num_draft_tokens))]
+        return 1.0 if self.prior is None else self.prior._ratio(plan)
+
+    def _begin_trial(self, forecast: Forecast) -> None:
+        if self.leader not in self._tried:
+            self._keep(self.leader, self._recent, forecast)
+        self.trial = self._challenger(forecast)
+        self._trial = Rounds(Mean())
+
+    def _challenger(self, forecast: Forecast) -> Plan | None:
+        """Of every way that was not tried its best number of tokens, then what promises to beat the leader; once these
+        were tried, the oldest trial after a rest."""
+        times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
+        limit = self.us_per_token(self.leader, forecast)
+        ways = {plan.way for plan in self._tried}
+        fresh = [
+            plan
+            for plan, us in times.items()
+            if plan not in self._tried and us < limit * (GAIN if plan.way in ways else PROMISING)
+        ]
+        if fresh:
+            return min(fresh, key=lambda plan: times[plan])
+        self._rest = self._last_rest = min(MAX_REST, 2 * self._last_rest) or FIRST_REST
+        return next((plan for plan in self._tried if plan in times and times[plan] < PROMISING * limit), None)
+
+    def _is_over(self, enough: float, forecast: Forecast) -> bool:
+        weight, plan = self._trial.us.weight, self.plan
+        if weight < enough * LEAST_ROUNDS / TRIAL_ROUNDS:
+            return False
+        hopeless = self._trial.us_per_token(plan, forecast) > HOPELESS * self.us_per_token(self.leader, forecast)
+        return hopeless or weight >= enough
+
+    def _end_trial(self, plan: Plan, forecast: Forecast) -> None:
+        self._keep(plan, self._trial, forecast)
+        self.trial = None
+        if self._share(plan, forecast) < (1.0 if plan is OFF else GAIN):  # off has its preference
+            self.leader, self._recent, self._last_rest = plan, self._trial, 0.0
+
+    def _keep(self, plan: Plan, rounds: Rounds, forecast: Forecast) -> None:
+        """Adds a measurement to those of earlier trials."""
+        known = self._tried.pop(plan, None) or Rounds(Mean(memory=TRIALS))
+        pace = self._pace
+        known.us.add(rounds.us.value / pace)
+        known.windows = dict(rounds.windows)
+        self._tried[plan] = known
+        if foreseen := forecast.us_per_token(plan):
+            self._ratios[plan] = pace * known.us_per_token(plan, forecast) / foreseen
