@@ -171,7 +171,7 @@ async def test_controllers_are_told_how_many_sequences_run(
     told: list[Callable[[], int]] = []
 
     def controller(*arguments: Any) -> Controller:
-        told.append(arguments[3])
+        told.append(arguments[4])
         return Controller(*arguments)
 
     monkeypatch.setattr(service, "Controller", controller)

@@ -9,16 +9,17 @@ acceptance of the request at hand.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import sqrt
 
 from outrider.gateway.estimates import Mean
-from outrider.gateway.forecast import SHARED, Forecast
+from outrider.gateway.forecast import Forecast
 from outrider.gateway.plans import OFF, Plan
 
 GAIN = 0.97  # a new leader takes at most this share of the leader's time
 GUESSED_GAIN = 0.9  # for one request to leave the leader for a plan that was not tried
 PROMISING = 1.3  # of the leader's time: what is thought to take more is not tried
 HOPELESS = 1.5  # of the leader's time: a trial ends early
-PREFERENCE, CROWD_PREFERENCE = 0.97, 0.93  # for off: the draft has other work; in a crowd the luckless end last
+PREFERENCE = 0.97  # for off: the draft has other work
 TRIAL_ROUNDS, LEAST_ROUNDS = 6, 2  # of every sequence
 FIRST_REST, MAX_REST = 96.0, 4096.0  # rounds of a sequence between two trials, once all that is promising was tried
 TRIALS = 3.0  # that a measurement looks back on
@@ -115,7 +116,7 @@ class Contest:
             us = self._pace * self._tried[plan].us_per_token(plan, forecast)
         else:
             us = forecast.us_per_token(plan) * self._ratio(plan)
-        return us if plan is not OFF else us * (PREFERENCE if forecast.sequences < SHARED else CROWD_PREFERENCE)
+        return us * PREFERENCE ** sqrt(forecast.sequences) if plan is OFF else us  # of many, the luckless end late
 
     @property
     def _pace(self) -> float:
@@ -137,8 +138,8 @@ class Contest:
         self._trial = Rounds(Mean())
 
     def _challenger(self, forecast: Forecast) -> Plan | None:
-        """Of every way that was not tried its best number of tokens, then what promises to beat the leader; once these
-        were tried, the oldest trial after a rest."""
+        """Off, which nothing may be slower than; of every way that was not tried its best number of tokens; then what
+        promises to beat the leader. Once these were tried, the oldest trial after a rest."""
         times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
         limit = self.us_per_token(self.leader, forecast)
         ways = {plan.way for plan in self._tried}
@@ -148,7 +149,7 @@ class Contest:
             if plan not in self._tried and us < limit * (GAIN if plan.way in ways else PROMISING)
         ]
         if fresh:
-            return min(fresh, key=lambda plan: times[plan])
+            return OFF if OFF in fresh else min(fresh, key=lambda plan: times[plan])
         self._rest = self._last_rest = min(MAX_REST, 2 * self._last_rest) or FIRST_REST
         return next((plan for plan in self._tried if plan in times and times[plan] < PROMISING * limit), None)
 
