@@ -25,6 +25,7 @@ from outrider.kernels.cpu_library import cpu_library
 from outrider.kernels.rotary import rotary_table
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 48, 72, 4, 2, 16, 70, 4
+NUM_EMBEDDINGS = 50
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -32,7 +33,7 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return (torch.randn(*shape, generator=generator) * 0.2).bfloat16().float()
 
 
-def decoder(nudge: float = 0.0, gemma: bool = False) -> CpuDecoder:
+def decoder(nudge: float = 0.0, gemma: bool = False, half_embeddings: bool = False) -> CpuDecoder:
     """Two layers; one number of each weight is changed by `nudge`."""
     if cpu_library() is None:
         pytest.skip("no C compiler")
@@ -47,7 +48,7 @@ def decoder(nudge: float = 0.0, gemma: bool = False) -> CpuDecoder:
     norms: dict[str, Any] = {"output_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)} if gemma else {}
     options: dict[str, Any] = {}
     if gemma:
-        options = {"activation": "gelu_tanh", "attention_softcap": 2.0, "logit_softcap": 3.0}
+        options = {"activation": "gelu_tanh", "attention_softcap": 2.0, "logit_softcap": 3.0, "embedding_scale": 5.0}
     layers = [
         LayerWeights(
             weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), weight(HIDDEN, HEADS * DIM), weight(WIDTH, HIDDEN),
@@ -58,9 +59,10 @@ def decoder(nudge: float = 0.0, gemma: bool = False) -> CpuDecoder:
     ]  # fmt: skip
     head = weight(VOCAB, HIDDEN)
     kind = kind_for(all(map(is_bfloat16, [head, *(matrix for layer in layers for matrix in layer.matrices)])))
+    embeddings = normal(generator, NUM_EMBEDDINGS, HIDDEN)
     return CpuDecoder(
-        layers, torch.ones(HIDDEN), head, kind=kind, heads=HEADS, kv_heads=KV_HEADS, eps=1e-5, scale=DIM**-0.5,
-        **options,
+        embeddings.to(torch.bfloat16 if half_embeddings else torch.float32), layers, torch.ones(HIDDEN), head,
+        kind=kind, heads=HEADS, kv_heads=KV_HEADS, eps=1e-5, scale=DIM**-0.5, **options,
     )  # fmt: skip
 
 
@@ -71,8 +73,7 @@ def run(model: CpuDecoder, num_rows: int, poison: bool = False, wanted: slice = 
     table = torch.arange(33, 33 - (num_rows // BLOCK + 1), -1)
     at = torch.arange(num_rows)
     rows = RaggedRows(at, table[at // BLOCK] * BLOCK + at % BLOCK, table[None], (0, num_rows), (num_rows,))
-    hidden = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(4))
-    return model.forward(hidden, rows, caches[:2], caches[2:], at[wanted])
+    return model.forward(at % NUM_EMBEDDINGS, rows, caches[:2], caches[2:], at[wanted])
 
 
 @pytest.fixture(params=[False, True], ids=["llama", "gemma"])
@@ -107,6 +108,25 @@ def test_rows_have_the_bits_that_they_have_among_fewer(sixteen_bits: CpuDecoder)
     logits = run(sixteen_bits, 61)
     for num_rows in (1, 2, 5, 6, 10, 11, 13, 17, 60):
         assert torch.equal(run(sixteen_bits, num_rows), logits[:num_rows]), num_rows
+
+
+def test_embeddings_of_sixteen_bits_are_the_same_numbers(gemma: bool) -> None:
+    assert torch.equal(run(decoder(gemma=gemma, half_embeddings=True), 13), run(decoder(gemma=gemma), 13))
+
+
+def test_embeddings_are_scaled() -> None:
+    """The first norm undoes a scale, the residual stream keeps it."""
+    first, second = decoder(gemma=True), decoder(gemma=True)
+    second._decoder.embedding_scale = 1.0
+    assert not torch.allclose(run(first, 5), run(second, 5), atol=1e-3)
+
+
+@pytest.mark.parametrize("unknown", [-1, NUM_EMBEDDINGS])
+def test_ids_without_an_embedding_are_refused(unknown: int) -> None:
+    model, one = decoder(), torch.zeros(1, dtype=torch.int64)
+    caches = [torch.zeros(1, BLOCK, KV_HEADS, DIM) for _ in range(4)]
+    with pytest.raises(IndexError, match="none of the model's 50"):
+        model.forward(one + unknown, RaggedRows(one, one, one[None], (0, 1), (1,)), caches[:2], caches[2:], one)
 
 
 def test_rows_that_want_no_logits(sixteen_bits: CpuDecoder) -> None:

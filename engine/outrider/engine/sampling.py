@@ -199,6 +199,8 @@ def process_greedy(
     token_mask: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32
 ) -> tuple[Tensor, Tensor]:
     """The own tokens of a batch of greedy sequences alone, [rows] int64, and which rows are invalid, [rows] bool."""
+    if token_mask is None and not any(plan.sampler.restricted or plan.sampler.penalised for plan in plans):
+        return greedy_choice(logits, RowSampling())  # temperature changes no arg max
     return greedy_choice(logits, assemble(plans, logits.device, token_mask))
 
 

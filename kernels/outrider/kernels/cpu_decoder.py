@@ -63,7 +63,9 @@ class _Decoder(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
         ("gate_is_gelu", c_int64), *((name, c_float) for name in ("eps", "scale", "softcap", "logit_softcap")),
-        ("layers", POINTER(_Layer)), ("norm", c_void_p), ("head", _Matrix),
+        ("layers", POINTER(_Layer)),
+        ("embeddings", c_void_p), ("num_embeddings", c_int64), ("embeddings_are_half", c_int64),
+        ("embedding_scale", c_float), ("norm", c_void_p), ("head", _Matrix),
     )  # fmt: skip
 
 
@@ -127,10 +129,11 @@ def can_run(hidden: int, head_dim: int) -> bool:
 
 
 class CpuDecoder:
-    """The layers and the head of a model. One thread at a time may call it: it keeps its scratch memory."""
+    """A model from token ids to logits. One thread at a time may call it: it keeps its scratch memory."""
 
     def __init__(
         self,
+        embeddings: Tensor,  # [ids, hidden] of any floating type
         layers: Iterable[LayerWeights],  # the next is asked for when the one before it is packed
         norm: Tensor,  # [hidden]
         head: Tensor,  # [vocab, hidden]
@@ -140,6 +143,7 @@ class CpuDecoder:
         kv_heads: int,
         eps: float,
         scale: float,  # of the scores
+        embedding_scale: float = 1.0,
         activation: Literal["silu", "gelu_tanh"] = "silu",  # of the gate
         attention_softcap: float | None = None,
         logit_softcap: float | None = None,
@@ -154,39 +158,43 @@ class CpuDecoder:
         self._kept: list[Tensor] = []  # what the pointers below point to
         packed = list(map(self._layer, layers))  # no loop variable keeps a layer while the next is made
         self._layers = (_Layer * len(packed))(*packed)
-        self.hidden, self.vocab_size = norm.shape[0], head.shape[0]
+        self.hidden, self.vocab_size, self._num_embeddings = norm.shape[0], head.shape[0], len(embeddings)
+        is_half = embeddings.dtype == torch.bfloat16
         self._decoder = _Decoder(
             len(packed), self.hidden, packed[0].gate.outputs, heads, kv_heads,
             packed[0].qkv.outputs // (heads + 2 * kv_heads), int(activation == "gelu_tanh"),
             eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
-            self._layers, self._pointer(norm), self._matrix(head, None),
+            self._layers, self._pointer(embeddings if is_half else embeddings.float()), len(embeddings), int(is_half),
+            embedding_scale, self._pointer(norm), self._matrix(head, None),
         )  # fmt: skip
         self._scratch = torch.empty(0)
 
     def forward(
         self,
-        hidden: Tensor,  # [rows, hidden] float32: the embeddings; becomes the residual stream after the last layer
+        token_ids: Tensor,  # [rows] int64
         rows: RaggedRows,
         keys: Sequence[Tensor],  # per layer [blocks, block_size, kv_heads, head_dim], where the rows' are stored
         values: Sequence[Tensor],
         logit_rows: Tensor,  # [wanted] int64
     ) -> Tensor:  # [wanted, vocab] float32
-        """All layers, and the logits of the rows that want them."""
+        """The logits of the rows that want them. Raises IndexError for an id that has no embedding."""
         tensors = (rows.positions, rows.slots, rows.tables)
         starts, contexts = (c_int64 * len(rows.starts))(*rows.starts), (c_int64 * len(rows.contexts))(*rows.contexts)
         caches = [(c_void_p * len(part))(*(tensor.data_ptr() for tensor in part)) for part in (keys, values)]
         batch = _Rows(
-            hidden.shape[0], len(rows.contexts), rows.tables.shape[1], max(rows.contexts), keys[0].shape[1],
+            len(token_ids), len(rows.contexts), rows.tables.shape[1], max(rows.contexts), keys[0].shape[1],
             *(tensor.data_ptr() for tensor in tensors), *(ctypes.addressof(part) for part in (starts, contexts)),
             *(ctypes.addressof(part) for part in caches),
         )  # fmt: skip
         logits = torch.empty(len(logit_rows), self.vocab_size)
         threads = torch.get_num_threads()
-        self._library.decoder_forward(
-            byref(self._decoder), byref(batch), c_void_p(hidden.data_ptr()), c_void_p(logit_rows.data_ptr()),
+        known = self._library.decoder_forward(
+            byref(self._decoder), byref(batch), c_void_p(token_ids.data_ptr()), c_void_p(logit_rows.data_ptr()),
             c_int64(len(logit_rows)), c_void_p(logits.data_ptr()),
-            self._scratch_for(len(hidden), max(rows.contexts), threads), c_int64(threads),
+            self._scratch_for(len(token_ids), max(rows.contexts), threads), c_int64(threads),
         )  # fmt: skip
+        if not known:
+            raise IndexError(f"a token id is none of the model's {self._num_embeddings}")
         return logits
 
     def products(self, rows: int) -> None:

@@ -91,8 +91,7 @@ class Verifier:
     def _judge_coupled(self, logits: Tensor, members: Sequence[Judged]) -> Judgement:
         probs, invalid = process(logits, [member.plan for member in members])
         noise = self._noise.rows(_spans(members, [len(member.rows) for member in members]))  # [rows, vocab]
-        accepted, next_ids = coupled_accept(coupled_choice(probs, noise), _windows(members), _draft_ids(members))
-        return accepted, next_ids, invalid
+        return *_accept(coupled_choice(probs, noise), members), invalid
 
     def _judge_rejection(self, logits: Tensor, members: Sequence[Judged]) -> Judgement:
         target_probs, invalid = process(logits, [member.plan for member in members])  # [rows, vocab]
@@ -117,8 +116,15 @@ def _by_rule(judged: Sequence[Judged]) -> dict[Rule, list[Judged]]:
 
 def _judge_greedy(logits: Tensor, members: Sequence[Judged]) -> Judgement:
     choices, invalid = process_greedy(logits, [member.plan for member in members])
-    accepted, next_ids = coupled_accept(choices.masked_fill(invalid, -1), _windows(members), _draft_ids(members))
-    return accepted, next_ids, invalid
+    return *_accept(choices.masked_fill(invalid, -1), members), invalid
+
+
+def _accept(own: Tensor, members: Sequence[Judged]) -> tuple[Tensor, Tensor]:  # own tokens [rows] -> [n] each
+    """How many drafted tokens are the target's own, and the next id after them. Plain tokens alone need no comparison,
+    and every operation costs: a pass leaves the processor's caches full of weights."""
+    if not any(member.entry.window.ids for member in members):
+        return torch.zeros_like(own), own
+    return coupled_accept(own, _windows(members), _draft_ids(members))
 
 
 def _spans(members: Sequence[Judged], counts: Sequence[int]) -> list[Span]:

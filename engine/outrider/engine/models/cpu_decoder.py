@@ -10,7 +10,6 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig
-from outrider.engine.models.embedding import Embedding
 from outrider.engine.models.rope import rotary_tables
 from outrider.engine.models.weights import WeightReader
 from outrider.kernels import cpu_decoder
@@ -37,18 +36,19 @@ class NativeDecoder:
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_model_len = config.max_model_len
-        embedding = reader.tensor_as_stored("model.embed_tokens.weight").clone()  # apart from the file's mapping
-        self._embedding = Embedding(embedding, config.embedding_scale, torch.float32)
+        embeddings = reader.tensor_as_stored("model.embed_tokens.weight").clone()  # apart from the file's mapping
         rotary = rotary_tables(config, torch.float32)
         self.kernel = CpuDecoder(
+            embeddings,
             (_layer(config, index, reader, rotary) for index in range(config.num_layers)),
             reader.norm("model.norm.weight"),
-            embedding if config.tied_embeddings else reader.tensor_as_stored("lm_head.weight"),
+            embeddings if config.tied_embeddings else reader.tensor_as_stored("lm_head.weight"),
             kind=cpu_decoder.kind_for(reader.all_bfloat16()),
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,
             scale=config.attention_scale,
+            embedding_scale=1.0 if config.embedding_scale is None else config.embedding_scale,
             activation=config.activation,
             attention_softcap=config.attention_softcap,
             logit_softcap=config.logit_softcap,
@@ -57,11 +57,10 @@ class NativeDecoder:
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab] float32
         """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of `batch.logit_rows`
         alone."""
-        hidden = self._embedding(batch.token_ids)
         rows = RaggedRows(
             batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens
         )
-        return self.kernel.forward(hidden, rows, cache.keys, cache.values, batch.logit_rows)
+        return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows)
 
 
 def _layer(

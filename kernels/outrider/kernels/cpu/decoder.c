@@ -24,6 +24,9 @@ typedef struct {
     int64_t gate_is_gelu;                     /* its approximation with tanh; else silu */
     float eps, scale, softcap, logit_softcap; /* softcap 0: none */
     const Layer *layers;
+    const void *embeddings;                   /* [num_embeddings][hidden] float32, or bfloat16 */
+    int64_t num_embeddings, embeddings_are_half;
+    float embedding_scale;
     const float *norm; /* [hidden] */
     Matrix head;
 } Decoder;
@@ -196,6 +199,20 @@ static void attention(Thread *thread, const Decoder *decoder, const Layer *layer
     meet(thread);
 }
 
+/* hidden: [rows][hidden]. */
+static void embed(Thread *thread, const Decoder *decoder, const int64_t *ids, int64_t rows, float *hidden) {
+    for (CLAIM(row, rows)) {
+        int64_t first = ids[row] * decoder->hidden;
+        const float *wide = (const float *)decoder->embeddings + first;
+        const uint16_t *half = (const uint16_t *)decoder->embeddings + first;
+        for (int64_t at = 0; at < decoder->hidden; at += LANES) {
+            floats numbers = decoder->embeddings_are_half ? widen(half + at) : load(wide + at);
+            store(hidden + row * decoder->hidden + at, numbers * all(decoder->embedding_scale));
+        }
+    }
+    meet(thread);
+}
+
 static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch, float *hidden, float *scratch) {
     int64_t rows = batch->rows, width = decoder->heads * decoder->head_dim;
     float *normed = scratch, *attended = normed + placed_size(decoder->hidden, rows);
@@ -252,7 +269,7 @@ static int64_t inputs_scratch(const Decoder *decoder, int64_t rows) {
 /* Floats that the functions below need as scratch. */
 int64_t decoder_scratch(const Decoder *decoder, int64_t rows, int64_t keys, int64_t threads) {
     int64_t qkv = (decoder->heads + 2 * decoder->kv_heads) * decoder->head_dim;
-    int64_t outputs = rows * (qkv + decoder->hidden + decoder->intermediate);
+    int64_t outputs = rows * (qkv + 2 * decoder->hidden + decoder->intermediate);
     return inputs_scratch(decoder, rows) + outputs + threads * own_scratch(rows, keys);
 }
 
@@ -263,20 +280,25 @@ static Thread join(Team *team, int64_t rows, int64_t keys, float *scratch) {
     return thread;
 }
 
-/* hidden: [rows][hidden], the embeddings; becomes the residual stream after the last layer. logits: [wanted][vocab], of
+/* ids: [rows]. logits: [wanted][vocab], of
    the rows that `logit_rows` names; a chunk of a prompt wants none. */
-void decoder_forward(const Decoder *decoder, const Rows *batch, float *hidden, const int64_t *logit_rows,
+int64_t decoder_forward(const Decoder *decoder, const Rows *batch, const int64_t *ids, const int64_t *logit_rows,
                      int64_t wanted, float *logits, float *scratch, int64_t threads) {
+    for (int64_t row = 0; row < batch->rows; row++)
+        if (ids[row] < 0 || ids[row] >= decoder->num_embeddings) return 0;
     Team team = {0};
-    float *shared = scratch + threads * own_scratch(batch->rows, batch->longest);
+    float *hidden = scratch + threads * own_scratch(batch->rows, batch->longest);
+    float *shared = hidden + batch->rows * decoder->hidden;
 #pragma omp parallel num_threads((int)(threads < MOST_THREADS ? threads : MOST_THREADS))
     {
         Thread thread = join(&team, batch->rows, batch->longest, scratch);
         if (decoder->head.kind == TILES) tiles_begin();
+        embed(&thread, decoder, ids, batch->rows, hidden);
         run_layers(&thread, decoder, batch, hidden, shared);
         if (wanted) run_head(&thread, decoder, hidden, logit_rows, wanted, shared, logits);
         if (decoder->head.kind == TILES) tiles_end();
     }
+    return 1;
 }
 
 /* The products of a pass alone, on whatever `scratch` holds: what the pass would cost if it were nothing else. */
