@@ -104,9 +104,13 @@ def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel) -> None:
 
 
 def test_a_prompt_adds_its_share_of_the_time() -> None:
-    assert StepTime(STEEP).rows_beside(32, 0.75) == 24
-    assert StepTime(HALF).rows_beside(10, 0.75) == 15  # 20 ms, and 15 more
-    assert StepTime(FLAT).rows_beside(1, 0.0) > 512
+    assert Goodput(STEEP).rows_beside(32, 0.75) == 24
+    assert Goodput(HALF).rows_beside(10, 0.75) == 15  # 20 ms, and 15 more
+    assert Goodput(FLAT).rows_beside(1, 0.0) > 512
+    goodput = Goodput(STEEP)
+    for _ in range(200):
+        goodput.ran(32, 32_000, 16_000)
+    assert goodput.rows_beside(32, 0.5) == 23  # half of 32 ms and of a pause of nearly 16
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -78,9 +78,9 @@ class StepTime:
         low, high, share = self._between(num_rows)
         return self._times[low] + share * (self._times[high] - self._times[low])
 
-    def rows_beside(self, num_rows: int, share: float) -> int:
-        """How many more rows a step of `num_rows` can take if that adds at most `share` of its time."""
-        limit_us = (1 + share) * self.at(num_rows)
+    def rows_beside(self, num_rows: int, added_us: float) -> int:
+        """How many more rows a step of `num_rows` can take in so much more time."""
+        limit_us = self.at(num_rows) + added_us
         return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=self.at) - 1 - num_rows
 
     def add(self, num_rows: int, step_us: float) -> None:
@@ -135,6 +135,11 @@ class Goodput:
         """A step ran, so long after the one before. What is longer than a step was no pause: nobody was there."""
         self.time.add(num_rows, step_us)
         self._pause_us += PAUSE_RATE * (min(pause_us, step_us) - self._pause_us)
+
+    def rows_beside(self, num_rows: int, share: float) -> int:
+        """How many rows of prompts a step of `num_rows` can take if they add at most `share` of what is between its
+        start and the next one's."""
+        return self.time.rows_beside(num_rows, share * (self._pause_us + self.time.at(num_rows)))
 
     def choose(self, wishes: Sequence[Wish], max_rows: int) -> list[int]:
         """How many further rows each gets, of at most `max_rows` for all. Chunks of prompts in the same step do not

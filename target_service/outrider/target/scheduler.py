@@ -187,7 +187,7 @@ class Scheduler:
         wanted = min(for_windows, sum(shape.num_rows for shape in shapes))
         for_prompts = self.max_rows - wanted
         if self.goodput is not None and len(prompts) < num_decoding:  # else more wait than are held up
-            in_time = self.goodput.time.rows_beside(max(wanted, num_decoding), PROMPT_SHARE)
+            in_time = self.goodput.rows_beside(max(wanted, num_decoding), PROMPT_SHARE)
             for_prompts = min(for_prompts, max(1, in_time, int(LEAST_PROMPT_ROWS * self.max_rows)))
         return RowShares(for_windows, for_prompts, limits)
 
