@@ -22,8 +22,7 @@ from outrider.gateway.completion import Completion
 from outrider.gateway.generation import GenerationDelta, GenerationRequest
 from outrider.gateway.service import EngineConfig, GenerationEngine
 from outrider.gateway.tokenizer import Tokenizer
-from outrider.target import engine as target_engine
-from outrider.target import verifier
+from outrider.target import committing, verifier
 from outrider.target.outcome import Outcome, outcome_of
 from outrider.wire.messages import Open
 from outrider.wire.sampling import FinishReason, SamplingParams
@@ -47,7 +46,7 @@ def test_scenario_22_a_stop_inside_a_window_ends_it(kind: str, bug: bool, monkey
     reference = plain_outputs(model, [opened(1, prompt, max_tokens=12)])[1]
     assert len(set(reference[: K + 1])) == K + 1
     if bug:
-        monkeypatch.setattr(target_engine, "outcome_of", looks_at_the_last_token_alone)
+        monkeypatch.setattr(committing, "outcome_of", looks_at_the_last_token_alone)
     wrong = []
     for offset, limit in product(range(K + 1), range(1, K + 4)):
         stop = reference[offset]
