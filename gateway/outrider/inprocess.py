@@ -27,6 +27,7 @@ from outrider.target.boot import runner_options as target_options
 from outrider.target.engine import EngineCommand as TargetCommand
 from outrider.target.engine import StreamCommand
 from outrider.target.settings import TargetSettings
+from outrider.target.threads import thread_split
 from outrider.wire.cores import usable_threads
 from outrider.wire.messages import (
     Arithmetic,
@@ -177,7 +178,9 @@ class LocalTarget(LocalPeer):
         self._thread: DeviceThread[TargetCommand] = DeviceThread(
             self.engine, "llm-target", settings.threads or usable_threads(), settings.device
         )
-        self._info = replace(self._info, step_costs=self._thread.call(self.engine.profile).result())
+        costs = self._thread.call(self.engine.profile).result()
+        self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
+        self._info = replace(self._info, step_costs=costs)
 
     @property
     def thread(self) -> DeviceThread[TargetCommand]:

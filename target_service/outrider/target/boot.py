@@ -21,6 +21,7 @@ from outrider.target.engine import EngineCommand, TargetEngine
 from outrider.target.profile import StepCosts
 from outrider.target.servicer import SERVICE, TargetServicer, register
 from outrider.target.settings import TargetSettings
+from outrider.target.threads import thread_split
 from outrider.target.tracing import StepTracer
 from outrider.wire.cores import usable_threads
 from outrider.wire.health import HealthMonitor
@@ -82,6 +83,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     costs = thread.call(engine.profile).result()
+    engine.threads = thread_split(settings.threads, loaded.kernels, costs)
     servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs), engine.load)
 
     async def probe() -> None:

@@ -26,6 +26,7 @@ from outrider.target.profile import StepCosts, measure_steps
 from outrider.target.scheduler import Scheduler
 from outrider.target.state import Sink, TargetSequence
 from outrider.target.step_report import StepReport, report_step
+from outrider.target.threads import ThreadSplit
 from outrider.target.verifier import Verdict
 from outrider.target.verifiers import verifier_of
 from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, Load, Open, Piece, StepTimings, TargetCommand
@@ -84,6 +85,7 @@ class TargetEngine:
         self.scheduler = Scheduler(self.cache, max_rows, limits.max_window)
         self._computer = StepComputer(runner, verifier_of(runner, limits.vocab_size), clock)
         self._gathering = Gathering()
+        self.threads: ThreadSplit | None = None  # where the number is not given
 
     def handle(self, command: EngineCommand) -> None:
         """Applies one command; nothing runs on the device."""
@@ -246,6 +248,8 @@ class TargetEngine:
         if self.scheduler.goodput is not None and all(entry.num_rows == entry.num_judging for entry in step.entries):
             pause_s = step.started - self._step_ended
             self.scheduler.goodput.ran(step.num_rows, step.seconds * 1e6, pause_s * 1e6)
+        if self.threads is not None and any(entry.window.ids for entry in step.entries):
+            self.threads.ran(step.num_rows, step.seconds)
         self._step_ended = step.ended
 
     def _commit(self, verdict: Verdict, timings: StepTimings, load: Load, step: ComputedStep) -> None:
