@@ -18,7 +18,7 @@ from outrider.commands.bench_compare import last_result, moved
 from outrider.commands.bench_fleet import Addresses, start_fleet, wait_for_draft
 from outrider.commands.bench_machine import Machine, describe
 from outrider.commands.bench_prompts import read_prompts
-from outrider.commands.bench_result import AUTO, COUPLED, PLAIN, REJECTION, Json, title
+from outrider.commands.bench_result import AUTO, BRANCHES, CHAINS, COUPLED, PLAIN, REJECTION, Json, title
 from outrider.commands.bench_rounds import measure_rounds
 from outrider.commands.bench_run import Cell, GatewayWay, Way
 from outrider.commands.bench_schedule import Schedule
@@ -71,7 +71,7 @@ def run(settings: BenchSettings) -> Json:
         floor = start_floor(stack, folders.target, settings.start_timeout)
         peers = start_peers(stack, settings, folders)
         fleet = start_fleet(services, folders, settings.num_draft_tokens, settings.start_timeout)
-        ways = [*our_ways(runner, fleet.gateway, settings.num_draft_tokens), *peers]
+        ways = [*our_ways(runner, fleet.gateway, settings), *peers]
         runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
         result = _result(settings, machine, pair, len(prompts[0]))
         for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
@@ -80,14 +80,19 @@ def run(settings: BenchSettings) -> Json:
     return result
 
 
-def our_ways(runner: asyncio.Runner, address: str, num_draft_tokens: int) -> list[Way]:
-    """Ours, by name: the sequential loop under both rules, and what a gateway does unless told otherwise."""
-    return [
-        GatewayWay(PLAIN, runner, address, 0),
-        GatewayWay(REJECTION, runner, address, num_draft_tokens, AcceptanceRule.REJECTION),
-        GatewayWay(COUPLED, runner, address, num_draft_tokens, AcceptanceRule.COUPLED),
-        GatewayWay(AUTO, runner, address, num_draft_tokens, AcceptanceRule.AUTO, mode="auto"),
-    ]
+def our_ways(runner: asyncio.Runner, address: str, settings: BenchSettings) -> list[Way]:
+    """Those that are asked for: the loop in turn under both rules, ahead of the verification, and what a gateway does
+    unless told otherwise."""
+    k = settings.num_draft_tokens
+    ways = {
+        "plain": GatewayWay(PLAIN, runner, address, 0),
+        "rejection": GatewayWay(REJECTION, runner, address, k, AcceptanceRule.REJECTION),
+        "coupled": GatewayWay(COUPLED, runner, address, k, AcceptanceRule.COUPLED),
+        "chains": GatewayWay(CHAINS, runner, address, k, AcceptanceRule.AUTO, mode="chains"),
+        "branches": GatewayWay(BRANCHES, runner, address, k, AcceptanceRule.AUTO, mode="branches"),
+        "auto": GatewayWay(AUTO, runner, address, k, AcceptanceRule.AUTO, mode="auto"),
+    }
+    return [ways[mode] for mode in settings.modes]
 
 
 def finish(settings: BenchSettings, result: Json) -> None:

@@ -12,8 +12,10 @@ from outrider.commands.bench_run import Cell, Run
 PLAIN = "outrider plain"
 REJECTION = "outrider rejection"
 COUPLED = "outrider coupled"
+CHAINS = "outrider chains"
+BRANCHES = "outrider branches"
 AUTO = "outrider auto"
-OURS = (REJECTION, COUPLED, AUTO)
+OURS = (REJECTION, COUPLED, CHAINS, BRANCHES, AUTO)
 
 Json = dict[str, Any]
 
@@ -43,11 +45,12 @@ def describe_way(runs: Sequence[Run], cell: Cell) -> Json:
 
 
 def ratios(runs: Mapping[str, Sequence[Run]]) -> Json:
-    """Each of our speculating ways over every other way, and our plain decoding over the peers', repeat by repeat."""
+    """Each of our speculating ways over plain decoding and the peers', auto over every way, and our plain decoding over
+    the peers', repeat by repeat."""
     found: Json = {}
     for mine in (*OURS, PLAIN):
         for other in runs:
-            if mine not in runs or other == mine or (other in OURS) or (mine == PLAIN and other.startswith("outrider")):
+            if mine not in runs or other == mine or (other in OURS and mine != AUTO):
                 continue
             pairs = zip(runs[mine], runs[other], strict=True)
             found[f"{mine} / {other}"] = spread([ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs])

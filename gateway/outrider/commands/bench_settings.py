@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.commands.arguments import split_ids
 from outrider.wire.config import ServiceSettings
 
+BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
 QUICK = {
     "expand": False, "batches": (1,), "repeats": 1, "max_tokens": 24, "floor_passes": 3, "store": False,
 }  # fmt: skip
@@ -31,6 +32,9 @@ class BenchSettings(ServiceSettings):
         (0.0, 1.0), min_length=1, description="temperatures, as in 0,1"
     )
     num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round, here and by every peer")
+    modes: Annotated[tuple[BenchMode, ...], BeforeValidator(split_ids)] = Field(
+        ("plain", "rejection", "coupled", "auto"), description="ours, as in auto,branches (rejection, coupled: in turn)"
+    )
     max_tokens: int = Field(64, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(5, ge=1, le=100, description="runs of each way of decoding, in random order")
     seed: int = Field(0, ge=0, description="of the order, and of the sampling")
