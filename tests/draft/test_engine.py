@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
 
+from outrider.draft import engine
 from outrider.draft.engine import Deliver, Detach
 from outrider.draft.state import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
 from outrider.engine.runner import ModelRunner
-from outrider.wire.messages import Close, Closed, Failure, Open, Piece
+from outrider.proposers.draft_rows import Drafted
+from outrider.wire.messages import Close, Closed, Failure, Open, Piece, TokenWeights
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 PENALISED = SamplingParams(
@@ -308,3 +311,35 @@ def test_of_a_failed_step_only_the_sequence_that_fails_alone_ends() -> None:
     clean = pieces(bad=0)
     assert all(clean.values())
     assert pieces(bad=13) == clean | {3: []}
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5])
+def test_a_step_that_fails_before_all_weights_are_noted_is_rolled_back(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token leaves with the weights that it was drawn from."""
+    calls, wire_weights = 0, engine._wire_weights
+
+    def fragile(drafted: Drafted) -> TokenWeights | None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("injected")
+        return wire_weights(drafted)
+
+    def pieces(harness: Harness) -> list[Piece]:
+        harness.send(*(new_open(number, [10 + number, 3, 4], SAMPLED, seed=number) for number in (1, 2, 3)))
+        harness.send(*(credit(number, 11) for number in (1, 2, 3)))
+        wait: float | None = 0.0
+        while wait == 0.0:
+            try:
+                wait = harness.engine.step(time.monotonic())
+            except RuntimeError as error:
+                harness.engine.on_error(error)
+        harness.check()
+        found = [replace(event, draft_us=0) for event in harness.events if isinstance(event, Piece)]
+        return sorted(found, key=lambda piece: (piece.sequence_id, piece.position))
+
+    clean = pieces(Harness())
+    monkeypatch.setattr(engine, "_wire_weights", fragile)
+    assert [len(piece.weights) for piece in clean] == [4] * 6 and pieces(Harness()) == clean

@@ -206,6 +206,16 @@ def test_a_lost_device_ends_the_thread_and_nobody_is_told_of_an_error() -> None:
         thread.submit("more")
 
 
+def test_a_call_that_loses_the_device_ends_the_thread() -> None:
+    def probe() -> None:
+        raise DeviceLost("the device is gone")
+
+    thread = DeviceThread[object](Recorder(), "device")
+    with pytest.raises(DeviceLost):
+        thread.call(probe).result(TIMEOUT)
+    assert isinstance(thread.ended.exception(TIMEOUT), DeviceLost)
+
+
 def test_a_thread_that_is_stopped_ends_without_an_error() -> None:
     thread = DeviceThread[object](Recorder(), "device")
     thread.stop(TIMEOUT)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, opened, tiny_model
@@ -207,8 +208,10 @@ def test_a_command_that_raises_costs_one_sequence(
     harness, expected = Harness.of(loaded), Harness.of(loaded).decode_plain(1, request_of(1))
     harness.send(request_of(1), request_of(2))
     if kind == "piece":
-        monkeypatch.setattr(harness.engine.scheduler.sequences[1, 2].chains, "add", raising)
+        target = harness.engine.scheduler.sequences[1, 2]
+        monkeypatch.setattr(target.chains, "add", raising)
         harness.send(Piece(2, 0, 5, (1, 2)))
+        assert target.finished
     elif kind == "open":
         with monkeypatch.context() as patch:
             patch.setattr("outrider.target.engine.admit", raising)
@@ -232,7 +235,55 @@ def test_halves_run_until_the_ones_that_fail_are_alone() -> None:
             raise ValueError
         return items
 
-    for result in run_apart(range(16), run, lambda item, error: gone.append(item)):
+    for result in run_apart(range(16), run, lambda item, error: gone.append(item), nobody):
         ran.extend(result)
     assert gone == [3, 12] and ran == [number for number in range(16) if number not in gone]
-    assert list(run_apart([], run, lambda item, error: None)) == []
+    assert list(run_apart([], run, nobody, nobody)) == []
+
+
+@pytest.mark.parametrize("bad", [{0}, {0, 1}, {0, 1, 2, 3}, {2, 3, 15}, set(range(8))])
+def test_all_that_can_run_does_though_several_fail_alone(bad: set[int]) -> None:
+    ran, gone = [], []
+
+    def run(items: Sequence[int]) -> Sequence[int]:
+        if bad & set(items):
+            raise ValueError
+        return items
+
+    for result in run_apart(range(16), run, lambda item, error: gone.append(item), nobody):
+        ran.extend(result)
+    assert sorted(gone) == sorted(bad) and sorted(ran) == sorted(set(range(16)) - bad)
+
+
+def test_where_nothing_runs_all_are_handed_over_after_few_tries() -> None:
+    tries, handed = [], []
+
+    def run(items: Sequence[int]) -> None:
+        tries.append(len(items))
+        raise MemoryError
+
+    assert list(run_apart(range(256), run, nobody, lambda item, error: handed.append(item))) == []
+    assert handed == list(range(256)) and len(tries) <= 20 and tries.count(1) == 2
+
+
+def nobody(item: int, error: Exception) -> None:
+    raise AssertionError(item)
+
+
+def test_a_fault_of_the_process_is_charged_to_nobody(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory that another process took: their gateways open them elsewhere."""
+    harness = start(loaded)
+    monkeypatch.setattr(harness.engine._runner, "forward", raising)
+    harness.run()
+    failures = [failure for number in NUMBERS for failure in harness.failures(number)]
+    assert [failure.code for failure in failures] == [grpc.StatusCode.UNAVAILABLE.value[0]] * len(NUMBERS)
+    assert not any(failure.retry_after_ms for failure in failures)  # that would say that it is full
+    assert harness.engine.cache.pool.num_free == NUM_BLOCKS
+
+
+def test_one_alone_whose_step_fails_is_charged(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness.of(loaded)
+    monkeypatch.setattr(harness.engine._runner, "forward", raising)
+    harness.send(request_of(1), Credit(1, 1 << 20, 0))
+    harness.run()
+    assert [failure.reason for failure in harness.failures(1)] == ["STEP_FAILED"]

@@ -34,8 +34,8 @@ class Crowd:
     chains: Counter[int] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, costs: tuple[tuple[int, int], ...] | None, max_rows: int = 512) -> Crowd:
-        scheduler = Scheduler(SequenceCache(BlockPool(LIMITS.num_blocks)), max_rows, max_window=32)
+    def of(cls, costs: tuple[tuple[int, int], ...] | None, max_rows: int = 512, cut_windows: bool = True) -> Crowd:
+        scheduler = Scheduler(SequenceCache(BlockPool(LIMITS.num_blocks)), max_rows, 32, cut_windows)
         scheduler.goodput = None if costs is None else Goodput(costs)
         return cls(scheduler)
 
@@ -130,6 +130,15 @@ def test_suspects_run_alone_in_turn_with_the_others_until_they_have_a_token() ->
     everyone = set(range(1, 5))
     assert steps == [{10}, everyone, {11}, everyone, {10}, everyone | {10}, {11}]
     assert set(crowd.step()) == everyone | {10, 11}
+
+
+def test_a_prompt_adds_no_more_time_than_its_share_beside_whole_windows() -> None:
+    crowd = Crowd.of(tuple((rows, 100 * rows) for rows in ROWS), cut_windows=False)
+    crowd.add_decoding(range(1, 41))
+    crowd.add(1000, 5000)
+    step = crowd.step()
+    windows = sum(rows for number, rows in step.items() if number < 1000)
+    assert windows == 40 * (K + 1) and 0.6 * windows < step[1000] <= PROMPT_SHARE * windows
 
 
 def test_a_prompt_adds_no_more_time_than_its_share() -> None:

@@ -17,9 +17,9 @@ from outrider.draft.opening import Methods, ModelMethod, build_sequence, check_i
 from outrider.draft.scheduler import Scheduler
 from outrider.draft.state import DraftSequence, ModelState, SequenceKey
 from outrider.draft.tracing import record_step
-from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BlockPool, OutOfBlocks
+from outrider.engine.blocks import BlockPool
 from outrider.engine.device_thread import require_device
+from outrider.engine.probe import probe
 from outrider.engine.sequence import SequenceCache
 from outrider.proposers.draft_rows import Drafted, DraftRows
 from outrider.wire.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, to_failure
@@ -116,11 +116,14 @@ class DraftEngine:
         return max(min(deadlines) - now, 0.001) if deadlines else None
 
     def on_error(self, error: Exception) -> None:
-        """A step failed: its sequences run again, each alone, and the one that fails so ends. A bug before it was
-        planned would meet the next one again: then all fail. Raises DeviceLost if the device is unusable."""
+        """A step failed: its sequences are rolled back and run again, each alone, and the one that fails so ends. A bug
+        before it was planned would meet the next one again: then all fail. Raises DeviceLost if the device is
+        unusable."""
         if self._model is not None:
             require_device(self._model.proposer.runner.model.device)
         in_step, self._in_step = self._in_step, []
+        for draft in in_step:
+            draft.roll_back(self._cache)
         if len(in_step) > 1:
             self._suspects = in_step
             return
@@ -129,17 +132,9 @@ class DraftEngine:
         self._flush()
 
     def probe(self) -> None:
-        """One forward of one row, as a sign of life; where sequences hold every block, their steps are the sign."""
-        if self._model is None:
-            return
-        try:
-            block = self._cache.pool.allocate(1)
-        except OutOfBlocks:
-            return
-        try:
-            self._model.proposer.runner.forward([BatchEntry([0], 0, block, 1)])
-        finally:
-            self._cache.pool.release(block)
+        """A sign of life. Raises DeviceLost if the device is unusable."""
+        if self._model is not None:
+            probe(self._model.proposer.runner, self._cache.pool)
 
     def _detach(self, stream: int) -> None:
         for key in [key for key in self._sequences if key[0] == stream]:

@@ -147,6 +147,13 @@ class DraftSequence:
         """Notes what the token just appended to `sequence` was drawn from; None is one-hot."""
         self._weights.append(weights)
 
+    def roll_back(self, cache: SequenceCache) -> None:
+        """Takes tokens off the chain whose weights were not noted, as after a step that failed between the two."""
+        length = self._sent + len(self._weights)
+        if length < len(self.sequence):
+            cache.truncate(self.sequence, length)
+            self.ended = False
+
     def take_pieces(self) -> Iterator[Piece]:
         """The pieces that are due: full ones, and the rest when nothing more will come without another message."""
         while unsent := 0 if self.finished else len(self.sequence) - self._sent:

@@ -113,8 +113,8 @@ class DeviceThread(Generic[Command]):
         self._put(command)
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Runs a function on the device thread, after what was submitted before, and returns its result or
-        exception."""
+        """Runs a function on the device thread, after what was submitted before, and returns its result or exception.
+        DeviceLost ends the thread, too."""
         future: Future[Result] = Future()
         self._put(_Call(function, future))
         return future
@@ -173,6 +173,8 @@ class DeviceThread(Generic[Command]):
                     item.future.set_result(item.function())
                 except BaseException as error:
                     item.future.set_exception(error)
+                    if isinstance(error, DeviceLost):
+                        raise
             return
         try:
             self._worker.handle(item)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BlockPool, OutOfBlocks
+from outrider.engine.blocks import BlockPool
+from outrider.engine.probe import probe
 from outrider.engine.runner import ModelRunner
 from outrider.engine.sequence import SequenceCache
 from outrider.target.admission import Refused, TargetLimits, admit
@@ -77,12 +77,11 @@ class TargetEngine:
         self._flush = flush
         self._on_step = on_step
         self._clock = clock
-        self._cut_windows = cut_windows
         self._arrivals = 0
         self._step_ended = 0.0
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = SequenceCache(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
-        self.scheduler = Scheduler(self.cache, max_rows, limits.max_window)
+        self.scheduler = Scheduler(self.cache, max_rows, limits.max_window, cut_windows)
         self._computer = StepComputer(runner, verifier_of(runner, limits.vocab_size), clock)
         self._gathering = Gathering()
         self.threads: ThreadSplit | None = None  # where the number is not given
@@ -99,10 +98,11 @@ class TargetEngine:
         except Exception:
             log.exception("a %s of sequence %d failed", type(command.message).__name__, sequence_id)
             target = self.scheduler.sequences.get((command.stream, sequence_id))
+            message = "a message failed in the engine; see the log"
             if target is not None:
-                self.scheduler.remove(target)
-            code = grpc.StatusCode.INTERNAL.value[0]
-            command.sink(Failure(sequence_id, code, "a message failed in the engine; see the log", "COMMAND_FAILED"))
+                self._fail(target, grpc.StatusCode.INTERNAL, message, "COMMAND_FAILED")
+            else:
+                command.sink(Failure(sequence_id, grpc.StatusCode.INTERNAL.value[0], message, "COMMAND_FAILED"))
             self._flush()
 
     def step(self, now: float) -> float | None:
@@ -114,10 +114,9 @@ class TargetEngine:
         if hold := self._gathering.hold(self.scheduler.sequences.values(), now):
             return 0.0 if self._prepare_ahead() else hold
         has_run = False
-        for step in run_apart(self.scheduler.runnable(now), self._compute, self._give_up):
-            if step is not None:
-                has_run = True
-                self._commit_step(step)
+        for step in run_apart(self.scheduler.runnable(now), self._compute, self._give_up, self._hand_over):
+            has_run = True
+            self._commit_step(step)
         self._flush()
         return 0.0 if has_run else BLOCKED_S
 
@@ -129,21 +128,13 @@ class TargetEngine:
         self._flush()
 
     def probe(self) -> None:
-        """One forward of one row, as a sign of life, in a block of its own: sequences may be open by now. Where they
-        hold every block, their steps are the sign."""
-        try:
-            block = self.cache.pool.allocate(1)
-        except OutOfBlocks:
-            return
-        try:
-            self._runner.forward([BatchEntry([0], 0, block, 1)])
-        finally:
-            self.cache.pool.release(block)
+        """A sign of life. Raises DeviceLost when the process has to end."""
+        probe(self._runner, self.cache.pool)
 
     def profile(self) -> StepCosts:
-        """Measures steps by their rows, while nothing is open; from then on windows are cut by it, if they may be."""
+        """Measures steps by their rows, while nothing is open; from then on the scheduler knows what they take."""
         costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, self.limits.max_model_len)
-        if costs and self._cut_windows:
+        if costs:
             self.scheduler.goodput = Goodput(costs)
         return costs
 
@@ -280,6 +271,11 @@ class TargetEngine:
         """A step of this sequence alone failed."""
         log.error("sequence %d ends: its step fails", target.open.sequence_id, exc_info=error)
         self._fail(target, grpc.StatusCode.INTERNAL, "the sequence's step failed; see the log", "STEP_FAILED")
+
+    def _hand_over(self, target: TargetSequence, error: Exception) -> None:
+        """No sequence's step runs here: the gateway opens it elsewhere."""
+        log.error("sequence %d ends: no step runs here", target.open.sequence_id, exc_info=error)
+        self._fail(target, grpc.StatusCode.UNAVAILABLE, "no step runs on this target; see the log", "NO_STEP_RUNS")
 
     def _fail(self, target: TargetSequence, code: grpc.StatusCode, message: str, reason: str) -> None:
         target.finished = True

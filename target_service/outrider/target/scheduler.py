@@ -83,11 +83,14 @@ class RowShares:
 class Scheduler:
     """Owns the running sequences of a target and chooses each step."""
 
-    def __init__(self, cache: SequenceCache, max_rows: int = 512, max_window: int = 128) -> None:
+    def __init__(
+        self, cache: SequenceCache, max_rows: int = 512, max_window: int = 128, cut_windows: bool = True
+    ) -> None:
         self.cache = cache
         self.max_rows = max_rows
         self.max_window = max_window
-        self.goodput: Goodput | None = None  # with one, windows are cut where sequences share a step
+        self.cut_windows = cut_windows
+        self.goodput: Goodput | None = None  # limits prompts by time, and cuts windows where sequences share a step
         self.sequences: dict[SequenceKey, TargetSequence] = {}
         self._num_steps = 0
         self._suspect_ran = False  # in the last step
@@ -204,7 +207,7 @@ class Scheduler:
 
     def _cut(self, targets: Sequence[TargetSequence], max_rows: int) -> dict[SequenceKey, int]:
         """The longest window that each of those that share a step shall verify in it, with `max_rows` for all."""
-        if self.goodput is None or len(targets) < 2:
+        if self.goodput is None or not self.cut_windows or len(targets) < 2:
             return {}
         shapes = [self._shape(target, self.max_rows, self.max_window) for target in targets]
         windows = [shape for shape in shapes if shape.samples]

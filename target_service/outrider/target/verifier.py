@@ -52,7 +52,8 @@ class Judged:
 
 
 HOST = torch.device("cpu")
-RANKED_AT_ONCE = (1 << 27, 1 << 20)  # logits of a prompt, on a device and on a CPU: what a cache holds is ranked faster
+RANKED_ON_DEVICE = 1 << 27  # logits of a prompt at once
+RANKED_ON_HOST = 1 << 20  # what a cache holds is ranked faster
 Judgement = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
 Judge = Callable[[Tensor, Sequence[Judged]], Judgement]
 
@@ -191,7 +192,8 @@ def _with_logprobs(verdicts: list[Verdict], reported: Sequence[tuple[int, range]
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], count: int, mode: str) -> list[RowLogprobs]:
     """Of the prompt tokens that follow each row, [rows, vocab]; processors do not apply to a prompt."""
     raw = f"raw_{mode.rpartition('_')[2]}"
-    num_rows = max(1, RANKED_AT_ONCE[logits.device == HOST] // logits.shape[1])
+    at_once = RANKED_ON_HOST if logits.device == HOST else RANKED_ON_DEVICE
+    num_rows = max(1, at_once // logits.shape[1])
     found: list[RowLogprobs] = []
     for start in range(0, len(next_ids), num_rows):
         ids, rows = next_ids[start : start + num_rows], logits[start : start + num_rows]
