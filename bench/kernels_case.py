@@ -88,7 +88,7 @@ WITHOUT_ROW = {
     "cpu_decoder.pack": "once, at load",
     "cpu_library.cpu_features": "once, at load",
     "cpu_library.cpu_library": "once, at load",
-    "cpu_library.cpu_variant": "a name",
+    "cpu_library.cpu_library_name": "a name",
     "cpu_library.wanted_variants": "once, at load",
     "device_plan.split_keys": "a number, once a step",
     "dispatch.runs_triton": "a question",

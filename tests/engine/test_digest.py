@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import cpu_kernels, save_tiny, tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine import digest
+from outrider.engine import checkpoint, digest
 from outrider.engine.digest import CACHE_NAME, state_digest
 from outrider.engine.loader import build_decoder, load_model
 from outrider.engine.models.base import WrongCheckpoint
@@ -167,17 +168,22 @@ def test_files_that_have_just_changed_are_not_remembered(folder: Path, hashed_fi
 
 
 @pytest.mark.usefixtures("settled")
-def test_files_that_change_while_they_are_read_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = load_file(folder / "model.safetensors")
+@pytest.mark.parametrize("known", [False, True])
+def test_files_that_change_while_they_are_read_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    state, read = load_file(folder / "model.safetensors"), checkpoint.read_tensors
+    if known:
+        load_model(folder)
 
-    def replaced(path: Path, start: int, end: int) -> str:
-        save_file(state, path)
-        return KNOWN
+    def replaced(files: tuple[Path, ...]) -> Mapping[str, torch.Tensor]:
+        save_file(state, folder / "model.safetensors")
+        return read(files)
 
-    monkeypatch.setattr(digest, "_hash_range", replaced)
+    monkeypatch.setattr(checkpoint, "read_tensors", replaced)
     with pytest.raises(WrongCheckpoint, match="changed while they were read"):
         load_model(folder)
-    assert not (folder / CACHE_NAME).exists()
+    assert (folder / CACHE_NAME).exists() == known
 
 
 @pytest.mark.parametrize(

@@ -47,20 +47,18 @@ def checkpoint_digest(folder: Path, files: tuple[Path, ...]) -> Iterator[Callabl
     changed meanwhile."""
     keys = list(map(_file_key, files))
     known = _recall(folder, keys)
-    if known is not None:
-        yield lambda: known
-        return
     pool = ThreadPoolExecutor(NUM_THREADS, "digest")
 
     def result() -> str:
-        digest = _combined(pending)
+        digest = known or _combined(pending)
         if list(map(_file_key, files)) != keys:
             raise WrongCheckpoint(f"{folder}: its weights changed while they were read; load it again")
-        _remember(folder, keys, digest)
+        if known is None:
+            _remember(folder, keys, digest)
         return digest
 
     try:
-        pending = [entry for path in files for entry in _submit_file(pool, path)]
+        pending = [] if known else [entry for path in files for entry in _submit_file(pool, path)]
         yield result
     finally:
         pool.shutdown(cancel_futures=True)  # a model that is refused needs no digest

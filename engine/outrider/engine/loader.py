@@ -48,10 +48,10 @@ class LoadedModel:
 
     @property
     def kernels(self) -> str:
-        """By which kernels, for which processor: "c-avx512", "torch-2.9.0-avx2", "triton-2.9.0-sm90", where PyTorch's
-        version stands for Triton's and cuBLAS', too."""
+        """By which kernels, for which processor: "c-avx512-1a2b3c", "torch-2.9.0-avx2", "triton-2.9.0-sm90", where
+        PyTorch's version stands for Triton's and cuBLAS', too."""
         if isinstance(self.model, NativeDecoder):
-            return self.model.kernel.variant
+            return self.model.kernel.library_name
         if self.model.device.type == "cpu":
             return f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability().lower()}"
         major, minor = torch.cuda.get_device_capability(self.model.device)

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels.cpu_library import cpu_library, cpu_variant
+from outrider.kernels.cpu_library import cpu_library, cpu_library_name
 
 PANEL = 32  # outputs whose weights lie together
-LANES = 16
+DIM_MULTIPLE = 16  # of hidden sizes and heads
 STEP = 32  # inputs that the matrix unit adds up at once
 MOST_DIM = 256  # of a head
 HUGE_PAGE = 2 << 20  # bytes
@@ -119,11 +119,11 @@ def can_run(hidden: int, head_dim: int) -> bool:
     """Whether the kernels are there and take these shapes; the log says where they do not."""
     if cpu_library() is None:
         return False
-    fits = hidden % LANES == 0 and head_dim % LANES == 0 and head_dim <= MOST_DIM
+    fits = hidden % DIM_MULTIPLE == 0 and head_dim % DIM_MULTIPLE == 0 and head_dim <= MOST_DIM
     if not fits:
         log.warning(
             "no C kernels for hidden_size %d and head_dim %d, PyTorch computes, which is slower: they take multiples"
-            " of %d, and heads of at most %d", hidden, head_dim, LANES, MOST_DIM,
+            " of %d, and heads of at most %d", hidden, head_dim, DIM_MULTIPLE, MOST_DIM,
         )  # fmt: skip
     return fits
 
@@ -152,7 +152,7 @@ class CpuDecoder:
         if library is None:
             raise RuntimeError("the CPU kernels are not there")
         self._library: Any = library
-        self.variant = cpu_variant() or ""
+        self.library_name = cpu_library_name() or ""
         self._library.decoder_scratch.restype = c_int64
         self.kind = kind
         self._kept: list[Tensor] = []  # what the pointers below point to

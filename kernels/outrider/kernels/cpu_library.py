@@ -8,6 +8,7 @@ variant's name, such as c-avx2, asks for that one: replicas on different process
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 import subprocess
@@ -30,8 +31,9 @@ def cpu_library() -> ctypes.CDLL | None:
     return None if loaded is None else loaded[1]
 
 
-def cpu_variant() -> str | None:
-    """The name of those kernels, such as "c-avx512"; None without any."""
+def cpu_library_name() -> str | None:
+    """The variant and, since compilers differ, the start of the SHA-256 of its library: "c-avx512-1a2b3c"; None without
+    any."""
     loaded = _loaded()
     return None if loaded is None else loaded[0]
 
@@ -42,14 +44,16 @@ def _loaded() -> tuple[str, ctypes.CDLL] | None:
     problems = []
     for variant in wanted_variants(os.environ.get(SWITCH, "on"), cpu_features()):
         try:
-            library = ctypes.CDLL(str(_path(variant)))
+            path = _path(variant)
+            build, library = hashlib.sha256(path.read_bytes()).hexdigest(), ctypes.CDLL(str(path))
         except (OSError, subprocess.SubprocessError) as error:
             problems.append(f"{variant.name}: {reason(error)}")
             continue
         library.tiles_allowed.restype = ctypes.c_int64
-        if variant.name == "c-amx" and not library.tiles_allowed():  # by the system
+        if variant.name == "c-amx" and not library.tiles_allowed():
+            problems.append(f"{variant.name}: the system does not let processes use the matrix unit")
             continue
-        return variant.name, library
+        return f"{variant.name}-{build[:6]}", library
     if problems:
         log.warning("no C kernels, PyTorch computes, which is slower: %s", problems[0])
     return None
