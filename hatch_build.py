@@ -22,24 +22,32 @@ class KernelsHook(BuildHookInterface[Any]):
         sys.path.insert(0, str(Path(self.root) / "kernels"))
         from outrider.kernels import cpu_build
 
-        for stale in cpu_build.SOURCES.glob("*.so"):
-            stale.unlink()
+        variants = cpu_build.variants()
+        current = {variant.file_name for variant in variants}
+        for library in cpu_build.SOURCES.glob("*.so"):
+            if library.name not in current:
+                library.unlink()
         compiler = cpu_build.find_compiler()
-        if compiler is None:
-            self.app.display_warning("no C compiler: the package comes without compiled kernels")
-            return
         with ThreadPoolExecutor() as pool:
-            paths = pool.map(partial(self._built, compiler), cpu_build.variants())
+            paths = pool.map(partial(self._built, compiler), variants)
         built = [path.relative_to(self.root).as_posix() for path in paths if path is not None]
+        if compiler is None and not built:
+            self.app.display_warning("no C compiler: the package comes without compiled kernels")
         build_data["artifacts"] += built
         if built:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
-    def _built(self, compiler: str, variant: Any) -> Path | None:
-        """One variant's library; None where the compiler does not know these processors."""
+    def _built(self, compiler: str | None, variant: Any) -> Path | None:
+        """One variant's library, as an earlier build left it or a new one; None without a compiler, and where that does
+        not know these processors."""
         from outrider.kernels import cpu_build
 
+        library = cpu_build.SOURCES / variant.file_name
+        if library.is_file():
+            return library
+        if compiler is None:
+            return None
         try:
             return cpu_build.compile_library(variant, cpu_build.SOURCES, compiler)
         except (OSError, subprocess.SubprocessError) as error:

@@ -11,6 +11,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from outrider.kernels.cpu_build import variants
+
 pytest.importorskip("hatchling")
 
 FOLDER = "outrider/kernels/cpu"
@@ -53,6 +55,12 @@ def test_a_library_for_each_kind_of_processor(project: Path) -> None:
     assert "c-avx2-0123456789abcdef.so" not in libraries
     assert "-py3-none-" in wheel.name and "none-any" not in wheel.name
     assert ("no kernels c-amx: unknown processor" in said) == ("x86_64" in wheel.name)
+
+
+def test_a_library_of_these_sources_stays_without_a_compiler(project: Path) -> None:
+    (project / "kernels" / FOLDER / (name := variants()[-1].file_name)).write_text("library")
+    wheel, libraries, said = wheel_of(project, "")
+    assert libraries == [name] and "none-any" not in wheel.name and "no C compiler" not in said
 
 
 def test_without_a_compiler(project: Path) -> None:

@@ -15,7 +15,7 @@ typedef struct {
     float scale, softcap;                                  /* softcap 0: none */
 } AttentionShape;
 
-/* The slots of up to sixteen keys that lie together, from position `at` up to `end`. */
+/* The slots of up to LANES keys that lie together, from position `at` up to `end`. */
 typedef struct {
     int64_t slot, count;
 } Run;
@@ -30,7 +30,7 @@ INLINE Run run_at(const AttentionShape *shape, const int64_t *table, int64_t at,
 typedef struct {
     const float *vector;  /* [head_dim] */
     int64_t first, end;   /* positions of the keys that it sees */
-    float *scores, total; /* of the keys that any of those together sees, with room for fifteen more; their sum */
+    float *scores, total; /* of the keys that any of those together sees, with room for LANES - 1 more; their sum */
     float *out;           /* [head_dim] */
 } Query;
 
@@ -66,8 +66,8 @@ INLINE void score(const int count, const AttentionShape *shape, const Query *que
     }
 }
 
-/* scores: as many as there are keys, and up to 15 more. Turns them into e^(score - greatest), 0 past the last key;
-   returns their sum. */
+/* scores: as many as there are keys, and up to LANES - 1 more. Turns them into e^(score - greatest), 0 past the last
+   key; returns their sum. */
 INLINE float exponentials(float *scores, int64_t count) {
     float most = scores[0];
     for (int64_t key = 1; key < count; key++) most = scores[key] > most ? scores[key] : most;

@@ -280,10 +280,10 @@ static Thread join(Team *team, int64_t rows, int64_t keys, float *scratch) {
     return thread;
 }
 
-/* ids: [rows]. logits: [wanted][vocab], of
-   the rows that `logit_rows` names; a chunk of a prompt wants none. */
+/* ids: [rows]. logits: [wanted][vocab], of the rows that `logit_rows` names; a chunk of a prompt wants none. Returns 0
+   for an id that has no embedding. */
 int64_t decoder_forward(const Decoder *decoder, const Rows *batch, const int64_t *ids, const int64_t *logit_rows,
-                     int64_t wanted, float *logits, float *scratch, int64_t threads) {
+                        int64_t wanted, float *logits, float *scratch, int64_t threads) {
     for (int64_t row = 0; row < batch->rows; row++)
         if (ids[row] < 0 || ids[row] >= decoder->num_embeddings) return 0;
     Team team = {0};

@@ -91,7 +91,7 @@ INLINE int64_t placed_size(int64_t inputs, int64_t rows) {
 }
 
 /* Puts `count` numbers of a row, from column `at` on, where the product with `matrix` reads them. Both are multiples of
-   sixteen, or the row ends there. */
+   LANES, or the row ends there. */
 INLINE void place(const Matrix *matrix, int64_t rows, int64_t row, int64_t at, int64_t count, const float *from,
                   float *x) {
     if (matrix->kind == TILES) {
