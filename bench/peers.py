@@ -88,7 +88,8 @@ def make_llama(
     def load(checkpoint: Path, name: str, **options: Any) -> Any:
         path = folder / f"{name}.gguf"
         write_gguf(checkpoint, path, bfloat16=bfloat16)
-        return Llama(str(path), n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
+        options |= {"n_ctx": CONTEXT, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+        return Llama(str(path), use_mmap=False, **options)  # mapped pages may go while it stands still
 
     model = load(target, "target", draft_model=_llama_draft(load(draft, "draft"), k) if mode == "draft" else None)
 

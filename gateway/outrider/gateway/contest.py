@@ -1,6 +1,6 @@
 """Which plan is fastest where it is tried. A forecast knows neither which cores draft and target share nor how windows
 of many sequences fall into steps; so the requests of a gateway try the promising plans together, one after another,
-and each is compared with the leader's rounds right before it: what happens to the whole machine hits both alike.
+and each is compared with the latest rounds of the leader: what happens to the whole machine hits both alike.
 
 A plan is known by the time of its rounds and by what they verified. What a token takes under it follows with the
 acceptance of the request at hand.
@@ -13,15 +13,18 @@ from math import sqrt
 
 from outrider.gateway.estimates import Mean
 from outrider.gateway.forecast import Forecast
-from outrider.gateway.plans import OFF, Plan
+from outrider.gateway.plans import OFF, Mode, Plan
 
 GAIN = 0.97  # a new leader takes at most this share of the leader's time
 GUESSED_GAIN = 0.9  # for one request to leave the leader for a plan that was not tried
-PROMISING = 1.3  # of the leader's time: what is thought to take more is not tried
+PROMISING = 1.2  # of the leader's time: what is thought to take more is not tried
 HOPELESS = 1.5  # of the leader's time: a trial ends early
 PREFERENCE = 0.97  # for off: the draft has other work
-TRIAL_ROUNDS, LEAST_ROUNDS = 6, 2  # of every sequence
+TRIAL_ROUNDS, SHARED_ROUNDS = 6, 3  # of a sequence alone, or of each of those that share steps
+LEAST_SHARE = 1 / 3  # of a trial, before it is given up
 FIRST_REST, MAX_REST = 96.0, 4096.0  # rounds of a sequence between two trials, once all that is promising was tried
+USUAL, ALIKE = 4, 0.1  # requests whose windows of so many tokens bring as much as others', to this share
+ACCIDENT = 1.3  # a trial that says so much more or less than those before takes their place
 TRIALS = 3.0  # that a measurement looks back on
 
 
@@ -37,7 +40,7 @@ class Rounds:
         self.us.add(us)
         self.windows[num_drafted] = self.windows.get(num_drafted, 0.0) + 1.0
 
-    def us_per_token(self, plan: Plan, forecast: Forecast) -> float:
+    def us_of_a_token(self, plan: Plan, forecast: Forecast) -> float:
         """With the acceptance of the forecast's requests."""
         tokens = sum(count * forecast.tokens(plan.mode, drafted) for drafted, count in self.windows.items())
         return self.us.value * sum(self.windows.values()) / tokens
@@ -75,7 +78,8 @@ class Contest:
 
     def add(self, plan: Plan, us: float, num_drafted: int, forecast: Forecast) -> None:
         """Counts a round of one of the sequences."""
-        enough = TRIAL_ROUNDS * max(1, forecast.num_running())
+        sequences = max(1, forecast.num_running())
+        enough = max(TRIAL_ROUNDS, SHARED_ROUNDS * sequences)
         if plan == self.trial:
             self._trial.us.memory = 4.0 * enough
             self._trial.add(us, num_drafted)
@@ -84,14 +88,15 @@ class Contest:
         elif plan == self.leader and self.trial is None:
             self._recent.us.memory = 4.0 * enough
             self._recent.add(us, num_drafted)
-            self._rest -= TRIAL_ROUNDS / enough
+            self._rest -= 1 / sequences
             if self._rest <= 0 and self._recent.us.weight >= enough:
                 self._begin_trial(forecast)
 
     def best(self, own: Forecast, common: Forecast, present: Plan) -> Plan:
         """For one request: the leader, unless the request's own acceptance makes another plan better for it than that
         plan is for most. What is better for most, or for one that is alone, is for a trial to show."""
-        if own.num_running() == 1 or self.leader not in self._tried:
+        likeness = own.tokens(Mode.SEQUENTIAL, USUAL) / common.tokens(Mode.SEQUENTIAL, USUAL)
+        if own.num_running() == 1 or self.leader not in self._tried or abs(likeness - 1) < ALIKE:
             return self.leader
         shares = {plan: self._share(plan, own) for plan in self.plans}
         found = {
@@ -111,12 +116,16 @@ class Contest:
         return GAIN if plan in self._tried or plan is OFF else GUESSED_GAIN
 
     def us_per_token(self, plan: Plan, forecast: Forecast) -> float:
-        """At present: as measured, or as foreseen with what was measured of plans like it."""
+        """At present: as measured, or as foreseen with what was measured of plans like it; off at its preference."""
         if plan in self._tried:
-            us = self._pace * self._tried[plan].us_per_token(plan, forecast)
+            us = self._pace * self._tried[plan].us_of_a_token(plan, forecast)
         else:
             us = forecast.us_per_token(plan) * self._ratio(plan)
-        return us * PREFERENCE ** sqrt(forecast.sequences) if plan is OFF else us  # of many, the luckless end late
+        return us * self._preference(forecast) if plan is OFF else us
+
+    def _preference(self, forecast: Forecast) -> float:
+        """A burst ends with its slowest stream, so off's margin grows with their number."""
+        return float(PREFERENCE ** sqrt(forecast.sequences))
 
     @property
     def _pace(self) -> float:
@@ -151,13 +160,17 @@ class Contest:
         if fresh:
             return OFF if OFF in fresh else min(fresh, key=lambda plan: times[plan])
         self._rest = self._last_rest = min(MAX_REST, 2 * self._last_rest) or FIRST_REST
-        return next((plan for plan in self._tried if plan in times and times[plan] < PROMISING * limit), None)
+        for plan, rounds in self._tried.items():
+            once = rounds.us.weight <= 1.0  # it may have met an accident
+            if plan in times and (once or times[plan] < PROMISING * limit):
+                return plan
+        return None
 
     def _is_over(self, enough: float, forecast: Forecast) -> bool:
         weight, plan = self._trial.us.weight, self.plan
-        if weight < enough * LEAST_ROUNDS / TRIAL_ROUNDS:
+        if weight < enough * LEAST_SHARE:
             return False
-        hopeless = self._trial.us_per_token(plan, forecast) > HOPELESS * self.us_per_token(self.leader, forecast)
+        hopeless = self._trial.us_of_a_token(plan, forecast) > HOPELESS * self.us_per_token(self.leader, forecast)
         return hopeless or weight >= enough
 
     def _end_trial(self, plan: Plan, forecast: Forecast) -> None:
@@ -165,13 +178,16 @@ class Contest:
         self.trial = None
         if self._share(plan, forecast) < (1.0 if plan is OFF else GAIN):  # off has its preference
             self.leader, self._recent, self._last_rest = plan, self._trial, 0.0
+        self._recent.us.weight /= 2  # some of its rounds are measured anew before the next trial
 
     def _keep(self, plan: Plan, rounds: Rounds, forecast: Forecast) -> None:
         """Adds a measurement to those of earlier trials."""
-        known = self._tried.pop(plan, None) or Rounds(Mean(memory=TRIALS))
-        pace = self._pace
-        known.us.add(rounds.us.value / pace)
+        known, pace = self._tried.pop(plan, None), self._pace
+        us = rounds.us.value / pace
+        if known is None or not 1 / ACCIDENT < us / known.us.value < ACCIDENT:
+            known = Rounds(Mean(memory=TRIALS))
+        known.us.add(us)
         known.windows = dict(rounds.windows)
         self._tried[plan] = known
         if foreseen := forecast.us_per_token(plan):
-            self._ratios[plan] = pace * known.us_per_token(plan, forecast) / foreseen
+            self._ratios[plan] = pace * known.us_of_a_token(plan, forecast) / foreseen

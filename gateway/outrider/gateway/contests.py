@@ -1,4 +1,4 @@
-"""The contests of a gateway: one for each set of choices and each order of the number of sequences."""
+"""The contests of a gateway: for each set of choices one for each order of the number of sequences."""
 
 from __future__ import annotations
 
@@ -6,39 +6,53 @@ from dataclasses import dataclass, field
 
 from outrider.gateway.contest import Contest
 from outrider.gateway.forecast import Forecast
-from outrider.gateway.plans import OFF, Limits, Plan
+from outrider.gateway.plans import OFF, Limits
 
-Key = tuple[tuple[Plan, ...], bool]
+MOST_AWAY = 64  # rounds of every sequence: the number of sequences may go up and down
+
+
+@dataclass(slots=True)
+class League:
+    """Of requests with the same choices."""
+
+    limits: Limits
+    _contests: dict[int, Contest] = field(default_factory=dict)  # by the bits of the number of sequences
+    _used: dict[int, int] = field(default_factory=dict)  # the turn when each was asked for last
+    _turn: int = 0
+
+    def at(self, forecast: Forecast) -> Contest:
+        """The one for the present number of sequences."""
+        sequences = forecast.num_running()
+        bits = (sequences - 1).bit_length()
+        contest = self._contests.get(bits)
+        if contest is None:
+            contest = self._contests[bits] = self._begin(bits, forecast)
+        self._turn += 1
+        if self._turn - self._used.get(bits, 0) > MOST_AWAY * sequences:
+            contest.restart()
+        self._used[bits] = self._turn
+        return contest
+
+    def _begin(self, bits: int, forecast: Forecast) -> Contest:
+        """It starts from what was measured at the nearest number of sequences, else in turn with the draft: that shows
+        what both sides and the way between them take."""
+        plans, usual = self.limits.plans, self.limits.base.num_draft_tokens
+        known = [number for number, found in self._contests.items() if found.knows]
+        if not known:
+            waiting = [plan for plan in plans if plan is not OFF and plan.waits]
+            wanted = [plan for plan in waiting if plan.num_draft_tokens == usual] or waiting
+            return Contest(plans, wanted[0] if wanted else OFF)
+        begun = Contest(plans, OFF, self._contests[min(known, key=lambda number: abs(number - bits))])
+        begun.leader = min(plans, key=lambda plan: begun.us_per_token(plan, forecast))
+        return begun
 
 
 @dataclass(slots=True)
 class Contests:
     """Shared by all requests."""
 
-    _found: dict[tuple[Key, int], Contest] = field(default_factory=dict)
-    _crowds: dict[Key, int] = field(default_factory=dict)  # at present
+    _leagues: dict[Limits, League] = field(default_factory=dict)
 
-    def at(self, limits: Limits, forecast: Forecast) -> Contest:
-        """What holds for requests with these choices at the present number of sequences."""
-        key, crowd = (limits.plans, limits.weighs), (forecast.num_running() - 1).bit_length()
-        contest = self._found.get((key, crowd))
-        if contest is None:
-            contest = self._found[key, crowd] = self._begin(key, crowd, limits, forecast)
-        if self._crowds.get(key) != crowd:
-            self._crowds[key] = crowd
-            contest.restart()
-        return contest
-
-    def _begin(self, key: Key, crowd: int, limits: Limits, forecast: Forecast) -> Contest:
-        """It starts from what was measured at the nearest number of sequences, else in turn with the draft: that shows
-        what both sides and the way between them take."""
-        known = {number: found for (other, number), found in self._found.items() if other == key and found.knows}
-        prior = known[min(known, key=lambda number: abs(number - crowd))] if known else None
-        if prior is None:
-            usual = limits.base.num_draft_tokens
-            waiting = [plan for plan in limits.plans if plan is not OFF and plan.waits]
-            wanted = [plan for plan in waiting if plan.num_draft_tokens == usual] or waiting
-            return Contest(limits.plans, wanted[0] if wanted else OFF)
-        begun = Contest(limits.plans, OFF, prior)
-        begun.leader = min(limits.plans, key=lambda plan: begun.us_per_token(plan, forecast))
-        return begun
+    def of(self, limits: Limits) -> League:
+        """That of requests with these choices."""
+        return self._leagues.setdefault(limits, League(limits))

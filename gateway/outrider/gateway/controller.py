@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.gateway.contests import Contests
+from outrider.gateway.contests import Contests, League
 from outrider.gateway.estimates import Acceptance, Mean
 from outrider.gateway.experience import Experience
 from outrider.gateway.forecast import Forecast
-from outrider.gateway.plans import AHEAD, OFF, Limits, Mode, Plan
+from outrider.gateway.plans import AHEAD, Limits, Mode, Plan
 from outrider.gateway.policy import Policy
 from outrider.gateway.rounds import Round
 
@@ -37,10 +37,12 @@ class Controller:
     plan: Plan = field(init=False)
     forecast: Forecast = field(init=False)  # of this request
     common: Forecast = field(init=False)  # of all
+    league: League = field(init=False)
     deep: bool = False  # branches come so late that those of the verification after this one are prepared, too
     _after_window: bool = False  # the round before verified drafted tokens
     _until_decision: int = 1
     _since_change: int = 0  # rounds
+    _inputs: dict[str, float] = field(default_factory=dict)
     _apart: int = 0  # decisions in a row for another plan than the leader's
 
     def __post_init__(self) -> None:
@@ -48,7 +50,8 @@ class Controller:
         hits = Mean(known.hits.value, min(4.0, known.hits.weight))
         self.forecast = self._forecast(Acceptance(known.acceptance), hits)
         self.common = self._forecast(known.acceptance, known.hits)
-        self.plan = self.contests.at(self.limits, self.common).plan  # and again at the first round: others may come
+        self.league = self.contests.of(self.limits)
+        self.plan = self.league.at(self.common).plan  # and again at the first round: others may come
 
     def _forecast(self, acceptance: Acceptance, hits: Mean) -> Forecast:
         return Forecast(self.known, self.limits.weighs, acceptance, hits, self.round_trips_us, self.num_running)
@@ -59,14 +62,17 @@ class Controller:
         return self.plan.policy(self.limits.base, self.limits.max_branches, self.deep)
 
     def inputs(self) -> dict[str, float]:
-        """What the choice rests on."""
+        """What the last decision rests on."""
+        return self._inputs
+
+    def _inputs_now(self) -> dict[str, float]:
         return {
             "acceptance": self.forecast.acceptance.at(0),
             "hits": self.forecast.hit_rate(self.plan),
             "between_us": self.forecast.away_us,
             "draft_pass_us": self.known.draft_pass.value,
             "verify_us": self.forecast.verify_us(self.plan),
-            "us_per_token": self.contests.at(self.limits, self.common).us_per_token(self.plan, self.forecast),
+            "us_per_token": self.league.at(self.common).us_per_token(self.plan, self.forecast),
             "deep": float(self.deep),
         }
 
@@ -77,18 +83,19 @@ class Controller:
 
     def on_round(self, closed: Round) -> bool:
         """A round ended. Returns whether the choice changed."""
-        contest = self.contests.at(self.limits, self.common)
+        contest = self.league.at(self.common)
         self._since_change += 1
         if closed.index > 0 and closed.commit.timings.num_rows:  # the first round holds the prompt
             self._learn(closed)
-            waited_in_vain = self.plan is not OFF and self.plan.waits and not closed.commit.num_drafted
-            if self._since_change > SETTLING and not waited_in_vain:
+            if self._since_change > SETTLING:
                 contest.add(self.plan, closed.total_us, closed.commit.num_drafted, self.common)
         before = self.policy
         self._until_decision -= 1
         if contest.trial is not None:
-            self._follow(contest.trial)
-        elif self._until_decision <= 0 or contest.leader != self.plan:
+            if contest.trial != self.plan:
+                self._follow(contest.trial)
+            self._until_decision = 0
+        elif self._until_decision <= 0 or (not self._apart and contest.leader != self.plan):
             self._until_decision = DECIDE_EVERY
             self.known.fade()
             best = contest.best(self.forecast, self.common, self.plan)
@@ -101,11 +108,11 @@ class Controller:
             self.plan, self._since_change = plan, 0
         coming = self.forecast.away_us + (plan.num_draft_tokens + 1) * self.known.draft_pass.value
         self.deep = coming > (IN_TIME if self.deep else LATE) * self.forecast.verify_us(plan)
+        self._inputs = self._inputs_now()
 
     def _learn(self, closed: Round) -> None:
         commit, timings, known = closed.commit, closed.commit.timings, self.known
         computed = timings.verify_us + timings.sample_us
-        known.num_rounds += 1
         part = 1 / max(1, timings.num_sequences)  # the others tell of the same step
         known.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD, part)
         known.share.add(timings.num_sequences / max(1, self.num_running()), part)

@@ -17,7 +17,6 @@ class Experience:
     """What all requests of a gateway learn together, since it says more of the machines than of a request."""
 
     costs: VerifyCosts
-    num_rounds: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     hits: Mean = field(default_factory=Mean)
     between: Mean = field(default_factory=Mean)  # what a round that waits for its draft spends outside both models

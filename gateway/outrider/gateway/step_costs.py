@@ -9,6 +9,7 @@ from outrider.gateway.estimates import Mean
 
 MAX_BUCKETS = 64
 PROFILE_WEIGHT, MEMORY = 16.0, 64.0  # steps that a profiled time counts as, and that an estimate looks back on
+REDRAWN_EVERY = 8  # measurements: no single one moves the curve much
 PACE_RATE = 0.1
 MAX_SURPRISE = 2.0  # no step is believed to be slower or faster than expected by more
 
@@ -20,14 +21,19 @@ class StepCosts:
     def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
         self._means = {_bucket(num_rows): Mean(step_us, PROFILE_WEIGHT, MEMORY) for num_rows, step_us in profile}
         self._curve: tuple[list[int], list[float]] | None = None  # rows, times
+        self._num_added = 0
 
     def add(self, num_rows: int, step_us: float, weight: float = 1.0) -> None:
         """Counts a step."""
         bucket = _bucket(num_rows)
         if bucket not in self._means and len(self._means) >= MAX_BUCKETS:
             return
+        if bucket not in self._means:
+            self._curve = None
         self._means.setdefault(bucket, Mean(memory=MEMORY)).add(step_us, weight)
-        self._curve = None
+        self._num_added += 1
+        if self._num_added % REDRAWN_EVERY == 0:
+            self._curve = None
 
     def at(self, num_rows: int) -> float:
         """The estimate for a number of rows; 0 while nothing is known."""

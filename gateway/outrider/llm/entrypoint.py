@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -188,6 +189,7 @@ class LLM:
             statistics = Statistics(attached.info.name, k, arguments.max_num_seqs)
             return attached, statistics, JobMaker(arguments, attached, k)
         speculation = SpeculativeConfig.supported(config)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: two models share the cores
         from outrider.llm.local import start_local  # torch comes with it: not for who only asks a gateway
 
         arguments = self.arguments.located()
