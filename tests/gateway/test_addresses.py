@@ -37,18 +37,19 @@ class Resolver:
 )
 def test_addresses_stand_for_themselves(given: list[str], known: tuple[str, ...]) -> None:
     addresses = Addresses(given)
-    assert addresses.fixed and addresses.known == known
+    assert addresses.complete and not addresses.names and addresses.known == known
 
 
 @pytest.mark.parametrize("name", ["dns:///targets:50051", "dns:targets:50051", "targets:50051"])
 async def test_every_address_of_a_name_is_one(name: str) -> None:
     resolver = Resolver(targets=["10.0.0.1", "fd00::2"])
     addresses = Addresses([f"10.0.0.7:5,{name}"], resolver)
-    assert not addresses.fixed and addresses.known == ("10.0.0.7:5",)
-    await addresses.refresh()
+    assert not addresses.complete and addresses.known == ("10.0.0.7:5",)
+    await addresses.refresh(name)
+    assert addresses.complete
     assert addresses.known == ("10.0.0.7:5", "10.0.0.1:50051", "[fd00::2]:50051")
     resolver.hosts["targets"] = ["10.0.0.3"]
-    await addresses.refresh()
+    await addresses.refresh(name)
     assert addresses.known == ("10.0.0.7:5", "10.0.0.3:50051") and resolver.asked == [("targets", 50051)] * 2
 
 
@@ -57,12 +58,14 @@ async def test_a_name_without_an_answer_stands_for_the_last_one(caplog: pytest.L
     addresses = Addresses(["dns:///targets:5", "dns:///drafts:6"], resolver)
     with caplog.at_level(logging.WARNING, "outrider.gateway"):
         for _ in range(3):
-            await addresses.refresh()
-            assert addresses.known == ("10.0.0.1:5",)
+            for name in addresses.names:
+                await addresses.refresh(name)
+            assert addresses.known == ("10.0.0.1:5",) and addresses.complete
     assert [record.getMessage().split()[0] for record in caplog.records] == ["dns:///drafts:6"]  # said once
     del resolver.hosts["targets"]
     resolver.hosts["drafts"] = ["10.0.0.2"]
-    await addresses.refresh()
+    for name in addresses.names:
+        await addresses.refresh(name)
     assert addresses.known == ("10.0.0.1:5", "10.0.0.2:6")
 
 

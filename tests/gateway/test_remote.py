@@ -23,6 +23,7 @@ from gateway.toys import (
     until,
 )
 
+from gateway import toys
 from outrider.gateway.backends import Lost
 from outrider.gateway.breaker import MAX_FAILURES
 from outrider.gateway.loop import speculate
@@ -32,6 +33,7 @@ from outrider.gateway.rounds import Round
 from outrider.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from outrider.wire.messages import Commit, Credit, DraftInfo, Failure, Open, TargetInfo
 from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.wire.stream import StreamConfig
 
 PROMPT = (11, 12, 13)
 
@@ -267,6 +269,26 @@ async def test_a_stuck_device_loses_its_sequences() -> None:
         await until(lambda: target.closes == [1])
         target.step_age_ms = 0
         await until(lambda: targets.usable)
+
+
+async def test_a_sequence_of_a_silent_target_knows_whether_anything_came_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(toys, "QUICK", StreamConfig(heartbeat_s=60, silence_s=60))  # the target's: commits alone
+    async with (
+        serving(TargetServicer(ToyTarget())) as server,
+        RemoteTargets([server.address], stream_config=replace(QUICK, silence_s=0.2)) as targets,
+    ):
+        await targets.wait_usable()
+        heard: list[Any] = []
+        unheard: list[Any] = []
+        first = targets.open(request(), heard.append)
+        assert first is not None
+        first.send(Credit(0, len(PROMPT) + 1, 0))
+        await until(lambda: heard)
+        targets.open(request(), unheard.append)
+        await until(lambda: unheard)
+        assert isinstance(heard[0], Commit) and [event.unheard for event in (heard[-1], unheard[0])] == [False, True]
 
 
 async def test_nothing_follows_a_close_and_stale_links_are_mute() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -79,6 +80,62 @@ async def test_an_address_that_returns_before_its_last_sequence_stays(monkeypatc
         resolver.hosts["targets"] = HOSTS[:1]
         await until(lambda: targets.usable)
         assert await asyncio.wait_for(task, 5) == expected(PROMPT, 120) and len(one.streams) == 1
+
+
+class SlowResolver(Resolver):
+    """Answers for "slow" when it is let."""
+
+    def __init__(self, **hosts: Sequence[str]) -> None:
+        super().__init__(**hosts)
+        self.let = asyncio.Event()
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        if host == "slow":
+            await self.let.wait()
+        return await super().__call__(host, port)
+
+
+async def test_a_name_with_a_slow_answer_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "RESOLVE_S", 0.02)
+    monkeypatch.setattr(replicas, "START_S", 0.05)
+    resolver = SlowResolver(targets=HOSTS[:1], slow=HOSTS[1:])
+    async with serving(TargetServicer(ToyTarget())) as server:
+        port = server.address.rpartition(":")[2]
+        names = [f"targets:{port}", f"slow:{port}"]
+        async with RemoteTargets(names, stream_config=QUICK, lookup=resolver) as targets:
+            await asyncio.wait_for(targets.wait_usable(), 2)
+            assert await asyncio.wait_for(targets.wait_attempted(), 2) is None
+            resolver.hosts["targets"] = HOSTS[1:]
+            await until(lambda: [peer.address for peer in targets.peers] == [f"{HOSTS[1]}:{port}"], 2)
+            resolver.hosts["targets"] = []
+            await until(lambda: not targets.peers, 2)
+            resolver.let.set()
+            await until(lambda: targets.peers, 2)
+
+
+async def test_targets_may_be_met_before_the_last_name_is_looked_up() -> None:
+    resolver = SlowResolver()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serving(TargetServicer(ToyTarget())))
+        given = [server.address, "slow:5"]
+        targets = await stack.enter_async_context(RemoteTargets(given, stream_config=QUICK, lookup=resolver))
+        await until(lambda: targets.peers[0].usable)
+        assert not targets.usable  # the name may stand for more targets of another model
+        resolver.let.set()
+        await until(lambda: targets.usable, 1)
+
+
+async def test_nobody_waits_for_an_attempt_at_an_address_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "RESOLVE_S", 0.02)
+    resolver = Resolver(targets=HOSTS[:1])
+    with socket.create_server((HOSTS[0], 0)) as mute:
+        name = f"targets:{mute.getsockname()[1]}"
+        async with RemoteTargets([name], stream_config=QUICK, lookup=resolver) as targets:
+            waiting = asyncio.create_task(targets.wait_attempted())
+            await until(lambda: targets.peers)
+            await asyncio.sleep(0.01)
+            resolver.hosts["targets"] = []
+            assert await asyncio.wait_for(waiting, 2) is None and not targets.peers
 
 
 async def test_drafts_have_names_too(monkeypatch: pytest.MonkeyPatch) -> None:

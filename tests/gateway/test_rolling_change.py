@@ -103,6 +103,18 @@ async def test_new_requests_change_over_with_the_majority() -> None:
     assert names == ["old", "old", "new", "new"]
 
 
+async def test_what_a_target_says_of_itself_changes_with_its_restart() -> None:
+    short = old(max_model_len=128)
+    short.toy.info = replace(short.toy.info, max_window=3, step_costs=((1, 9),))
+    changes: list[None] = []
+    async with Fleet(old()) as fleet, RemoteTargets(fleet.addresses, stream_config=QUICK) as targets:
+        await all_up(fleet, targets)
+        targets.on_model = lambda: changes.append(None)
+        await fleet.replace(0, short)
+        await all_up(fleet, targets)
+        assert targets.info == short.toy.info and not changes  # of the same weights
+
+
 async def test_a_request_under_way_keeps_its_model_while_a_target_has_it() -> None:
     slow = [old(step_s=0.004), old(step_s=0.004)]
     async with (

@@ -14,7 +14,7 @@ from outrider.wire.errors import InvalidArgument, Violation
 
 log = logging.getLogger(__name__)
 
-RESOLVE_S = 2.0  # between two look-ups: what is new or gone is known within 5 s, with a slow answer, too
+RESOLVE_S = 2.0  # between two look-ups of a name: what is new or gone is known within 5 s, with a slow answer, too
 _SCHEMES = ("dns:///", "dns:", "ipv4:", "ipv6:")
 ALLOWED = "host:port, :port, unix:path, dns:///name:port or ipv4:a:port,b:port, with ports of 1 to 65535"
 _V4, _V6 = socket.AF_INET, socket.AF_INET6
@@ -46,20 +46,22 @@ class Addresses:
         self._problems: dict[str, str] = {}
 
     @property
-    def fixed(self) -> bool:
-        """Whether nothing has to be looked up."""
-        return not any(map(_is_name, self._parts))
+    def names(self) -> tuple[str, ...]:
+        """What has to be looked up, each once."""
+        return tuple(dict.fromkeys(filter(_is_name, self._parts)))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every name has been looked up, with an answer or without."""
+        return all(name in self._known or name in self._problems for name in self.names)
 
     @property
     def known(self) -> tuple[str, ...]:
         """Every address, by the last look-up; in the order given, each once."""
         return tuple(dict.fromkeys(address for part in self._parts for address in self._known.get(part, ())))
 
-    async def refresh(self) -> None:
-        """Asks for every name. One without an answer stands for what it stood for before."""
-        await asyncio.gather(*(self._refresh(part) for part in dict.fromkeys(self._parts) if _is_name(part)))
-
-    async def _refresh(self, name: str) -> None:
+    async def refresh(self, name: str) -> None:
+        """Asks for a name. One without an answer stands for what it stood for before."""
         host, _, port = _bare(name).rpartition(":")
         try:
             hosts = await self._lookup(host, int(port))

@@ -27,6 +27,7 @@ class Lost:
     elsewhere."""
 
     reason: str
+    unheard: bool = False  # silent since the sequence was opened, which it need not have got
 
 
 class VerifierLink(Protocol):

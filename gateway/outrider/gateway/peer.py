@@ -19,7 +19,7 @@ from outrider.wire.channel import connect
 from outrider.wire.codec_frames import Message, StreamKind
 from outrider.wire.errors import FailedPrecondition, OutriderError, Unavailable, from_rpc_error
 from outrider.wire.messages import Close, Closed, Commit, Failure, ModelInfo, Open
-from outrider.wire.stream import FrameStream, StreamConfig, client_stream
+from outrider.wire.stream import SILENT_PEER, FrameStream, StreamConfig, client_stream
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PeerService(Generic[Info]):
 class PeerLink:
     """One sequence at a peer. It sets the sequence id of what it sends."""
 
-    __slots__ = ("_stream", "links", "model", "on_event", "sequence_id")
+    __slots__ = ("_opened_at", "_stream", "links", "model", "on_event", "sequence_id")
 
     def __init__(
         self,
@@ -62,7 +62,15 @@ class PeerLink:
         self.links, self._stream = links, stream
         self.sequence_id, self.model = sequence_id, model
         self.on_event = on_event
+        self._opened_at = time.monotonic()
         links[sequence_id] = self
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the peer fell silent, and nothing has come from it since the sequence was opened."""
+        error = self._stream.error
+        silent = error is not None and error.reason == SILENT_PEER
+        return silent and self._stream.last_received_at < self._opened_at
 
     def alive_on(self, stream: FrameStream) -> bool:
         """Whether the sequence is open on this stream."""
@@ -180,6 +188,7 @@ class Peer(Generic[Info]):
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
                 backoff = min(1.5 * backoff, MAX_BACKOFF_S)
         finally:
+            self.attempted.set()
             self._lose("the gateway stops")
             await channel.close()
 
@@ -247,7 +256,7 @@ class Peer(Generic[Info]):
         for link in links:
             link.close()
         for link in links:
-            link.on_event(Lost(f"{self._service.name} {self.address}: {reason}"))
+            link.on_event(Lost(f"{self._service.name} {self.address}: {reason}", link.unheard))
 
     def _observed(self, on_event: Callable[[Any], None]) -> Callable[[Any], None]:
         """Tells the breaker how a sequence fares, until that is known."""

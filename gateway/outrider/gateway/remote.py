@@ -91,7 +91,7 @@ class RemoteTargets(RemotePeers[TargetInfo]):
 
     @property
     def info(self) -> TargetInfo:
-        """What a target of the present model said of itself. Unavailable before one is chosen."""
+        """What a target of the present model says of itself. Unavailable before one is chosen."""
         if self._info is None:
             raise Unavailable("no target has answered yet", reason="NO_TARGET", retry_after_ms=1000)
         return self._info
@@ -144,13 +144,14 @@ class RemoteTargets(RemotePeers[TargetInfo]):
         if self._info is None and not self._is_decided([model for model, _ in answers]):
             return
         digest = elect(self._digest, answers)
-        fitting = (peer.info for peer in self.peers if peer.usable and peer.info is not None)
-        info = next((info for info in fitting if info.model.digest == digest), None)
-        if info is None or digest == self._digest:
+        usable = [peer.info for peer in self.peers if peer.usable and peer.info is not None]
+        fitting = [info for info in usable if info.model.digest == digest]
+        if not fitting or self._info in fitting:
             return
-        self._info = info
-        log.info("targets: new requests go to %s (%s)", info.model.name, info.model.digest[:12])
-        self.on_model()
+        before, self._info = self._digest, fitting[0]
+        if digest != before:
+            log.info("targets: new requests go to %s (%s)", self._info.model.name, self._info.model.digest[:12])
+            self.on_model()
 
     def _is_decided(self, models: Sequence[str]) -> bool:
         """Whether no target that has not been tried yet can change the first choice."""

@@ -19,6 +19,8 @@ from outrider.wire.stream import StreamConfig
 
 log = logging.getLogger(__name__)
 
+START_S = 2.0  # no longer does the start wait for a name's first answer
+
 Info = TypeVar("Info")
 
 
@@ -43,7 +45,7 @@ class RemotePeers(Generic[Info]):
 
     async def __aenter__(self) -> Self:
         self._run_peers()
-        if self._addresses.fixed:
+        if self._addresses.complete:
             self._looked_up.set()
         else:
             self._others.add(asyncio.create_task(self._follow_names()))
@@ -86,7 +88,7 @@ class RemotePeers(Generic[Info]):
     def refusal(self) -> FailedPrecondition | None:
         """Why none of the peers may be used, once every one has said so much of itself; one that fits is enough."""
         refusals = [peer.refusal for peer in self.peers]
-        return None if not refusals or None in refusals else refusals[0]
+        return None if not refusals or None in refusals or not self._addresses.complete else refusals[0]
 
     def recheck(self) -> None:
         """Judges the peers again, by what is known now."""
@@ -118,10 +120,20 @@ class RemotePeers(Generic[Info]):
         return Peer(address, self._service, self._admitted, self._changed, self._stream_config)
 
     async def _follow_names(self) -> None:
-        while True:
-            await self._addresses.refresh()
-            self._update()
+        """Each by itself: one with a slow answer holds up no other, and the start for a while only."""
+        async with asyncio.TaskGroup() as group:
+            for name in self._addresses.names:
+                group.create_task(self._follow(name))
+            await asyncio.sleep(START_S)
             self._looked_up.set()
+            self._changed()
+
+    async def _follow(self, name: str) -> None:
+        while True:
+            await self._addresses.refresh(name)
+            if self._addresses.complete:
+                self._looked_up.set()
+            self._update()
             await asyncio.sleep(RESOLVE_S)
 
     def _update(self) -> None:

@@ -27,6 +27,7 @@ from outrider.wire.transport import ClientTransport, FrameTransport, ServerTrans
 log = logging.getLogger(__name__)
 
 Batch = list[Message]  # what one frame brought: it holds together
+SILENT_PEER = "SILENT_PEER"  # the reason of a stream that ends since nothing comes
 _MAX_STEP_AGE_MS = (1 << 32) - 1
 _LAST_WRITE_S = 1.0  # for a write to a peer that may not be reading any more
 _SLOW_S = 1.0  # a frame that takes longer to leave meets a slow reader
@@ -128,6 +129,11 @@ class FrameStream:
         return self._error
 
     @property
+    def last_received_at(self) -> float:
+        """When the last frame came, by the stream's clock (time.monotonic)."""
+        return self._last_received_at
+
+    @property
     def num_sequences(self) -> int:
         """The sequences that are open on this stream."""
         return self._table.num_active
@@ -198,7 +204,7 @@ class FrameStream:
             self._last_received_at = now  # this process was stopped: the silence is not the peer's
         self._last_tick_at = now
         if now - self._last_received_at > self._config.silence_s and not self._held_up:
-            self._finish(Unavailable(f"no frame for {self._config.silence_s:g} s", reason="SILENT_PEER"))
+            self._finish(Unavailable(f"no frame for {self._config.silence_s:g} s", reason=SILENT_PEER))
         elif self._draining and not self._client and not self._table.num_active and self._quiet:
             self._finish(None)
         elif now - self._last_sent_at >= self._config.heartbeat_s:
