@@ -114,6 +114,19 @@ def test_only_a_sequence_that_a_target_has_had_may_wait_for_another(failure: Fai
     assert made.has_run
 
 
+def test_targets_behind_a_broken_network_are_no_failed_attempts() -> None:
+    made = core(policy=Policy(0))
+    made.on_target(Commit(0, 3, (1,)), 0.1)
+    effects = made.on_target(Lost("no frame for 3 s"), 3.0)
+    for _ in range(5):
+        effects += made.on_target(Lost("no frame for 3 s", unheard=True), 3.5)
+    opened = [effect.request.suspect for effect in effects if isinstance(effect, OpenTarget)]
+    assert opened == [False] * 6 and not made.finished
+    made.on_target(Lost("died"), 4.0)
+    made.on_target(Lost("died"), 4.5)
+    assert made.finished  # what dies at once counts as before
+
+
 def test_targets_that_are_full_are_no_failed_attempts() -> None:
     made = core(policy=Policy(0, max_target_opens=2))
     for _ in range(5):

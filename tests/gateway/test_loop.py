@@ -218,28 +218,33 @@ async def test_a_new_request_is_refused_at_once_where_every_target_is_full(code:
 
 async def test_a_sequence_that_lost_its_target_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "TARGET_RETRY_S", 0.01)
-    one, two = ToyTarget(step_s=0.001), ToyTarget(full=BUSY)
+    busy = replace(BUSY, retry_after_ms=10)
+    one, two = ToyTarget(step_s=0.001), ToyTarget(full=busy)
     rounds = []
     async for item in speculate(None, Replicas(one, two), request(40), Policy(0)):
         assert isinstance(item, Round)
         rounds.append(item)
         if len(rounds) == 3:
-            one.full = BUSY
+            one.full = busy
             asyncio.get_running_loop().call_later(0.2, setattr, two, "full", None)
             one.links[0].lose()
     assert ids_of(rounds) == expected(PROMPT, 40)
     assert len(one.opens) > Policy(0).max_target_opens < len(two.opens)
 
 
-async def test_it_waits_no_longer_than_reopen_s() -> None:
+@pytest.mark.parametrize(("retry_after_ms", "times"), [(100, 2), (1000, 1)])
+async def test_it_asks_when_it_is_told_to_and_no_longer_than_reopen_s(
+    retry_after_ms: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "TARGET_RETRY_S", 0.01)
     one = ToyTarget(step_s=0.001)
     async with asyncio.timeout(2):
         with pytest.raises(OutriderError):
             async for _ in speculate(None, one, request(200), Policy(0, reopen_s=0.25)):
-                one.full = BUSY
+                one.full = replace(BUSY, retry_after_ms=retry_after_ms)
                 if one.links[0].open:
                     one.links[0].lose()
-    assert 2 <= len(one.opens) <= 5
+    assert 2 + 1 <= len(one.opens) <= 2 + times + 1  # the last time at the end
 
 
 async def test_a_full_draft_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

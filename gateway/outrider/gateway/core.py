@@ -112,6 +112,8 @@ class SpeculationCore:
             case Failure():
                 return self._on_target_failure(event)
             case Lost():
+                if event.unheard:  # a broken network, rather than an end by what the sequence holds
+                    self._target_opens -= 1
                 return self._on_target_failure(Failure(0, UNAVAILABLE, f"target lost: {event.reason}", "TARGET_LOST"))
             case _:
                 return []

@@ -31,7 +31,7 @@ from outrider.wire.messages import Commit, DraftEvent, Failure, PromptLogprobs, 
 log = logging.getLogger(__name__)
 
 DRAFT_RETRY_S = 1.0  # after a draft was lost
-TARGET_RETRY_S = 0.1  # while a lost target has no successor yet
+TARGET_RETRY_S = 0.1  # while a lost target has no successor yet; later where one is full, and says when
 NO_TARGET = Failure(0, UNAVAILABLE, "no target can take the request", "NO_TARGET", retry_after_ms=1000)
 
 
@@ -148,7 +148,7 @@ class SpeculationDriver:
         parent = None if self.fork_of is None else self.fork_of.target_link
         self.target_link = self.verifier.open(effect.request, on_event, parent, effect.like, self._refused_by)
         if self.target_link is None:
-            self._wait_for_target(effect.refusal or NO_TARGET)
+            self._wait_for_target(effect.refusal)
             return
         self.core.on_target_open(self.target_link.model)
         self.target_link.send(*effect.messages)
@@ -166,15 +166,23 @@ class SpeculationDriver:
     def _on_draft(self, event: DraftEvent | Lost) -> None:
         self._apply(self.core.on_draft(event))
 
-    def _wait_for_target(self, failure: Failure) -> None:
+    def _wait_for_target(self, refusal: Failure | None) -> None:
         """A sequence that lost its target waits a while for one; a new one is refused at once."""
         now = self.loop.time()
         if self._give_up_at is None:
             self._give_up_at = now + self.core.policy.reopen_s if self.core.has_run else now
         if now >= self._give_up_at:
-            self._apply(self.core.give_up(failure))
+            self._apply(self.core.give_up(refusal or NO_TARGET))
             return
-        self._timer = self.loop.call_later(TARGET_RETRY_S, self._retry_target)
+        pause = TARGET_RETRY_S
+        if refusal is not None:
+            pause = max(pause, refusal.retry_after_ms / 1000 * self._spread())
+        self._timer = self.loop.call_at(min(now + pause, self._give_up_at), self._retry_target)
+
+    def _spread(self) -> float:
+        """From 1 to 1.5, another one for each sequence: those that lost one target do not come back all at once."""
+        request = self.core.request
+        return 1 + hash((request.seed, request.completion, len(self.core.committed))) % 1024 / 2048
 
     def _retry_target(self) -> None:
         if not self.closed:
