@@ -86,6 +86,17 @@ async def test_a_party_is_admitted_or_refused_as_one() -> None:
     assert all(isinstance(refusal, InvalidArgument) for refusal in refusals) and admission.num_tokens == 30
 
 
+async def test_who_leaves_a_party_before_its_decision_is_not_reserved_for() -> None:
+    admission = Admission(max_active=4, max_waiting=4)
+    party = Party(admission, 2)
+    leaves = asyncio.create_task(party.enter(ONE))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+    await asyncio.wait_for(party.enter(Work(1, 5)), 1)
+    assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (1, 0, 5)
+
+
 async def test_who_leaves_a_party_gives_its_place_back() -> None:
     for turns in range(4):
         admission = Admission(max_active=1, max_waiting=2)

@@ -11,7 +11,7 @@ from gateway.http_harness import PROMPT, Gateway, gateway, stream_events, text_o
 from gateway.toys import EOS, ToyDraft, ToyTarget, expected, scripted
 
 from outrider.client import Client
-from outrider.gateway import http_answer, servicer
+from outrider.gateway import generation, http_answer, http_stream, servicer
 from outrider.gateway.http_body import parse_body
 from outrider.gateway.http_completions import read_completion
 from outrider.gateway.servicer import decode_request
@@ -234,15 +234,20 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypa
         return wrapper
 
     monkeypatch.setattr(http_answer, "JSONResponse", seen(http_answer.JSONResponse))
+    monkeypatch.setattr(http_stream, "dumps", seen(http_stream.dumps))
     monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
-    for module in (http_answer, servicer):
-        monkeypatch.setattr(module, "SLOW_LOGPROBS", 0)
+    monkeypatch.setattr(generation, "SLOW_LOGPROBS", 0)
     asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     async with gateway(ToyTarget()) as served, served.client() as client:
         answer = await client.post("/v1/completions", json={**asked, "logprobs": 1})
         assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 4
         await grpc_ids(served, temperature=0.0, max_tokens=4, logprobs=1)
         assert len(threads) == 5 and get_ident() not in threads
+        await stream_events(client, "/v1/completions", {**asked, "logprobs": 1, "stream": True})
+        assert len(threads) >= 9 and get_ident() not in threads
+        threads.clear()
+        await grpc_ids(served, temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        assert threads and threads[0] != get_ident()
         threads.clear()
         await client.post("/v1/completions", json=asked)
         await grpc_ids(served, temperature=0.0, max_tokens=4)

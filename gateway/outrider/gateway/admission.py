@@ -138,7 +138,9 @@ class Party:
         try:
             await self._decided.wait()
         except asyncio.CancelledError:
-            if self._decided.is_set() and self._refusal is None:
+            if not self._decided.is_set():
+                self._work -= work
+            elif self._refusal is None:
                 self._admission.give_back(work)
             raise
         if self._refusal is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from outrider.gateway.rounds import Round, SpeculationTally
 from outrider.wire.messages import PositionLogprobs
 from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
 
 SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to write: not on the event loop
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +84,12 @@ class GenerationDelta:
 
     @property
     def num_logprobs(self) -> int:
-        """The candidates of all its tokens."""
-        return sum(map(len, self.logprobs))
+        """The candidates of all its tokens, and of the prompt's."""
+        return sum(map(len, self.logprobs)) + sum(map(len, self.prompt_logprobs))
+
+
+async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """What `write` makes of that many log probabilities; beside the event loop where they are many."""
+    if num_logprobs > SLOW_LOGPROBS:
+        return await asyncio.to_thread(write, *arguments, **options)
+    return write(*arguments, **options)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.gateway import http_stream as sse
 from outrider.gateway.admission import Party
-from outrider.gateway.generation import SLOW_LOGPROBS, GenerationDelta
+from outrider.gateway.generation import GenerationDelta, written
 from outrider.gateway.http_errors import error_body, renamed
 from outrider.gateway.http_options import options_of
 from outrider.gateway.http_request import FINGERPRINT, Ask
@@ -86,12 +86,12 @@ async def _whole(
             usage.add(delta, ask.n)
             num_logprobs += delta.num_logprobs
 
-    def written() -> Response:
+    def body() -> Response:
         envelope = _envelope(ask, face.prefix, completions[0][0], face.whole_object)
         choices = [face.choice(join(completions[index])) for index in sorted(completions)]
         return JSONResponse({**envelope, "choices": choices, "usage": usage.shape()})
 
-    return await asyncio.to_thread(written) if num_logprobs > SLOW_LOGPROBS else written()
+    return await written(num_logprobs, body)
 
 
 async def _events(
@@ -103,23 +103,29 @@ async def _events(
 ) -> AsyncGenerator[str, None]:
     """The chunks. Usage, where it is asked for, comes last, and is null before."""
     envelope: dict[str, Any] = {}
-    no_usage = {"usage": None} if ask.include_usage else {}
     usage, opened = UsageSum(), set[int]()
     async with aclosing(rest):
         try:
             async for delta in _chained(first, rest):
-                envelope = envelope or _envelope(ask, face.prefix, delta, face.chunk_object)
+                if not envelope:
+                    no_usage = {"usage": None} if ask.include_usage else {}
+                    envelope = {**_envelope(ask, face.prefix, delta, face.chunk_object), **no_usage}
                 usage.add(delta, ask.n)
-                choices = [] if delta.index in opened else [face.opening(delta.index)]
+                opens = delta.index not in opened
                 opened.add(delta.index)
-                for choice in (*choices, face.piece(delta)):
-                    if choice is not None:
-                        yield sse.data({**envelope, "choices": [choice], **no_usage})
+                for chunk in await written(delta.num_logprobs, _chunks, face, delta, opens, envelope):
+                    yield chunk
             if ask.include_usage:
                 yield sse.data({**envelope, "choices": [], "usage": usage.shape()})
         except OutriderError as error:
             yield sse.data(error_body(error))
         yield sse.DONE
+
+
+def _chunks(face: Face, delta: GenerationDelta, opens: bool, envelope: dict[str, Any]) -> list[str]:
+    """What a stream says of a delta; `opens`: the first of its completion."""
+    choices = [*([face.opening(delta.index)] if opens else []), face.piece(delta)]
+    return [sse.data({**envelope, "choices": [choice]}) for choice in choices if choice is not None]
 
 
 async def _chained(

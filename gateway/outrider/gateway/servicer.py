@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from outrider.gateway.generation import SLOW_LOGPROBS, GenerationDelta, GenerationRequest, SpeculationOptions
+from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions, written
 from outrider.gateway.rounds import SpeculationTally
 from outrider.gateway.service import GenerationEngine
 from outrider.v1 import generation_pb2 as pb
@@ -38,8 +37,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context))
         async with aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
-                slow = delta.num_logprobs > SLOW_LOGPROBS
-                await context.write(await asyncio.to_thread(encode_delta, delta) if slow else encode_delta(delta))
+                await context.write(await written(delta.num_logprobs, encode_delta, delta))
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
         """Describes the gateway and its peers."""
