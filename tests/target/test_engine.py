@@ -167,7 +167,7 @@ def test_a_prompts_rows_are_ranked_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
     logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(1))
     whole = verifier.prompt_logprobs(logits, range(11), 3, "raw_logprobs")
-    monkeypatch.setattr(verifier, "RANKED_AT_ONCE", (4 * VOCAB, 4 * VOCAB))
+    monkeypatch.setattr(verifier, "RANKED_ON_HOST", 4 * VOCAB)
     assert verifier.prompt_logprobs(logits, range(11), 3, "raw_logprobs") == whole and len(whole) == 11
 
 
