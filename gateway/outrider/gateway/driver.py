@@ -177,7 +177,7 @@ class SpeculationDriver:
         pause = TARGET_RETRY_S
         if refusal is not None:
             pause = max(pause, refusal.retry_after_ms / 1000 * self._spread())
-        self._timer = self.loop.call_at(min(now + pause, self._give_up_at), self._retry_target)
+        self._timer = self.loop.call_later(min(pause, self._give_up_at - now), self._retry_target)
 
     def _spread(self) -> float:
         """From 1 to 1.5, another one for each sequence: those that lost one target do not come back all at once."""
