@@ -46,8 +46,11 @@ class Worker:
         self.name = name
         self._pauses = pauses
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
         environment.pop("OMP_NUM_THREADS", None)
+        environment.pop("OMP_WAIT_POLICY", None)
+        if not pauses:  # who stands still takes no core from others, and waits as it likes while it runs
+            environment["OMP_WAIT_POLICY"] = "PASSIVE"
         with on_cores(cores):
             self._process = subprocess.Popen(
                 list(command),
