@@ -344,3 +344,27 @@ def test_overhead_is_what_no_forward_pass_explains() -> None:
     ahead = replace(closed, mode="branches")  # the draft worked meanwhile
     assert (ahead.overhead_us, ahead.wire_us) == (4_000, 3_500)
     assert replace(ahead, draft_us=20_000).overhead_us == 0
+
+
+def test_what_promises_more_than_it_did_is_tried_at_once() -> None:
+    """Nearly all was accepted, so that eight tokens a round won, and trials rest. Now few are: fewer are tried before
+    that rest, of 672 rounds, is over."""
+    controller = new(modes=(Mode.SEQUENTIAL,))
+    before = play(World(acceptance=0.97, draft_pass=6_000), controller, 800)[-1]
+    later = play(World(acceptance=0.3, draft_pass=6_000), controller, 400)
+    assert before.num_draft_tokens >= 6 and sum(plan.num_draft_tokens <= 3 for plan in later) > 150
+
+
+def test_a_window_that_the_end_of_a_request_cuts_says_nothing_of_its_plan() -> None:
+    """Short answers: every fourth window holds one token for want of room."""
+    limits, known, contests = Limits(BASE, 4, modes=(Mode.SEQUENTIAL,)), Experience(VerifyCosts()), Contests()
+    dice, world = random.Random(SEED), World()
+    controller = alone(limits, known, contests)
+    for index in range(1, 400):
+        closed = world.round(controller.plan, index, dice)
+        if index % 4 == 0:
+            short = replace(closed.commit, ids=(1,), num_drafted=1, num_accepted=0)
+            closed = replace(closed, commit=short, at_end=True)
+        controller.on_round(closed)
+    rounds = controller.league.at(controller.common)._recent
+    assert set(rounds.windows) == {controller.plan.num_draft_tokens}

@@ -125,7 +125,8 @@ async def test_the_documentation_names_every_series(repository: Path) -> None:
 
 async def test_errors_before_a_delivery_are_refusals_with_a_reason() -> None:
     async with gateway(ToyTarget(step_s=0.01), max_active=1, max_waiting=0) as served:
-        deltas = served.engine.generate(GenerationRequest(token_ids=tuple(PROMPT), timeout_s=0.2))
+        long = SamplingParams(max_tokens=250)  # beyond its deadline on any machine
+        deltas = served.engine.generate(GenerationRequest(token_ids=tuple(PROMPT), sampling=long, timeout_s=0.2))
         await anext(deltas)
         for fields in ({}, {"n": 2}, {"temperature": -1}):
             await ask(served, **fields)

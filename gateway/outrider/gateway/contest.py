@@ -22,6 +22,7 @@ HOPELESS = 1.5  # of the leader's time: a trial ends early
 PREFERENCE = 0.97  # for off: the draft has other work
 TRIAL_ROUNDS, SHARED_ROUNDS = 6, 3  # of a sequence alone, or of each of those that share steps
 LEAST_SHARE = 1 / 3  # of a trial, before it is given up
+LOOK_EVERY = 16.0  # rounds of a sequence
 FIRST_REST, MAX_REST = 96.0, 4096.0  # rounds of a sequence between two trials, once all that is promising was tried
 USUAL, ALIKE = 4, 0.1  # requests whose windows of so many tokens bring as much as others', to this share
 ACCIDENT = 1.3  # a trial that says so much more or less than those before takes their place
@@ -58,7 +59,8 @@ class Contest:
     _ratios: dict[Plan, float] = field(default_factory=dict)  # measured over foreseen
     _recent: Rounds = field(default_factory=lambda: Rounds(Mean()))  # the leader's
     _trial: Rounds = field(default_factory=lambda: Rounds(Mean()))
-    _rest: float = 0.0  # rounds of a sequence until the next trial
+    _until_look: float = 0.0  # rounds of a sequence until it is asked whether anything promises to beat the leader
+    _rest: float = 0.0  # and until something is tried that does not
     _last_rest: float = 0.0
 
     @property
@@ -89,7 +91,8 @@ class Contest:
             self._recent.us.memory = 4.0 * enough
             self._recent.add(us, num_drafted)
             self._rest -= 1 / sequences
-            if self._rest <= 0 and self._recent.us.weight >= enough:
+            self._until_look -= 1 / sequences
+            if self._until_look <= 0 and self._recent.us.weight >= enough:
                 self._begin_trial(forecast)
 
     def best(self, own: Forecast, common: Forecast, present: Plan) -> Plan:
@@ -117,7 +120,9 @@ class Contest:
 
     def us_per_token(self, plan: Plan, forecast: Forecast) -> float:
         """At present: as measured, or as foreseen with what was measured of plans like it; off at its preference."""
-        if plan in self._tried:
+        if plan == self.leader and self._recent.us.weight:
+            us = self._recent.us_of_a_token(plan, forecast)
+        elif plan in self._tried:
             us = self._pace * self._tried[plan].us_of_a_token(plan, forecast)
         else:
             us = forecast.us_per_token(plan) * self._ratio(plan)
@@ -144,11 +149,13 @@ class Contest:
         if self.leader not in self._tried:
             self._keep(self.leader, self._recent, forecast)
         self.trial = self._challenger(forecast)
+        self._until_look = 0.0 if self.trial else LOOK_EVERY
         self._trial = Rounds(Mean())
 
     def _challenger(self, forecast: Forecast) -> Plan | None:
         """Off, which nothing may be slower than; of every way that was not tried its best number of tokens; then what
-        promises to beat the leader. Once these were tried, the oldest trial after a rest."""
+        promises to beat the leader, with the acceptance seen since it was tried. Once these were tried, the oldest
+        trial after a rest."""
         times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
         limit = self.us_per_token(self.leader, forecast)
         ways = {plan.way for plan in self._tried}
@@ -159,6 +166,11 @@ class Contest:
         ]
         if fresh:
             return OFF if OFF in fresh else min(fresh, key=lambda plan: times[plan])
+        best = min(times, key=lambda plan: times[plan], default=None)
+        if best in self._tried and times[best] < GAIN * limit:
+            return best
+        if self._rest > 0:
+            return None
         self._rest = self._last_rest = min(MAX_REST, 2 * self._last_rest) or FIRST_REST
         for plan, rounds in self._tried.items():
             once = rounds.us.weight <= 1.0  # it may have met an accident

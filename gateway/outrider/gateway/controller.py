@@ -87,7 +87,7 @@ class Controller:
         self._since_change += 1
         if closed.index > 0 and closed.commit.timings.num_rows:  # the first round holds the prompt
             self._learn(closed)
-            if self._since_change > SETTLING:
+            if self._since_change > SETTLING and not closed.at_end:  # a window cut short is no fault of the plan
                 contest.add(self.plan, closed.total_us, closed.commit.num_drafted, self.common)
         before = self.policy
         self._until_decision -= 1

@@ -246,6 +246,7 @@ class SpeculationCore:
             started=self._round_start,
             ended=self._now,
             draft_us=self._draft_us if commit.num_drafted else 0,
+            at_end=commit.position + commit.num_drafted + 1 >= self._last,
             moved=self._has_moved(),
             near_ties=self._near_ties,
         )
@@ -330,14 +331,18 @@ class SpeculationCore:
     def _renewed_draft_credit(self) -> tuple[Credit, ...]:
         k = self.policy.num_draft_tokens
         ahead = k + self.policy.windows_ahead * (k + 1)  # after a whole window comes the target's own token
-        last = self.prompt_len + self.request.sampling.max_tokens  # nothing past it can be committed
-        until = min(len(self.committed) + ahead, last, self._reader_bound(ahead + 1))
+        until = min(len(self.committed) + ahead, self._last, self._reader_bound(ahead + 1))
         self._draft_until = max(self._draft_until, until)
         credit = Credit(0, self._draft_until, k, max_branches=self.policy.max_branches)
         if credit == self._draft_credit:
             return ()
         self._draft_credit = credit
         return (credit,)
+
+    @property
+    def _last(self) -> int:
+        """Nothing past it can be committed."""
+        return self.prompt_len + self.request.sampling.max_tokens
 
     def _credit_draft(self, news: tuple[Commit, ...]) -> list[Effect]:
         """A commit and the credit that follows from it travel in one frame."""

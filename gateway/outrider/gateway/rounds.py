@@ -23,6 +23,7 @@ class Round:
     draft_us: int  # device time of the pieces that arrived in this round
     mode: str = ""  # off, sequential, chains or branches
     inputs: Mapping[str, float] = field(default_factory=dict)  # what the mode was chosen by
+    at_end: bool = False  # no more drafted tokens would have fitted before max_tokens
     moved: bool = False  # since the round before, which another target (or stream) committed
     near_ties: bool = False  # this round or one before moved to a target whose logits need not be equal to the bit
 
