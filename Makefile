@@ -76,10 +76,10 @@ bench-network: $(STAMP)
 	@exec $(BIN)/outrider bench network $(ARGS)
 
 bench-kernels: $(STAMP)
-	@exec $(BIN)/python bench/kernels.py $(ARGS)
+	@exec $(BIN)/python -m outrider.bench.kernels $(ARGS)
 
 gpu: $(STAMP)
-	@exec $(BIN)/python bench/gpu_check.py $(ARGS)
+	@exec $(BIN)/python -m outrider.bench.gpu $(ARGS)
 
 protos: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh

@@ -20,14 +20,14 @@ class KernelsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it collects files. A wheel with libraries is for this platform, and any Python."""
         sys.path.insert(0, str(Path(self.root) / "kernels"))
-        from outrider.kernels import cpu_build
+        from outrider.kernels.cpu import build
 
-        variants = cpu_build.variants()
+        variants = build.variants()
         current = {variant.file_name for variant in variants}
-        for library in cpu_build.SOURCES.glob("*.so"):
+        for library in build.SOURCES.glob("*.so"):
             if library.name not in current:
                 library.unlink()
-        compiler = cpu_build.find_compiler()
+        compiler = build.find_compiler()
         with ThreadPoolExecutor() as pool:
             paths = pool.map(partial(self._built, compiler), variants)
         built = [path.relative_to(self.root).as_posix() for path in paths if path is not None]
@@ -41,15 +41,15 @@ class KernelsHook(BuildHookInterface[Any]):
     def _built(self, compiler: str | None, variant: Any) -> Path | None:
         """One variant's library, as an earlier build left it or a new one; None without a compiler, and where that does
         not know these processors."""
-        from outrider.kernels import cpu_build
+        from outrider.kernels.cpu import build
 
-        library = cpu_build.SOURCES / variant.file_name
+        library = build.SOURCES / variant.file_name
         if library.is_file():
             return library
         if compiler is None:
             return None
         try:
-            return cpu_build.compile_library(variant, cpu_build.SOURCES, compiler)
+            return build.compile_library(variant, build.SOURCES, compiler)
         except (OSError, subprocess.SubprocessError) as error:
-            self.app.display_warning(f"no kernels {variant.name}: {cpu_build.reason(error)}")
+            self.app.display_warning(f"no kernels {variant.name}: {build.reason(error)}")
             return None

@@ -18,8 +18,8 @@ from replayed import Replayed
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from outrider.engine import cuda_graphs, runner
-from outrider.engine.forward_timer import HostTimer
+from outrider.engine import cuda_graphs, model_runner
+from outrider.engine.model_runner import HostTimer
 
 DEVICE = torch.device("cuda")
 WAITS = {  # operations whose result the host needs before it can go on
@@ -183,7 +183,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
 
     with pytest.MonkeyPatch.context() as patch, PretendedDevice() as device:
         patch.setattr(interpreter.GridExecutor, "__call__", checked)
-        patch.setattr(runner, "timer_of", lambda _: HostTimer())
+        patch.setattr(model_runner, "timer_of", lambda _: HostTimer())
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -11,12 +11,12 @@ import torch
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.loader import LoadedModel, build_decoder
-from outrider.engine.runner import ModelRunner
-from outrider.target.admission import TargetLimits
-from outrider.target.engine import StreamCommand, TargetEngine
-from outrider.target.step_report import StepReport
-from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs, TargetEvent, TokenWeights
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.engine.model_runner import ModelRunner
+from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs, TargetEvent, TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.target_service.engine import StreamCommand, TargetEngine
+from outrider.target_service.outputs import StepReport
+from outrider.target_service.sequence import TargetLimits
 
 VOCAB = 97
 

@@ -4,6 +4,7 @@ the command line's, which is made of them."""
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,42 +12,46 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-ROOTS = (
-    "protos", "kernels", "engine", "proposers", "draft_service", "target_service", "gateway", "models", "training",
-)  # fmt: skip
+ROOTS = tuple(
+    tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"][
+        "dev-mode-dirs"
+    ]
+)
 
-WIRE = {"wire", "v1"}
+RPC = {"rpc", "v1"}
 MODEL = {"kernels", "engine", "proposers"}
+SERVICES = {"draft_service", "target_service", "gateway"}
 ALLOWED: dict[str, set[str]] = {
     "v1": set(),
-    "wire": {"v1"},
+    "rpc": {"v1"},
+    "planner": {"rpc"},
     "kernels": set(),
     "engine": {"kernels"},
     "proposers": {"kernels", "engine"},
-    "draft": MODEL | WIRE,
-    "target": MODEL | WIRE | {"pairs"},  # --expand builds a large network from a small one
-    "gateway": WIRE | {"proposers"},  # of the proposers only TOKEN_ONLY
-    "inprocess": MODEL | WIRE | {"gateway", "draft", "target"},
-    "colocated": MODEL | WIRE | {"gateway", "draft", "target"},
-    "colocated_gateway": MODEL | WIRE | {"inprocess", "gateway", "draft", "target"},
-    "llm": MODEL | WIRE | {"inprocess", "gateway", "draft", "target", "client"},
-    "client": WIRE,
-    "cli": MODEL | WIRE | {"commands", "gateway", "draft", "target", "pairs", "training", "llm", "client"},
-    # Services run in processes of their own.
-    "commands": MODEL | WIRE | {"cli", "gateway", "pairs", "client", "colocated"},
+    "draft_service": MODEL | RPC | {"planner"},
+    "target_service": MODEL | RPC | {"planner", "pairs"},  # --expand builds a large network from a small one
+    "gateway": RPC | {"planner", "proposers"},  # of the proposers only TOKEN_ONLY
+    "llm": MODEL | RPC | SERVICES | {"planner", "client"},
+    "client": RPC,
+    "cli": MODEL
+    | RPC
+    | SERVICES
+    | {"pairs", "training", "llm", "client", "bench"},  # of the bench only names of modules
+    "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli"},
     "pairs": set(),
     "training": MODEL | {"pairs"},
 }
 TOKEN_ONLY = {"base", "ngram", "suffix"}
 FORBIDDEN: dict[str, set[str]] = {
-    "wire": {"torch", "transformers"},
+    "rpc": {"torch", "transformers"},
+    "planner": {"torch", "grpc", "asyncio"},
     "kernels": {"grpc"},
     "engine": {"grpc"},
     "gateway": {"torch"},
     "client": {"torch", "transformers"},
 }
 # Who may know protobuf; everybody else sees dataclasses.
-KNOWS_PROTOBUF = ("gateway/remote.py",)
+KNOWS_PROTOBUF = ("rpc/codec.py", "rpc/sampling_params.py", "peers/remote.py")
 KNOWS_STATUS = ("errors.py", *KNOWS_PROTOBUF)
 
 
@@ -112,7 +117,7 @@ def imports() -> list[Import]:
 
 def test_the_namespace_has_no_init() -> None:
     assert not [root for root in ROOTS if (REPOSITORY / root / "outrider/__init__.py").exists()]
-    assert any(package_of(path) == "wire" for path in sources())
+    assert any(package_of(path) == "rpc" for path in sources())
 
 
 def test_every_part_is_known_and_imports_are_absolute() -> None:
@@ -166,13 +171,7 @@ def test_token_only_proposers_import_no_other_root(imports: list[Import]) -> Non
 
 def knows_protobuf(path: Path) -> bool:
     relative = path.as_posix()
-    in_wire = package_of(path) == "wire"
-    return (
-        (in_wire and path.name.startswith("codec"))
-        or package_of(path) == "client"
-        or path.name == "servicer.py"
-        or relative.endswith(KNOWS_PROTOBUF)
-    )
+    return package_of(path) == "client" or path.name == "servicer.py" or relative.endswith(KNOWS_PROTOBUF)
 
 
 def test_only_codecs_servicers_and_clients_know_protobuf(imports: list[Import]) -> None:

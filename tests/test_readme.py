@@ -15,8 +15,7 @@ from cli.command import succeed
 from tiny import save_tiny, tiny_hf_model, tiny_state
 from tokenizer_factory import train_byte_level
 
-from outrider.commands.processes import Services
-from outrider.commands.readiness import wait_for_draft
+from outrider.cli.local_services import Services, wait_for_draft
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.kernels.cpu_library import cpu_library
+from outrider.kernels.cpu.library import cpu_library
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -64,7 +64,7 @@ def cpu_kernels(which: str) -> Iterator[None]:
     """Decoders built meanwhile compute by C kernels where they take the model, or by PyTorch's."""
     with pytest.MonkeyPatch.context() as patch:
         if which == "pytorch":
-            patch.setattr("outrider.kernels.cpu_decoder.cpu_library", lambda: None)
+            patch.setattr("outrider.kernels.cpu.decoder.cpu_library", lambda: None)
         elif cpu_library() is None:
             pytest.skip("no C compiler")
         yield

@@ -14,13 +14,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from outrider.bench.measure import Run, rows_of_step, steady
+from outrider.bench.report import last_result, moved, render, store
+from outrider.bench.worker import Worker, WorkerFailed
 from outrider.client import SpeculationStats
-from outrider.commands.bench_compare import last_result, moved
-from outrider.commands.bench_run import Run, rows_of_step, steady
-from outrider.commands.bench_store import store
-from outrider.commands.bench_table import render
-from outrider.commands.bench_worker import Worker, WorkerFailed
-from outrider.wire.sampling import AcceptanceRule
+from outrider.rpc.sampling_params import AcceptanceRule
 
 TIMEOUT_S = 180
 WAYS = {"outrider plain", "outrider rejection", "transformers plain", "transformers assisted"}
@@ -121,7 +119,7 @@ def test_the_floor_has_the_rows_that_were_verified() -> None:
 
 def test_a_pausing_worker_stands_still_between_questions() -> None:
     code = (
-        "import sys, threading, time\nfrom outrider.commands.bench_worker import answer_questions\nticks = []\n"
+        "import sys, threading, time\nfrom outrider.bench.worker import answer_questions\nticks = []\n"
         "def tick():\n  while True: ticks.append(0); time.sleep(0.001)\n"
         "threading.Thread(target=tick, daemon=True).start()\n"
         "sys.exit(answer_questions(lambda: lambda question: {'ticks': len(ticks)}))"

@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def quick(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     """What --quick prints, and its result."""
     path = tmp_path_factory.mktemp("kernels") / "result.json"
     done = subprocess.run(
-        [sys.executable, str(repository / "bench/kernels.py"), "--quick", "--output", str(path)],
+        [sys.executable, "-m", "outrider.bench.kernels", "--quick", "--output", str(path)],
         cwd=path.parent,
         env=os.environ,
         stdin=subprocess.DEVNULL,
@@ -43,39 +42,31 @@ def quick(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     return done.stdout, json.loads(path.read_text())
 
 
-@pytest.fixture
-def bench(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The bench's files can be imported."""
-    monkeypatch.syspath_prepend(str(repository / "bench"))
-    yield
-    for name in [name for name in sys.modules if name == "kernels" or name.startswith("kernels_")]:
-        del sys.modules[name]
-
-
 def public_functions(folder: Path) -> set[str]:
-    """module.name of what the reference modules offer: functions, and classes whose objects can be called."""
+    """room.name of what the reference modules offer: functions, and classes whose objects can be called."""
     found = set()
-    for path in folder.glob("*.py"):
-        if path.stem.endswith("_triton"):
+    for path in folder.rglob("*.py"):
+        if path.stem.endswith("triton"):
             continue  # launched by a reference
+        room = path.stem if path.parent == folder else path.parent.name
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             is_call = isinstance(node, ast.ClassDef) and any(
                 isinstance(part, ast.FunctionDef) and part.name == "__call__" for part in node.body
             )
             if (isinstance(node, ast.FunctionDef) or is_call) and not node.name.startswith("_"):
-                found.add(f"{path.stem}.{node.name}")
+                found.add(f"{room}.{node.name}")
     return found
 
 
 def test_every_public_function_has_a_row_on_both_devices(quick: tuple[str, dict[str, Any]], repository: Path) -> None:
     _, result = quick
     expected = public_functions(repository / "kernels/outrider/kernels")
-    assert {"linear.Linear", "paged_attention.planned_attention", "rejection.accept"} <= expected
+    assert {"layers.Linear", "attention.planned_attention", "verify.accept"} <= expected
     without = result["without_row"].keys()
     for device in ("cpu", "cuda"):
         rows = {row["function"] for row in result["rows"] if row["device"] == device}
         assert not rows & without
-        assert rows | without == expected  # a new one: a row in bench/kernels_*.py, or a reason in WITHOUT_ROW
+        assert rows | without == expected  # a new one: a row in kernels_cases.py, or a reason in WITHOUT_ROW
 
 
 def test_every_triton_file_stands_beside_a_reference(repository: Path) -> None:
@@ -114,18 +105,21 @@ def test_a_result_names_no_place(quick: tuple[str, dict[str, Any]]) -> None:
     assert str(Path.home()) not in text and os.uname().nodename not in text and "/" + "tmp" not in text
 
 
-def test_stored_under_the_name_of_the_device(bench: None, quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_stored_under_the_name_of_the_device(quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     text, result = quick
     result = result | {"device": result["device"] | {"name": "Some(R) GPU 80GB"}}
-    path = import_module("kernels_table").store(tmp_path, result)
+    path = import_module("outrider.bench.kernels").store(tmp_path, result)
     assert path.stem.endswith("-some-gpu-80gb") and json.loads(path.read_text()) == result
     page = path.with_suffix(".md").read_text()
     assert page.splitlines()[0] == "# Kernels on Some(R) GPU 80GB" and page.splitlines()[1:] == text.splitlines()[1:]
 
 
-def test_the_comparisons_meant_for_a_gpu_agree(bench: None) -> None:
+def test_the_comparisons_meant_for_a_gpu_agree() -> None:
     """Here in bfloat16 on the CPU, in the shapes of --quick: measuring compares the results first."""
-    case, kernels, measured = (import_module(name) for name in ("kernels_case", "kernels", "kernels_measure"))
+    case, kernels, measured = (
+        import_module(name)
+        for name in ("outrider.bench.kernels_cases", "outrider.bench.kernels", "outrider.bench.kernels")
+    )
     place = dataclasses.replace(case.QUICK, name="cuda", dtype=torch.bfloat16)
     probe = measured.Probe(place, quick=True)
     cases = list(kernels.cases(place))
@@ -135,8 +129,8 @@ def test_the_comparisons_meant_for_a_gpu_agree(bench: None) -> None:
 
 
 @pytest.mark.parametrize("error", [0.01, math.nan])
-def test_a_kernel_that_differs_gets_no_time(bench: None, error: float) -> None:
-    case, measured = import_module("kernels_case"), import_module("kernels_measure")
+def test_a_kernel_that_differs_gets_no_time(error: float) -> None:
+    case, measured = import_module("outrider.bench.kernels_cases"), import_module("outrider.bench.kernels")
     probe = measured.Probe(case.QUICK, quick=True)
     x = torch.ones(8)
     spoilt = x.clone()
@@ -146,9 +140,9 @@ def test_a_kernel_that_differs_gets_no_time(bench: None, error: float) -> None:
 
 
 def test_a_row_that_fails_takes_no_other_with_it(
-    bench: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case, kernels = import_module("kernels_case"), import_module("kernels")
+    case, kernels = import_module("outrider.bench.kernels_cases"), import_module("outrider.bench.kernels")
     x = torch.ones(8)
 
     def made() -> Any:
@@ -166,15 +160,15 @@ def test_a_row_that_fails_takes_no_other_with_it(
 
 
 @pytest.mark.parametrize("flags", [["--repeats", "9"], ["--device", "tpu"]])
-def test_flags_are_checked(bench: None, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+def test_flags_are_checked(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["kernels.py", *flags])
     with pytest.raises(SystemExit) as stopped:
-        import_module("kernels").main()
+        import_module("outrider.bench.kernels").main()
     assert stopped.value.code == 2
 
 
-def test_the_floor_is_the_slower_of_memory_and_products(bench: None) -> None:
-    case, measured = import_module("kernels_case"), import_module("kernels_measure")
+def test_the_floor_is_the_slower_of_memory_and_products() -> None:
+    case, measured = import_module("outrider.bench.kernels_cases"), import_module("outrider.bench.kernels")
     rates = measured.Rates(copy_gb_s=100.0, read_gb_s=125.0, product_gflop_s=1000.0)
     assert rates.floor_us(case.Work(int, int, num_bytes=1_000_000)) == pytest.approx(8.0)
     assert rates.floor_us(case.Work(int, int, num_bytes=1_000_000, flops=40_000_000)) == pytest.approx(40.0)

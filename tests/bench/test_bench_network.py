@@ -15,15 +15,11 @@ from xml.etree import ElementTree
 import pytest
 from conftest import SEED
 
-from outrider.commands.bench_network_aims import interval, judge
-from outrider.commands.bench_network_forms import Costs, branches, chains, floor, sequential
-from outrider.commands.bench_network_kill import after_ms
-from outrider.commands.bench_network_plot import draw
-from outrider.commands.bench_network_rounds import digest
-from outrider.commands.bench_network_settings import NetworkSettings
-from outrider.commands.bench_network_table import render
-from outrider.gateway.rounds import Round
-from outrider.wire.messages import Commit, StepTimings
+from outrider.bench.network import NetworkSettings, after_ms, interval, judge
+from outrider.bench.network_fleet import Costs, branches, chains, digest, floor, sequential
+from outrider.bench.network_report import draw, render
+from outrider.planner.policy import Round
+from outrider.rpc.messages import Commit, StepTimings
 
 TIMEOUT_S = 120
 NETWORKS = ("0", "0v", "0.2v", "1~0.5")

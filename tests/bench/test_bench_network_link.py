@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conftest import SEED
 
-from outrider.commands.bench_network_link import Direction, Network, Stalls
-from outrider.commands.bench_network_proxy import DelayProxy, new_loop
-from outrider.commands.bench_network_settings import NetworkSettings
+from outrider.bench.network import NetworkSettings
+from outrider.bench.network_fleet import Direction, Network, Stalls
+from outrider.bench.network_proxy import DelayProxy, new_loop
 
 
 def test_networks_by_name() -> None:

@@ -24,7 +24,7 @@ __all__ = ["interpreter"]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_line(repository: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(repository / "bench/gpu_check.py")],
+        [sys.executable, "-m", "outrider.bench.gpu"],
         env=os.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and not done.stdout
@@ -32,9 +32,8 @@ def test_without_a_gpu_it_says_so_in_one_line(repository: Path) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_whole_steps_are_measured(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(repository / "bench"))
-    steps, case = import_module("gpu_steps"), import_module("kernels_case")
+def test_whole_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, case = import_module("outrider.bench.gpu"), import_module("outrider.bench.kernels_cases")
     shape = dataclasses.replace(steps.QUICK, batches=(1,))
     monkeypatch.setattr(steps, "QUICK", shape)
     monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
@@ -49,9 +48,10 @@ def test_whole_steps_are_measured(repository: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_what_follows_a_pass_is_measured(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(repository / "bench"))
-    steps, rounds, case = (import_module(name) for name in ("gpu_steps", "gpu_rounds", "kernels_case"))
+def test_what_follows_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, rounds, case = (
+        import_module(name) for name in ("outrider.bench.gpu", "outrider.bench.gpu", "outrider.bench.kernels_cases")
+    )
     monkeypatch.setattr(rounds, "WARM_UP", 0)
     shape = dataclasses.replace(steps.QUICK, batches=(1,))
     with pretended_device() as device:

@@ -39,7 +39,7 @@ def gguf(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("gguf")
     module.GGUFWriter, module.GGMLQuantizationType = Writer, SimpleNamespace(BF16="bfloat16")
     monkeypatch.setitem(sys.modules, "gguf", module)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench/outrider/bench"))
     monkeypatch.delitem(sys.modules, "peers_gguf", raising=False)
 
 
@@ -47,7 +47,7 @@ def gguf(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_bfloat16_rounds_no_number(tmp_path: Path, stored: torch.dtype) -> None:
     """Matrices of bfloat16 numbers become bfloat16, in whatever type they are stored; others and norms do not."""
-    from peers_gguf import write_gguf
+    from outrider.bench.peers_gguf import write_gguf
 
     grid = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     state = {

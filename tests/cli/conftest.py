@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.commands.processes import Services
-from outrider.commands.readiness import wait_for_draft
+from outrider.cli.local_services import Services, wait_for_draft
 from outrider.pairs import PairPaths, pair_path
 
 START_S = 60

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from outrider.commands.arguments import name_bare, parse
-from outrider.commands.generate_settings import GenerateSettings
-from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
+from outrider.cli.generate import GenerateSettings
+from outrider.cli.terminal import name_bare, parse
+from outrider.rpc.sampling_params import LogprobsMode, SamplingParams, StructuredOutput
 
 
 def generate(*argv: str) -> GenerateSettings:

@@ -12,12 +12,9 @@ import pytest
 from cli.command import outrider, succeed
 from cli.conftest import START_S, Trio
 
-from outrider.cli import main
-from outrider.commands.bench_serve_load import (
-    arrivals,
-)
-from outrider.commands.processes import Services
-from outrider.commands.readiness import wait_for_draft
+from outrider.bench.load_report import arrivals
+from outrider.cli.__main__ import main
+from outrider.cli.local_services import Services, wait_for_draft
 
 MODE = ("--mode", "sequential")
 

@@ -12,21 +12,23 @@ from pathlib import Path
 import pytest
 from cli.command import outrider
 
-from outrider.commands.arguments import parse
-from outrider.commands.bench_serve_http import HttpServer
-from outrider.commands.bench_serve_load import (
+from outrider.bench.load import HttpServer, choose, read_texts
+from outrider.bench.load_report import (
     Ask,
+    BenchServeSettings,
     Delivery,
     Record,
     arrivals,
     closed_loop,
     measure,
     open_loop,
+    percentile,
+    render,
+    spread,
+    summarise,
 )
-from outrider.commands.bench_serve_prompts import choose, read_texts
-from outrider.commands.bench_serve_report import percentile, render, spread, summarise
-from outrider.commands.bench_serve_settings import BenchServeSettings
-from outrider.wire.errors import Unavailable
+from outrider.cli.terminal import parse
+from outrider.rpc.errors import Unavailable
 
 ASK = Ask("x", chat=False, max_tokens=4, ignore_eos=False, temperature=0.0, seed=0)
 MODELS = b'{"data": [{"id": "toy"}]}'

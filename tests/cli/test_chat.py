@@ -18,9 +18,9 @@ import pytest
 from cli.command import TIMEOUT_S, outrider
 from cli.conftest import Trio
 
+from outrider.cli.chat import progress, summary
+from outrider.cli.generate import Answer
 from outrider.client import generate
-from outrider.commands.answers import Answer
-from outrider.commands.chat_view import progress, summary
 
 CHAT = [sys.executable, "-m", "outrider.cli", "chat", "--temperature", "0", "--mode", "sequential"]
 QUESTION = "def add(a, b):"

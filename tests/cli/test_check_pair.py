@@ -10,7 +10,7 @@ from cli.command import outrider, succeed
 from tiny import save_tiny
 from tokenizer_factory import train_byte_level
 
-from outrider.commands.check_pair import tokens_per_round
+from outrider.cli.check_pair import tokens_per_round
 from outrider.pairs import pair_path
 
 TEXT = "the quick brown fox jumps over the lazy dog; def main(): return 42\n" * 3

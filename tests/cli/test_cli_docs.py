@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import COMMANDS, SUBCOMMANDS
-from outrider.commands.bench_serve_settings import BenchServeSettings
-from outrider.commands.chat_settings import ChatSettings
-from outrider.commands.serve_settings import ServeSettings
-from outrider.commands.trace import TraceSettings
-from outrider.wire.config import ServiceSettings
-from outrider.wire.options import options
+from outrider.bench.load_report import BenchServeSettings
+from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS
+from outrider.cli.chat import ChatSettings
+from outrider.cli.serve import ServeSettings
+from outrider.cli.trace import TraceSettings
+from outrider.rpc.settings import ServiceSettings, options
 
 SECTIONS = {"serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "bench serve": BenchServeSettings}
 ELSEWHERE = {"--trace-file", "--json"}  # of the services, and short for --json-file

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.commands.processes import ServiceFailed, Services
+from outrider.cli.local_services import ServiceFailed, Services
 
 START_S = 40
 END_S = 10

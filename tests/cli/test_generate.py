@@ -10,7 +10,7 @@ import pytest
 from cli.command import outrider, succeed
 from cli.conftest import Trio
 
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
 
 PROMPT = "def parse_args(argv):"
 WRITTEN_S = 20  # traces are written every second

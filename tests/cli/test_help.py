@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cli.command import outrider, succeed
 
-from outrider.cli import COMMANDS, complaint
+from outrider.cli.__main__ import COMMANDS, complaint
 
 
 def test_help_names_every_command() -> None:
@@ -29,7 +29,10 @@ def test_help_answers_at_once() -> None:
         succeed("--help")
         times.append(time.perf_counter() - started)
     assert min(times) < 0.3
-    script = "import sys, outrider.cli as c; c.main(['--help']); print({'torch', 'grpc', 'pydantic'} & {*sys.modules})"
+    script = (
+        "import sys, outrider.cli.__main__ as c; c.main(['--help']); "
+        "print({'torch', 'grpc', 'pydantic'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.endswith("set()\n")
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from tokenizer_factory import train_byte_level
 
+from outrider.cli import demo
+from outrider.cli.generate import Answer
+from outrider.cli.terminal import Painter, TokenWriter, make_painter
 from outrider.client import Part, SpeculationStats, Usage
-from outrider.commands import demo_report
-from outrider.commands.answers import Answer
-from outrider.commands.colours import Painter, make_painter
-from outrider.commands.token_writer import TokenWriter
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.sampling import AcceptanceRule, FinishReason, TokenOrigin
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, TokenOrigin
 
 GREEN, YELLOW, CYAN, RESET = "\x1b[32m", "\x1b[33m", "\x1b[36m", "\x1b[0m"
 A, R, B, P = TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED, TokenOrigin.BONUS, TokenOrigin.PLAIN
@@ -127,7 +126,7 @@ def test_the_speed_leaves_the_first_response_out() -> None:
 
 
 def test_the_figures_of_a_completion() -> None:
-    text = "\n".join(demo_report.summary(answer((1, 2, 3, 4, 5, 6), 1.0)))
+    text = "\n".join(demo.summary(answer((1, 2, 3, 4, 5, 6), 1.0)))
     assert "6 (1 plain, 5 accepted), then length" in text
     assert "1.50 in 4 rounds" in text
     assert "56% (5/9) of the drafted tokens" in text
@@ -137,7 +136,7 @@ def test_the_figures_of_a_completion() -> None:
 
 def compared(*ids: Sequence[int], greedy: bool = True, acceptance: AcceptanceRule = AcceptanceRule.REJECTION) -> str:
     drafted, plain = answer(ids[0], 1.0, acceptance), answer(ids[1], 2.0, acceptance)
-    return "\n".join(demo_report.comparison(demo_report.Comparison((drafted,) * 3, (plain,), greedy)))
+    return "\n".join(demo.comparison(demo.Comparison((drafted,) * 3, (plain,), greedy)))
 
 
 def test_the_comparison() -> None:

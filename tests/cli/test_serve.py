@@ -19,12 +19,10 @@ import pytest
 from cli.command import outrider, succeed
 from cli.test_demo import children_of, needs_proc, wait_gone
 
+from outrider.cli.local_services import ServiceFailed
+from outrider.cli.serve import Running, ServeSettings, watch
+from outrider.cli.terminal import Painter, parse
 from outrider.client import SyncClient
-from outrider.commands.arguments import parse
-from outrider.commands.colours import Painter
-from outrider.commands.processes import ServiceFailed
-from outrider.commands.serve import Running, watch
-from outrider.commands.serve_settings import ServeSettings
 from outrider.pairs import pair_path
 
 END_S = 15

@@ -12,9 +12,7 @@ import pytest
 from cli.command import outrider, succeed
 from cli.conftest import Trio
 
-from outrider.commands.trace_file import BadTrace, Span, read_trace
-from outrider.commands.trace_lanes import Axis, Segment, painted, unpainted
-from outrider.commands.trace_requests import find_requests
+from outrider.cli.trace import Axis, BadTrace, Segment, Span, find_requests, painted, read_trace, unpainted
 
 MS = 1_000_000
 ROW = re.compile(r" *(\d+) +(\d+\.\d) +(\d+\.\d) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+|-)  (.*)")
@@ -55,8 +53,8 @@ def two_rounds(root: str = "r1", name: str = "mine", at: float = 100.0) -> str:
     return line(
         span("outrider.verify", f"{root}a", at, at + 8, one),
         span("outrider.round", one, at, at + 8, root, **first),
-        span("outrider.draft", f"{root}b", at + 8, at + 10, two),
-        span("outrider.wire", f"{root}c", at + 10, at + 11, two),
+        span("outrider.draft_service", f"{root}b", at + 8, at + 10, two),
+        span("outrider.rpc", f"{root}c", at + 10, at + 11, two),
         span("outrider.queue", f"{root}d", at + 11, at + 12, two),
         span("outrider.verify", f"{root}e", at + 12, at + 14, two),
         span("outrider.sample", f"{root}f", at + 14, at + 16, two),

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.commands.processes import Service, Services
-from outrider.commands.readiness import wait_for_draft
+from outrider.cli.local_services import Service, Services, wait_for_draft
 from outrider.pairs import PairPaths, pair_path
 
 START_S = 60

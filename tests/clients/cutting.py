@@ -11,11 +11,11 @@ from gateway.http_harness import toy_tokenizer
 from gateway.toys import ToyDraft, ToyTarget
 
 from outrider.client import Client, Part, Retry, SyncClient
-from outrider.gateway.service import EngineConfig, GenerationEngine
+from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.rpc.errors import OutriderError, Unavailable
+from outrider.rpc.server import build_server
 from outrider.v1 import generation_pb2 as pb
-from outrider.wire.errors import OutriderError, Unavailable
-from outrider.wire.server import build_server
 
 Kind = Literal["aio", "sync"]
 KINDS: tuple[Kind, ...] = ("aio", "sync")

@@ -19,10 +19,10 @@ from gateway.http_harness import text_of, toy_tokenizer
 from gateway.toys import ToyDraft, ToyTarget, expected, until
 
 from outrider.client import Client
-from outrider.gateway.generation import GenerationDelta, GenerationRequest
-from outrider.gateway.service import GenerationEngine
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.wire.server import build_server
+from outrider.rpc.server import build_server
 
 FOLDER = Path(__file__).parents[2] / "examples" / "clients"
 PROMPT = "the quick"

@@ -10,9 +10,9 @@ import pytest
 from clients.conftest import Fleet
 from clients.cutting import KINDS, Kind, ids_of, text_of
 
+from outrider.cli.local_services import Service
 from outrider.client import Client, Part, SyncClient
-from outrider.commands.processes import Service
-from outrider.wire.sampling import AcceptanceRule, FinishReason
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
 
 PROMPT = "def parse_args(argv):"
 MAX_TOKENS = 600  # no gateway is through with them before it is killed

@@ -12,7 +12,7 @@ from clients.cutting import AT_THE_END, KINDS, PROMPT, Kind, ask, ids_of, servin
 from gateway.toys import ToyTarget, expected, target_info, until
 
 from outrider.client import NO_RETRY, Client, Retry, SyncClient
-from outrider.wire.errors import (
+from outrider.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -21,7 +21,7 @@ from outrider.wire.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from outrider.wire.sampling import FinishReason
+from outrider.rpc.sampling_params import FinishReason
 
 both = pytest.mark.parametrize("kind", KINDS)
 

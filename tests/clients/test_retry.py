@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.client.parts import Part
 from outrider.client.request import build_request
-from outrider.client.resume import Resumption
-from outrider.client.retry import Retry, Route, may_repeat
-from outrider.v1 import generation_pb2 as pb
-from outrider.wire.errors import (
+from outrider.client.resume import Resumption, Retry, Route, may_repeat
+from outrider.client.types import Part
+from outrider.rpc.errors import (
     Cancelled,
     DeadlineExceeded,
     FailedPrecondition,
@@ -21,6 +19,7 @@ from outrider.wire.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from outrider.v1 import generation_pb2 as pb
 
 GONE = Unavailable("gone")
 

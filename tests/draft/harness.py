@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
-from outrider.draft.boot import build_model_method
-from outrider.draft.engine import Attach, Deliver, DraftEngine
-from outrider.draft.opening import make_methods
+from outrider.draft_service.admission import make_methods
+from outrider.draft_service.boot import build_model_method
+from outrider.draft_service.engine import Attach, Deliver, DraftEngine
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, build_decoder
-from outrider.engine.memory import RunnerOptions
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import SamplingRows, SequenceSampler, process, process_greedy
-from outrider.kernels.coupled import coupled_choice
-from outrider.kernels.draft_sample import draft_sample
-from outrider.kernels.philox import Purpose, as_int64, exponential_noise, words
+from outrider.engine.model_runner import ModelRunner, RunnerOptions
+from outrider.engine.sampler import SamplingRows, SequenceSampler, process, process_greedy
+from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
+from outrider.kernels.sampling.reference import draft_sample
+from outrider.kernels.verify.reference import coupled_choice
 from outrider.proposers.ngram import NgramProposer
-from outrider.wire.messages import Commit, Credit, DraftEvent, Open, Piece, TokenWeights
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.rpc.messages import Commit, Credit, DraftEvent, Open, Piece, TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=400)

@@ -9,11 +9,11 @@ import pytest
 from conftest import SEED
 from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
 
-from outrider.draft.branches import LEAST_CHANCE, Branch, Outcome, OutcomeRates, appraise, rank_of, winner
-from outrider.draft.engine import MAX_GROWING
-from outrider.engine.sequence import Sequence as EngineSequence
-from outrider.wire.messages import Failure, Open, Piece
-from outrider.wire.sampling import AcceptanceRule
+from outrider.draft_service.engine import MAX_GROWING
+from outrider.draft_service.sequence import LEAST_CHANCE, Branch, Outcome, OutcomeRates, appraise, rank_of, winner
+from outrider.engine.kv_cache_manager import CachedSequence as EngineSequence
+from outrider.rpc.messages import Failure, Open, Piece
+from outrider.rpc.sampling_params import AcceptanceRule
 
 PROMPT = list(range(3, 24))  # the window's end crosses a block's
 K, BRANCHES = 4, 5

@@ -15,11 +15,11 @@ from interpreted import interpreter
 from pretended import PretendedDevice, gpu
 from tiny import SMALLEST, tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine.buckets import StepLimits
+from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel, build_decoder
-from outrider.engine.memory import RunnerOptions
-from outrider.wire.messages import DraftEvent, Open, Piece, TokenWeights
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.engine.model_runner import RunnerOptions
+from outrider.rpc.messages import DraftEvent, Open, Piece, TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 __all__ = ["gpu", "interpreter"]
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, naive, new_open
 
-from outrider.draft import engine
-from outrider.draft.engine import Deliver, Detach
-from outrider.draft.state import MAX_AHEAD
+from outrider.draft_service import engine
+from outrider.draft_service.engine import Deliver, Detach
+from outrider.draft_service.sequence import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
-from outrider.engine.runner import ModelRunner
+from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.draft_rows import Drafted
-from outrider.wire.messages import Close, Closed, Failure, Open, Piece, TokenWeights
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.rpc.messages import Close, Closed, Failure, Open, Piece, TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 PENALISED = SamplingParams(
     temperature=0.9, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=6,

@@ -1,4 +1,4 @@
-"""`python -m outrider.draft` in a process of its own: its line, its end, its errors."""
+"""`python -m outrider.draft_service` in a process of its own: its line, its end, its errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny
 
-from outrider.draft.__main__ import main
-from outrider.draft.boot import load_methods
-from outrider.draft.settings import DraftSettings
+from outrider.draft_service.__main__ import main
+from outrider.draft_service.boot import load_methods
+from outrider.draft_service.settings import DraftSettings
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "outrider.draft", "--listen", "localhost:0"]
+COMMAND = [sys.executable, "-m", "outrider.draft_service", "--listen", "localhost:0"]
 
 
 def environment() -> dict[str, str]:
-    roots = ("protos", "kernels", "engine", "proposers", "draft_service")
+    roots = ("protos", "rpc", "planner", "kernels", "engine", "proposers", "draft_service")
     return os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in roots), "OMP_NUM_THREADS": "1"}
 
 

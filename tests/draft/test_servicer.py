@@ -14,23 +14,22 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outrider.draft.boot import build_health, build_model_method
-from outrider.draft.engine import DraftEngine, EngineCommand
-from outrider.draft.opening import make_methods
-from outrider.draft.servicer import SERVICE, DraftServicer, register
-from outrider.engine.device_thread import DeviceThread
-from outrider.engine.memory import RunnerOptions
+from outrider.draft_service.admission import make_methods
+from outrider.draft_service.boot import build_health, build_model_method
+from outrider.draft_service.engine import DraftEngine, EngineCommand
+from outrider.draft_service.servicer import SERVICE, DraftServicer, register
+from outrider.engine.model_runner import RunnerOptions
+from outrider.engine.worker import DeviceThread
 from outrider.proposers.ngram import NgramProposer
+from outrider.rpc.channel import connect
+from outrider.rpc.codec import decode_draft_info
+from outrider.rpc.errors import Unavailable
+from outrider.rpc.frames import DRAFT_STREAM
+from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, Failure, ModelInfo, Piece
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.server import build_server
+from outrider.rpc.stream import FrameStream, Outboxes, client_stream
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire.channel import connect
-from outrider.wire.codec_info import decode_draft_info
-from outrider.wire.errors import Unavailable
-from outrider.wire.frames import DRAFT_STREAM
-from outrider.wire.messages import Close, Closed, DraftInfo, DraftMethod, Failure, ModelInfo, Piece
-from outrider.wire.outbox import Outboxes
-from outrider.wire.sampling import SamplingParams
-from outrider.wire.server import build_server
-from outrider.wire.stream import FrameStream, client_stream
 
 INFO = DraftInfo(ModelInfo("tiny", "d", 97, 512), (DraftMethod("draft_model"), DraftMethod("ngram")))
 

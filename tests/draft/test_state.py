@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from draft.harness import commit, credit
 
-from outrider.draft.state import DraftSequence
-from outrider.engine.blocks import BlockPool
-from outrider.engine.sequence import Sequence, SequenceCache
+from outrider.draft_service.sequence import DraftSequence
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
 from outrider.proposers.ngram import NgramProposer
-from outrider.wire.errors import FailedPrecondition
-from outrider.wire.messages import Commit, Piece
-from outrider.wire.sampling import FinishReason
+from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.messages import Commit, Piece
+from outrider.rpc.sampling_params import FinishReason
 
 PROMPT = [1, 2, 3, 4, 5]
 CHAIN = [10, 11, 12, 13]
@@ -27,7 +26,7 @@ def drafted(
     cache = SequenceCache(BlockPool(8), 4)
     matcher = NgramProposer(1, 1).open(PROMPT)
     options = {"chain": 3, "capacity": 1000, **options}
-    draft = DraftSequence((1, 7), Sequence(list(PROMPT)), len(PROMPT), method=matcher, **options)
+    draft = DraftSequence((1, 7), CachedSequence(list(PROMPT)), len(PROMPT), method=matcher, **options)
     draft.grant(credit(7, until, max_window))
     extend(draft, cache, ids)
     return draft, cache

@@ -13,15 +13,14 @@ from gateway.toys import until
 from target_harness import hf_greedy
 from tiny import save_tiny, tiny_hf_model
 
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.remote import RemoteTargets
-from outrider.gateway.rounds import Round
-from outrider.target.boot import TargetService, build, load
-from outrider.target.settings import TargetSettings
-from outrider.wire.errors import ResourceExhausted
-from outrider.wire.messages import Open
-from outrider.wire.sampling import SamplingParams
+from outrider.gateway.peers.remote import RemoteTargets
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.errors import ResourceExhausted
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.target_service.boot import TargetService, build, load
+from outrider.target_service.settings import TargetSettings
 
 PROMPT = tuple(range(3, 30))
 LONG, SHORT = 120, 12

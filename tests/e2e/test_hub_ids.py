@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from hub_cache import COMMIT, cached
 
-from outrider.commands.check_pair import main as check_pair
-from outrider.commands.serve_settings import ServeSettings
-from outrider.draft import boot as draft_boot
-from outrider.draft.settings import DraftSettings
+from outrider.cli.check_pair import main as check_pair
+from outrider.cli.serve import ServeSettings
+from outrider.draft_service import boot as draft_boot
+from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.__main__ import _load_tokenizer
 from outrider.llm import LLM, SamplingParams
 from outrider.pairs import pair_path
-from outrider.target import boot as target_boot
-from outrider.target.__main__ import main as target_main
-from outrider.target.settings import TargetSettings
-from outrider.wire.hub import model_name
+from outrider.rpc.hub import model_name
+from outrider.target_service import boot as target_boot
+from outrider.target_service.__main__ import main as target_main
+from outrider.target_service.settings import TargetSettings
 
 TARGET, DRAFT = "tests/large", "tests/small"
 

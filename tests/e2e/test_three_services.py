@@ -15,10 +15,10 @@ from target_harness import hf_greedy
 from tiny import save_tiny, tiny_hf_model
 from tokenizer_factory import train_byte_level
 
-from outrider.commands.processes import Service, Services
+from outrider.cli.local_services import Service, Services
+from outrider.rpc.channel import connect
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
-from outrider.wire.channel import connect
 
 VOCAB = 300
 START_S = 60.0

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from conftest import SEED
 
-from outrider.commands.bench_prompts import read_prompts
-from outrider.commands.processes import Services
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.rounds import Round
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.bench.report import read_prompts
+from outrider.cli.local_services import Services
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.speculation.loop import speculate
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
-from outrider.wire.messages import Open
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
-from outrider.wire.transport import ClientTransport
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.stream import ClientTransport
 
 K, NUM_TOKENS = 4, 192
 GRPC_HEADER = 5

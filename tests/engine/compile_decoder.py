@@ -12,12 +12,11 @@ from offline_compiler import compile_only
 from replayed import Replayed
 from tiny import tiny_config
 
-from outrider.engine.batch import BatchEntry
-from outrider.engine.buckets import StepLimits
+from outrider.engine.batch import BatchEntry, StepLimits
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.weights import expected_shapes
-from outrider.engine.runner import ModelRunner
 from outrider.kernels import dispatch
 
 SHAPES = (  # rows and context of a prompt's chunk, and how many windows beside it

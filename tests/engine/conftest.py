@@ -15,5 +15,5 @@ __all__ = ["interpreter", "triton_device", "triton_everywhere"]
 def triton_everywhere(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where a model is to be put whose every op runs its Triton kernel."""
     monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
-    monkeypatch.setattr("outrider.kernels.cpu_decoder.cpu_library", lambda: None)  # no C kernels in their place
+    monkeypatch.setattr("outrider.kernels.cpu.decoder.cpu_library", lambda: None)  # no C kernels in their place
     return triton_device

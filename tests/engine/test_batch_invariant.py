@@ -8,10 +8,9 @@ from tiny import FAMILIES, KERNELS, cpu_kernels, tiny_config, tiny_hf_model, tin
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BlockPool
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
 from outrider.engine.loader import build_decoder
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sequence import Sequence, SequenceCache
+from outrider.engine.model_runner import ModelRunner
 
 LENGTH = 150  # more than one split of keys
 SIZE = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 6000}  # the head is packed, the rest transposed
@@ -77,7 +76,7 @@ def test_warm_prefix_cache_changes_no_bit(runner: ModelRunner) -> None:
     cache = SequenceCache(BlockPool(44))
     logits = []
     for _ in range(2):  # cold, then warm
-        sequence = Sequence(tokens())
+        sequence = CachedSequence(tokens())
         start = cache.admit(sequence)
         cache.extend(sequence)
         entry = BatchEntry(sequence.tokens[start:], start, sequence.block_table, 6)

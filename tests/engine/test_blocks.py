@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.blocks import BlockPool, OutOfBlocks, chain_key, root_key
+from outrider.engine.kv_cache_manager import BlockPool, OutOfBlocks, chain_key, root_key
 
 
 def test_all_or_nothing() -> None:

@@ -8,9 +8,18 @@ import random
 import pytest
 import torch
 
-from outrider.engine.batch import BatchEntry, PackedRows
-from outrider.engine.buckets import ROWS, Bucket, StepLimits, all_buckets, choose_bucket
-from outrider.engine.step_buffer import ALIGNMENT, StepBuffer, buffer_size
+from outrider.engine.batch import (
+    ALIGNMENT,
+    ROWS,
+    BatchEntry,
+    Bucket,
+    PackedRows,
+    StepBuffer,
+    StepLimits,
+    all_buckets,
+    buffer_size,
+    choose_bucket,
+)
 
 LIMITS = [
     StepLimits(512, 256, 33), StepLimits(512, 8, 33), StepLimits(16, 4, 5), StepLimits(512, 1, 1),

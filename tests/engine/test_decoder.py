@@ -12,10 +12,10 @@ from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import build_decoder
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.weights import WeightReader
-from outrider.engine.runner import ModelRunner
 
 ROPE = {"rope_theta": 10000.0}
 LONGROPE = {

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import build_decoder
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import parse_config
-from outrider.engine.runner import ModelRunner
 
 LENGTH = 40
 TABLES = [[7, 2, 11], [3, 9, 0], [5, 1, 8]]

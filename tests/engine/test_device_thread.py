@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from outrider.engine.device_thread import DeviceLost, DeviceStopped, DeviceThread, require_device
+from outrider.engine.worker import DeviceLost, DeviceStopped, DeviceThread, require_device
 
 TIMEOUT = 10.0
 

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import cpu_kernels, save_tiny, tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine import checkpoint, digest
-from outrider.engine.digest import CACHE_NAME, state_digest
+from outrider.engine import checkpoint
+from outrider.engine import checkpoint as engine_checkpoint
+from outrider.engine.checkpoint import CACHE_NAME, state_digest
 from outrider.engine.loader import build_decoder, load_model
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.pairs.expansion import expand_llama
@@ -33,20 +34,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that were written this moment are taken for old ones."""
-    monkeypatch.setattr(digest, "SETTLED_NS", 0)
+    monkeypatch.setattr(engine_checkpoint, "SETTLED_NS", 0)
 
 
 @pytest.fixture
 def hashed_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Which files were hashed."""
     hashed: list[Path] = []
-    whole = digest._hash_range
+    whole = engine_checkpoint._hash_range
 
     def recorded(path: Path, start: int, end: int) -> str:
         hashed.append(path)
         return whole(path, start, end)
 
-    monkeypatch.setattr(digest, "_hash_range", recorded)
+    monkeypatch.setattr(engine_checkpoint, "_hash_range", recorded)
     return hashed
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from outrider.engine.forward_timer import CudaTimer, HostTimer, timer_of
+from outrider.engine.model_runner import CudaTimer, HostTimer, timer_of
 
 
 class Event:

@@ -14,10 +14,10 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, load_model
-from outrider.engine.models.cpu_decoder import NativeDecoder
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.decoder_cpu import NativeDecoder
 from outrider.engine.models.weights import text_model_state
-from outrider.engine.runner import ModelRunner
 
 TEXT = {
     **TINY,

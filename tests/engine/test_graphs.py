@@ -11,13 +11,11 @@ from replayed import Replayed
 from tiny import SMALLEST, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
-from outrider.engine.batch import BatchEntry
-from outrider.engine.buckets import StepLimits
-from outrider.engine.cuda_graphs import CudaGraphs
-from outrider.engine.graphs import CapturedSteps
+from outrider.engine.batch import BatchEntry, StepLimits
+from outrider.engine.cuda_graphs import CapturedSteps, CudaGraphs
 from outrider.engine.loader import build_decoder
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.runner import ModelRunner
 
 SIZE = SMALLEST | {"vocab_size": 61, "max_position_embeddings": 320}
 NUM_BLOCKS = 64

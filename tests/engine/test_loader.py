@@ -14,11 +14,11 @@ from tiny import FAMILIES, KERNELS, cpu_kernels, hf_logits, save_tiny, tiny_conf
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, build_decoder, compute_dtype, find_device, load_model
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.models.cpu_decoder import NativeDecoder
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.registry_model import RegistryModel
-from outrider.engine.runner import ModelRunner
+from outrider.engine.models.decoder_cpu import NativeDecoder
+from outrider.engine.models.transformers import RegistryModel
 
 IDS = [5, 17, 3, 44, 96, 0, 12]
 

@@ -15,7 +15,7 @@ from tiny import tiny_config
 
 from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.weights import expected_shapes
-from outrider.kernels.cpu_library import cpu_library
+from outrider.kernels.cpu.library import cpu_library
 from outrider.pairs import pair_path
 
 SHAPE = {

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.logprobs import ALL, reported_values, top_logprobs
-from outrider.kernels.logits_to_probs import RowSampling, logits_to_probs
+from outrider.engine.sampler import ALL, reported_values, top_logprobs
+from outrider.kernels.sampling.reference import logits_to_probs
+from outrider.kernels.types import RowSampling
 
 ROW = [0.0, 3.0, 1.0, 3.0, 2.0]
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine.blocks import BLOCK_SIZE
-from outrider.engine.buckets import StepLimits
+from outrider.engine.batch import StepLimits
 from outrider.engine.kv_cache import bytes_per_block
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import build_decoder
-from outrider.engine.memory import (
+from outrider.engine.model_runner import (
     MemoryUse,
+    ModelRunner,
     RunnerOptions,
     blocks_for_memory,
     blocks_for_share,
@@ -20,7 +21,6 @@ from outrider.engine.memory import (
     largest_step,
 )
 from outrider.engine.models.base import CausalLM
-from outrider.engine.runner import ModelRunner
 
 GIB = 1 << 30
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.blocks import BlockPool
-from outrider.engine.device_thread import DeviceLost
-from outrider.engine.probe import probe
+from outrider.engine.kv_cache_manager import BlockPool
+from outrider.engine.model_runner import probe
+from outrider.engine.worker import DeviceLost
 
 
 def raising(*_: object) -> Any:

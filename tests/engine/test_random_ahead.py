@@ -7,16 +7,8 @@ import random
 import torch
 from conftest import SEED
 
-from outrider.engine.random_ahead import (
-    MAX_WORD_ROWS,
-    RandomAhead,
-    RandomKey,
-    RandomSource,
-    Span,
-    noise_source,
-    word_source,
-)
-from outrider.kernels.philox import Purpose, as_int64, exponential_noise, words
+from outrider.engine.random import MAX_WORD_ROWS, RandomAhead, RandomKey, RandomSource, Span, noise_source, word_source
+from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 33

@@ -11,13 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.engine.batch import BatchEntry, build_batch
-from outrider.engine.blocks import BLOCK_SIZE, BlockPool
 from outrider.engine.kv_cache import KVCache
+from outrider.engine.kv_cache_manager import BLOCK_SIZE, BlockPool, CachedSequence, SequenceCache
 from outrider.engine.models.base import UnsupportedModel
-from outrider.engine.models.registry import refuse_early
-from outrider.engine.models.registry_check import check_architecture
-from outrider.engine.models.registry_model import RegistryModel
-from outrider.engine.sequence import Sequence, SequenceCache
+from outrider.engine.models.transformers import RegistryModel, check_architecture, refuse_early
 
 MAX_MODEL_LEN = 128
 WINDOW = 8
@@ -184,7 +181,7 @@ class Engine:
         self.caches = SequenceCache(BlockPool(32))
         self.cache = KVCache.allocate(model.layers, 32, torch.float32, "cpu")
 
-    def step(self, *work: tuple[Sequence, list[int]]) -> list[Tensor]:  # of each [new rows, vocab]
+    def step(self, *work: tuple[CachedSequence, list[int]]) -> list[Tensor]:  # of each [new rows, vocab]
         """Appends ids to sequences and computes all that is not computed, the last `len(ids)` rows with logits."""
         entries = []
         for sequence, ids in work:
@@ -201,7 +198,7 @@ def check_family(model: PreTrainedModel) -> None:
     texts = [[rng.randrange(3, 97) for _ in range(length)] for length in (41, 23, 18)]
     expected = [eager_logits(model, text) for text in texts]
     engine = Engine(RegistryModel(model, 32 if "longrope" in str(model.config) else MAX_MODEL_LEN))
-    sequences = [Sequence([]) for _ in texts]
+    sequences = [CachedSequence([]) for _ in texts]
 
     def compare(spans: dict[int, tuple[int, int]]) -> None:
         """Computes texts[i][start:end] in one batch, in the order given."""

@@ -13,12 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
-from outrider.engine.models import registry_attention
+from outrider.engine.models import transformers
 from outrider.engine.models.base import UnsupportedModel
-from outrider.engine.models.registry import load_registry_model
-from outrider.engine.models.registry_check import check_architecture
-from outrider.engine.models.registry_copy import MAX_WINDOW, small_copy
-from outrider.engine.models.registry_model import RegistryModel
+from outrider.engine.models.transformers import (
+    MAX_WINDOW,
+    RegistryModel,
+    check_architecture,
+    load_registry_model,
+    small_copy,
+)
 
 TINY: dict[str, Any] = {
     "vocab_size": 97,
@@ -78,8 +81,8 @@ def test_the_check_sees_every_mechanism(
     check_architecture(config, 256, trust_remote_code=False)
 
     name = "plan_attention" if "sliding_window" in wrong else "planned_attention"
-    right = getattr(registry_attention, name)
-    monkeypatch.setattr(registry_attention, name, lambda *args, **kwargs: right(*args, **{**kwargs, **wrong}))
+    right = getattr(transformers, name)
+    monkeypatch.setattr(transformers, name, lambda *args, **kwargs: right(*args, **{**kwargs, **wrong}))
     with pytest.raises(UnsupportedModel, match=r"differs from its eager attention: .* at a spread of"):
         check_architecture(config, 256, trust_remote_code=False)
 

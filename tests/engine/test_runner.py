@@ -7,11 +7,10 @@ import torch
 from replayed import Replayed
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine.batch import BatchEntry, build_batch
-from outrider.engine.buckets import StepLimits, all_buckets
+from outrider.engine.batch import BatchEntry, StepLimits, all_buckets, build_batch
 from outrider.engine.loader import build_decoder
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import CausalLM
-from outrider.engine.runner import ModelRunner
 
 
 class SomeModel:

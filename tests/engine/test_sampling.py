@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.sampling import SamplingRows, SequenceSampler, assemble, process, process_greedy
-from outrider.kernels.logits_to_probs import RowSampling
-from outrider.wire.sampling import SamplingParams
+from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble, process, process_greedy
+from outrider.kernels.types import RowSampling
+from outrider.rpc.sampling_params import SamplingParams
 
 VOCAB_SIZE = 12
 TOKENS = st.integers(0, VOCAB_SIZE - 1)

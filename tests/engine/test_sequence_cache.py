@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.engine.blocks import BlockPool, OutOfBlocks
-from outrider.engine.sequence import Sequence, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, OutOfBlocks, SequenceCache
 
 BLOCK, NUM_BLOCKS = 2, 9
 Content = tuple[str, tuple[int, ...]]  # salt and the tokens up to the slot: what its key and value are a function of
@@ -21,14 +20,14 @@ class SequenceMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.cache = SequenceCache(self.pool, BLOCK)
-        self.sequences: list[Sequence] = []
+        self.sequences: list[CachedSequence] = []
         self.committed: dict[int, list[int]] = {}  # by id(sequence)
         self.slots: dict[tuple[int, int], Content] = {}
         self.known: set[Content] = set()  # committed prefixes
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), salt=st.sampled_from(["", "x"]))
     def admit(self, tokens: list[int], salt: str) -> None:
-        sequence = Sequence(list(tokens), salt=salt)
+        sequence = CachedSequence(list(tokens), salt=salt)
         found = self.cache.admit(sequence)
         assert found == sequence.num_computed_tokens <= len(tokens) - 1 and found % BLOCK == 0
         self.sequences.append(sequence)
@@ -118,27 +117,27 @@ class SequenceMachine(RuleBasedStateMachine):
             if self.pool.is_cached(block):
                 assert all(self.slots[block, offset] in self.known for offset in range(BLOCK))
 
-    def _compute(self, sequence: Sequence, end: int) -> None:
+    def _compute(self, sequence: CachedSequence, end: int) -> None:
         for position in range(sequence.num_computed_tokens, end):
             block, offset = self._slot(sequence, position)
             assert self.pool.references(block) == 1
             self.slots[block, offset] = self._content(sequence, position)
         sequence.num_computed_tokens = min(end, len(sequence) - 1)
 
-    def _pin(self, sequence: Sequence) -> None:
+    def _pin(self, sequence: CachedSequence) -> None:
         """After a rejection the token before the recovered one was computed: it counts once the next token is there."""
         position = len(sequence.tokens) - 1
         assert self.slots[self._slot(sequence, position)] == self._content(sequence, position)
 
-    def _commit(self, sequence: Sequence) -> None:
+    def _commit(self, sequence: CachedSequence) -> None:
         tokens = tuple(self.committed[id(sequence)])
         self.known.update((sequence.salt, tokens[:length]) for length in range(1, len(tokens) + 1))
 
-    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+    def _slot(self, sequence: CachedSequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // BLOCK], position % BLOCK
 
     @staticmethod
-    def _content(sequence: Sequence, position: int) -> Content:
+    def _content(sequence: CachedSequence, position: int) -> Content:
         return sequence.salt, tuple(sequence.tokens[: position + 1])
 
 
@@ -146,8 +145,8 @@ TestSequenceMachine = SequenceMachine.TestCase
 TestSequenceMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def admitted(cache: SequenceCache, tokens: list[int], salt: str = "") -> Sequence:
-    sequence = Sequence(list(tokens), salt=salt)
+def admitted(cache: SequenceCache, tokens: list[int], salt: str = "") -> CachedSequence:
+    sequence = CachedSequence(list(tokens), salt=salt)
     cache.admit(sequence)
     cache.extend(sequence)
     sequence.num_computed_tokens = len(tokens) - 1
@@ -159,30 +158,30 @@ def admitted(cache: SequenceCache, tokens: list[int], salt: str = "") -> Sequenc
 def test_a_hit_covers_whole_blocks_and_at_most_all_but_one(length: int, found: int) -> None:
     cache = SequenceCache(BlockPool(20), BLOCK)
     admitted(cache, [0, 1, 2, 3, 4])
-    assert cache.admit(Sequence(list(range(length)))) == found
+    assert cache.admit(CachedSequence(list(range(length)))) == found
 
 
 def test_salt_and_cache_dtype_separate() -> None:
     pool = BlockPool(20)
     admitted(SequenceCache(pool, BLOCK), [1, 2, 3], salt="a")
-    assert SequenceCache(pool, BLOCK).admit(Sequence([1, 2, 3], salt="b")) == 0
-    assert SequenceCache(pool, BLOCK, cache_dtype="fp8").admit(Sequence([1, 2, 3], salt="a")) == 0
-    assert SequenceCache(pool, BLOCK).admit(Sequence([1, 2, 3], salt="a")) == 2
+    assert SequenceCache(pool, BLOCK).admit(CachedSequence([1, 2, 3], salt="b")) == 0
+    assert SequenceCache(pool, BLOCK, cache_dtype="fp8").admit(CachedSequence([1, 2, 3], salt="a")) == 0
+    assert SequenceCache(pool, BLOCK).admit(CachedSequence([1, 2, 3], salt="a")) == 2
 
 
 def test_prefix_is_not_read_where_it_must_not_be() -> None:
     cache = SequenceCache(BlockPool(20), BLOCK)
     admitted(cache, [1, 2, 3])
-    assert cache.admit(Sequence([1, 2, 3]), use_prefix=False) == 0
+    assert cache.admit(CachedSequence([1, 2, 3]), use_prefix=False) == 0
     off = SequenceCache(BlockPool(20), BLOCK, prefix_cache=False)
     admitted(off, [1, 2, 3])
-    assert off.admit(Sequence([1, 2, 3])) == 0
+    assert off.admit(CachedSequence([1, 2, 3])) == 0
 
 
 def test_tokens_committed_but_not_computed_are_not_published() -> None:
     cache = SequenceCache(BlockPool(20), BLOCK)
-    sequence = Sequence([1, 2, 3, 4])
+    sequence = CachedSequence([1, 2, 3, 4])
     cache.extend(sequence)
     sequence.num_computed_tokens = 3
     cache.publish(sequence, 4)
-    assert cache.admit(Sequence([1, 2, 3, 4, 5])) == 2
+    assert cache.admit(CachedSequence([1, 2, 3, 4, 5])) == 2

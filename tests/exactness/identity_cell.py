@@ -10,12 +10,11 @@ from exactness.identity_design import Cell
 from exactness.identity_prompts import Prompt, draft_model, make_prompt
 from exactness.identity_services import Services, serving
 
-from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round
-from outrider.wire.sampling import TokenOrigin
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.sampling_params import TokenOrigin
 
 WARM_BLOCKS = 2  # of each prompt; what follows them is long enough to be cut in chunks
 WHOLE_ROWS = 1 << 16  # a step's room: every prompt at once

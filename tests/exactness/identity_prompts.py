@@ -14,10 +14,10 @@ from conftest import SEED
 from target_harness import Harness
 from tiny import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, build_decoder
-from outrider.wire.messages import Credit, Open
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.rpc.messages import Credit, Open
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 VOCAB = 300
 # Two layers at least: with one, cached keys and values would not depend on what stands before their token.

@@ -12,23 +12,23 @@ from pathlib import Path
 
 from gateway.toys import until
 
-from outrider.draft.boot import build_health, build_model_method
-from outrider.draft.engine import Attach, Deliver, DraftEngine, Sink
-from outrider.draft.engine import EngineCommand as DraftCommand
-from outrider.draft.opening import make_methods
-from outrider.draft.servicer import SERVICE, DraftServicer, register
-from outrider.engine.device_thread import DeviceThread
+from outrider.draft_service.admission import make_methods
+from outrider.draft_service.boot import build_health, build_model_method
+from outrider.draft_service.engine import Attach, Deliver, DraftEngine, Sink
+from outrider.draft_service.engine import EngineCommand as DraftCommand
+from outrider.draft_service.servicer import SERVICE, DraftServicer, register
+from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache
 from outrider.engine.loader import LoadedModel
-from outrider.engine.memory import RunnerOptions
-from outrider.engine.sequence import Sequence, SequenceCache
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
+from outrider.engine.model_runner import RunnerOptions
+from outrider.engine.worker import DeviceThread
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.proposers.ngram import NgramProposer
-from outrider.target.boot import TargetService, build
-from outrider.target.scheduler import StepEntry
-from outrider.target.settings import TargetSettings
-from outrider.wire.messages import Commit, DraftEvent, DraftInfo, DraftMethod, ModelInfo, Piece
-from outrider.wire.outbox import Outboxes
-from outrider.wire.server import Server, build_server
+from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, ModelInfo, Piece
+from outrider.rpc.server import Server, build_server
+from outrider.rpc.stream import Outboxes
+from outrider.target_service.boot import TargetService, build
+from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.settings import TargetSettings
 
 NGRAM = (1, 3)  # shortest and longest n-gram that is looked up
 
@@ -39,8 +39,8 @@ class CacheWatch:
 
     cached_ids: int = 0
     preemptions: int = 0
-    _seen: set[Sequence] = field(default_factory=set)
-    _robbed: set[Sequence] = field(default_factory=set)
+    _seen: set[CachedSequence] = field(default_factory=set)
+    _robbed: set[CachedSequence] = field(default_factory=set)
 
     def forget(self) -> None:
         """Counts anew."""
@@ -50,7 +50,7 @@ class CacheWatch:
         """Puts itself in front of the cache's two verbs that say it."""
         admit, release = cache.admit, cache.release
 
-        def watched_admit(sequence: Sequence, use_prefix: bool = True) -> int:
+        def watched_admit(sequence: CachedSequence, use_prefix: bool = True) -> int:
             found = admit(sequence, use_prefix)
             if sequence not in self._seen:
                 self._seen.add(sequence)
@@ -60,7 +60,7 @@ class CacheWatch:
                 self.preemptions += 1
             return found
 
-        def watched_release(sequence: Sequence) -> None:
+        def watched_release(sequence: CachedSequence) -> None:
             if sequence.block_table:
                 self._robbed.add(sequence)
             release(sequence)

@@ -26,12 +26,12 @@ from exactness.identity_prompts import Prompt, first_difference
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import SamplingRows, SequenceSampler, assemble
-from outrider.kernels.logits_to_probs import adjust_logits
-from outrider.kernels.philox import as_int64, exponential_noise
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
+from outrider.kernels.random.reference import as_int64, exponential_noise
+from outrider.kernels.sampling.reference import adjust_logits
 
 UNIT_ROUNDOFF = 2.0**-24
 

@@ -19,7 +19,8 @@ import torch
 from packed import packed
 from torch import Tensor
 
-from outrider.kernels.rejection import DraftWeights, Windows, accept
+from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.verify.reference import accept
 
 VOCAB_SIZE, NUM_DRAFTED = 4, 2
 LENGTH = NUM_DRAFTED + 1

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.draft.state import DraftSequence
+from outrider.draft_service.sequence import DraftSequence
+from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache
 from outrider.engine.models import decoder
-from outrider.engine.sequence import Sequence as CachedSequence
-from outrider.engine.sequence import SequenceCache
-from outrider.kernels import kv_store
-from outrider.kernels.cpu_decoder import CpuDecoder, RaggedRows
+from outrider.kernels.cpu.decoder import CpuDecoder, RaggedRows
+from outrider.kernels.kv_store import reference as kv_store
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -147,7 +146,7 @@ def masked_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def all_rows_advance_by_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged accepts: every sequence of a batch takes the longest one's count."""
-    from outrider.target import verifier
+    from outrider.target_service import verifier
 
     coupled_accept = verifier.coupled_accept
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from outrider.engine import random_ahead
-from outrider.kernels import philox
-from outrider.kernels.philox import Purpose
+from outrider.engine import random as engine_random
+from outrider.kernels.random import reference as philox
+from outrider.kernels.random.reference import Purpose
 from outrider.proposers import draft_model
-from outrider.target import verifier
+from outrider.target_service import verifier
 
 Counter = tuple[int, int, int, int, int, int]  # seed, position, purpose, draw, completion, token id >> 2
 Raw = tuple[int, ...]  # the four words of the counter and the two of the key
@@ -84,7 +84,7 @@ class CounterLog:
         monkeypatch.setattr(philox, "_grouped_words", listen)
 
     def _listen_to_uses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        noise, accept = random_ahead.exponential_noise, verifier.accept
+        noise, accept = engine_random.exponential_noise, verifier.accept
 
         def listen_noise(seeds: Tensor, positions: Tensor, completions: Tensor, vocab: int, purpose: Any) -> Tensor:
             rows = noise(seeds, positions, completions, vocab, purpose)
@@ -100,7 +100,7 @@ class CounterLog:
             self._full = (num_accepted == windows.num_drafted).tolist()
             return num_accepted, weights
 
-        monkeypatch.setattr(random_ahead, "exponential_noise", listen_noise)
+        monkeypatch.setattr(engine_random, "exponential_noise", listen_noise)
         monkeypatch.setattr(verifier, "accept", listen_accept)
         self._trace(monkeypatch, verifier, "accept_uniforms", 0, lambda index: "accept")
         self._trace(monkeypatch, verifier, "draw", 1, lambda index: "bonus" if self._full[index] else "recovered")

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import chain_key, root_key
+from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache, chain_key, root_key
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import CausalLM
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sequence import Sequence as CachedSequence
-from outrider.engine.sequence import SequenceCache
 
 Forward = Callable[[Sequence[BatchEntry]], Tensor]
 FRESH_BLOCKS = 16

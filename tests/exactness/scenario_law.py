@@ -19,12 +19,12 @@ import torch
 from target_harness import opened
 from torch import Tensor
 
-from outrider.target import verifier as verifier_module
-from outrider.target.admission import TargetLimits, admit
-from outrider.target.chains import Window
-from outrider.target.scheduler import StepEntry
-from outrider.target.verifier import Judged, Verifier
-from outrider.wire.messages import TokenWeights
+from outrider.rpc.messages import TokenWeights
+from outrider.target_service import verifier as verifier_module
+from outrider.target_service.draft_buffer import Window
+from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.sequence import TargetLimits, admit
+from outrider.target_service.verifier import Judged, Verifier
 
 VOCAB, K, LENGTH, CELLS = 4, 2, 3, 8
 PROMPT = (0,)

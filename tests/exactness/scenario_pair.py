@@ -13,8 +13,8 @@ from target_harness import Harness
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.sequence import Sequence as CachedSequence
-from outrider.wire.messages import Commit, Credit, Open, Piece
+from outrider.engine.kv_cache_manager import CachedSequence
+from outrider.rpc.messages import Commit, Credit, Open, Piece
 
 
 class Pair:

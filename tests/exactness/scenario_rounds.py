@@ -14,8 +14,8 @@ from target_harness import VOCAB, DraftFn, Harness
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.loader import LoadedModel, build_decoder
-from outrider.target.state import TargetSequence
-from outrider.wire.messages import Commit, Credit, Open, Piece
+from outrider.rpc.messages import Commit, Credit, Open, Piece
+from outrider.target_service.sequence import TargetSequence
 
 MAX_ROUNDS = 400
 

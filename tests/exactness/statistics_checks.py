@@ -11,7 +11,7 @@ from exactness.statistics_draws import Draws
 from exactness.statistics_laws import Array, of_pair, of_position
 from numpy.typing import NDArray
 
-from outrider.wire.sampling import TokenOrigin
+from outrider.rpc.sampling_params import TokenOrigin
 
 MAX_PAIRS = 4096  # cells of a joint law: a wide vocabulary has too many
 

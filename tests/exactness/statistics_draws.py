@@ -10,13 +10,13 @@ import numpy as np
 from exactness.statistics_settings import Setting
 from numpy.typing import NDArray
 
-from outrider.gateway.backends import Lost, VerifierLink
-from outrider.gateway.loop import speculate
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.rounds import Round
-from outrider.wire.errors import Unavailable
-from outrider.wire.messages import Arithmetic, Credit, ModelInfo, Open, Piece, TargetEvent, TargetInfo
-from outrider.wire.sampling import TokenOrigin
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.speculation.backends import Lost, VerifierLink
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Round
+from outrider.rpc.errors import Unavailable
+from outrider.rpc.messages import Arithmetic, Credit, ModelInfo, Open, Piece, TargetEvent, TargetInfo
+from outrider.rpc.sampling_params import TokenOrigin
 
 Integers = NDArray[np.int64]
 Row = tuple[int, int, int, bool]  # the fields of Draws, for one token

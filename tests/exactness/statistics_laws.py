@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.wire.sampling import SamplingParams
+from outrider.rpc.sampling_params import SamplingParams
 
 Array = NDArray[np.float64]
 ROWS = 512  # contexts of one forward pass

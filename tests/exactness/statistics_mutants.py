@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.sampling import SequenceSampler
-from outrider.kernels.coupled import coupled_accept
-from outrider.kernels.logits_to_probs import Penalties
-from outrider.kernels.rejection import Windows, accept
+from outrider.engine.sampler import SequenceSampler
+from outrider.kernels.types import Penalties, Windows
+from outrider.kernels.verify.reference import accept, coupled_accept
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -27,7 +26,7 @@ def residual_is_target(patch: Patch) -> None:
         plain = target_probs.index_select(0, windows.next_rows(num_accepted)).double()
         return num_accepted, torch.where(next_weights.sum(dim=-1, keepdim=True) > 0, plain, next_weights)
 
-    patch.setattr("outrider.target.verifier.accept", mutant)
+    patch.setattr("outrider.target_service.verifier.accept", mutant)
 
 
 def bonus_of_the_row_before(patch: Patch) -> None:
@@ -59,4 +58,4 @@ def coupling_lets_one_more_stay(patch: Patch) -> None:
         num_accepted = torch.minimum(num_accepted + 1, windows.num_drafted)
         return num_accepted, torch.where(windows.has_next(num_accepted), choices[windows.next_rows(num_accepted)], -1)
 
-    patch.setattr("outrider.target.verifier.coupled_accept", mutant)
+    patch.setattr("outrider.target_service.verifier.coupled_accept", mutant)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from tiny import tiny_hf_model
 
-from outrider.commands.processes import Services
-from outrider.target.boot import build, load
-from outrider.target.settings import TargetSettings
+from outrider.cli.local_services import Services
+from outrider.target_service.boot import build, load
+from outrider.target_service.settings import TargetSettings
 
 START_S = 120.0
 MAX_ROWS = 8192  # of a step: no window is cut for want of room, so that a seed fixes the draws

@@ -8,8 +8,8 @@ from typing import Any
 
 from conftest import SEED
 
-from outrider.gateway.policy import Policy
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.planner.policy import Policy
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 PATIENCE_MS = 60_000  # the target waits for every draft: then a seed fixes the draws, whatever the timing
 VOCAB, WIDE_VOCAB = 16, 4096

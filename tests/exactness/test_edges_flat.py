@@ -7,11 +7,17 @@ import torch
 from packed import packed
 from torch import Tensor
 
-from outrider.kernels.coupled import coupled_accept, coupled_choice, first_argmax
-from outrider.kernels.draft_sample import MAX_ENTRIES, draft_sample
-from outrider.kernels.logits_to_probs import RowSampling, Truncation, greedy_choice, logits_to_probs
-from outrider.kernels.philox import exponential_noise
-from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
+from outrider.kernels.random.reference import exponential_noise
+from outrider.kernels.sampling.reference import MAX_ENTRIES, draft_sample, greedy_choice, logits_to_probs
+from outrider.kernels.types import DraftWeights, RowSampling, Truncation, Windows
+from outrider.kernels.verify.reference import (
+    accept,
+    accept_uniforms,
+    coupled_accept,
+    coupled_choice,
+    draw,
+    first_argmax,
+)
 
 SIZES = [1 << 17, 128_256]  # a power of two, whose shares are exact, and Llama 3's
 LEAST, GREATEST = [0, 0, 0, 0], [0xFFFFFFFF] * 4

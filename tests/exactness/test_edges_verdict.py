@@ -15,12 +15,12 @@ from packed import Vector, packed
 from target_harness import opened
 from torch import Tensor
 
-from outrider.target.admission import TargetLimits, admit
-from outrider.target.chains import Window
-from outrider.target.scheduler import StepEntry
-from outrider.target.verifier import Judged, Verdict, Verifier
-from outrider.wire.messages import TokenWeights
-from outrider.wire.sampling import AcceptanceRule
+from outrider.rpc.messages import TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.target_service.draft_buffer import Window
+from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.sequence import TargetLimits, admit
+from outrider.target_service.verifier import Judged, Verdict, Verifier
 
 LEAST, GREATEST = 0, 0xFFFFFFFF
 VOCAB_SIZE = 4

@@ -24,9 +24,9 @@ from exactness.statistics_mutants import coupling_lets_one_more_stay
 from target_harness import hf_greedy
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.device_thread import set_switch_interval
-from outrider.engine.runner import ModelRunner
-from outrider.wire.sampling import SamplingParams
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.worker import set_switch_interval
+from outrider.rpc.sampling_params import SamplingParams
 
 SMALL_LEVELS = {**LEVELS, "batch": (1, 4, 16), "k": (0, 1, 3, 8)}  # of the design for ordinary mode
 TWINS_CELL = Cell(

@@ -32,8 +32,8 @@ from exactness.law import (
     sparse,
 )
 
-from outrider.target.chains import ChainBuffer
-from outrider.wire.messages import Piece, TokenWeights
+from outrider.rpc.messages import Piece, TokenWeights
+from outrider.target_service.draft_buffer import ChainBuffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,9 @@ from exactness.law import (
 )
 from torch import Tensor
 
-from outrider.kernels.coupled import coupled_choice
-from outrider.kernels.draft_sample import draw_integer
-from outrider.kernels.philox import Purpose, exponential_noise
-from outrider.kernels.rejection import accept_uniforms
+from outrider.kernels.random.reference import Purpose, exponential_noise
+from outrider.kernels.sampling.reference import draw_integer
+from outrider.kernels.verify.reference import accept_uniforms, coupled_choice
 
 Stretch = tuple[Fraction, Fraction]  # of the unit interval
 

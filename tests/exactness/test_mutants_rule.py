@@ -24,7 +24,8 @@ from exactness.law import (
 )
 from torch import Tensor
 
-from outrider.kernels.rejection import DraftWeights, Windows, accept
+from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.verify.reference import accept
 
 
 def judged(proposals: Sequence[Proposal], rule: AcceptRule = accept) -> Law:

@@ -21,8 +21,9 @@ from exactness.law import (
 )
 from torch import Tensor
 
-from outrider.kernels.logits_to_probs import most_probable
-from outrider.kernels.rejection import DraftWeights, Windows, accept
+from outrider.kernels.sampling.reference import most_probable
+from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.verify.reference import accept
 
 Verdict = tuple[Tensor, Tensor]
 

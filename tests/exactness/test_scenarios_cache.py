@@ -21,12 +21,12 @@ from exactness.scenario_rounds import (
 from target_harness import COUPLED, REJECTION, Harness, opened
 from tiny import save_tiny
 
-from outrider.draft.engine import DraftEngine
+from outrider.draft_service.engine import DraftEngine
 from outrider.engine.batch import BatchEntry
-from outrider.target.boot import build
-from outrider.target.engine import TargetEngine
-from outrider.target.settings import TargetSettings
-from outrider.wire.messages import Close, Commit, Open
+from outrider.rpc.messages import Close, Commit, Open
+from outrider.target_service.boot import build
+from outrider.target_service.engine import TargetEngine
+from outrider.target_service.settings import TargetSettings
 
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])
 GREEDY: dict[str, Any] = {"max_tokens": 18}

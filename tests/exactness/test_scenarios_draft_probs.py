@@ -19,17 +19,19 @@ from exactness.scenario_rounds import prompt_of, target_model
 from scipy.stats import chisquare
 from target_harness import Harness, opened
 
-from outrider.draft import engine as draft_engine
+from outrider.draft_service import engine as draft_engine
 from outrider.engine.batch import BatchEntry
-from outrider.engine.runner import ModelRunner
-from outrider.kernels.draft_sample import draft_sample
-from outrider.kernels.philox import Purpose, words
-from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
+from outrider.engine.model_runner import ModelRunner
+from outrider.kernels.random.reference import Purpose, words
+from outrider.kernels.sampling.reference import draft_sample
+from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.verify.reference import accept, accept_uniforms, draw
 from outrider.proposers import draft_model
-from outrider.target import randomness, verifier
-from outrider.target.verifier import Verifier
-from outrider.wire.codec import decode_piece, encode_piece
-from outrider.wire.messages import Close, Credit, Open, Piece, TokenWeights
+from outrider.rpc.codec import decode_piece, encode_piece
+from outrider.rpc.messages import Close, Credit, Open, Piece, TokenWeights
+from outrider.target_service import verifier
+from outrider.target_service import verifier as target_service_verifier
+from outrider.target_service.verifier import Verifier
 
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])
 SAMPLED = {"temperature": 0.8, "max_tokens": 20}
@@ -166,7 +168,7 @@ def test_scenario_05_draft_and_residual_share_no_noise(bug: bool, monkeypatch: p
     """5: the recovered token is drawn with the numbers that drew the draft. Seen by the counters that a run uses, and
     by chi-square on a narrow vocabulary with an adversarial draft."""
     log, recovered = CounterLog(monkeypatch), Purpose.DRAFT if bug else Purpose.RECOVERED
-    monkeypatch.setattr(randomness, "PURPOSES", (Purpose.ACCEPT, recovered, Purpose.BONUS))
+    monkeypatch.setattr(target_service_verifier, "PURPOSES", (Purpose.ACCEPT, recovered, Purpose.BONUS))
     Pair(4, noise=0.03).generate([opened(number, prompt_of(number), seed=number, **SAMPLED) for number in range(3)])
     assert log.kinds() >= {"draft", "recovered"}
     with seen(bug):

@@ -11,13 +11,12 @@ import torch
 from exactness.scenario_law import VOCAB, Ids, Toy, honest
 from torch import Tensor
 
-from outrider.kernels.coupled import coupled_accept
-from outrider.kernels.draft_sample import draft_sample, draw_integer
-from outrider.kernels.logits_to_probs import RowSampling, logits_to_probs
-from outrider.kernels.rejection import DraftWeights, Windows
-from outrider.target import verifier
-from outrider.wire.codec import decode_piece, encode_piece
-from outrider.wire.messages import Piece, TokenWeights
+from outrider.kernels.sampling.reference import draft_sample, draw_integer, logits_to_probs
+from outrider.kernels.types import DraftWeights, RowSampling, Windows
+from outrider.kernels.verify.reference import coupled_accept
+from outrider.rpc.codec import decode_piece, encode_piece
+from outrider.rpc.messages import Piece, TokenWeights
+from outrider.target_service import verifier
 
 ACCEPT = verifier.accept
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])

@@ -13,10 +13,10 @@ from target_harness import COUPLED, Harness, opened
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.kernels import rejection
-from outrider.target import verifier
-from outrider.wire.codec import decode_piece, encode_piece
-from outrider.wire.messages import Credit, Piece, TokenWeights
+from outrider.kernels.verify import reference as verify
+from outrider.rpc.codec import decode_piece, encode_piece
+from outrider.rpc.messages import Credit, Piece, TokenWeights
+from outrider.target_service import verifier
 
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])
 COUPLING: dict[str, Any] = {"temperature": 0.8, "acceptance": COUPLED}
@@ -111,7 +111,7 @@ def test_scenario_21_unusable_draft_probs_make_the_token_one_hot(kind: str) -> N
 def test_scenario_21_a_target_that_believes_every_weight_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """21, with the bug."""
     right = outcomes_with(BAD_WEIGHTS[kind])
-    monkeypatch.setattr(rejection, "_bad_entries", lambda entries, _: torch.zeros(len(entries.ids), dtype=torch.bool))
+    monkeypatch.setattr(verify, "_bad_entries", lambda entries, _: torch.zeros(len(entries.ids), dtype=torch.bool))
     assert outcomes_with(BAD_WEIGHTS[kind]) != right
 
 

@@ -12,11 +12,11 @@ from target_harness import COUPLED, Harness, opened
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import SequenceSampler
-from outrider.target import verifier
-from outrider.wire.messages import Credit, Open, PositionLogprobs
-from outrider.wire.sampling import FinishReason, LogprobsMode, StructuredOutput
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.sampler import SequenceSampler
+from outrider.rpc.messages import Credit, Open, PositionLogprobs
+from outrider.rpc.sampling_params import FinishReason, LogprobsMode, StructuredOutput
+from outrider.target_service import verifier
 
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])
 COUPLING: dict[str, Any] = {"temperature": 0.8, "acceptance": COUPLED}

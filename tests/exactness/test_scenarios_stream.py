@@ -17,15 +17,14 @@ from gateway.toys import ToyDraft, ToyTarget, scripted
 from target_harness import COUPLED, Harness, opened, oracle
 from tokenizer_factory import train_byte_level
 
-from outrider.gateway import completion
-from outrider.gateway.completion import Completion
-from outrider.gateway.generation import GenerationDelta, GenerationRequest
-from outrider.gateway.service import EngineConfig, GenerationEngine
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.target import committing, verifier
-from outrider.target.outcome import Outcome, outcome_of
-from outrider.wire.messages import Open
-from outrider.wire.sampling import FinishReason, SamplingParams
+from outrider.gateway import engine as gateway_engine
+from outrider.gateway.engine import Completion, EngineConfig, GenerationEngine
+from outrider.gateway.request import GenerationDelta, GenerationRequest
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.target_service import step, verifier
+from outrider.target_service.outputs import Outcome, outcome_of
 
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])
 K = 4
@@ -46,7 +45,7 @@ def test_scenario_22_a_stop_inside_a_window_ends_it(kind: str, bug: bool, monkey
     reference = plain_outputs(model, [opened(1, prompt, max_tokens=12)])[1]
     assert len(set(reference[: K + 1])) == K + 1
     if bug:
-        monkeypatch.setattr(committing, "outcome_of", looks_at_the_last_token_alone)
+        monkeypatch.setattr(step, "outcome_of", looks_at_the_last_token_alone)
     wrong = []
     for offset, limit in product(range(K + 1), range(1, K + 4)):
         stop = reference[offset]
@@ -93,12 +92,12 @@ def ids_and_text(deltas: list[GenerationDelta]) -> tuple[list[int], str, Any, An
 
 
 def sends_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = completion.TextStream.push
+    push = gateway_engine.TextStream.push
 
     def wrong(self: Any, ids: Any, *rest: Any) -> Any:
         return replace(push(self, ids, *rest), num_ids=len(ids))
 
-    monkeypatch.setattr(completion.TextStream, "push", wrong)
+    monkeypatch.setattr(gateway_engine.TextStream, "push", wrong)
 
 
 @BUG

@@ -27,12 +27,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from target_harness import COUPLED, Harness, opened, oracle
 
-from outrider.engine import random_ahead
-from outrider.kernels import philox
-from outrider.kernels.philox import Purpose, as_int64, words
-from outrider.target import randomness
-from outrider.wire.messages import Open
-from outrider.wire.sampling import TokenOrigin
+from outrider.engine import random as engine_random
+from outrider.kernels.random import reference as philox
+from outrider.kernels.random.reference import Purpose, as_int64, words
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import TokenOrigin
+from outrider.target_service import verifier
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -179,11 +179,11 @@ def test_poisoned_free_blocks_of_the_draft_are_never_read(
 
 
 def recovered_draws_with_the_accept_coin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(randomness, "PURPOSES", (Purpose.ACCEPT, Purpose.ACCEPT, Purpose.BONUS))
+    monkeypatch.setattr(verifier, "PURPOSES", (Purpose.ACCEPT, Purpose.ACCEPT, Purpose.BONUS))
 
 
 def the_draft_draws_with_the_bonus_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_ahead, "words", lambda s, p, _, c: words(s, p, Purpose.BONUS, c))
+    monkeypatch.setattr(engine_random, "words", lambda s, p, _, c: words(s, p, Purpose.BONUS, c))
 
 
 def completions_share_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from draft.harness import GREEDY, SAMPLED, STREAM, Harness, commit, credit, new_
 from exactness.scenario_kv import PrefixLedger, check_kv, seen
 from exactness.scenario_rounds import fresh_draft_prefill, prompt_of
 
-from outrider.draft.growing import Grower
-from outrider.draft.state import DraftSequence
-from outrider.engine.sequence import SequenceCache
-from outrider.wire.sampling import AcceptanceRule
+from outrider.draft_service.scheduler import Grower
+from outrider.draft_service.sequence import DraftSequence
+from outrider.engine.kv_cache_manager import SequenceCache
+from outrider.rpc.sampling_params import AcceptanceRule
 
 K, BRANCHES, END = 3, 4, 90
 SAMPLING = {"greedy": (GREEDY, AcceptanceRule.REJECTION), "coupled": (SAMPLED, AcceptanceRule.COUPLED)}

@@ -38,7 +38,7 @@ from exactness.statistics_settings import (
 )
 from scipy.stats import chi2, chisquare
 
-from outrider.wire.sampling import TokenOrigin
+from outrider.rpc.sampling_params import TokenOrigin
 
 LEAST_P = 1e-4
 LEAST_P_BY_CHANCE = 1e-7  # where clocks have a say, every run is a new chance to fail

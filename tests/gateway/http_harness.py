@@ -17,15 +17,15 @@ from gateway.toys import ToyDraft, ToyTarget
 from openai import AsyncOpenAI
 from tokenizer_factory import train_byte_level
 
-from outrider.gateway.http_options import HttpOptions
-from outrider.gateway.http_server import HttpServer
+from outrider.gateway.engine import EngineConfig
+from outrider.gateway.http.app import HttpServer
+from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.metrics import MeteredEngine
-from outrider.gateway.service import EngineConfig
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.gateway.text import make_detokenizer
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.sampling import SamplingParams
-from outrider.wire.server import build_server
+from outrider.gateway.text.detokenizer import make_detokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.server import build_server
 
 PROMPT = [11, 12, 13]
 TEMPLATE = (

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.gateway.addresses import Addresses, look_up
-from outrider.wire.errors import InvalidArgument
+from outrider.gateway.peers.addresses import Addresses, look_up
+from outrider.rpc.errors import InvalidArgument
 
 
 class Resolver:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from outrider.gateway.admission import Admission, Party, Work
-from outrider.wire.errors import InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
 
 ONE = Work(1, 10)
 

@@ -14,14 +14,14 @@ from tokenizer_factory import train_byte_level
 
 from outrider import client as client_module
 from outrider.client import NO_RETRY, Client, build_request
-from outrider.client.parts import decode_response
-from outrider.gateway.service import EngineConfig, GenerationEngine
+from outrider.client.types import decode_response
+from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams, StructuredOutput
+from outrider.rpc.server import build_server
 from outrider.v1 import generation_pb2
-from outrider.wire.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
-from outrider.wire.sampling import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams, StructuredOutput
-from outrider.wire.server import build_server
 
 PROMPT = (11, 12, 13)
 

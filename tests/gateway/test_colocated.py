@@ -12,14 +12,13 @@ from target_harness import hf_greedy
 from tiny import save_tiny, tiny_hf_model
 from tokenizer_factory import train_byte_level
 
+from outrider.bench.colocated import Colocated
+from outrider.cli.local_services import ServiceFailed, Services
 from outrider.client import SyncClient
-from outrider.colocated import Colocated
-from outrider.commands.processes import ServiceFailed, Services
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round
-from outrider.wire.errors import OutriderError
-from outrider.wire.messages import Open
-from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
 
 VOCAB = 97
 LENGTH = 24

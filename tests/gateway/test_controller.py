@@ -11,15 +11,13 @@ from math import ceil
 import pytest
 from conftest import SEED
 
-from outrider.gateway.contests import Contests
-from outrider.gateway.controller import Controller
-from outrider.gateway.estimates import Acceptance, Mean
-from outrider.gateway.experience import Experience
-from outrider.gateway.plans import OFF, Limits, Mode, Plan
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round
-from outrider.gateway.step_costs import StepCosts, VerifyCosts
-from outrider.wire.messages import Commit, StepTimings
+from outrider.gateway.speculation.contest import Contests
+from outrider.gateway.speculation.controller import Controller
+from outrider.planner.acceptance import Acceptance, Mean
+from outrider.planner.forecast import Experience
+from outrider.planner.policy import OFF, Limits, Mode, Plan, Policy, Round
+from outrider.planner.step_costs import StepCosts, VerifyCosts
+from outrider.rpc.messages import Commit, StepTimings
 
 BASE = Policy(4)
 

@@ -7,14 +7,21 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.gateway.backends import Lost
-from outrider.gateway.core import SpeculationCore
-from outrider.gateway.effects import CloseDraft, Effect, Emit, EmitPrompt, OpenDraft, OpenTarget, ToTarget
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round
-from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
-from outrider.wire.sampling import SamplingParams
-from outrider.wire.validate import MAX_PIECE_IDS, MAX_WEIGHTS
+from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.core import (
+    CloseDraft,
+    Effect,
+    Emit,
+    EmitPrompt,
+    OpenDraft,
+    OpenTarget,
+    SpeculationCore,
+    ToTarget,
+)
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.validate import MAX_PIECE_IDS, MAX_WEIGHTS
 
 PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.gateway.election import elect
+from outrider.gateway.peers.replicas import elect
 
 
 def answers(text: str) -> list[tuple[str, bool]]:

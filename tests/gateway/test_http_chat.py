@@ -9,8 +9,8 @@ from gateway.http_harness import gateway, text_of, toy_tokenizer
 from gateway.toys import ToyDraft, ToyTarget, expected, scripted
 from openai import OpenAI
 
-from outrider.gateway.http_shapes import TokenTexts
-from outrider.wire.messages import TokenLogprob
+from outrider.gateway.http.protocol import TokenTexts
+from outrider.rpc.messages import TokenLogprob
 
 MESSAGES: list[Any] = [{"role": "system", "content": "stop words"}, {"role": "user", "content": "the quick brown fox"}]
 RENDERED = "system: stop words\nuser: the quick brown fox\nassistant:"

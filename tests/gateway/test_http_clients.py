@@ -13,8 +13,8 @@ import pytest
 from gateway.http_harness import PROMPT, gateway, stream_events
 from gateway.toys import ToyDraft, ToyTarget, target_info, until
 
-from outrider.gateway.http_app import build_app
-from outrider.gateway.http_options import HttpOptions
+from outrider.gateway.http.app import build_app
+from outrider.gateway.http.protocol import HttpOptions
 
 LIVE = {"prompt": "x", "max_tokens": "2"}
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0}

@@ -11,12 +11,13 @@ from gateway.http_harness import PROMPT, Gateway, gateway, stream_events, text_o
 from gateway.toys import EOS, ToyDraft, ToyTarget, expected, scripted
 
 from outrider.client import Client
-from outrider.gateway import generation, http_answer, http_stream, servicer
-from outrider.gateway.http_body import parse_body
-from outrider.gateway.http_completions import read_completion
+from outrider.gateway import request, servicer
+from outrider.gateway.http import serving, sse
+from outrider.gateway.http.protocol import parse_body
+from outrider.gateway.http.serving import read_completion
 from outrider.gateway.servicer import decode_request
+from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.v1 import generation_pb2 as pb
-from outrider.wire.sampling import AcceptanceRule
 
 GREEDY: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
 
@@ -233,10 +234,10 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypa
 
         return wrapper
 
-    monkeypatch.setattr(http_answer, "JSONResponse", seen(http_answer.JSONResponse))
-    monkeypatch.setattr(http_stream, "dumps", seen(http_stream.dumps))
+    monkeypatch.setattr(serving, "JSONResponse", seen(serving.JSONResponse))
+    monkeypatch.setattr(sse, "dumps", seen(sse.dumps))
     monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
-    monkeypatch.setattr(generation, "SLOW_LOGPROBS", 0)
+    monkeypatch.setattr(request, "SLOW_LOGPROBS", 0)
     asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     async with gateway(ToyTarget()) as served, served.client() as client:
         answer = await client.post("/v1/completions", json={**asked, "logprobs": 1})

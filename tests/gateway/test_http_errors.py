@@ -12,12 +12,12 @@ from gateway.http_harness import PROMPT, gateway, stream_events
 from gateway.toys import ToyDraft, ToyTarget, until
 
 from outrider.client import Client
-from outrider.gateway.chat_template import ChatTemplate
-from outrider.gateway.http_errors import http_status
-from outrider.gateway.http_options import HttpOptions
-from outrider.wire.errors import InvalidArgument, ResourceExhausted, Unavailable, to_failure
-from outrider.wire.messages import Failure
-from outrider.wire.sampling import SamplingParams
+from outrider.gateway.http.errors import http_status
+from outrider.gateway.http.protocol import HttpOptions
+from outrider.gateway.text.tokenizer import ChatTemplate
+from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
+from outrider.rpc.messages import Failure, to_failure
+from outrider.rpc.sampling_params import SamplingParams
 
 BOTH = [
     ("temperature", -1.0),

@@ -16,13 +16,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.client import Client
-from outrider.gateway.generation import GenerationRequest
 from outrider.gateway.metrics import PARTS, GatewayMetrics, MeteredEngine
-from outrider.gateway.remote import RemoteTargets
-from outrider.gateway.rounds import Round
-from outrider.wire.errors import DeadlineExceeded, InvalidArgument
-from outrider.wire.messages import Commit, StepTimings
-from outrider.wire.sampling import SamplingParams
+from outrider.gateway.peers.remote import RemoteTargets
+from outrider.gateway.request import GenerationRequest
+from outrider.planner.policy import Round
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
+from outrider.rpc.messages import Commit, StepTimings
+from outrider.rpc.sampling_params import SamplingParams
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -69,8 +69,8 @@ async def url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
         train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
     common = ("--listen", "127.0.0.1:0", "--threads", "1", "--model")
     async with (
-        started("-m", "outrider.target", *common, str(target_folder), "--batch-invariant") as target,
-        started("-m", "outrider.draft", *common, str(draft_folder)) as draft,
+        started("-m", "outrider.target_service", *common, str(target_folder), "--batch-invariant") as target,
+        started("-m", "outrider.draft_service", *common, str(draft_folder)) as draft,
     ):
         addresses = await asyncio.gather(
             announced(target, r"\S+ listening on (\S+)"), announced(draft, r"\S+ listening on (\S+)")
@@ -176,7 +176,7 @@ async def test_nothing_of_http_is_imported_without_it(tmp_path: Path) -> None:
             await announced(process, r"gateway listening on (\S+)")
             process.kill()
             log = (await reading).decode()
-        assert "outrider.gateway.service" in log
+        assert "outrider.gateway.engine" in log
         assert [library in log for library in LIBRARIES] == [imported] * len(LIBRARIES)
 
 

@@ -12,19 +12,17 @@ import pytest
 from gateway.http_harness import gateway, toy_tokenizer
 from gateway.toys import QUICK, TargetServicer, ToyTarget, expected, serving, target_info, until
 
-from outrider.gateway.backends import Lost
-from outrider.gateway.core import SpeculationCore
-from outrider.gateway.effects import Emit
-from outrider.gateway.generation import GenerationRequest
-from outrider.gateway.http_shapes import extension_shape, join
-from outrider.gateway.loop import speculate
+from outrider.gateway.http.protocol import extension_shape, join
 from outrider.gateway.metrics import MeteredEngine
-from outrider.gateway.policy import Policy
-from outrider.gateway.remote import RemoteTargets
-from outrider.gateway.rounds import Round
+from outrider.gateway.peers.remote import RemoteTargets
+from outrider.gateway.request import GenerationRequest
 from outrider.gateway.servicer import encode_delta
-from outrider.wire.messages import Commit, Open
-from outrider.wire.sampling import SamplingParams
+from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.core import Emit, SpeculationCore
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.messages import Commit, Open
+from outrider.rpc.sampling_params import SamplingParams
 
 PROMPT = (11, 12, 13)
 EXACT = {"engine": "outrider", "kernels": "c-avx512", "batch_invariant": True}

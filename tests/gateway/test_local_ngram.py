@@ -7,13 +7,12 @@ import time
 import pytest
 from gateway.toys import ToyTarget
 
-from outrider.gateway.local_ngram import LocalNgramDrafter
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round
+from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
 from outrider.proposers.ngram import NgramProposer
-from outrider.wire.messages import Open
-from outrider.wire.sampling import SamplingParams
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import SamplingParams
 
 PROMPT = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6)
 

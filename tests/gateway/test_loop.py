@@ -10,17 +10,23 @@ from typing import Any
 import pytest
 from gateway.toys import EOS, ToyDraft, ToyLink, ToyTarget, arithmetic, expected, scripted, until
 
-from outrider.gateway import driver
-from outrider.gateway.backends import Lost
-from outrider.gateway.core import SpeculationCore
-from outrider.gateway.driver import SpeculationDriver
-from outrider.gateway.effects import CloseDraft, Emit, Fail, OpenDraft, OpenTarget, ToDraft, ToTarget
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round, SpeculationTally
-from outrider.wire.errors import Internal, OutriderError, ResourceExhausted, Unavailable
-from outrider.wire.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
-from outrider.wire.sampling import FinishReason, SamplingParams
+from outrider.gateway.speculation import loop
+from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.core import (
+    CloseDraft,
+    Emit,
+    Fail,
+    OpenDraft,
+    OpenTarget,
+    SpeculationCore,
+    ToDraft,
+    ToTarget,
+)
+from outrider.gateway.speculation.loop import SpeculationDriver, speculate
+from outrider.planner.policy import Policy, Round, SpeculationTally
+from outrider.rpc.errors import Internal, OutriderError, ResourceExhausted, Unavailable
+from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)
@@ -217,7 +223,7 @@ async def test_a_new_request_is_refused_at_once_where_every_target_is_full(code:
 
 
 async def test_a_sequence_that_lost_its_target_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "TARGET_RETRY_S", 0.01)
+    monkeypatch.setattr(loop, "TARGET_RETRY_S", 0.01)
     busy = replace(BUSY, retry_after_ms=10)
     one, two = ToyTarget(step_s=0.001), ToyTarget(full=busy)
     rounds = []
@@ -236,7 +242,7 @@ async def test_a_sequence_that_lost_its_target_waits_for_room(monkeypatch: pytes
 async def test_it_asks_when_it_is_told_to_and_no_longer_than_reopen_s(
     retry_after_ms: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "TARGET_RETRY_S", 0.01)
+    monkeypatch.setattr(loop, "TARGET_RETRY_S", 0.01)
     one = ToyTarget(step_s=0.001)
     async with asyncio.timeout(2):
         with pytest.raises(OutriderError):
@@ -248,7 +254,7 @@ async def test_it_asks_when_it_is_told_to_and_no_longer_than_reopen_s(
 
 
 async def test_a_full_draft_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "DRAFT_RETRY_S", 0.02)
+    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 0.02)
     draft, target = ToyDraft(mute=True), ToyTarget(step_s=0.001)
     task = asyncio.create_task(collect(draft, target, request(200)))
     await until(lambda: draft.links)

@@ -8,12 +8,11 @@ import random
 import pytest
 from gateway.toys import ToyDraft, ToyTarget, draft_info, expected, until
 
-from outrider.gateway import driver
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round
-from outrider.wire.messages import Failure, Open
-from outrider.wire.sampling import SamplingParams
+from outrider.gateway.speculation import loop
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.messages import Failure, Open
+from outrider.rpc.sampling_params import SamplingParams
 
 NUM_TOKENS = 60
 
@@ -41,7 +40,7 @@ def disturb(dice: random.Random, draft: ToyDraft, target: ToyTarget) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 async def test_the_output_is_the_targets_whatever_goes_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "DRAFT_RETRY_S", 0.002)
+    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 0.002)
     dice = random.Random(seed)
     draft, target = ToyDraft(wrong_every=dice.choice((0, 2, 3, 7))), ToyTarget()
     prompt = tuple(dice.randrange(400) for _ in range(dice.randrange(1, 9)))
@@ -61,7 +60,7 @@ async def test_the_output_is_the_targets_whatever_goes_wrong(seed: int, monkeypa
 
 
 async def test_a_draft_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "DRAFT_RETRY_S", 0.0)
+    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 0.0)
     draft, target = ToyDraft(), ToyTarget(step_s=0.001)
     rounds: list[Round] = []
 

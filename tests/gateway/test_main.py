@@ -20,10 +20,9 @@ from tokenizer_factory import train_byte_level
 from outrider.client import Client
 from outrider.gateway.__main__ import GatewaySettings, main
 from outrider.gateway.servicer import SERVICE_NAME
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.config import load_settings
-from outrider.wire.errors import ResourceExhausted
-from outrider.wire.options import SettingsError
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import ResourceExhausted
+from outrider.rpc.settings import SettingsError, load_settings
 
 PROMPT = (11, 12, 13)
 

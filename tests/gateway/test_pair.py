@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tokenizer_factory import train_byte_fallback, train_byte_level
 
-from outrider.gateway.pair import check_pair, check_tokenizer
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.errors import FailedPrecondition
-from outrider.wire.messages import ModelInfo
+from outrider.gateway.peers.handshake import check_pair, check_tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.messages import ModelInfo
 
 
 def model(name: str, vocab_size: int, num_tokens: int = 0, fingerprint: str = "") -> ModelInfo:

@@ -6,8 +6,15 @@ import random
 
 from conftest import SEED
 
-from outrider.gateway.breaker import FIRST_REST_S, MAX_FAILURES, MAX_REST_S, Breaker
-from outrider.gateway.placement import AFFINITY_TOKENS, affinity_key, choose
+from outrider.gateway.peers.replicas import (
+    AFFINITY_TOKENS,
+    FIRST_REST_S,
+    MAX_FAILURES,
+    MAX_REST_S,
+    Breaker,
+    affinity_key,
+    choose,
+)
 
 NAMES = [f"10.0.0.{number}:50052" for number in range(6)]
 IDLE = dict.fromkeys(NAMES, 0)

@@ -24,16 +24,15 @@ from gateway.toys import (
 )
 
 from gateway import toys
-from outrider.gateway.backends import Lost
-from outrider.gateway.breaker import MAX_FAILURES
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.rounds import Round
-from outrider.wire.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from outrider.wire.messages import Commit, Credit, DraftInfo, Failure, Open, TargetInfo
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
-from outrider.wire.stream import StreamConfig
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.peers.replicas import MAX_FAILURES
+from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from outrider.rpc.messages import Commit, Credit, DraftInfo, Failure, Open, TargetInfo
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.stream import StreamConfig
 
 PROMPT = (11, 12, 13)
 

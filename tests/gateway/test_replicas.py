@@ -13,11 +13,11 @@ from gateway.test_addresses import Resolver
 from gateway.test_remote import PROMPT, generate, request
 from gateway.toys import QUICK, DraftServicer, TargetServicer, ToyDraft, ToyTarget, expected, serving, until
 
-from outrider.gateway import replicas
-from outrider.gateway.breaker import MAX_FAILURES
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
-from outrider.wire.errors import Internal, InvalidArgument
-from outrider.wire.messages import Failure
+from outrider.gateway.peers import replicas
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.peers.replicas import MAX_FAILURES
+from outrider.rpc.errors import Internal, InvalidArgument
+from outrider.rpc.messages import Failure
 
 HOSTS = ["127.0.0.1", "127.0.0.2"]
 

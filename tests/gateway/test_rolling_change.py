@@ -27,19 +27,19 @@ from gateway.toys import (
 )
 from tokenizer_factory import train_byte_level
 
-from outrider.gateway import service
-from outrider.gateway.generation import GenerationRequest
-from outrider.gateway.loop import speculate
-from outrider.gateway.pair import check_pair
-from outrider.gateway.policy import Policy
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.service import EngineConfig, GenerationEngine
-from outrider.gateway.step_costs import VerifyCosts
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.errors import FailedPrecondition, Unavailable
-from outrider.wire.messages import DraftInfo, TargetInfo
-from outrider.wire.sampling import SamplingParams
-from outrider.wire.server import Server
+from outrider.gateway import engine as gateway_engine
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.peers.handshake import check_pair
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.request import GenerationRequest
+from outrider.gateway.speculation.loop import speculate
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.planner.policy import Policy
+from outrider.planner.step_costs import VerifyCosts
+from outrider.rpc.errors import FailedPrecondition, Unavailable
+from outrider.rpc.messages import DraftInfo, TargetInfo
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.server import Server
 
 
 def new_rule(tokens: Sequence[int], prompt_len: int) -> int:
@@ -220,7 +220,7 @@ async def test_what_was_measured_of_a_model_is_not_taken_for_the_next(
 ) -> None:
     train_byte_level().save(str(tmp_path / "tokenizer.json"))
     profiles: list[Any] = []
-    monkeypatch.setattr(service, "VerifyCosts", lambda costs: VerifyCosts(profiles.append(costs) or costs))
+    monkeypatch.setattr(gateway_engine, "VerifyCosts", lambda costs: VerifyCosts(profiles.append(costs) or costs))
     target = ToyTarget()
     engine = GenerationEngine(Tokenizer.load(tmp_path), target, ToyDraft(), EngineConfig(mode="auto"))
     asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=5))

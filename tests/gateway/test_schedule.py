@@ -10,12 +10,11 @@ from gateway.toys import ToyDraft, ToyTarget, expected
 from pydantic import ValidationError
 
 from outrider.gateway.__main__ import GatewaySettings
-from outrider.gateway.loop import speculate
-from outrider.gateway.policy import Policy
-from outrider.gateway.rounds import Round
-from outrider.gateway.schedule import BatchSchedule, ScheduledDrafter
-from outrider.wire.messages import Open
-from outrider.wire.sampling import SamplingParams
+from outrider.gateway.speculation.loop import speculate
+from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import SamplingParams
 
 
 def test_ranges_are_read() -> None:

@@ -17,16 +17,16 @@ import pytest
 from gateway.toys import EOS, ToyDraft, ToyTarget, draft_info, expected, scripted, target_info, until
 from tokenizer_factory import train_byte_level
 
-from outrider.gateway import service
+from outrider.gateway import engine as gateway_engine
 from outrider.gateway.admission import Work
-from outrider.gateway.controller import Controller
-from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions
-from outrider.gateway.local_ngram import LocalNgramDrafter
-from outrider.gateway.service import EngineConfig, GenerationEngine
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.errors import DeadlineExceeded, InvalidArgument, OutriderError, ResourceExhausted
-from outrider.wire.messages import Failure
-from outrider.wire.sampling import AcceptanceRule, FinishReason, SamplingParams
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
+from outrider.gateway.speculation.controller import Controller
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError, ResourceExhausted
+from outrider.rpc.messages import Failure
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
 TEMPLATE = "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
@@ -174,7 +174,7 @@ async def test_controllers_are_told_how_many_sequences_run(
         told.append(arguments[4])
         return Controller(*arguments)
 
-    monkeypatch.setattr(service, "Controller", controller)
+    monkeypatch.setattr(gateway_engine, "Controller", controller)
     engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(), EngineConfig(mode="auto"))
     async with aclosing(engine.generate(ask(3))) as first, aclosing(engine.generate(ask())) as second:
         await anext(first)

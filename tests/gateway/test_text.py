@@ -14,7 +14,7 @@ from tokenizer_factory import train_byte_fallback, train_byte_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from outrider.gateway.text import (
+from outrider.gateway.text.detokenizer import (
     MAX_WAITING_IDS,
     TextDelta,
     TextStream,
@@ -22,8 +22,8 @@ from outrider.gateway.text import (
     held_back,
     make_detokenizer,
 )
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.sampling import FinishReason, SamplingParams
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
 
 KINDS = ("byte_level", "byte_fallback")
 ALPHABET = "ab你🙂 "

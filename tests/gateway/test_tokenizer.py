@@ -15,7 +15,7 @@ from tokenizer_factory import SPECIAL, train_byte_fallback, train_byte_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}\n  {% if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\n"
@@ -78,7 +78,7 @@ def test_loading_keeps_torch_and_transformers_out(folder: Path) -> None:
     program = f"""
 import sys
 from outrider.gateway.text import TextStream
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
 from tokenizer_factory import SPECIAL, train_byte_fallback, train_byte_level
 Tokenizer.load({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}])
 sys.exit(1 if {{"torch", "transformers", "numpy"}} & set(sys.modules) else 0)

@@ -14,15 +14,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from tokenizer_factory import train_byte_level
 
-from outrider.gateway.generation import GenerationRequest
-from outrider.gateway.rounds import Round
-from outrider.gateway.service import EngineConfig, GenerationEngine
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.request import GenerationRequest
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import spans_for
-from outrider.wire import tracing_names as names
-from outrider.wire.errors import OutriderError
-from outrider.wire.messages import Commit, StepTimings
-from outrider.wire.sampling import SamplingParams, TokenOrigin
+from outrider.planner.policy import Round
+from outrider.rpc import telemetry as names
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.messages import Commit, StepTimings
+from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 REQUEST = GenerationRequest(

@@ -9,12 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.gateway.backends import Lost
-from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire.capabilities import BASELINE
-from outrider.wire.codec_info import encode_draft_info, encode_target_info
-from outrider.wire.frames import DRAFT_STREAM, TARGET_STREAM
-from outrider.wire.messages import (
+from outrider.gateway.speculation.backends import Lost
+from outrider.rpc.codec import encode_draft_info, encode_target_info
+from outrider.rpc.frames import DRAFT_STREAM, TARGET_STREAM
+from outrider.rpc.messages import (
     Close,
     Closed,
     Commit,
@@ -30,9 +28,10 @@ from outrider.wire.messages import (
     TargetInfo,
     TokenLogprob,
 )
-from outrider.wire.sampling import FinishReason, TokenOrigin
-from outrider.wire.server import Server, build_server
-from outrider.wire.stream import FrameStream, StreamConfig, server_stream
+from outrider.rpc.sampling_params import BASELINE, FinishReason, TokenOrigin
+from outrider.rpc.server import Server, build_server
+from outrider.rpc.stream import FrameStream, StreamConfig, server_stream
+from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 VOCAB = 400
 EOS = 0

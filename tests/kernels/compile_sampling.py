@@ -7,17 +7,11 @@ import sys
 import torch
 from offline_compiler import compile_only
 
-from outrider.kernels import (
-    advance_triton,
-    coupled_triton,
-    draft_sample_triton,
-    linear_triton,
-    logits_to_probs_triton,
-    philox_triton,
-    rejection_triton,
-)
-from outrider.kernels.logits_to_probs import Allowed, Entries, Penalties, RowSampling, Truncation
-from outrider.kernels.rejection import DraftWeights, Windows
+from outrider.kernels.layers import triton as layers_triton
+from outrider.kernels.random import triton as philox_triton
+from outrider.kernels.sampling import triton as sampling_triton
+from outrider.kernels.types import Allowed, DraftWeights, Entries, Penalties, RowSampling, Truncation, Windows
+from outrider.kernels.verify import triton as verify_triton
 
 ROWS, VOCAB_SIZE = 3, 4097
 
@@ -29,17 +23,17 @@ def compile_all() -> None:
         philox_triton.words(rows, rows, purposes, rows, 0)
         philox_triton.vocabulary_words(rows, rows, purposes, rows, VOCAB_SIZE, 0)
         philox_triton.exponential_noise(rows, rows, purposes, rows, VOCAB_SIZE)
-    coupled_triton.coupled_choice(probs, probs)
-    coupled_triton.coupled_draw(probs, rows, rows, rows, 3)
-    coupled_triton.coupled_accept(torch.zeros(4, dtype=torch.int64), windows, ids)
-    coupled_triton.coupled_accept(torch.zeros(4, dtype=torch.int64), windows, ids, ids)
-    rejection_triton.accept(torch.rand(4, VOCAB_SIZE), windows, ids, DraftWeights.of([None, None]), ids.double())
-    entries = rejection_triton.PackedEntries(rows.int(), rows.int(), rows)
-    rejection_triton.accept_packed(torch.rand(4, VOCAB_SIZE), windows, ids, entries, ids.double())
-    rejection_triton.draw(probs.double(), words)
+    verify_triton.coupled_choice(probs, probs)
+    verify_triton.coupled_draw(probs, rows, rows, rows, 3)
+    verify_triton.coupled_accept(torch.zeros(4, dtype=torch.int64), windows, ids)
+    verify_triton.coupled_accept(torch.zeros(4, dtype=torch.int64), windows, ids, ids)
+    verify_triton.accept(torch.rand(4, VOCAB_SIZE), windows, ids, DraftWeights.of([None, None]), ids.double())
+    entries = verify_triton.PackedEntries(rows.int(), rows.int(), rows)
+    verify_triton.accept_packed(torch.rand(4, VOCAB_SIZE), windows, ids, entries, ids.double())
+    verify_triton.draw(probs.double(), words)
     numbers = rows.int()
-    advance_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers[:1], 16)
-    draft_sample_triton.draft_sample(probs, words, 0.995, 512)
+    sampling_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers[:1], 16)
+    sampling_triton.draft_sample(probs, words, 0.995, 512)
     everything = RowSampling(
         Allowed(rows, rows, torch.zeros(1, VOCAB_SIZE)),
         *[Entries(rows, rows)] * 2,
@@ -53,14 +47,14 @@ def compile_all() -> None:
     )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.zeros(ROWS, 512, dtype=dtype)
-        linear_triton.linear(x, x)
-        linear_triton.linear(x, x, x[:, 0].contiguous())
-        logits_to_probs_triton.logits_to_probs(probs.to(dtype), RowSampling())
-    logits_to_probs_triton.logits_to_probs(probs, everything)
+        layers_triton.linear(x, x)
+        layers_triton.linear(x, x, x[:, 0].contiguous())
+        sampling_triton.logits_to_probs(probs.to(dtype), RowSampling())
+    sampling_triton.logits_to_probs(probs, everything)
     columns = {"temperature": rows.float(), "min_p": rows.float(), "truncation": everything.truncation}
-    logits_to_probs_triton.logits_to_probs(probs, RowSampling(**columns))
-    logits_to_probs_triton.greedy_choice(probs, everything)
-    logits_to_probs_triton.greedy_choice(probs.bfloat16(), RowSampling())
+    sampling_triton.logits_to_probs(probs, RowSampling(**columns))
+    sampling_triton.greedy_choice(probs, everything)
+    sampling_triton.greedy_choice(probs.bfloat16(), RowSampling())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.kernels import dispatch
-from outrider.kernels.advance import advance
+from outrider.kernels.sampling.reference import advance
 
 BLOCK = 4
 CONTEXTS = [0, 1, 4, 7, 8, 0]  # tokens with the next one; 0 is padding

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.kernels import best_ids as module
-from outrider.kernels.best_ids import MOST, best_ids
-from outrider.kernels.cpu_library import cpu_library
+from outrider.kernels.cpu.library import cpu_library
+from outrider.kernels.sampling import reference as module
+from outrider.kernels.sampling.reference import MOST, best_ids
 
 NUMBERS = st.one_of(st.integers(-3, 3).map(float), st.sampled_from((math.nan, math.inf, -math.inf)))
 

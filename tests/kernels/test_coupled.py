@@ -9,9 +9,9 @@ from exactness.law import Tokens, target_law
 from scipy.stats import chi2
 from torch import Tensor
 
-from outrider.kernels.coupled import coupled_accept, coupled_choice, first_argmax
-from outrider.kernels.philox import Purpose, exponential_noise
-from outrider.kernels.rejection import Windows
+from outrider.kernels.random.reference import Purpose, exponential_noise
+from outrider.kernels.types import Windows
+from outrider.kernels.verify.reference import coupled_accept, coupled_choice, first_argmax
 
 NUM_SAMPLES, NUM_IDS, LENGTH = 20_000, 16, 5
 

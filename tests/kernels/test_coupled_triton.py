@@ -5,11 +5,11 @@ import torch
 from poisoned import poisoned, poisoned_allocations
 from torch import Tensor
 
-from outrider.kernels.coupled import coupled_accept, coupled_accept_tree, coupled_choice, coupled_draw
-from outrider.kernels.philox import Purpose
-from outrider.kernels.rejection import Windows
+from outrider.kernels.random.reference import Purpose
+from outrider.kernels.types import Windows
+from outrider.kernels.verify.reference import coupled_accept, coupled_accept_tree, coupled_choice, coupled_draw
 
-coupled_triton = pytest.importorskip("outrider.kernels.coupled_triton")
+coupled_triton = pytest.importorskip("outrider.kernels.verify.triton")
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's, as intended
 
 VOCAB_SIZES = [(1, 16), (16, 16), (70, 8), (4097, 256)]  # with the counters in a tile

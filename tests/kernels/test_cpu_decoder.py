@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import cpu_decoder as decoder_module
-from outrider.kernels.cpu_decoder import (
+from outrider.kernels.cpu import decoder as decoder_module
+from outrider.kernels.cpu.decoder import (
     CpuDecoder,
     Kind,
     LayerWeights,
@@ -21,8 +21,8 @@ from outrider.kernels.cpu_decoder import (
     kind_for,
     pack,
 )
-from outrider.kernels.cpu_library import cpu_library
-from outrider.kernels.rotary import rotary_table
+from outrider.kernels.cpu.library import cpu_library
+from outrider.kernels.layers.reference import rotary_table
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 48, 72, 4, 2, 16, 70, 4
 NUM_EMBEDDINGS = 50

@@ -12,11 +12,11 @@ import pytest
 import torch
 from kernels.test_cpu_decoder import decoder, run
 
-from outrider.kernels import cpu_build
-from outrider.kernels import cpu_decoder as decoder_module
-from outrider.kernels import cpu_library as module
+from outrider.kernels.cpu import build
+from outrider.kernels.cpu import decoder as decoder_module
+from outrider.kernels.cpu import library as module
 
-ON_X86 = cpu_build.platform.machine() == "x86_64"
+ON_X86 = build.platform.machine() == "x86_64"
 ZEN_5 = (
     "fpu sse sse2 avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16"
     " avx512_vnni"
@@ -24,7 +24,7 @@ ZEN_5 = (
 CASCADE_LAKE, HASWELL, NEHALEM = ZEN_5.replace("avx512_bf16 ", ""), ZEN_5.partition(" avx512f")[0], "fpu sse sse2"
 SAPPHIRE_RAPIDS = f"{ZEN_5} amx_bf16 amx_tile amx_int8"
 
-pytestmark = pytest.mark.skipif(cpu_build.find_compiler() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -78,18 +78,18 @@ def test_what_a_processor_runs(flags: str, names: list[str], tmp_path: Path, mon
 def test_other_machines_have_one_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "CPUINFO", tmp_path / "none")  # as where it is not Linux that runs
     for machine, name in (("aarch64", "c-neon"), ("arm64", "c-neon"), ("riscv64", "c-riscv64")):
-        monkeypatch.setattr(cpu_build.platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(build.platform, "machine", lambda machine=machine: machine)
         assert [variant.name for variant in module.wanted_variants("on", module.cpu_features())] == [name]
 
 
 def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {variant.file_name for variant in cpu_build.variants()}
-    shutil.copytree(cpu_build.SOURCES, tmp_path / "cpu")
+    names = {variant.file_name for variant in build.variants()}
+    shutil.copytree(build.SOURCES, tmp_path / "cpu")
     with (tmp_path / "cpu" / "vectors.h").open("a") as source:
         source.write("/* */\n")
-    monkeypatch.setattr(cpu_build, "SOURCES", tmp_path / "cpu")
-    assert names.isdisjoint(variant.file_name for variant in cpu_build.variants())
-    plain, tuned = cpu_build.Variant("c"), cpu_build.Variant("c", flags=("-O2",))
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "cpu")
+    assert names.isdisjoint(variant.file_name for variant in build.variants())
+    plain, tuned = build.Variant("c"), build.Variant("c", flags=("-O2",))
     assert plain.file_name != tuned.file_name
 
 
@@ -112,7 +112,7 @@ def test_every_variant_computes_the_same_function(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="no cross compiler")
 def test_they_compile_for_arm(tmp_path: Path) -> None:
-    assert cpu_build.compile_library(cpu_build.Variant("c-neon"), tmp_path, "aarch64-linux-gnu-gcc").stat().st_size
+    assert build.compile_library(build.Variant("c-neon"), tmp_path, "aarch64-linux-gnu-gcc").stat().st_size
 
 
 def test_they_are_compiled_once(tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_builds_are_told_apart_by_their_bytes(packaged: Path) -> None:
 
 
 def test_one_compiler_makes_the_same_bytes_wherever_it_runs(tmp_path: Path) -> None:
-    compiler, variant = cpu_build.find_compiler(), cpu_build.Variant("c", flags=("-O0",))
+    compiler, variant = build.find_compiler(), build.Variant("c", flags=("-O0",))
     assert compiler is not None
     for folder in (folders := (tmp_path / "here", tmp_path / "there")):
         folder.mkdir()
-    here, there = (cpu_build.compile_library(variant, folder, compiler).read_bytes() for folder in folders)
+    here, there = (build.compile_library(variant, folder, compiler).read_bytes() for folder in folders)
     assert here == there
 
 
@@ -179,7 +179,7 @@ def test_a_matrix_unit_that_the_system_refuses_is_said(
     monkeypatch: pytest.MonkeyPatch, packaged: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where that variant was asked for, PyTorch computes."""
-    amx = cpu_build.Variant("c-amx")
+    amx = build.Variant("c-amx")
     monkeypatch.setattr(module, "wanted_variants", lambda switch, features: [amx])
     monkeypatch.setattr(module, "_path", lambda variant: packaged)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(tiles_allowed=lambda: 0))

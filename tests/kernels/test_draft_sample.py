@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from outrider.kernels.draft_sample import MAX_ENTRIES, draft_sample, draw_integer
-from outrider.kernels.philox import Purpose, words
+from outrider.kernels.random.reference import Purpose, words
+from outrider.kernels.sampling.reference import MAX_ENTRIES, draft_sample, draw_integer
 
 
 def draft_words(count: int, position: int = 0) -> torch.Tensor:

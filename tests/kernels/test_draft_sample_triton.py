@@ -5,10 +5,10 @@ import torch
 from poisoned import poisoned, poisoned_allocations
 from torch import Tensor
 
-from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
-from outrider.kernels.philox import Purpose, words
+from outrider.kernels.random.reference import Purpose, words
+from outrider.kernels.sampling.reference import DEFAULT_MASS, draft_sample
 
-draft_triton = pytest.importorskip("outrider.kernels.draft_sample_triton")
+draft_triton = pytest.importorskip("outrider.kernels.sampling.triton")
 # The reference divides by the greatest probability of a row that has none.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
 

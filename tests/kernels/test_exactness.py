@@ -33,7 +33,7 @@ from exactness.law import (
     target_law,
 )
 
-from outrider.kernels.rejection import accept, cut_at_vocabulary
+from outrider.kernels.verify.reference import accept, cut_at_vocabulary
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from outrider.kernels.cpu_build import variants
+from outrider.kernels.cpu.build import variants
 
 pytest.importorskip("hatchling")
 
@@ -75,7 +75,7 @@ def test_the_installed_libraries_run(project: Path, tmp_path_factory: pytest.Tem
     wheel, libraries, _ = wheel_of(project, os.environ["PATH"])
     folder = tmp_path_factory.mktemp("installed")
     ZipFile(wheel).extractall(folder)
-    code = "import torch; from outrider.kernels.cpu_library import cpu_library; print(cpu_library()._name)"
+    code = "import torch; from outrider.kernels.cpu.library import cpu_library; print(cpu_library()._name)"
     environment = os.environ | {"PATH": "", "XDG_CACHE_HOME": "/dev/null/none", "PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     used = Path(done.stdout.strip())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.kernels.kv_store import store_kv, store_kv_rotary
-from outrider.kernels.rms_norm import rms_norm
-from outrider.kernels.rotary import apply_rotary
+from outrider.kernels.kv_store.reference import store_kv, store_kv_rotary
+from outrider.kernels.layers.reference import apply_rotary, rms_norm
 
 
 def test_rows_go_to_their_slots_and_others_stay() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import kv_store_triton
-from outrider.kernels.kv_store import store_kv, store_kv_rotary
+from outrider.kernels.kv_store import triton as kv_store_triton
+from outrider.kernels.kv_store.reference import store_kv, store_kv_rotary
 
 FP8 = torch.float8_e4m3fn
 SHAPES = [(6, 2, 64), (3, 1, 80), (4, 4, 128), (17, 1, 18)]  # heads, kv heads, head size

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from poisoned import poisoned, poisoned_allocations
 from torch import Tensor
 
-linear_triton = pytest.importorskip("outrider.kernels.linear_triton")
+linear_triton = pytest.importorskip("outrider.kernels.layers.triton")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (16, 33), (100, 52), (257, 64)]  # in, out

@@ -8,18 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.kernels.logits_to_probs import (
-    Allowed,
-    Entries,
-    Penalties,
-    RowSampling,
-    Truncation,
+from outrider.kernels.sampling.reference import (
     adjust_logits,
     greedy_choice,
     logits_to_probs,
     most_probable,
     processed_logits,
 )
+from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
 
 VOCAB_SIZE = 13
 

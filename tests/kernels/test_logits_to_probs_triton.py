@@ -9,18 +9,11 @@ from kernels.test_logits_to_probs import Row, pack
 from poisoned import poisoned, poisoned_allocations
 from torch import Tensor
 
-from outrider.kernels.logits_to_probs import (
-    Entries,
-    RowSampling,
-    Truncation,
-    adjust_logits,
-    greedy_choice,
-    logits_to_probs,
-    most_probable,
-)
+from outrider.kernels.sampling.reference import adjust_logits, greedy_choice, logits_to_probs, most_probable
+from outrider.kernels.types import Entries, RowSampling, Truncation
 
-adjust_triton = pytest.importorskip("outrider.kernels.adjust_logits_triton")
-probs_triton = pytest.importorskip("outrider.kernels.logits_to_probs_triton")
+adjust_triton = pytest.importorskip("outrider.kernels.sampling.triton")
+probs_triton = pytest.importorskip("outrider.kernels.sampling.triton")
 # Of the interpreter, in rows that cannot be sampled and at temperatures next to zero.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.kv_store import store_kv
-from outrider.kernels.paged_attention import paged_attention
+from outrider.kernels.attention.reference import paged_attention
+from outrider.kernels.kv_store.reference import store_kv
 
 BLOCK = 4
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 2, 8, 8

@@ -39,7 +39,8 @@ def test_every_launch_compiles(capability: int, tmp_path: Path, prove: bool) -> 
 
 def test_the_cpu_path_needs_no_triton() -> None:
     """Every operation is imported where Triton cannot be."""
-    modules = "paged_attention", "attention_plan", "device_plan", "tree_mask", "kv_store", "rms_norm", "gated_silu"
+    rooms = "attention", "kv_store", "layers", "random", "sampling", "verify"
+    modules = "attention.plan", "attention.tree_mask", *(f"{room}.reference" for room in rooms)
     script = "import sys; sys.modules['triton'] = None\n" + "\n".join(f"import outrider.kernels.{m}" for m in modules)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
@@ -84,7 +85,8 @@ def launch_all(prove: bool) -> None:
     """Every kernel once, in the long form over dtypes, head sizes and options."""
     import torch
 
-    from outrider.kernels import gated_silu_triton, kv_store_triton, rms_norm_triton
+    from outrider.kernels.kv_store import triton as kv_store_triton
+    from outrider.kernels.layers import triton as layers_triton
 
     half, eight = torch.bfloat16, torch.float8_e4m3fn
     launch_attention(heads=32, kv_heads=8, dim=128, dtype=half, most_rows=6)
@@ -97,10 +99,10 @@ def launch_all(prove: bool) -> None:
         for dim in (64, 128):
             launch_attention(heads=8, kv_heads=2, dim=dim, dtype=torch.float32, most_rows=80)
     x, weight = torch.zeros(4, 4096, dtype=half), torch.zeros(4096, dtype=half)
-    rms_norm_triton.rms_norm(x, weight, 1e-6)
-    rms_norm_triton.add_rms_norm(x, x, weight, 1e-6)
+    layers_triton.rms_norm(x, weight, 1e-6)
+    layers_triton.add_rms_norm(x, x, weight, 1e-6)
     for activation in ("silu", "gelu", "gelu_tanh"):
-        gated_silu_triton.gated(x, activation)
+        layers_triton.gated(x, activation)
     cache, slots, scales = torch.zeros(2, 16, 8, 128), torch.arange(4), (torch.ones(1), torch.ones(1))
     qkv, turn = torch.zeros(4, 48, 128, dtype=half), torch.zeros(4, 1, 128, dtype=half)
     for dtype, scaling in ((half, None), (eight, scales)):
@@ -127,9 +129,9 @@ def launch_attention(
 ) -> None:
     import torch
 
-    from outrider.kernels.attention_launch_triton import attention
-    from outrider.kernels.device_plan import DevicePlan
-    from outrider.kernels.tree_mask_triton import launch_tree_mask
+    from outrider.kernels.attention.plan import DevicePlan
+    from outrider.kernels.attention.tree_mask_triton import launch_tree_mask
+    from outrider.kernels.attention.triton import attention
 
     starts, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 256, dtype=torch.int64)
     mask = launch_tree_mask(torch.zeros(24, dtype=torch.int32), starts) if tree else None

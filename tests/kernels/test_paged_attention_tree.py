@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.paged_attention import paged_attention
-from outrider.kernels.tree_mask import CHAIN, tree_mask, tree_mask_reference
+from outrider.kernels.attention.reference import paged_attention
+from outrider.kernels.attention.tree_mask import CHAIN, tree_mask, tree_mask_reference
 
 TREE = (-1, 0, 0, 1, 1, 2, 4, -1, 7)
 BLOCK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
@@ -29,7 +29,7 @@ def test_bits_and_depths(triton_device: torch.device) -> None:
     starts = torch.tensor([0, *itertools.accumulate(len(window) for window in windows)], dtype=torch.int32)
     parents = torch.tensor([*itertools.chain(*windows), 3, -1, 10**6], dtype=torch.int32)
     if triton_device.type == "cpu":
-        from outrider.kernels.tree_mask_triton import launch_tree_mask
+        from outrider.kernels.attention.tree_mask_triton import launch_tree_mask
 
         mask = launch_tree_mask(parents, starts)
     else:
@@ -48,7 +48,7 @@ def test_bits_and_depths(triton_device: torch.device) -> None:
 
 
 def test_the_climb_ends_whatever_the_parents_hold(triton_device: torch.device) -> None:
-    from outrider.kernels.tree_mask_triton import launch_tree_mask
+    from outrider.kernels.attention.tree_mask_triton import launch_tree_mask
 
     parents = torch.tensor([0, 2, 1, 70, -2], dtype=torch.int32)
     starts = torch.tensor([0, 5], dtype=torch.int32)

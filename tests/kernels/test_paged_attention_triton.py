@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.attention_plan import AttentionPlan, plan_on_device
-from outrider.kernels.device_plan import MOST_SPLITS, split_keys
-from outrider.kernels.paged_attention import paged_attention, planned_attention
-from outrider.kernels.tree_mask import CHAIN
+from outrider.kernels.attention.plan import MOST_SPLITS, AttentionPlan, plan_on_device, split_keys
+from outrider.kernels.attention.reference import paged_attention, planned_attention
+from outrider.kernels.attention.tree_mask import CHAIN
 
 SPLIT = 64  # small, so that short contexts have several splits
 BLOCK = 4

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels.cpu_library import cpu_library
-from outrider.kernels.philox import (
+from outrider.kernels.cpu.library import cpu_library
+from outrider.kernels.random.reference import (
     PURPOSE_SHIFT,
     Purpose,
     as_int64,
@@ -104,7 +104,7 @@ def test_noise_of_the_c_kernel_is_pytorchs(vocab_size: int, monkeypatch: pytest.
     seeds = torch.tensor([as_int64((1 << 64) - 1 - 77 * row) for row in range(rows)])
     positions, completions = torch.arange(rows) * 1001, torch.arange(rows) % 3
     ours = exponential_noise(seeds, positions, completions, vocab_size)
-    monkeypatch.setattr("outrider.kernels.philox.cpu_library", lambda: None)
+    monkeypatch.setattr("outrider.kernels.random.reference.cpu_library", lambda: None)
     theirs = exponential_noise(seeds, positions, completions, vocab_size)
     assert int((ours != theirs).sum()) <= 1 + (ours.numel() >> 24)
     torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=0)
@@ -115,8 +115,8 @@ def test_noise_is_finite_and_positive_at_the_extremes(word: int, monkeypatch: py
     def every_word(groups: torch.Tensor, seeds: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.full((len(seeds), len(groups), 4), word)
 
-    monkeypatch.setattr("outrider.kernels.philox._grouped_words", every_word)
-    monkeypatch.setattr("outrider.kernels.philox.cpu_library", lambda: None)
+    monkeypatch.setattr("outrider.kernels.random.reference._grouped_words", every_word)
+    monkeypatch.setattr("outrider.kernels.random.reference.cpu_library", lambda: None)
     noise = float(exponential_noise(column(0), column(0), column(0), 1))
     folded = (0xFFFFFFFF - word + 0.5) * 2.0**-32
     expected = -math.log(folded) if word >= 2**31 else -math.log1p(-(word + 0.5) * 2.0**-32)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from poisoned import poisoned_allocations
 
-from outrider.kernels import philox
-from outrider.kernels.philox import Purpose, as_int64
+from outrider.kernels.random import reference as philox
+from outrider.kernels.random.reference import Purpose, as_int64
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-philox_triton = pytest.importorskip("outrider.kernels.philox_triton")
+philox_triton = pytest.importorskip("outrider.kernels.random.triton")
 
 SEEDS = [0, 0xA4093822_299F31D0, 2**64 - 1]
 

@@ -8,16 +8,10 @@ from packed import Vector, packed
 from scipy.stats import chi2
 from torch import Tensor
 
-from outrider.kernels.draft_sample import draft_sample
-from outrider.kernels.philox import Purpose, words
-from outrider.kernels.rejection import (
-    DraftWeights,
-    Windows,
-    accept,
-    accept_uniforms,
-    cut_at_vocabulary,
-    draw,
-)
+from outrider.kernels.random.reference import Purpose, words
+from outrider.kernels.sampling.reference import draft_sample
+from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.verify.reference import accept, accept_uniforms, cut_at_vocabulary, draw
 
 LAST_COIN = 1 - 2.0**-24
 

@@ -7,9 +7,10 @@ from packed import Vector, packed
 from poisoned import poisoned, poisoned_allocations
 from torch import Tensor
 
-from outrider.kernels.rejection import DraftWeights, Windows, accept, draw
+from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.verify.reference import accept, draw
 
-rejection_triton = pytest.importorskip("outrider.kernels.rejection_triton")
+rejection_triton = pytest.importorskip("outrider.kernels.verify.triton")
 LAST_COIN = 1 - 2.0**-24
 NAN = float("nan")
 

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels.gated_silu import gated_gelu, gated_silu
-from outrider.kernels.linear import Linear
-from outrider.kernels.rms_norm import rms_norm
+from outrider.kernels.layers.reference import Linear, gated_gelu, gated_silu, rms_norm
 
 ROW_COUNTS = (1, 2, 5, 17)
 LINEAR_SHAPES = [(100, 52), (128, 384), (256, 4096), (1024, 1024)]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import gated_silu_triton, rms_norm_triton
-from outrider.kernels.gated_silu import gated_gelu, gated_silu
-from outrider.kernels.rms_norm import add_rms_norm, rms_norm
+from outrider.kernels.layers import triton as layers_triton
+from outrider.kernels.layers.reference import add_rms_norm, gated_gelu, gated_silu, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -30,14 +29,14 @@ def test_rms_norm(heads: int, per_head: bool, dim: int, dtype: torch.dtype, trit
     x = torch.randn(7, heads, dim).to(dtype) * 3
     weight = torch.randn(*([heads] if per_head else []), dim).to(dtype)
     whole[:, 1 : 1 + heads] = x
-    out = rms_norm_triton.rms_norm(whole.to(triton_device)[:, 1 : 1 + heads], weight.to(triton_device), 1e-5)
+    out = layers_triton.rms_norm(whole.to(triton_device)[:, 1 : 1 + heads], weight.to(triton_device), 1e-5)
     close(out, rms_norm(x.double(), weight.double(), 1e-5), dtype)
     assert out.shape == x.shape and out.is_contiguous()
 
 
 def test_rms_norm_with_a_weight_in_float32(triton_device: torch.device) -> None:
     x, weight = torch.randn(7, 3, 72).bfloat16(), 1 + torch.randn(3, 72)
-    out = rms_norm_triton.rms_norm(x.to(triton_device), weight.to(triton_device), 1e-5)
+    out = layers_triton.rms_norm(x.to(triton_device), weight.to(triton_device), 1e-5)
     assert out.dtype == torch.bfloat16
     close(out, rms_norm(x.double(), weight.double(), 1e-5), torch.bfloat16)
 
@@ -47,7 +46,7 @@ def test_rms_norm_with_a_weight_in_float32(triton_device: torch.device) -> None:
 def test_add_rms_norm(dim: int, dtype: torch.dtype, triton_device: torch.device) -> None:
     x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((6, dim), (6, dim), (dim,)))
     x[5] = torch.nan  # padding
-    out, total = rms_norm_triton.add_rms_norm(
+    out, total = layers_triton.add_rms_norm(
         x.to(triton_device), residual.to(triton_device), weight.to(triton_device), 1e-5
     )
     close(total[:5], (residual.double() + x.double())[:5], dtype)
@@ -66,9 +65,9 @@ def test_add_rms_norm_on_the_cpu_is_a_sum_and_a_norm(batch_invariant: bool, dtyp
 
 
 GATES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "silu": (lambda x: gated_silu_triton.gated(x, "silu"), gated_silu),
-    "gelu_tanh": (lambda x: gated_silu_triton.gated(x, "gelu_tanh"), gated_gelu),
-    "gelu": (lambda x: gated_silu_triton.gated(x, "gelu"), lambda x: gated_gelu(x, approximate=False)),
+    "silu": (lambda x: layers_triton.gated(x, "silu"), gated_silu),
+    "gelu_tanh": (lambda x: layers_triton.gated(x, "gelu_tanh"), gated_gelu),
+    "gelu": (lambda x: layers_triton.gated(x, "gelu"), lambda x: gated_gelu(x, approximate=False)),
 }
 
 
@@ -91,7 +90,7 @@ def test_gates(width: int, gate: str, dtype: torch.dtype, triton_device: torch.d
 
 def test_bits_depend_on_nothing_but_the_row(triton_device: torch.device) -> None:
     x, weight = torch.randn(19, 300).to(triton_device), torch.randn(300).to(triton_device)
-    functions: list[Callable[[Tensor], Tensor]] = [lambda rows: rms_norm_triton.rms_norm(rows, weight, 1e-6)]
+    functions: list[Callable[[Tensor], Tensor]] = [lambda rows: layers_triton.rms_norm(rows, weight, 1e-6)]
     functions += [kernel for kernel, _ in GATES.values()]
     for function in functions:
         whole = function(x)

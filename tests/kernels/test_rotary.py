@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.rotary import apply_rotary, rotary_table
+from outrider.kernels.layers.reference import apply_rotary, rotary_table
 
 
 def test_rotation_equals_complex_multiplication() -> None:

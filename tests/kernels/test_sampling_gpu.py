@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.coupled import coupled_accept, coupled_accept_tree, coupled_choice, coupled_draw
-from outrider.kernels.draft_sample import draft_sample
-from outrider.kernels.linear import Linear
-from outrider.kernels.logits_to_probs import RowSampling, Truncation, greedy_choice, logits_to_probs
-from outrider.kernels.philox import Purpose, exponential_noise, vocabulary_words, words
-from outrider.kernels.rejection import DraftWeights, Windows, accept, accept_uniforms, draw
+from outrider.kernels.layers.reference import Linear
+from outrider.kernels.random.reference import Purpose, exponential_noise, vocabulary_words, words
+from outrider.kernels.sampling.reference import draft_sample, greedy_choice, logits_to_probs
+from outrider.kernels.types import DraftWeights, RowSampling, Truncation, Windows
+from outrider.kernels.verify.reference import (
+    accept,
+    accept_uniforms,
+    coupled_accept,
+    coupled_accept_tree,
+    coupled_choice,
+    coupled_draw,
+    draw,
+)
 
 pytestmark = pytest.mark.gpu
 

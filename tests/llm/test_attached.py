@@ -15,14 +15,14 @@ from gateway.toys import ToyDraft, ToyTarget, expected
 from llm.conftest import CHAT
 from tokenizer_factory import train_byte_level
 
-from outrider.gateway.service import EngineConfig, GenerationEngine
+from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.gateway.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
-from outrider.llm.attached import spoken
-from outrider.wire.errors import Unavailable
-from outrider.wire.sampling import AcceptanceRule
-from outrider.wire.server import build_server
+from outrider.llm.backends import spoken
+from outrider.rpc.errors import Unavailable
+from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.server import build_server
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 

@@ -11,11 +11,9 @@ import pytest
 from llm.conftest import TinyPair
 
 from outrider.llm import LLM, Unsupported
-from outrider.llm.arguments import FIXED, EngineArguments, take_speculation
-from outrider.llm.attached import spoken
-from outrider.llm.config import REFUSED, SpeculativeConfig
-from outrider.llm.methods import NOT_THERE
-from outrider.wire.sampling import LogprobsMode
+from outrider.llm.backends import spoken
+from outrider.llm.config import FIXED, METHODS_NOT_THERE, REFUSED, EngineArguments, SpeculativeConfig, take_speculation
+from outrider.rpc.sampling_params import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}
@@ -128,7 +126,7 @@ def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
         SpeculativeConfig(method="eagle", model="x")
 
 
-@pytest.mark.parametrize("method", NOT_THERE)
+@pytest.mark.parametrize("method", METHODS_NOT_THERE)
 def test_methods_to_come_are_refused_by_name(method: str, tiny_pair: TinyPair) -> None:
     with pytest.raises(Unsupported, match=f"{method}.*allowed: ngram, draft_model"):
         LLM(tiny_pair.target, speculative_config={"method": method, "model": "x", "num_speculative_tokens": 2})
@@ -278,19 +276,19 @@ def test_a_gpus_memory_is_shared_out(tiny_pair: TinyPair, monkeypatch: pytest.Mo
     import torch
 
     from outrider.engine.loader import load_model
-    from outrider.llm import local
+    from outrider.llm import backends
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 << 20, 1000 << 20))
     arguments = EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.5})
-    left = local._cache_bytes(arguments, "cuda", 20 << 20)
+    left = backends._cache_bytes(arguments, "cuda", 20 << 20)
     assert left == (500 - 300 - 50 - 20) << 20
     with pytest.raises(ValueError, match="leaves no memory"):
-        local._cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
+        backends._cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
     target, draft = load_model(tiny_pair.target), load_model(tiny_pair.draft)  # two layers and one
     per_layer = 2 * 2 * 16 * 4 * 16
-    assert local._num_blocks(target, None, 10 * per_layer, arguments) == 5
-    assert local._num_blocks(target, draft, 10 * per_layer, arguments) == 3
-    assert local._num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
+    assert backends._num_blocks(target, None, 10 * per_layer, arguments) == 5
+    assert backends._num_blocks(target, draft, 10 * per_layer, arguments) == 3
+    assert backends._num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
 
 
 def test_a_cache_that_is_too_small(tiny_pair: TinyPair) -> None:

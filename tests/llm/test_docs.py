@@ -11,10 +11,8 @@ import pytest
 from llm.conftest import TinyPair
 
 from outrider.llm import SamplingParams, SpeculativeConfig
-from outrider.llm.arguments import FIXED, OLD, SHORT, WITHOUT_EFFECT, EngineArguments
-from outrider.llm.config import NOT_THERE, SUPPORTED
-from outrider.llm.refusals import ARGUMENTS
-from outrider.llm.refusals import NOT_THERE as NO_METHODS
+from outrider.llm.config import ARGUMENTS, FIXED, NOT_THERE, OLD, SHORT, SUPPORTED, WITHOUT_EFFECT, EngineArguments
+from outrider.llm.config import NOT_THERE as NO_METHODS
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "llm.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from llm.conftest import VOCAB, TinyPair, greedy_ids
 from tiny import hf_logits, save_tiny
 
 from outrider.llm import LLM, RequestOutput, SamplingParams, TokensPrompt, Unsupported
-from outrider.llm.batch import Job
+from outrider.llm.backends import Job
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
 

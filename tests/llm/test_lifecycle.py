@@ -15,8 +15,8 @@ import pytest
 from llm.conftest import TinyPair, greedy_ids
 
 from outrider.llm import LLM, SamplingParams
-from outrider.llm.local import LocalBackend
-from outrider.wire.errors import Unavailable
+from outrider.llm.backends import LocalBackend
+from outrider.rpc.errors import Unavailable
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from llm.conftest import TinyPair
 
-from outrider.gateway.rounds import SpeculationTally
 from outrider.llm import LLM, Counter, Gauge, Histogram, SamplingParams, Vector
-from outrider.llm.metrics_log import SpeculationLog
+from outrider.llm.metrics import SpeculationLog
+from outrider.planner.policy import SpeculationTally
 
 SPEC = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 

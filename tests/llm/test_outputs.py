@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from outrider.gateway.generation import GenerationDelta
+from outrider.gateway.request import GenerationDelta
 from outrider.llm.inputs import Prompt
 from outrider.llm.outputs import OutputBuilder
-from outrider.wire.messages import TokenLogprob
+from outrider.rpc.messages import TokenLogprob
 
 
 def test_a_long_prompts_log_probabilities_come_in_slices() -> None:

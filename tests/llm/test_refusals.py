@@ -10,9 +10,8 @@ import pytest
 from llm.conftest import TinyPair
 
 from outrider.llm import LLM, SamplingParams
-from outrider.llm.arguments import EngineArguments
-from outrider.llm.chat import conversations_of
-from outrider.llm.inputs import parse_prompts
+from outrider.llm.config import EngineArguments
+from outrider.llm.inputs import conversations_of, parse_prompts
 from outrider.llm.sampling_params import one_each
 
 QUIET: dict[str, Any] = {"use_tqdm": False}

@@ -12,8 +12,8 @@ import pytest
 
 from outrider.llm import RequestOutputKind, SamplingParams, Unsupported
 from outrider.llm.sampling_params import NO_BOUND, REFUSED, to_wire
-from outrider.wire.sampling import LogprobsMode
-from outrider.wire.sampling import SamplingParams as WireSampling
+from outrider.rpc.sampling_params import LogprobsMode
+from outrider.rpc.sampling_params import SamplingParams as WireSampling
 
 DEFAULTS: dict[str, Any] = {
     "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,

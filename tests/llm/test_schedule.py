@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from llm.conftest import TinyPair, greedy_ids
 
-from outrider.gateway import driver
-from outrider.gateway.backends import Lost
-from outrider.gateway.schedule import BatchSchedule, ScheduledDrafter
+from outrider.gateway.speculation import loop
+from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.llm import LLM, SamplingParams
-from outrider.wire.messages import Commit, Credit, Open
-from outrider.wire.sampling import SamplingParams as WireSampling
+from outrider.rpc.messages import Commit, Credit, Open
+from outrider.rpc.sampling_params import SamplingParams as WireSampling
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
 
@@ -101,7 +101,7 @@ def test_no_drafts_above_the_batch_size(
         made.generate(prompts[:2], greedy, **QUIET)
         few = metrics_of(made)["num_drafts"].value
         assert few > 0
-        monkeypatch.setattr(driver, "DRAFT_RETRY_S", 0.0)
+        monkeypatch.setattr(loop, "DRAFT_RETRY_S", 0.0)
         params = [SamplingParams(temperature=0, max_tokens=count) for count in (120, 120, 4)]
         outputs = made.generate(prompts, params, **QUIET)  # on again, once the short one has ended
         assert [len(output.outputs[0].token_ids) for output in outputs] == [120, 120, 4]

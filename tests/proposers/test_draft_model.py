@@ -6,15 +6,14 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine.blocks import BlockPool
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
 from outrider.engine.loader import build_decoder
-from outrider.engine.random_ahead import RandomAhead, RandomKey
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import SequenceSampler
-from outrider.engine.sequence import Sequence, SequenceCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.random import RandomAhead, RandomKey
+from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
-from outrider.wire.sampling import SamplingParams
+from outrider.rpc.sampling_params import SamplingParams
 
 LOADED = build_decoder(tiny_config(), tiny_state(tiny_hf_model()), batch_invariant=True)
 VOCAB_SIZE = LOADED.vocab_size
@@ -30,7 +29,7 @@ class Drafts:
     def rows(self, tokens: list[int], rule: DraftRule, num_rows: int | None = None, seed: int = 1) -> DraftRows:
         params = SamplingParams(temperature=0.0 if rule is DraftRule.ARGMAX else 0.7)
         sampler = SequenceSampler(params, tokens, [], [], VOCAB_SIZE)
-        sequence = Sequence(list(tokens))
+        sequence = CachedSequence(list(tokens))
         self.cache.extend(sequence)
         law = DraftLaw(rule, RandomKey(seed, 0))
         return DraftRows(sequence, num_rows or len(tokens), len(tokens), sampler, law, len(tokens) + 8)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outrider.wire.messages import Commit, Credit, Failure, Open, Piece
-from outrider.wire.sampling import TokenOrigin
+from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece
+from outrider.rpc.sampling_params import TokenOrigin
 
 if TYPE_CHECKING:
     from simulation.honesty import IsHonest

@@ -11,12 +11,11 @@ from simulation.checks import Watch, require
 from simulation.clock import Clock
 from simulation.network import Door, Peer, Stretch
 
-from outrider.gateway.core import SpeculationCore
-from outrider.gateway.driver import SpeculationDriver
-from outrider.gateway.policy import Chooser, Policy
-from outrider.gateway.rounds import Round, SpeculationTally
-from outrider.wire.messages import Failure, Open
-from outrider.wire.sampling import FinishReason, TokenOrigin
+from outrider.gateway.speculation.core import SpeculationCore
+from outrider.gateway.speculation.loop import SpeculationDriver
+from outrider.planner.policy import Chooser, Policy, Round, SpeculationTally
+from outrider.rpc.messages import Failure, Open
+from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import torch
 from simulation.tables import NUM_STATES, Table
 from torch import Tensor
 
-from outrider.engine.sampling import SamplingRows, SequenceSampler, process
-from outrider.kernels.draft_sample import DEFAULT_MASS, MAX_ENTRIES, integer_weights
-from outrider.kernels.philox import as_int64, exponential_noise
-from outrider.wire.messages import Open, TokenWeights
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.engine.sampler import SamplingRows, SequenceSampler, process
+from outrider.kernels.random.reference import as_int64, exponential_noise
+from outrider.kernels.sampling.reference import DEFAULT_MASS, MAX_ENTRIES, integer_weights
+from outrider.rpc.messages import Open, TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 IsHonest = Callable[[int, int, int, TokenWeights | None], bool]  # position, state, token, weights
 

@@ -13,15 +13,14 @@ from simulation.clock import Clock, Event
 from simulation.network import Stream
 from simulation.tables import MAX_LEN, Table, TableRunner
 
-from outrider.draft.engine import Attach, Deliver, Detach, DraftEngine
-from outrider.draft.opening import ModelMethod, make_methods
-from outrider.engine.blocks import BlockPool
-from outrider.engine.sequence import SequenceCache
-from outrider.proposers.device_chains import MOST_PASSES
+from outrider.draft_service.admission import ModelMethod, make_methods
+from outrider.draft_service.engine import Attach, Deliver, Detach, DraftEngine
+from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
+from outrider.proposers.device_draft import MOST_PASSES
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import Drafted, DraftRows
-from outrider.target.admission import TargetLimits
-from outrider.target.engine import StreamCommand, StreamEnded, TargetEngine
+from outrider.target_service.engine import StreamCommand, StreamEnded, TargetEngine
+from outrider.target_service.sequence import TargetLimits
 
 RETRY_S = 0.05  # as the device thread's
 LEAST_WAIT_S = 1e-4  # a shorter wait could vanish in the clock's resolution

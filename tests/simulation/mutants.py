@@ -10,15 +10,15 @@ from unittest.mock import patch
 
 from simulation.settings import Mode
 
-from outrider.draft.state import DraftSequence
-from outrider.engine.sequence import SequenceCache
-from outrider.gateway.core import SpeculationCore
+from outrider.draft_service.sequence import DraftSequence
+from outrider.engine.kv_cache_manager import SequenceCache
+from outrider.gateway.speculation.core import SpeculationCore
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.target import verifier
-from outrider.target.chains import ChainBuffer
-from outrider.target.engine import StreamEnded, TargetEngine
-from outrider.target.scheduler import Scheduler
-from outrider.target.state import TargetSequence
+from outrider.target_service import verifier
+from outrider.target_service.draft_buffer import ChainBuffer
+from outrider.target_service.engine import StreamEnded, TargetEngine
+from outrider.target_service.scheduler import Scheduler
+from outrider.target_service.sequence import TargetSequence
 
 
 @dataclass(frozen=True, slots=True)

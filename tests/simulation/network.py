@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol
 from simulation.checks import Watch
 from simulation.clock import Clock
 
-from outrider.gateway.backends import Lost
-from outrider.wire.messages import Arithmetic, Close, Closed, Commit, Credit, Failure, ModelInfo, Open, Piece
+from outrider.gateway.speculation.backends import Lost
+from outrider.rpc.messages import Arithmetic, Close, Closed, Commit, Credit, Failure, ModelInfo, Open, Piece
 
 
 @dataclass(frozen=True, slots=True)

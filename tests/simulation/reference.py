@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from simulation.tables import MAX_LEN, Table, TableRunner
 
-from outrider.target.admission import TargetLimits
-from outrider.target.engine import StreamCommand, TargetEngine
-from outrider.wire.messages import Commit, Credit, Open, TargetEvent
+from outrider.rpc.messages import Commit, Credit, Open, TargetEvent
+from outrider.target_service.engine import StreamCommand, TargetEngine
+from outrider.target_service.sequence import TargetLimits
 
 
 def plain_outputs(table: Table, requests: Sequence[Open]) -> list[list[int]]:

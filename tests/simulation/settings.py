@@ -12,9 +12,9 @@ from simulation.network import Stretch, Weather
 from simulation.tables import Table
 from simulation.world import Setting
 
-from outrider.gateway.policy import Policy
-from outrider.wire.messages import Open
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.planner.policy import Policy
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 LAW_PROMPT = (1, 3, 2, 0, 1)
 LAW_TABLE_SEED = 5

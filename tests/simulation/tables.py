@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 
 NUM_STATES = 61  # prime, so that no state forgets the tokens behind it
 FIRST_STATE = 17

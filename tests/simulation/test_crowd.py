@@ -16,17 +16,16 @@ from simulation.tables import Table
 from simulation.test_pace import Steady
 from simulation.world import Setting, World
 
-from outrider.draft import engine as draft_engine
-from outrider.gateway import driver
-from outrider.gateway.contests import Contests
-from outrider.gateway.controller import Controller
-from outrider.gateway.experience import Experience
-from outrider.gateway.plans import Limits
-from outrider.gateway.policy import Policy
-from outrider.gateway.step_costs import StepCosts, VerifyCosts
-from outrider.target.goodput import Goodput
-from outrider.wire.messages import Open
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.draft_service import engine as draft_engine
+from outrider.gateway.speculation import loop
+from outrider.gateway.speculation.contest import Contests
+from outrider.gateway.speculation.controller import Controller
+from outrider.planner.forecast import Experience
+from outrider.planner.policy import Limits, Policy
+from outrider.planner.step_costs import StepCosts, VerifyCosts
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.target_service.goodput import Goodput
 
 TOKENS, PROMPT_LEN, ARRIVALS_S = 48, 24, 0.002
 BURSTS = 4  # one after the other; what one learned the next one knows
@@ -62,7 +61,7 @@ def burst(
     drafts_clock = SimpleNamespace(
         perf_counter_ns=lambda: round(1e9 * world.draft.monotonic()), monotonic=clock.monotonic
     )
-    with patch.object(driver, "time", clock), patch.object(draft_engine, "time", drafts_clock):
+    with patch.object(loop, "time", clock), patch.object(draft_engine, "time", drafts_clock):
         for client in world.clients:
             clock.at(client.plan.arrives, partial(client.start, None))
         world._until(lambda: all(client.over for client in world.clients), 600.0)

@@ -14,10 +14,10 @@ from simulation.network import Stretch, Weather
 from simulation.tables import Table
 from simulation.world import Setting, World
 
-from outrider.gateway import driver
-from outrider.gateway.policy import Policy
-from outrider.wire.messages import Open
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
+from outrider.gateway.speculation import loop
+from outrider.planner.policy import Policy
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 VERIFY_S, BLOCKS = 0.02, 512
 SLOW = 0.2  # a draft's pass over a verification
@@ -65,7 +65,7 @@ def run(policy: Policy, cost: float, delay: float, seed: int) -> World:
     """To the end; `delay` each way on each link, as a share of a verification."""
     world = world_of(policy, cost, delay, seed)
     (client,) = world.clients
-    with patch.object(driver, "time", world.clock):
+    with patch.object(loop, "time", world.clock):
         world.clock.at(0.0, partial(client.start, None))
         world._until(partial(getattr, client, "over"), 60.0)
     assert len(client.output) == TOKENS

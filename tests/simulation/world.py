@@ -18,7 +18,7 @@ from simulation.network import Peer, Weather
 from simulation.reference import plain_outputs
 from simulation.tables import Table
 
-from outrider.gateway import driver
+from outrider.gateway.speculation import loop
 
 MAX_VIRTUAL_S = 60.0  # by then everything has ended
 SETTLE_S = 1.0  # for the last closes
@@ -93,7 +93,7 @@ class World:
     def run(self) -> Result:
         """To the end. Raises Violation, with the line that replays it."""
         try:
-            with patch.object(driver, "time", self.clock), patch.object(driver, "DRAFT_RETRY_S", 0.03):
+            with patch.object(loop, "time", self.clock), patch.object(loop, "DRAFT_RETRY_S", 0.03):
                 self._run()
         except (Violation, Exception) as error:
             what = str(error) if isinstance(error, Violation) else repr(error)

@@ -8,8 +8,8 @@ import pytest
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, opened, tiny_model
 
 from outrider.engine.loader import LoadedModel
-from outrider.target.chains import ChainBuffer
-from outrider.wire.messages import Close, Closed, Credit, Piece, TokenWeights
+from outrider.rpc.messages import Close, Closed, Credit, Piece, TokenWeights
+from outrider.target_service.draft_buffer import ChainBuffer
 
 
 def piece(chain: int, position: int, *ids: int, **options: Any) -> Piece:

@@ -15,12 +15,12 @@ from target_harness import COUPLED, REJECTION, VOCAB, Harness, opened
 from tiny import SMALLEST, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine import cuda_graphs
-from outrider.engine.buckets import StepLimits
+from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel, build_decoder
-from outrider.engine.runner import ModelRunner
-from outrider.target.verifiers import verifier_of
-from outrider.wire.messages import Commit, Credit, Open, Piece, TokenWeights
-from outrider.wire.sampling import LogprobsMode
+from outrider.engine.model_runner import ModelRunner
+from outrider.rpc.messages import Commit, Credit, Open, Piece, TokenWeights
+from outrider.rpc.sampling_params import LogprobsMode
+from outrider.target_service.device_verifier import verifier_of
 
 __all__ = ["gpu", "interpreter"]
 

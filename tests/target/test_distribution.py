@@ -14,10 +14,10 @@ from target_harness import COUPLED, REJECTION, Harness, opened
 from tiny import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.loader import build_decoder
-from outrider.kernels.draft_sample import draft_sample
-from outrider.kernels.philox import Purpose, words
-from outrider.target.goodput import Goodput
-from outrider.wire.messages import Credit, Piece, TokenWeights
+from outrider.kernels.random.reference import Purpose, words
+from outrider.kernels.sampling.reference import draft_sample
+from outrider.rpc.messages import Credit, Piece, TokenWeights
+from outrider.target_service.goodput import Goodput
 
 VOCAB, DRAWS, BATCH, K = 16, 4000, 200, 2
 PROMPT = (3, 1, 4, 1, 5)

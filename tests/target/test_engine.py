@@ -10,9 +10,9 @@ import pytest
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, hf_greedy, opened, oracle, speculate, tiny_model
 
 from outrider.engine.loader import LoadedModel
-from outrider.target import verifier
-from outrider.wire.messages import Close, Closed, Credit, Piece
-from outrider.wire.sampling import FinishReason, TokenOrigin
+from outrider.rpc.messages import Close, Closed, Credit, Piece
+from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.target_service import verifier
 
 
 @pytest.fixture(scope="module")

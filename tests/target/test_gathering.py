@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from target_harness import Harness, opened, tiny_model
 
-from outrider.target.gathering import Gathering
-from outrider.target.state import TargetSequence
-from outrider.wire.messages import Credit, Piece
+from outrider.rpc.messages import Credit, Piece
+from outrider.target_service.scheduler import Gathering
+from outrider.target_service.sequence import TargetSequence
 
 STEP_S = 0.04
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, opened, tiny_model
 
 from outrider.engine.loader import LoadedModel
-from outrider.target.goodput import MARGIN, PROBE_SHARE, Acceptance, Goodput, StepTime, Wish, best_rows
-from outrider.wire.messages import Commit, Credit, Piece, TokenWeights
-from outrider.wire.sampling import AcceptanceRule, TokenOrigin
+from outrider.rpc.messages import Commit, Credit, Piece, TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.target_service.goodput import MARGIN, PROBE_SHARE, Acceptance, Goodput, StepTime, Wish, best_rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FLAT = tuple((rows, 10_000) for rows in ROWS)

@@ -12,13 +12,13 @@ import torch
 from target_harness import COUPLED, REJECTION, VOCAB, Harness, opened, tiny_model
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.device_thread import DeviceLost
 from outrider.engine.loader import LoadedModel
-from outrider.target import computing
-from outrider.target.isolation import run_apart
-from outrider.target.state import TargetSequence
-from outrider.target.verifier import Judged
-from outrider.wire.messages import Credit, Open, Piece
+from outrider.engine.worker import DeviceLost
+from outrider.rpc.messages import Credit, Open, Piece
+from outrider.target_service import step
+from outrider.target_service.sequence import TargetSequence
+from outrider.target_service.step import run_apart
+from outrider.target_service.verifier import Judged
 
 BAD_TOKEN = 96  # nobody may generate it
 NUMBERS, CULPRIT, NUM_BLOCKS = range(1, 7), 4, 128
@@ -183,7 +183,7 @@ def test_a_lost_device_ends_the_engine_and_fails_nobody(loaded: LoadedModel, mon
     def lost(device: torch.device) -> None:
         raise DeviceLost("injected")
 
-    monkeypatch.setattr(computing, "require_device", lost)
+    monkeypatch.setattr(step, "require_device", lost)
     monkeypatch.setattr(harness.engine._runner, "forward", raising)
     with pytest.raises(DeviceLost):
         harness.engine.step(0.0)
@@ -214,7 +214,7 @@ def test_a_command_that_raises_costs_one_sequence(
         assert target.finished
     elif kind == "open":
         with monkeypatch.context() as patch:
-            patch.setattr("outrider.target.engine.admit", raising)
+            patch.setattr("outrider.target_service.engine.admit", raising)
             harness.send(request_of(3))
         assert harness.failures(3)[0].reason == "COMMAND_FAILED"
         harness.send(Credit(2, 1, 0))

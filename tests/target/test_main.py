@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny
 
-from outrider.commands.processes import Services
+from outrider.cli.local_services import Services
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "outrider.target", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "outrider.target_service", *arguments], capture_output=True, text=True, timeout=60
     )
 
 

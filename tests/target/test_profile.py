@@ -12,11 +12,11 @@ import torch
 from target_harness import VOCAB, Harness, opened, tiny_model
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.blocks import BlockPool
+from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.loader import LoadedModel
-from outrider.engine.runner import ModelRunner
-from outrider.target import profile
-from outrider.target.profile import measure_steps
+from outrider.engine.model_runner import ModelRunner
+from outrider.target_service import profile
+from outrider.target_service.profile import measure_steps
 
 
 @dataclass

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from target_harness import COUPLED, REJECTION, VOCAB, opened
 
-from outrider.engine.blocks import BlockPool
-from outrider.engine.sequence import SequenceCache
-from outrider.target.admission import TargetLimits, admit
-from outrider.target.goodput import Goodput
-from outrider.target.scheduler import PROMPT_SHARE, Scheduler, StepEntry
-from outrider.target.state import TargetSequence
-from outrider.wire.messages import Credit, Piece
-from outrider.wire.sampling import AcceptanceRule
+from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
+from outrider.rpc.messages import Credit, Piece
+from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.target_service.goodput import Goodput
+from outrider.target_service.scheduler import PROMPT_SHARE, Scheduler, StepEntry
+from outrider.target_service.sequence import TargetLimits, TargetSequence, admit
 
 LIMITS = TargetLimits(VOCAB, 1 << 20, (), num_blocks=20_000)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

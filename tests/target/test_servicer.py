@@ -12,15 +12,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from target_harness import VOCAB, opened
 from tiny import save_tiny
 
-from outrider.target.boot import TargetService, build, load
-from outrider.target.servicer import SERVICE
-from outrider.target.settings import TargetSettings
+from outrider.rpc.channel import connect
+from outrider.rpc.codec import decode_target_info
+from outrider.rpc.frames import TARGET_STREAM
+from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, Piece
+from outrider.rpc.stream import FrameStream, client_stream
+from outrider.target_service.boot import TargetService, build, load
+from outrider.target_service.servicer import SERVICE
+from outrider.target_service.settings import TargetSettings
 from outrider.v1 import target_pb2, target_pb2_grpc
-from outrider.wire.channel import connect
-from outrider.wire.codec_info import decode_target_info
-from outrider.wire.frames import TARGET_STREAM
-from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, Piece
-from outrider.wire.stream import FrameStream, client_stream
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.target import threads
-from outrider.target.threads import TURN, TURNS, ThreadSplit, thread_split
+from outrider.target_service import profile
+from outrider.target_service.profile import TURN, TURNS, ThreadSplit, thread_split
 
 COSTS = ((1, 10_000), (8, 20_000), (64, 100_000))
 
@@ -23,14 +23,14 @@ def test_both_are_tried_and_the_faster_stays(contention: float, chosen: int) -> 
 
 
 def test_what_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "usable_cores", lambda: 8)
-    monkeypatch.setattr(threads, "usable_threads", lambda: 8)
+    monkeypatch.setattr(profile, "usable_cores", lambda: 8)
+    monkeypatch.setattr(profile, "usable_threads", lambda: 8)
     assert thread_split(None, "c-avx512", COSTS) is not None
     assert thread_split(8, "c-avx512", COSTS) is None  # by the flag
     assert thread_split(None, "torch-2.13-avx512", COSTS) is None  # its bits depend on the threads
     assert thread_split(None, "c-avx512", ()) is None
-    monkeypatch.setattr(threads, "usable_threads", lambda: 4)
+    monkeypatch.setattr(profile, "usable_threads", lambda: 4)
     assert thread_split(None, "c-avx512", COSTS) is None  # by the environment
     for count in ("usable_cores", "usable_threads"):
-        monkeypatch.setattr(threads, count, lambda: 2)
+        monkeypatch.setattr(profile, count, lambda: 2)
     assert thread_split(None, "c-avx512", COSTS) is None

@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from target_harness import Harness, opened, tiny_model
 
-from outrider.target.tracing import StepTracer
-from outrider.wire.messages import Credit
+from outrider.rpc.messages import Credit
+from outrider.target_service.outputs import StepTracer
 
 
 def test_steps_link_to_their_requests() -> None:

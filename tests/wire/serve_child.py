@@ -7,8 +7,8 @@ import gc
 import sys
 from typing import Any
 
+from outrider.rpc.server import build_server, serve_until_signal
 from outrider.v1 import target_pb2, target_pb2_grpc
-from outrider.wire.server import build_server, serve_until_signal
 
 
 class Slow(target_pb2_grpc.TargetServiceServicer):

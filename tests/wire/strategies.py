@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from outrider.wire import messages as m
-from outrider.wire import sampling as s
+from outrider.rpc import messages as m
+from outrider.rpc import sampling_params as s
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from outrider.wire.background import MAX_AHEAD, Background
+from outrider.rpc.server import MAX_AHEAD, Background
 
 OnStop = Callable[[Callable[[], object]], None]
 
@@ -59,7 +59,7 @@ def test_a_slow_reader_holds_the_call_up() -> None:
 def test_an_interrupt_ends_it() -> None:
     code = (
         "import threading\n"
-        "from outrider.wire.background import Background\n"
+        "from outrider.rpc.server import Background\n"
         "def wait(on_stop):\n"
         "    done = threading.Event(); on_stop(done.set)\n"
         "    print('waiting', flush=True); done.wait(60); return iter(())\n"

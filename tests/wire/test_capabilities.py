@@ -5,10 +5,17 @@ from typing import Any
 
 import pytest
 
+from outrider.rpc.codec import decode_draft_info, decode_target_info
+from outrider.rpc.sampling_params import (
+    BASELINE,
+    SAMPLING_FIELDS,
+    AcceptanceRule,
+    LogprobsMode,
+    SamplingParams,
+    StructuredOutput,
+    lacking,
+)
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
-from outrider.wire.capabilities import BASELINE, SAMPLING_FIELDS, lacking
-from outrider.wire.codec_info import decode_draft_info, decode_target_info
-from outrider.wire.sampling import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
 
 # What only concerns text is the gateway's; max_tokens is every peer's.
 ELSEWHERE = {

@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wire.strategies import INFOS, MESSAGES, SAMPLING
 
+from outrider.rpc import codec, sampling_params
+from outrider.rpc import codec as rpc_codec
+from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.messages import Commit, Failure, TokenLogprob
+from outrider.rpc.sampling_params import LogprobsMode, SamplingParams, StructuredOutput
 from outrider.v1 import common_pb2 as pb
-from outrider.wire import codec, codec_info, codec_parts, codec_sampling
-from outrider.wire.errors import InvalidArgument
-from outrider.wire.messages import Commit, Failure, TokenLogprob
-from outrider.wire.sampling import LogprobsMode, SamplingParams, StructuredOutput
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -22,7 +23,7 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True, suppress_health
 @FEW
 @given(data=st.data())
 def test_a_message_survives_the_wire(name: str, data: st.DataObject) -> None:
-    module = next(m for m in (codec, codec_parts, codec_info) if hasattr(m, f"encode_{name}"))
+    module = next(m for m in (codec, rpc_codec, rpc_codec) if hasattr(m, f"encode_{name}"))
     message = data.draw((MESSAGES | INFOS)[name])
     encoded = getattr(module, f"encode_{name}")(message)
     parsed = type(encoded).FromString(encoded.SerializeToString())
@@ -32,20 +33,20 @@ def test_a_message_survives_the_wire(name: str, data: st.DataObject) -> None:
 @FEW
 @given(params=SAMPLING)
 def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
-    encoded = codec_sampling.encode_sampling(params)
+    encoded = sampling_params.encode_sampling(params)
     defaults = SamplingParams(seed=params.seed, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs)
-    assert codec_sampling.decode_sampling(encoded) == params
+    assert sampling_params.decode_sampling(encoded) == params
     # Whatever the receiver's defaults are, only what the sender left absent (None) is taken from them.
     other = dataclasses.replace(defaults, temperature=0.5, top_k=7, max_tokens=3, detokenize=False)
-    assert codec_sampling.decode_sampling(encoded, other) == params
+    assert sampling_params.decode_sampling(encoded, other) == params
 
 
 def test_absent_fields_come_from_the_defaults_and_present_zeros_do_not() -> None:
     defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=16)
-    assert codec_sampling.decode_sampling(pb.SamplingParams(), defaults) == defaults
-    zeros = codec_sampling.decode_sampling(pb.SamplingParams(temperature=0.0, top_k=0, seed=0), defaults)
+    assert sampling_params.decode_sampling(pb.SamplingParams(), defaults) == defaults
+    zeros = sampling_params.decode_sampling(pb.SamplingParams(temperature=0.0, top_k=0, seed=0), defaults)
     assert (zeros.temperature, zeros.top_k, zeros.top_p, zeros.seed) == (0.0, 0, 0.95, 0)
-    assert codec_sampling.decode_sampling(pb.SamplingParams()).max_tokens == 16
+    assert sampling_params.decode_sampling(pb.SamplingParams()).max_tokens == 16
 
 
 def test_every_field_of_the_dataclasses_is_encoded() -> None:
@@ -61,12 +62,12 @@ def test_an_enum_of_a_newer_peer_reads_as_unspecified_in_an_answer() -> None:
     assert commit.finish_reason is not None and commit.finish_reason.name == "UNSPECIFIED"  # it has ended
     assert codec.encode_commit(commit) == newer  # and whoever knows the number gets it
     described = pb.ModelInfo(default_sampling=pb.SamplingParams(top_k=7, logprobs_mode=9))  # type: ignore[arg-type]
-    assert codec_info.decode_model_info(described).default_sampling == SamplingParams(top_k=7)
+    assert rpc_codec.decode_model_info(described).default_sampling == SamplingParams(top_k=7)
 
 
 def test_an_enum_of_a_newer_peer_is_refused_in_a_request() -> None:
     with pytest.raises(InvalidArgument, match=r"^sampling.logprobs_mode: is 9, which .*; allowed: 0 to 4$"):
-        codec_sampling.decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
+        sampling_params.decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"^open.acceptance: is 3, which .*; allowed: 0 to 2$"):
         codec.decode_open(pb.Open(acceptance=3))  # type: ignore[arg-type]
 
@@ -78,12 +79,12 @@ def test_a_number_that_no_field_holds_is_a_value_error() -> None:
 
 def test_small_codecs_of_parts() -> None:
     unspecified = pb.SamplingParams(logprobs_mode=pb.LOGPROBS_MODE_UNSPECIFIED)
-    assert codec_sampling.decode_sampling(unspecified).logprobs_mode is LogprobsMode.RAW_LOGPROBS
+    assert sampling_params.decode_sampling(unspecified).logprobs_mode is LogprobsMode.RAW_LOGPROBS
     empty = StructuredOutput(choice=())
-    encoded = codec_sampling.encode_structured_output(empty)
-    assert codec_sampling.decode_structured_output(encoded) == empty
+    encoded = sampling_params.encode_structured_output(empty)
+    assert sampling_params.decode_structured_output(encoded) == empty
     position = (TokenLogprob(1, -0.5, 2), TokenLogprob(2**32 - 1, float("-inf"), 1))
-    assert codec_parts.decode_position_logprobs(codec_parts.encode_position_logprobs(position)) == position
+    assert rpc_codec.decode_position_logprobs(rpc_codec.encode_position_logprobs(position)) == position
 
 
 def test_a_failure_is_a_rich_status() -> None:

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from outrider.wire.config import ServiceSettings, load_settings, parse_settings
-from outrider.wire.options import SettingsError
+from outrider.rpc.settings import ServiceSettings, SettingsError, load_settings, parse_settings
 
 
 class Dtype(Enum):

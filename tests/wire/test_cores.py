@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.wire.cores import usable_cores, usable_threads
+from outrider.rpc.settings import usable_cores, usable_threads
 
 
 def test_a_container_has_the_cores_of_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

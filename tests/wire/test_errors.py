@@ -11,11 +11,11 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
+from outrider.rpc import errors, messages
+from outrider.rpc.channel import connect
+from outrider.rpc.messages import Failure
+from outrider.rpc.server import build_server
 from outrider.v1 import generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire import errors
-from outrider.wire.channel import connect
-from outrider.wire.messages import Failure
-from outrider.wire.server import build_server
 
 CLASSES = [
     errors.InvalidArgument,
@@ -133,9 +133,9 @@ async def test_a_hundred_thousand_violations_fit_in_a_trailer(raiser: tuple[Rais
 def test_statuses_round_trip(cls: type[errors.OutriderError]) -> None:
     error = errors.from_status(errors.to_status(cls("message")))
     assert type(error) is cls and (error.message, error.reason) == ("message", cls.default_reason)
-    failure = errors.to_failure(7, cls("message", retry_after_ms=5))
+    failure = messages.to_failure(7, cls("message", retry_after_ms=5))
     assert failure == Failure(7, cls.code.value[0], "message", cls.default_reason, 5)
-    assert type(errors.from_failure(failure)) is cls
+    assert type(messages.from_failure(failure)) is cls
 
 
 def test_unknown_codes_and_details_do_no_harm() -> None:

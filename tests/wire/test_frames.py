@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.v1 import common_pb2 as pb
-from outrider.v1 import target_pb2
-from outrider.wire.errors import ProtocolError, ResourceExhausted
-from outrider.wire.frames import (
+from outrider.rpc.errors import ProtocolError, ResourceExhausted
+from outrider.rpc.frames import (
     DRAFT_STREAM,
     MAX_FRAME_BYTES,
     TARGET_STREAM,
@@ -22,7 +20,7 @@ from outrider.wire.frames import (
     SequenceState,
     SequenceTable,
 )
-from outrider.wire.messages import (
+from outrider.rpc.messages import (
     Close,
     Closed,
     Commit,
@@ -34,7 +32,9 @@ from outrider.wire.messages import (
     PromptLogprobs,
     TokenLogprob,
 )
-from outrider.wire.sampling import FinishReason, SamplingParams
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.v1 import common_pb2 as pb
+from outrider.v1 import target_pb2
 
 COMMANDS, EVENTS = TARGET_STREAM.commands, TARGET_STREAM.events
 

@@ -13,7 +13,7 @@ from hub_cache import COMMIT as CACHED_COMMIT
 from hub_cache import cached
 from hub_endpoint import COMMIT, GATED, MODEL, hub_endpoint
 
-from outrider.wire.hub import ModelNotFound, is_hub_id, locate, model_name
+from outrider.rpc.hub import ModelNotFound, is_hub_id, locate, model_name
 
 FILES = {
     "config.json": b"{}",
@@ -29,7 +29,7 @@ FILES = {
 TOKENIZER = {"config.json", "tokenizer.json", "chat_template.jinja"}
 CHILD = """
 import json, sys
-from outrider.wire.hub import ModelNotFound, locate
+from outrider.rpc.hub import ModelNotFound, locate
 for arguments in json.loads(sys.argv[1]):
     try:
         print(locate(arguments.pop("model"), **arguments))

@@ -7,12 +7,11 @@ from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
-from outrider.wire.codec import encode_commit
-from outrider.wire.frames import TARGET_STREAM
-from outrider.wire.messages import Commit, Failure, FrameHeader, Open, TokenLogprob
-from outrider.wire.outbox import Outboxes
-from outrider.wire.sampling import SamplingParams
-from outrider.wire.stream import FrameStream
+from outrider.rpc.codec import encode_commit
+from outrider.rpc.frames import TARGET_STREAM
+from outrider.rpc.messages import Commit, Failure, FrameHeader, Open, TokenLogprob
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.stream import FrameStream, Outboxes
 
 SMALL = replace(TARGET_STREAM, events=replace(TARGET_STREAM.events, max_lone_bytes=1000))
 

@@ -4,8 +4,8 @@ import tracemalloc
 
 import pytest
 
-from outrider.wire import sequence_table
-from outrider.wire.sequence_table import ID_WINDOW, SequenceState, SequenceTable
+from outrider.rpc import frames
+from outrider.rpc.frames import ID_WINDOW, SequenceState, SequenceTable
 
 
 def passed(table: SequenceTable, first: int, last: int) -> None:
@@ -21,7 +21,7 @@ def test_a_stream_of_many_sequences_keeps_a_window_of_ids(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = ID_WINDOW if request.config.getoption("--prove") else 1 << 11
-    monkeypatch.setattr(sequence_table, "ID_WINDOW", window)
+    monkeypatch.setattr(frames, "ID_WINDOW", window)
     table = SequenceTable()
     tracemalloc.start()
     try:

@@ -16,12 +16,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from outrider.rpc.channel import connect, dial_target, listen_target
+from outrider.rpc.errors import InvalidArgument, Unavailable
+from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
 from outrider.v1 import target_pb2, target_pb2_grpc
-from outrider.wire.address import dial_target, listen_target
-from outrider.wire.channel import connect
-from outrider.wire.errors import InvalidArgument, Unavailable
-from outrider.wire.health import HealthMonitor
-from outrider.wire.server import build_server, serve_until_signal
 
 SERVICE = "outrider.v1.TargetService"
 Serving = health_pb2.HealthCheckResponse.ServingStatus.Name
@@ -104,7 +102,9 @@ async def test_a_port_in_use_is_refused_and_unix_sockets_work(tmp_path: Path) ->
 @asynccontextmanager
 async def child(hold_s: float) -> AsyncIterator[tuple[asyncio.subprocess.Process, grpc.aio.Channel]]:
     path = Path(__file__).with_name("serve_child.py")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "protos")}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / root) for root in ("protos", "rpc"))
+    }
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(path), str(hold_s), stdout=asyncio.subprocess.PIPE, env=environment
     )

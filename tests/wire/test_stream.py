@@ -11,16 +11,15 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from outrider.rpc.channel import connect
+from outrider.rpc.codec import decode_commit
+from outrider.rpc.errors import OutriderError, ProtocolError, Unavailable
+from outrider.rpc.frames import TARGET_STREAM
+from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.server import build_server
+from outrider.rpc.stream import FrameStream, RoundTrip, StreamConfig, client_stream, server_stream
 from outrider.v1 import target_pb2_grpc
-from outrider.wire.channel import connect
-from outrider.wire.codec import decode_commit
-from outrider.wire.errors import OutriderError, ProtocolError, Unavailable
-from outrider.wire.frames import TARGET_STREAM
-from outrider.wire.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
-from outrider.wire.round_trip import RoundTrip
-from outrider.wire.sampling import SamplingParams
-from outrider.wire.server import build_server
-from outrider.wire.stream import FrameStream, StreamConfig, client_stream, server_stream
 
 QUICK = StreamConfig(heartbeat_s=0.05, silence_s=0.3)
 

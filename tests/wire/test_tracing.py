@@ -13,9 +13,9 @@ from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from outrider.wire import tracing
-from outrider.wire import tracing_names as names
-from outrider.wire.tracing import TraceFileExporter, build_provider, context_from_traceparent, inject_traceparent
+from outrider.rpc import telemetry
+from outrider.rpc import telemetry as names
+from outrider.rpc.telemetry import TraceFileExporter, build_provider, context_from_traceparent, inject_traceparent
 
 
 def record(provider: Any) -> tuple[str, str]:
@@ -90,9 +90,9 @@ def test_the_trace_context_travels_in_a_message(tmp_path: Path) -> None:
 def test_off_installs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[Any] = []
     monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
-    for name in tracing.ENDPOINT_VARIABLES:
+    for name in telemetry.ENDPOINT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    tracing.setup_tracing("t")()
+    telemetry.setup_tracing("t")()
     assert installed == []
 
 
@@ -100,7 +100,7 @@ def test_setup_installs_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_p
     installed: list[Any] = []
     monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "from-the-environment")
-    shutdown = tracing.setup_tracing("t", tmp_path / "t.jsonl")
+    shutdown = telemetry.setup_tracing("t", tmp_path / "t.jsonl")
     record(installed[0])
     shutdown()
     assert "from-the-environment" in (tmp_path / "t.jsonl").read_text()

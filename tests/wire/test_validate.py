@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from outrider.wire import validate as v
-from outrider.wire.checks import Violations, shown
-from outrider.wire.errors import InvalidArgument
-from outrider.wire.messages import Commit, Credit, Open, Piece, TokenWeights
-from outrider.wire.sampling import SamplingParams, StructuredOutput, TokenOrigin
+from outrider.rpc import validate as v
+from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.messages import Commit, Credit, Open, Piece, TokenWeights
+from outrider.rpc.sampling_params import SamplingParams, StructuredOutput, TokenOrigin
+from outrider.rpc.validate import Violations, shown
 
 NAN, INF = float("nan"), float("inf")
 VOCAB, CONTEXT = 1000, 4096

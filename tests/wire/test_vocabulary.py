@@ -12,8 +12,8 @@ import pytest
 from tokenizer_factory import train_byte_fallback, train_byte_level
 from tokenizers import Tokenizer as Backend
 
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.vocabulary import read_vocabulary
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.vocabulary import read_vocabulary
 
 
 def save(folder: Path, backend: Backend, **config: object) -> Path:
@@ -45,6 +45,6 @@ def test_no_tokenizer_no_vocabulary(tmp_path: Path) -> None:
 
 
 def test_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, outrider.wire.vocabulary; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    code = "import sys, outrider.rpc.vocabulary; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0

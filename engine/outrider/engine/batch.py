@@ -1,9 +1,19 @@
-"""A ragged batch: the rows of one forward pass, packed over sequences, and where their keys and values live."""
+"""A ragged batch: the rows of one forward pass, packed over sequences, and where their keys and values live.
+
+How the numbers of a captured step lie in its one buffer, on the host and on the device alike.
+
+The sizes of steps that are captured: a step runs in the smallest bucket that holds it.
+
+A bucket is a number of rows, a number of sequences and the most rows of one sequence. Sequences bring windows of any
+length up to that, next to one another: none is padded. Rows go by ROWS, finely while a step costs the reading of the
+weights anyway and coarsely above; sequences by powers of two, since one of padding costs a few empty programs. Steps in
+which every sequence has one row (plain decoding, and most of a draft's) have buckets of their own, whose attention
+takes smaller tiles."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,3 +117,119 @@ def build_batch(entries: Sequence[BatchEntry], block_size: int, device: torch.de
         context_lens=tuple(rows.context_lens),
         logit_rows=wanted,
     )
+
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # a step of more rows is worth its launches
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What the steps of an engine hold at most, chunks of prompts aside."""
+
+    max_rows: int
+    max_sequences: int
+    max_query_len: int  # rows of one sequence: a window and the token before it
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The sizes of one captured graph."""
+
+    rows: int
+    sequences: int
+    max_query_len: int
+
+
+def all_buckets(limits: StepLimits) -> list[Bucket]:
+    """Every bucket that some step within the limits runs in, the largest first: smaller ones find its memory."""
+    return sorted(set(_buckets(limits)), reverse=True)
+
+
+def choose_bucket(limits: StepLimits, num_rows: int, num_sequences: int, longest: int) -> Bucket | None:
+    """The bucket of a step, the longest of whose sequences has `longest` rows; None if it holds a prompt's chunk or is
+    too large."""
+    sizes = _row_sizes(limits)
+    if num_rows > sizes[-1] or num_sequences > limits.max_sequences or longest > limits.max_query_len:
+        return None
+    rows = next(size for size in sizes if size >= num_rows)
+    if longest == 1:
+        return Bucket(rows, rows, 1)
+    return Bucket(rows, _power(num_sequences), limits.max_query_len)
+
+
+def _buckets(limits: StepLimits) -> Iterator[Bucket]:
+    for before, rows in itertools.pairwise((0, *_row_sizes(limits))):
+        if before < limits.max_sequences:
+            yield Bucket(rows, rows, 1)
+        if limits.max_query_len == 1:
+            continue
+        for num_sequences in range(1, min(rows - 1, limits.max_sequences) + 1):
+            if num_sequences * limits.max_query_len > before:  # else its steps have fewer rows
+                yield Bucket(rows, _power(num_sequences), limits.max_query_len)
+
+
+def _row_sizes(limits: StepLimits) -> tuple[int, ...]:
+    most = min(limits.max_rows, limits.max_sequences * limits.max_query_len)
+    return tuple(size for before, size in itertools.pairwise((0, *ROWS)) if before < most)
+
+
+def _power(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+ALIGNMENT = 4  # numbers: kernels are compiled for pointers to 16 bytes, or else anew
+PAD_SLOT = -1  # stored nowhere
+
+
+def buffer_size(bucket: Bucket, table_width: int) -> int:
+    """How many numbers a bucket needs."""
+    return sum(map(_aligned, _sizes(bucket, table_width)))
+
+
+class StepBuffer:
+    """One bucket's view of the buffers, which the next step in another bucket overwrites."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        table_width: int,  # most blocks of a sequence
+        host: Tensor,  # [at least buffer_size] int32
+        device: Tensor,  # the same
+    ) -> None:
+        sizes = _sizes(bucket, table_width)
+        starts = list(itertools.accumulate(map(_aligned, sizes), initial=0))
+        places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        ids, positions, slots, logit_rows, query_starts, context_lens, tables = (device[place] for place in places)
+        self.batch = StaticBatch(
+            ids, positions, slots, logit_rows, query_starts, context_lens, tables.view(-1, table_width),
+            bucket.max_query_len,
+        )  # fmt: skip
+        numbers = host.numpy()
+        self._parts = [numbers[place] for place in places[:-1]]
+        self._tables = numbers[places[-1]].reshape(-1, table_width)  # a view, [sequences, most blocks]
+        self._tables_start = places[-1].start
+
+    def write(self, rows: PackedRows, tables: Sequence[Sequence[int]]) -> int:
+        """Writes a step and its padding to the host's buffer; returns how many numbers from its start on hold it.
+        Tables are written whole: passes that follow without the host may reach further than this one."""
+        paddings = (0, 0, PAD_SLOT, 0, rows.query_starts[-1], 0)
+        values = (
+            rows.token_ids, rows.positions, rows.slots, rows.logit_rows, rows.query_starts, rows.context_lens,
+        )  # fmt: skip
+        for part, value, padding in zip(self._parts, values, paddings, strict=True):
+            part[: len(value)] = value
+            part[len(value) :] = padding
+        for row, table in zip(self._tables, tables, strict=False):
+            row[: len(table)] = table
+        return int(self._tables_start + len(tables) * self._tables.shape[1])
+
+
+def _sizes(bucket: Bucket, table_width: int) -> tuple[int, ...]:
+    """Of token ids, positions, slots, logit rows, query starts, context lengths and block tables."""
+    rows, sequences = bucket.rows, bucket.sequences
+    return rows, rows, rows, rows, sequences + 1, sequences, sequences * table_width
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

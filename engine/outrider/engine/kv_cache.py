@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.blocks import BLOCK_SIZE
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)

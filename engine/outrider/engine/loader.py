@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine import checkpoint
-from outrider.engine.digest import checkpoint_digest, model_digest, state_digest
-from outrider.engine.models import cpu_decoder
+from outrider.engine.checkpoint import checkpoint_digest, model_digest, state_digest
+from outrider.engine.models import decoder_cpu
 from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedModel
-from outrider.engine.models.cpu_decoder import NativeDecoder
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
+from outrider.engine.models.decoder_cpu import NativeDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BEYOND_FLOAT16 = ("gemma2", "gemma3", "gemma3_text")  # whose hidden states exceed its range
@@ -94,7 +94,7 @@ def load_model(
             model = _decoder(parsed, checkpoint.read_tensors(files), weights_dtype, device, batch_invariant)
         else:
             # Only where needed: it imports transformers' models.
-            from outrider.engine.models.registry import load_registry_model
+            from outrider.engine.models.transformers import load_registry_model
 
             model = load_registry_model(
                 folder,
@@ -175,7 +175,7 @@ def _decoder(
     batch_invariant: bool,
 ) -> CausalLM:
     """By our C kernels where they can, else by PyTorch's and Triton's."""
-    if cpu_decoder.can_run(config, dtype, device):
+    if decoder_cpu.can_run(config, dtype, device):
         return NativeDecoder(config, state)
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
 

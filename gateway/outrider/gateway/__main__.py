@@ -12,29 +12,27 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from outrider.gateway.addresses import Addresses
 from outrider.gateway.admission import MAX_REQUEST_BYTES
-from outrider.gateway.backends import Drafter
-from outrider.gateway.local_ngram import LocalNgramDrafter
-from outrider.gateway.pair import check_pair, check_tokenizer
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.schedule import BatchSchedule, ScheduledDrafter
-from outrider.gateway.service import EngineConfig, GenerationEngine
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.peers.addresses import Addresses
+from outrider.gateway.peers.handshake import check_pair, check_tokenizer
+from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.gateway.tokenizer import Tokenizer
-from outrider.wire.channel import MAX_MESSAGE_BYTES
-from outrider.wire.config import ServiceSettings, parse_settings
-from outrider.wire.errors import FailedPrecondition, InvalidArgument, OutriderError
-from outrider.wire.health import HealthMonitor
-from outrider.wire.hub import ModelNotFound, locate
-from outrider.wire.messages import DraftInfo, TargetInfo
-from outrider.wire.ports import require_free
-from outrider.wire.server import Server, build_server, serve_until_signal
-from outrider.wire.tracing import setup_tracing
-from outrider.wire.validate import ALL_LOGPROBS, MAX_DRAFT_TOKENS, MAX_LOGPROBS, MAX_PATIENCE_MS
+from outrider.gateway.speculation.backends import Drafter
+from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.channel import MAX_MESSAGE_BYTES
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError
+from outrider.rpc.hub import ModelNotFound, locate
+from outrider.rpc.messages import DraftInfo, TargetInfo
+from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
+from outrider.rpc.settings import ServiceSettings, parse_settings
+from outrider.rpc.telemetry import setup_tracing
+from outrider.rpc.validate import ALL_LOGPROBS, MAX_DRAFT_TOKENS, MAX_LOGPROBS, MAX_PATIENCE_MS
 
 if TYPE_CHECKING:
-    from outrider.gateway.http_server import HttpServer
+    from outrider.gateway.http.app import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -223,8 +221,8 @@ async def _start_http(settings: GatewaySettings, engine: GenerationEngine, serve
     """Nothing of HTTP is imported unless it is served."""
     if not settings.http:
         return None
-    from outrider.gateway.http_options import HttpOptions
-    from outrider.gateway.http_server import HttpServer
+    from outrider.gateway.http.app import HttpServer
+    from outrider.gateway.http.protocol import HttpOptions
 
     options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s)
     http = HttpServer(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.wire.errors import InvalidArgument, ResourceExhausted, Violation
+from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 
 MAX_REQUEST_BYTES = 4 << 20  # of one message or body
 RETRY_AFTER_MS = 1000

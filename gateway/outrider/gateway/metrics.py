@@ -16,12 +16,12 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from outrider.gateway.admission import Admission, Party, Work
-from outrider.gateway.generation import GenerationDelta, GenerationRequest
-from outrider.gateway.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.rounds import Round
-from outrider.gateway.service import GenerationEngine
-from outrider.wire.errors import OutriderError
-from outrider.wire.messages import ModelInfo
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.request import GenerationDelta, GenerationRequest
+from outrider.planner.policy import Round
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.messages import ModelInfo
 
 PREFIX = "outrider"
 PARTS = ("draft", "wire", "queue", "verify", "sample")

@@ -7,15 +7,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from outrider.gateway.generation import GenerationDelta, GenerationRequest, SpeculationOptions, written
-from outrider.gateway.rounds import SpeculationTally
-from outrider.gateway.service import GenerationEngine
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
+from outrider.planner.policy import SpeculationTally
+from outrider.rpc.codec import encode_model_info, encode_position_logprobs
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
-from outrider.wire.codec_info import encode_model_info
-from outrider.wire.codec_parts import encode_position_logprobs
-from outrider.wire.codec_sampling import decode_acceptance, decode_sampling
-from outrider.wire.sampling import AcceptanceRule, SamplingParams
 
 SERVICE_NAME = "outrider.v1.GenerationService"
 TRACEPARENT = "traceparent"

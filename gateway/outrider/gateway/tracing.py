@@ -11,12 +11,11 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
-from outrider.gateway.generation import GenerationDelta
-from outrider.gateway.prepare import Prepared
-from outrider.gateway.rounds import Round
-from outrider.wire import tracing_names as names
-from outrider.wire.sampling import TokenOrigin
-from outrider.wire.tracing import context_from_traceparent, inject_traceparent
+from outrider.gateway.request import GenerationDelta, Prepared
+from outrider.planner.policy import Round
+from outrider.rpc import telemetry as names
+from outrider.rpc.sampling_params import TokenOrigin
+from outrider.rpc.telemetry import context_from_traceparent, inject_traceparent
 
 Attribute = str | int | float | bool | tuple[str, ...]
 

@@ -14,14 +14,19 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from outrider.engine.random_ahead import Span, noise_source, word_source
-from outrider.engine.runner import ModelRunner
-from outrider.engine.sampling import assemble
-from outrider.kernels.best_ids import best_ids
-from outrider.kernels.coupled import coupled_choice
-from outrider.kernels.draft_sample import DEFAULT_MASS, draft_sample
-from outrider.kernels.logits_to_probs import adjust_logits, greedy_choice, logits_to_probs
-from outrider.proposers.device_chains import MOST_PASSES, DeviceChains
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.random import Span, noise_source, word_source
+from outrider.engine.sampler import assemble
+from outrider.kernels.sampling.reference import (
+    DEFAULT_MASS,
+    adjust_logits,
+    best_ids,
+    draft_sample,
+    greedy_choice,
+    logits_to_probs,
+)
+from outrider.kernels.verify.reference import coupled_choice
+from outrider.proposers.device_draft import MOST_PASSES, DeviceChains
 from outrider.proposers.draft_rows import Drafted, DraftLaw, DraftRows, DraftRule
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.random_ahead import RandomAhead, RandomKey, Span
-from outrider.engine.sampling import SamplingRows, SequenceSampler
-from outrider.engine.sequence import Sequence
+from outrider.engine.kv_cache_manager import CachedSequence
+from outrider.engine.random import RandomAhead, RandomKey, Span
+from outrider.engine.sampler import SamplingRows, SequenceSampler
 
 
 class DraftRule(IntEnum):
@@ -32,7 +32,7 @@ class DraftLaw:
 class DraftRows:
     """What one sequence computes in a step: its next `num_rows` tokens. If these are all, it draws the next one."""
 
-    sequence: Sequence
+    sequence: CachedSequence
     num_rows: int
     num_committed: int  # tokens past these are drafted
     sampler: SequenceSampler  # counts the committed tokens

@@ -1,24 +1,43 @@
-"""Our own decoder: Llama, Mistral, Qwen, Gemma and Phi over the paged cache, with fused and packed products."""
+"""Our own decoder: Llama, Mistral, Qwen, Gemma and Phi over the paged cache, with fused and packed products.
+
+The input embeddings, which Gemma scales."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.kv_cache import KVCache, LayerShape
-from outrider.engine.models.decoder_config import DecoderConfig
-from outrider.engine.models.embedding import Embedding
-from outrider.engine.models.rope import rotary_tables
+from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.weights import WeightReader, num_parameters
-from outrider.kernels.attention_plan import AttentionPlan, plan_attention, plan_on_device
-from outrider.kernels.gated_silu import gated_gelu, gated_silu
-from outrider.kernels.kv_store import store_kv_rotary
-from outrider.kernels.linear import Linear
-from outrider.kernels.paged_attention import planned_attention
-from outrider.kernels.rms_norm import add_rms_norm, rms_norm
+from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
+from outrider.kernels.attention.reference import planned_attention
+from outrider.kernels.kv_store.reference import store_kv_rotary
+from outrider.kernels.layers.reference import Linear, add_rms_norm, gated_gelu, gated_silu, rms_norm
+
+
+class Embedding:
+    """Looks up rows of `weight`, times `scale` where there is one: rounded to the type of the rows, as in training."""
+
+    def __init__(
+        self,
+        weight: Tensor,  # [vocab, hidden]
+        scale: float | None,
+        dtype: torch.dtype,  # of the rows
+    ) -> None:
+        self.weight = weight
+        self._scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
+        self._dtype = dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:  # [rows] -> [rows, hidden]
+        """The residual stream before the first layer, in memory of its own."""
+        hidden = F.embedding(token_ids, self.weight).to(self._dtype)
+        return hidden if self._scale is None else hidden.mul_(self._scale)
+
 
 KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.engine.models.decoder_config import DecoderConfig
-from outrider.engine.models.rope import turned_first
-from outrider.kernels.cpu_decoder import is_bfloat16
+from outrider.engine.models.decoder_config import DecoderConfig, turned_first
+from outrider.kernels.cpu.decoder import is_bfloat16
 
 _TEXT_MODEL_PREFIXES = ("language_model.", "model.language_model.")
 _VISION_PARTS = ("vision_tower.", "multi_modal_projector.")

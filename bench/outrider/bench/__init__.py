@@ -1,0 +1,1 @@
+"""Everything that measures: pairs of models, networks, load, kernels."""

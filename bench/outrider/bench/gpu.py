@@ -1,0 +1,297 @@
+"""Everything that waits for a GPU and needs nobody to look on, on a machine that has one:
+
+    python bench/outrider/bench/gpu.py [--only tests|kernels|steps] [--repeats N]
+
+The tests marked `gpu`, the kernel bench, and a whole step replayed against the same step launched kernel by kernel,
+with the judging and the drafting behind it, stored in bench/results/steps. Exits with 2 where there is no GPU.
+
+What follows a pass on a GPU: judging behind it, and a draft's tokens with one wait against a wait for each.
+
+A target's whole step, replayed and launched kernel by kernel, against the bytes that it must read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.bench.kernels import Probe, file_stem, timed
+from outrider.bench.kernels_cases import BLOCK_SIZE, CUDA, ROWS, SMALL, TINY, K, Model, Place
+from outrider.bench.machine import describe
+from outrider.bench.report import Json, dump, spread
+from outrider.engine.batch import BatchEntry, StepLimits, build_batch
+from outrider.engine.cuda_graphs import CudaGraphs, GraphDevice
+from outrider.engine.kv_cache import bytes_per_block
+from outrider.engine.kv_cache_manager import CachedSequence
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.models.decoder import Decoder
+from outrider.engine.models.decoder_config import parse_config
+from outrider.engine.models.weights import expected_shapes
+from outrider.engine.random import RandomKey
+from outrider.engine.sampler import SequenceSampler
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
+from outrider.rpc.messages import Open, TokenWeights
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.target_service.device_verifier import verifier_of
+from outrider.target_service.draft_buffer import Window
+from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.sequence import TargetLimits, admit
+from outrider.target_service.verifier import Judged, Rule
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model of random weights, with one matrix for embedding and head."""
+
+    model: Model
+    num_layers: int
+    vocab_size: int
+    context: int
+    batches: tuple[int, ...]
+
+
+REAL = Shape(SMALL, 16, 128256, 1024, (1, 8, 32))
+QUICK = Shape(TINY, 1, 211, 40, (1, 2))
+
+
+def build(shape: Shape, place: Place) -> Decoder:
+    """The decoder."""
+    model = shape.model
+    config = parse_config({
+        "model_type": "llama", "vocab_size": shape.vocab_size, "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate, "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    })  # fmt: skip
+    state = {
+        name: torch.empty(size, dtype=place.dtype, device=place.device).normal_(0, 0.02)
+        for name, size in expected_shapes(config).items()
+    }
+    return Decoder(config, state, dtype=place.dtype, device=torch.device(place.device))
+
+
+def captured_runner(shape: Shape, place: Place, capture: GraphDevice) -> tuple[ModelRunner, Json]:
+    """A runner whose steps are captured, and what that took."""
+    model = build(shape, place)
+    blocks = -(-(shape.context + ROWS) // BLOCK_SIZE)
+    runner = ModelRunner(model, blocks * max(shape.batches), BLOCK_SIZE)
+    before, started = capture.reserved_bytes(), time.perf_counter()
+    runner.capture(StepLimits(256, max(shape.batches), ROWS), capture)
+    seconds = round(time.perf_counter() - started, 2)
+    return runner, {"seconds": seconds, "bytes": capture.reserved_bytes() - before}
+
+
+def measure_steps(shape: Shape, place: Place, runner: ModelRunner, repeats: int) -> Json:
+    """A row for every batch."""
+    probe = Probe(place, quick=shape is QUICK)
+    return {"rows": [_row(shape, place, runner, probe, batch, repeats) for batch in shape.batches]}
+
+
+def render(result: Json) -> Iterator[str]:
+    """The table."""
+    yield f"Steps of {ROWS} rows a sequence (k = {K}) on {result['device']['name']}; medians, milliseconds."
+    yield ""
+    yield "| batch | replayed | launched | on the device | floor | share of floor |"
+    yield "|--:|--:|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        times = (f"{row[name]['median'] / 1e3:.3f}" for name in ("replayed_us", "launched_us", "device_us", "floor_us"))
+        yield f"| {row['batch']} | {' | '.join(times)} | {row['share_of_floor']['median']:.2f} |"
+
+
+@torch.inference_mode()
+def _row(shape: Shape, place: Place, runner: ModelRunner, probe: Probe, batch: int, repeats: int) -> Json:
+    entries = _entries(shape, batch)
+    ways: dict[str, Callable[[], object]] = {
+        "replayed_us": lambda: runner.forward(entries),
+        "launched_us": lambda: runner.model.forward(build_batch(entries, BLOCK_SIZE, place.device), runner.cache),
+    }
+    num_bytes = _bytes(runner, shape, batch)
+    found: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(WARM_UP + repeats):
+        times = {name: _wall_us(place, way) for name, way in ways.items()}
+        _wall_us(place, ways["replayed_us"])
+        times["device_us"] = runner.last_forward_us
+        fastest = min(timed(place, probe.copy)() / 2, timed(place, probe.read)())  # the copy reads and writes
+        times["floor_us"] = num_bytes / (probe.num_bytes / fastest)
+        times["share_of_floor"] = times["floor_us"] / times["replayed_us"]
+        if repeat >= WARM_UP:
+            for name, value in times.items():
+                found[name].append(value)
+    return {"batch": batch, "bytes": num_bytes} | {name: spread(values) for name, values in found.items()}
+
+
+def _entries(shape: Shape, batch: int) -> Sequence[BatchEntry]:
+    blocks = -(-(shape.context + ROWS) // BLOCK_SIZE)
+    ids = [7919 * index % shape.vocab_size for index in range(ROWS)]
+    tables = [list(range(blocks * index, blocks * (index + 1))) for index in range(batch)]
+    return [BatchEntry(ids, shape.context, table, ROWS) for table in tables]
+
+
+def _bytes(runner: ModelRunner, shape: Shape, batch: int) -> int:
+    """Every weight once, the keys and values of the contexts, and the logits that are written."""
+    model, size = shape.model, runner.model.dtype.itemsize
+    attention = model.hidden * model.head_dim * 2 * (model.heads + model.kv_heads)
+    layer = attention + 3 * model.hidden * model.intermediate
+    weights = (shape.num_layers * layer + shape.vocab_size * model.hidden) * size
+    cached = shape.context * bytes_per_block(runner.model.layers, runner.model.dtype, 1)
+    return weights + batch * (cached + ROWS * shape.vocab_size * torch.float32.itemsize)
+
+
+def _wall_us(place: Place, call: Callable[[], object]) -> float:
+    """Until the device is done, as a service waits for the logits."""
+    started = time.perf_counter()
+    call()
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e6
+
+
+ENTRIES = 64  # of a drafted token's weights
+
+Ways = dict[str, Callable[[], object]]
+
+
+def measure_rounds(shape: Shape, runner: ModelRunner, repeats: int) -> Json:
+    """Rows for every batch: of judging by rule, and of drafting by rule."""
+    verifier, proposer = verifier_of(runner, shape.vocab_size), DraftModelProposer(runner)
+    judging, drafting = [], []
+    for batch in shape.batches:
+        for rule in Rule:
+            members = [_judged(shape, index, rule) for index in range(batch)]
+            entries = [member.entry.batch_entry() for member in members]
+            ways: Ways = {
+                "pass_us": lambda entries=entries: runner.forward(entries)[-1, 0].item(),  # type: ignore[misc]
+                "round_us": lambda entries=entries, members=members: verifier.verify(  # type: ignore[misc]
+                    runner.forward(entries), members
+                ),
+            }
+            judging.append({"batch": batch, "rule": rule.name.lower()} | _medians(ways, repeats))
+        for law in DraftRule:
+            ways = {
+                "one_wait_us": partial(_draft, shape, proposer, batch, law, K),
+                "a_wait_each_us": partial(_draft, shape, proposer, batch, law, 1),
+            }
+            drafting.append({"batch": batch, "rule": law.name.lower()} | _medians(ways, repeats))
+    return {"judging": judging, "drafting": drafting}
+
+
+def render_rounds(result: Json) -> Iterator[str]:
+    """The tables."""
+    yield f"A pass of {ROWS} rows a sequence, and with its judging; {K} drafted tokens; medians, milliseconds."
+    for name, columns in (("judging", ("pass_us", "round_us")), ("drafting", ("one_wait_us", "a_wait_each_us"))):
+        yield ""
+        yield f"| batch | {name} | {' | '.join(column.removesuffix('_us').replace('_', ' ') for column in columns)} |"
+        yield "|--:|:--|--:|--:|"
+        for row in result[name]:
+            times = " | ".join(f"{row[column]['median'] / 1e3:.3f}" for column in columns)
+            yield f"| {row['batch']} | {row['rule']} | {times} |"
+
+
+def _medians(ways: Ways, repeats: int) -> Json:
+    found: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(WARM_UP + repeats):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            if repeat >= WARM_UP:
+                found[name].append((time.perf_counter() - started) * 1e6)
+    return {name: spread(values) for name, values in found.items()}
+
+
+def _judged(shape: Shape, index: int, rule: Rule) -> Judged:
+    """A window of K tokens after a long context."""
+    prompt = tuple(7919 * place % shape.vocab_size for place in range(shape.context + 1))
+    acceptance = AcceptanceRule.COUPLED if rule == Rule.COUPLED else AcceptanceRule.REJECTION
+    sampling = SamplingParams(temperature=0.0 if rule == Rule.GREEDY else 1.0, max_tokens=2 * K)
+    limits = TargetLimits(shape.vocab_size, 8192, (), 1 << 20)
+    request = Open(index, prompt, sampling, acceptance=acceptance, seed=index)
+    target = admit(request, None, (1, index), print, limits, index, 0.0)
+    ids = tuple(range(K))
+    vector = TokenWeights.of(range(ENTRIES), [32767] * ENTRIES)
+    target.sequence.tokens += ids
+    target.sequence.block_table = _table(shape, index)
+    entry = StepEntry(target, shape.context + 1, shape.context, ROWS, Window(0, ids, (vector,) * K, False), True, ROWS)
+    return Judged(entry, range(index * ROWS, (index + 1) * ROWS))
+
+
+def _draft(shape: Shape, proposer: DraftModelProposer, batch: int, rule: DraftRule, at_once: int) -> None:
+    """K tokens of every sequence."""
+    sampling: Any = SamplingParams(temperature=0.0 if rule == DraftRule.ARGMAX else 1.0)
+    rows = []
+    for index in range(batch):
+        prompt = [7919 * place % shape.vocab_size for place in range(shape.context)]
+        sequence = CachedSequence(prompt, "", shape.context - 1, _table(shape, index))
+        sampler = SequenceSampler(sampling, prompt, (), (), shape.vocab_size)
+        law = DraftLaw(rule, RandomKey(index, 0))
+        rows.append(DraftRows(sequence, 1, shape.context, sampler, law, shape.context + K))
+    for _ in range(K // at_once):
+        proposer.run(rows, proposer.passes_for(rows, at_once))
+
+
+def _table(shape: Shape, index: int) -> list[int]:
+    blocks = -(-(shape.context + ROWS) // BLOCK_SIZE)
+    return list(range(blocks * index, blocks * (index + 1)))
+
+
+BENCH = Path("bench")
+RESULTS = BENCH / "results" / "steps"
+
+
+def main() -> int:
+    """0 if all went well, 1 if a part failed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=30, help="timed steps of each kind and batch")
+    parser.add_argument("--only", choices=("tests", "kernels", "steps"), help="one part of it")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU here, and nothing was checked", file=sys.stderr)
+        return 2
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    parts = {
+        "tests": ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
+        "kernels": (str(BENCH / "kernels.py"), "--device", "cuda"),
+    }
+    codes = [
+        subprocess.run([sys.executable, *part], cwd=BENCH.parent, env=environment, check=False).returncode
+        for name, part in parts.items()
+        if options.only in (None, name)
+    ]
+    if options.only in (None, "steps"):
+        _steps(options.repeats)
+    return int(any(codes))
+
+
+def _steps(repeats: int) -> None:
+    machine = describe()
+    runner, capture = captured_runner(REAL, CUDA, CudaGraphs(torch.device("cuda")))
+    result = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(machine) | {"flags": list(machine.flags)},
+        "device": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "dtype": "bfloat16"},
+        "setup": {"repeats": repeats, "k": K, "model": REAL.model.name, "context": REAL.context},
+        "capture": capture,
+    }
+    result |= measure_steps(REAL, CUDA, runner, repeats) | measure_rounds(REAL, runner, repeats)
+    print("\n".join([*render(result), "", *render_rounds(result)]))
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{file_stem(result)}.json"
+    path.write_text(dump(result), encoding="utf-8")
+    print(f"\nstored in {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

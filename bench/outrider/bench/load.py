@@ -1,0 +1,431 @@
+"""`outrider bench serve`: loads a server and says what its clients saw.
+
+The prompts of a load: built in, or from a file.
+
+An OpenAI-compatible server over HTTP, as the load sees it. Every request has a connection of its own, and its first
+token's time holds the handshake, as a new client's does.
+
+A gateway over gRPC, as the load sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from outrider.bench.load_report import (
+    Ask,
+    BenchServeSettings,
+    Delivery,
+    Json,
+    Record,
+    Tick,
+    closed_loop,
+    draw,
+    measure,
+    open_loop,
+    render,
+    summarise,
+    times_ms,
+)
+from outrider.bench.report import PROMPTS, dump
+from outrider.cli.terminal import of_gateway, parse
+from outrider.client import NO_RETRY, Client, Part
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.sampling_params import AcceptanceRule
+
+
+def read_texts(path: Path | None) -> list[str]:
+    """All prompts of a file: a JSON list, JSON lines or plain lines. ValueError names what is wrong."""
+    if path is None:
+        return list(PROMPTS)
+    content = path.read_text(encoding="utf-8")
+    if content.lstrip().startswith("[") and path.suffix != ".txt":
+        values = _json(path, content)
+    elif path.suffix in (".jsonl", ".ndjson") or content.lstrip().startswith(("{", '"')):
+        lines = enumerate(content.splitlines(), 1)
+        values = [_json(path, line, number) for number, line in lines if line.strip()]
+    else:
+        values = [line for line in content.splitlines() if line.strip()]
+    texts = [_text(path, number, value) for number, value in enumerate(values, 1)]
+    if not texts:
+        raise ValueError(f"{path} has no prompts")
+    return texts
+
+
+def choose(texts: list[str], num: int, seed: int) -> list[str]:
+    """`num` prompts: all of them once in an order that the seed decides, then again."""
+    order = random.Random(seed).sample(texts, len(texts))
+    return [order[place % len(order)] for place in range(num)]
+
+
+def _json(path: Path, text: str, line: int | None = None) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{path}, line {line or error.lineno}"
+        raise ValueError(f"{where}: no JSON ({error.msg})") from error
+
+
+def _text(path: Path, number: int, value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("prompt")
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{path}, prompt {number}: expected a text, or an object with a text as prompt")
+    return value
+
+
+LINE_BYTES = 16 * 2**20  # the longest line of a stream
+MAX_BODY_BYTES = 2**20  # read of an answer that is no stream
+
+
+class HttpServer:
+    """A server below a URL. What goes beyond OpenAI's fields is sent only to those that know it."""
+
+    def __init__(self, settings: BenchServeSettings) -> None:
+        self._settings = settings
+        url = urlsplit(settings.base_url)
+        self._tls = url.scheme == "https"
+        self._host = url.hostname or ""
+        self._port = url.port or (443 if self._tls else 80)
+        self._authority = url.netloc.rpartition("@")[2]
+        self._root = url.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._model = settings.model
+        self._is_ours = False
+
+    async def describe(self) -> str:
+        """The model; raises OSError or ValueError where there is no such server."""
+        async with self._exchange("GET", "/models") as answer:
+            if answer.status != 200:
+                raise ValueError(await answer.complaint())
+            named = _cards(await answer.body())
+        self._model = self._model or next(iter(named), "")
+        if self._model not in named:
+            raise ValueError(f"there is no model {self._model!r}; there are: {', '.join(named) or 'none'}")
+        self._is_ours = "speculation" in named[self._model]
+        if self._settings.asks_for_speculation and not self._is_ours:
+            raise ValueError("this server says nothing of speculation: leave those settings out")
+        return self._model
+
+    async def send(self, ask: Ask) -> AsyncGenerator[Delivery, None]:
+        """One completion, streamed."""
+        path = "/chat/completions" if ask.chat else "/completions"
+        async with self._exchange("POST", path, self._body(ask)) as answer:
+            if answer.status != 200:
+                raise ValueError(await answer.complaint())
+            async with aclosing(answer.lines()) as lines:
+                async for line in lines:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield _delivery(_parsed(data))
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        body |= {"messages": [{"role": "user", "content": ask.prompt}]} if ask.chat else {"prompt": ask.prompt}
+        if ask.ignore_eos:
+            body["ignore_eos"] = True
+        if self._is_ours:
+            settings = self._settings
+            speculation: dict[str, Any] = {"enabled": settings.speculation, "acceptance": settings.acceptance}
+            if settings.mode is not None:
+                speculation["mode"] = settings.mode
+            if settings.num_draft_tokens is not None:
+                speculation["num_draft_tokens"] = settings.num_draft_tokens
+            body |= {"return_token_ids": True, "speculation": speculation}
+        return body
+
+    @asynccontextmanager
+    async def _exchange(self, method: str, path: str, body: Any = None) -> AsyncGenerator[Answer, None]:
+        """A request on a new connection, and its answer up to the end of the headers."""
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls or None, limit=LINE_BYTES)
+        try:
+            payload = b"" if body is None else json.dumps(body).encode()
+            writer.write(self._head(method, path, len(payload)) + payload)
+            await writer.drain()
+            yield await _read_head(reader)
+        finally:
+            writer.close()
+
+    def _head(self, method: str, path: str, length: int) -> bytes:
+        headers = {
+            "Host": self._authority,
+            "Accept": "text/event-stream, application/json",
+            "Content-Type": "application/json",
+            "Content-Length": str(length),
+            "Connection": "close",
+        }
+        if self._settings.api_key:
+            headers["Authorization"] = f"Bearer {self._settings.api_key}"
+        lines = [f"{method} {self._root}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+class Answer:
+    """An answer whose body is still to be read."""
+
+    def __init__(self, status: int, chunked: bool, reader: asyncio.StreamReader) -> None:
+        self.status = status
+        self._chunked = chunked
+        self._reader = reader
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """The body's lines as they come."""
+        rest = b""
+        async for block in self._blocks():
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                yield line
+        if rest:
+            yield rest
+
+    async def body(self) -> bytes:
+        """The whole body."""
+        body = b""
+        async for block in self._blocks():
+            body += block
+            if len(body) > MAX_BODY_BYTES:
+                raise ValueError("the server's answer is too long")
+        return body
+
+    async def complaint(self) -> str:
+        """What a refusal says, in one line."""
+        body = await self.body()
+        try:
+            found = json.loads(body)["error"]
+            message = found["message"] if isinstance(found, dict) else str(found)
+        except (ValueError, KeyError, TypeError):
+            message = body[:200].decode(errors="replace")
+        return f"HTTP {self.status}: {' '.join(str(message).split())}"
+
+    async def _blocks(self) -> AsyncGenerator[bytes, None]:
+        if not self._chunked:
+            while block := await self._reader.read(65536):
+                yield block
+            return
+        while size := int((await self._reader.readline()).partition(b";")[0] or b"0", 16):
+            try:
+                yield await self._reader.readexactly(size)
+            except asyncio.IncompleteReadError as error:
+                raise ValueError("the server broke off in the middle of its answer") from error
+            await self._reader.readline()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> Answer:
+    """The status and how the body is framed."""
+    first = await reader.readline()
+    version, _, rest = first.decode("latin-1").partition(" ")
+    if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
+        raise ValueError(f"this is no HTTP server: it answered {first[:40]!r}")
+    chunked = False
+    while line := (await reader.readline()).strip():
+        name, _, value = line.decode("latin-1").partition(":")
+        chunked |= name.lower() == "transfer-encoding" and "chunked" in value.lower()
+    return Answer(int(rest[:3]), chunked, reader)
+
+
+def _cards(body: bytes) -> dict[str, Any]:
+    """The models that are served, by name."""
+    try:
+        return {card["id"]: card for card in json.loads(body)["data"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"/v1/models is no list of models: {body[:80]!r}") from error
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"an event is no JSON: {data[:80]!r}") from error
+    if not isinstance(chunk, dict):
+        raise ValueError(f"an event is no object: {data[:80]!r}")
+    return chunk
+
+
+def _delivery(chunk: dict[str, Any]) -> Delivery:
+    if error := chunk.get("error"):
+        raise ValueError(error.get("message", "an error") if isinstance(error, dict) else str(error))
+    choices = chunk.get("choices") or [{}]
+    choice = choices[0]
+    usage = chunk.get("usage")
+    ids = choice.get("token_ids")
+    return Delivery(
+        num_tokens=None if ids is None else len(ids),
+        text=bool(choice.get("text") or (choice.get("delta") or {}).get("content")),
+        finish=choice.get("finish_reason"),
+        usage=None if usage is None else (usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)),
+        speculation=choice.get("speculation"),
+    )
+
+
+INFO_S = 10.0
+
+
+class GrpcServer:
+    """One connection. Nothing is tried again: what fails is to be seen."""
+
+    def __init__(self, settings: BenchServeSettings) -> None:
+        self._client = Client(settings.gateway, retry=NO_RETRY)
+        self._options: dict[str, Any] = {
+            "speculate": None if settings.speculation else False,
+            "num_draft_tokens": settings.num_draft_tokens,
+            "mode": settings.mode or "",
+            "acceptance": AcceptanceRule[settings.acceptance.upper()],
+        }
+
+    async def describe(self) -> str:
+        """The models."""
+        info = await self._client.info(timeout=INFO_S)
+        return f"{info.target.name} with {info.draft.name if info.draft else 'no draft'}"
+
+    async def send(self, ask: Ask) -> AsyncGenerator[Delivery, None]:
+        """One completion."""
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": ask.prompt}]} if ask.chat else {}
+        parts = self._client.generate(
+            None if ask.chat else ask.prompt,
+            max_tokens=ask.max_tokens,
+            ignore_eos=ask.ignore_eos,
+            temperature=ask.temperature,
+            seed=ask.seed,
+            **prompt,
+            **self._options,
+        )
+        async with aclosing(parts):
+            async for part in parts:
+                yield _grpc_delivery(part)
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        await self._client.close()
+
+
+def _grpc_delivery(part: Part) -> Delivery:
+    usage, stats = part.usage, part.speculation
+    return Delivery(
+        num_tokens=len(part.token_ids),
+        text=bool(part.text),
+        finish=None if part.finish_reason is None else part.finish_reason.name.lower(),
+        usage=None if usage is None else (usage.prompt_tokens, usage.completion_tokens),
+        speculation=None if stats is None else asdict(stats),
+    )
+
+
+DESCRIPTION = (
+    "Load a server, an OpenAI-compatible one with --base-url or a gateway over gRPC with --gateway, and measure what "
+    "its clients see: time to first token, inter-token latency, end-to-end latency, throughput, acceptance, and with "
+    "--slo-ttft-ms or --slo-itl-ms goodput, the requests a second that meet them. With --rate requests arrive by a "
+    "Poisson process (an open loop: times count from the arrival), with --concurrency each of so many clients sends "
+    "one after another (a closed loop). A delivery may bring several tokens: inter-token latency is the time between "
+    "deliveries, time per output token is spread over their tokens."
+)
+SHORT = {"--json": "--json-file"}
+FAILURES = (OutriderError, OSError, ValueError)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider bench serve") -> int:
+    """Loads, prints and writes; 1 if the server cannot be used, or no request succeeds."""
+    arguments = _spell_out(sys.argv[1:] if argv is None else argv)
+    settings = parse(BenchServeSettings, arguments, prog, DESCRIPTION)
+    try:
+        for path in filter(None, (settings.json_file, settings.plot)):
+            path.touch()  # to know before the load, not after it
+        server, records = asyncio.run(_run(settings))
+        return _finish(settings, server, records)
+    except FAILURES as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
+        return 1
+
+
+async def _run(settings: BenchServeSettings) -> tuple[str, list[Record]]:
+    """What was loaded, and what was seen."""
+    texts = read_texts(settings.prompts)
+    server = HttpServer(settings) if settings.base_url else GrpcServer(settings)
+    try:
+        name = await server.describe()
+        asks = [
+            _ask(settings, index, text) for index, text in enumerate(choose(texts, settings.requests, settings.seed))
+        ]
+        for index in range(settings.warmup):
+            record = await measure(server, asks[index % len(asks)], Record(index, 0.0), settings.timeout, _ignore)
+            if record.error:
+                raise ValueError(f"a request to warm up failed: {record.error}")
+        with _progress(settings) as tick:
+            if settings.rate is not None:
+                return name, await open_loop(server, asks, settings.rate, settings.seed, settings.timeout, tick)
+            return name, await closed_loop(server, asks, settings.num_at_once, settings.timeout, tick)
+    finally:
+        await server.close()
+
+
+def _finish(settings: BenchServeSettings, server: str, records: Sequence[Record]) -> int:
+    """Prints, and writes what is to be written."""
+    result: Json = summarise(settings, server, records)
+    print("\n".join(render(result)))
+    if settings.json_file is not None:
+        settings.json_file.write_text(dump(result), encoding="utf-8")
+    if settings.plot is not None:
+        done = [record for record in records if not record.error]
+        settings.plot.write_text(draw(result, times_ms(done)), encoding="utf-8")
+    return 0 if result["completed"] else 1
+
+
+def _ask(settings: BenchServeSettings, index: int, text: str) -> Ask:
+    return Ask(
+        prompt=text,
+        chat=settings.chat,
+        max_tokens=settings.max_tokens,
+        ignore_eos=settings.ignore_eos,
+        temperature=settings.temperature,
+        seed=settings.seed + index,
+    )
+
+
+@contextmanager
+def _progress(settings: BenchServeSettings) -> Iterator[Tick]:
+    """A bar on a terminal's standard error, else one line there."""
+    if not sys.stderr.isatty():
+        print(f"{settings.requests} requests to {settings.place}, {settings.loop} ...", file=sys.stderr, flush=True)
+        yield _ignore
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True, highlight=False), transient=True) as progress:
+        task = progress.add_task(settings.loop, total=settings.requests)
+        yield lambda record: progress.advance(task)
+
+
+def _ignore(record: Record) -> None:
+    """Nobody watches."""
+
+
+def _spell_out(argv: Sequence[str]) -> list[str]:
+    """--json is short for --json-file: a field of that name would hide pydantic's own."""
+    short, whole = "--json", "--json-file"
+    return [whole + arg[len(short) :] if arg == short or arg.startswith(f"{short}=") else arg for arg in argv]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The draft service with stretched passes, as a worker: `python -m outrider.bench.network_draft ARGUMENTS of
+outrider draft`. It says {"address"} once it listens, and takes {"pass_ms"} at any time.
+
+A slow draft: every pass of a draft model stretched to a length by sleeping, which leaves the cores to others."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+
+from outrider.bench.worker import Send, Worker, take_output
+from outrider.cli.__main__ import main as run_command
+from outrider.cli.local_services import LISTENING
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import Drafted, DraftRows
+
+
+class Pace:
+    """How long a pass takes at least. Set from any thread."""
+
+    def __init__(self) -> None:
+        self.pass_s = 0.0
+
+    def stretch_passes(self) -> None:
+        """Makes every draft model of this process take its time: a pass, its sampling included, with any number of
+        rows, as on a device whose memory is the limit."""
+        run = DraftModelProposer.run
+
+        def paced(proposer: DraftModelProposer, rows: Sequence[DraftRows], num_passes: int) -> list[list[Drafted]]:
+            end = time.perf_counter() + self.pass_s * num_passes
+            drafted = run(proposer, rows, num_passes)
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return drafted
+
+        setattr(DraftModelProposer, "run", paced)  # noqa: B010  # for this process, on purpose
+
+
+class DraftWorker(Worker):
+    """This module as a process, seen from the bench."""
+
+    def __init__(self, arguments: Sequence[str], cores: Sequence[int]) -> None:
+        command = [sys.executable, "-m", "outrider.bench.network_draft", *arguments]
+        super().__init__("draft", command, cores)
+        self.address = ""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it listens. Raises WorkerFailed."""
+        self.address = self.receive(timeout_s)["address"]
+
+    def set_pass_ms(self, pass_ms: float) -> None:
+        """How long a pass takes at least, from now on."""
+        self.ask({"pass_ms": pass_ms})
+
+    def kill(self) -> None:
+        """Ends it without a word."""
+        self._process.kill()
+
+
+class Announcement(io.StringIO):
+    """Takes what the service prints, and passes its address on."""
+
+    def __init__(self, send: Send) -> None:
+        super().__init__()
+        self._send = send
+
+    def write(self, text: str) -> int:
+        """Looks for the line that says where the service listens."""
+        written = super().write(text)
+        if "\n" in text and (found := re.search(LISTENING, self.getvalue())):
+            self._send({"address": found[1]})
+            self.seek(0)
+            self.truncate()
+        return written
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until the input ends."""
+    send = take_output()
+    pace = Pace()
+    pace.stretch_passes()
+    threading.Thread(target=_take_orders, args=(pace, send), daemon=True).start()
+    with redirect_stdout(Announcement(send)):
+        return run_command(["draft", *argv])
+
+
+def _take_orders(pace: Pace, send: Send) -> None:
+    for line in sys.stdin:
+        pace.pass_s = json.loads(line)["pass_ms"] / 1e3
+        send({"pass_ms": pace.pass_s * 1e3})
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,256 @@
+"""`outrider bench`: plain and speculative decoding here and elsewhere, on one pair and the same prompts.
+
+The order of the measurements: in every repeat each way once, in random order, the floor beside each of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from outrider.bench.machine import CoresAwake, ForeignLoad, Machine, describe
+from outrider.bench.measure import (
+    Addresses,
+    BenchSettings,
+    Cell,
+    GatewayWay,
+    Run,
+    Way,
+    measure_rounds,
+    start_fleet,
+    wait_for_draft,
+)
+from outrider.bench.report import (
+    AUTO,
+    BRANCHES,
+    CHAINS,
+    COUPLED,
+    PLAIN,
+    REJECTION,
+    Json,
+    describe_block,
+    dump,
+    last_result,
+    moved,
+    read_prompts,
+    render,
+    store,
+    title,
+)
+from outrider.bench.worker import Worker, WorkerFailed
+from outrider.bench.workers import start_floor, start_peers
+from outrider.cli.local_services import Folders, ServiceFailed, Services
+from outrider.cli.terminal import load_tokenizer, parse
+from outrider.pairs import pair_path
+from outrider.planner.policy import Policy
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.hub import locate
+from outrider.rpc.sampling_params import AcceptanceRule
+
+Note = Callable[[str], None]
+
+
+class Schedule:
+    """Measures cells. `floor` answers what bench_floor's worker does."""
+
+    def __init__(
+        self, ways: Sequence[Way], floor: Worker, *, repeats: int, max_tokens: int, floor_passes: int, seed: int
+    ) -> None:
+        self._ways = ways
+        self._floor = floor
+        self._repeats = repeats
+        self._max_tokens = max_tokens
+        self._floor_passes = floor_passes
+        self._seed = seed
+        self._order = random.Random(seed)
+
+    def measure(self, cell: Cell, prompts: Sequence[Sequence[int]], note: Note) -> Json:
+        """All repeats of a cell, after one of each way that counts for nothing."""
+        ways = [way for way in self._ways if way.fits(cell)]
+        batch = prompts[: cell.batch]
+        rows = {way.name: way.decode(cell, batch, self._max_tokens, self._seed).rows for way in ways}
+        before, foreign = self._floor.ask({}), ForeignLoad()
+        runs: dict[str, list[Run]] = {way.name: [] for way in ways}
+        for repeat in range(self._repeats):
+            for way in self._order.sample(ways, len(ways)):
+                run = self._run(way, cell, batch, self._seed + repeat, rows[way.name])
+                runs[way.name].append(run)
+                rows[way.name] = run.rows
+            speeds = ", ".join(f"{name} {own[-1].tokens_per_s:.1f}" for name, own in runs.items())
+            note(f"  {repeat + 1} of {self._repeats}: {speeds} tokens/s")
+        others = foreign.cpus()
+        return describe_block(cell, runs, before, self._floor.ask({}), others)
+
+    def _run(self, way: Way, cell: Cell, prompts: Sequence[Sequence[int]], seed: int, last_rows: int) -> Run:
+        """One run, between two measurements of its floor: with the rows of the way's last run, and with its own."""
+        times = self._products(last_rows)
+        run = way.decode(cell, prompts, self._max_tokens, seed)
+        times += self._products(run.rows)
+        run.products_ms = median(times) if times else None
+        return run
+
+    def _products(self, rows: int) -> list[float]:
+        if not rows:
+            return []
+        times: list[float] = self._floor.ask({"rows": rows, "passes": self._floor_passes})["ms"]
+        return times
+
+
+DESCRIPTION = (
+    "Measure a pair of models: plain decoding and speculation here, transformers' generate, and other peers where they "
+    "are installed, in random order on the same prompts, against the bare matrix products of the same steps. To load a "
+    "server that runs: outrider bench serve."
+)
+ROUND_REPEATS = 3  # batches of which every round is looked at
+FAILURES = (ServiceFailed, WorkerFailed, OutriderError, OSError, ValueError)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int:
+    """Measures, prints, compares and stores; 1 if a process does not start or dies."""
+    settings = parse(BenchSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION).effective()
+    try:
+        finish(settings, run(settings))
+    except FAILURES as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(settings: BenchSettings) -> Json:
+    """Every cell."""
+    machine = describe()
+    with ExitStack() as stack:
+        stack.enter_context(CoresAwake(settings.keep_awake))
+        folders, pair = _folders(settings, stack)
+        prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
+        services = stack.enter_context(Services())
+        runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
+        _note("starting the services and the peers ...")
+        floor = start_floor(stack, folders.target, settings.start_timeout)
+        peers = start_peers(stack, settings, folders)
+        fleet = start_fleet(services, folders, settings.num_draft_tokens, settings.start_timeout)
+        ways = [*our_ways(runner, fleet.gateway, settings), *peers]
+        runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
+        result = _result(settings, machine, pair, len(prompts[0]))
+        for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
+            _note(title(asdict(cell)))
+            result["blocks"].append(_block(settings, cell, ways, floor, fleet, runner, prompts))
+    return result
+
+
+def our_ways(runner: asyncio.Runner, address: str, settings: BenchSettings) -> list[Way]:
+    """Those that are asked for: the loop in turn under both rules, ahead of the verification, and what a gateway does
+    unless told otherwise."""
+    k = settings.num_draft_tokens
+    ways = {
+        "plain": GatewayWay(PLAIN, runner, address, 0),
+        "rejection": GatewayWay(REJECTION, runner, address, k, AcceptanceRule.REJECTION),
+        "coupled": GatewayWay(COUPLED, runner, address, k, AcceptanceRule.COUPLED),
+        "chains": GatewayWay(CHAINS, runner, address, k, AcceptanceRule.AUTO, mode="chains"),
+        "branches": GatewayWay(BRANCHES, runner, address, k, AcceptanceRule.AUTO, mode="branches"),
+        "auto": GatewayWay(AUTO, runner, address, k, AcceptanceRule.AUTO, mode="auto"),
+    }
+    return [ways[mode] for mode in settings.modes]
+
+
+def finish(settings: BenchSettings, result: Json) -> None:
+    """Prints the tables and what moved, and stores the result."""
+    print("\n".join(render(result)))
+    if settings.output is not None:
+        settings.output.write_text(dump(result), encoding="utf-8")
+    if not settings.store:
+        return
+    last = last_result(settings.results, result["machine"], result["setup"])
+    if last is None:
+        print("\nno stored result of this machine and setup to compare with")
+    else:
+        changes = moved(last, result) or ["nothing moved by more than the spread"]
+        print("\n" + "\n".join([f"since {last['when']}:", *(f"  {line}" for line in changes)]))
+    print(f"\nstored in {store(settings.results, result)}")
+
+
+def _block(
+    settings: BenchSettings,
+    cell: Cell,
+    ways: Sequence[Way],
+    floor: Worker,
+    fleet: Addresses,
+    runner: asyncio.Runner,
+    prompts: Sequence[Sequence[int]],
+) -> Json:
+    """One cell, and where our rounds' time goes."""
+    schedule = Schedule(
+        ways,
+        floor,
+        repeats=settings.repeats,
+        max_tokens=settings.max_tokens,
+        floor_passes=settings.floor_passes,
+        seed=settings.seed,
+    )
+    block = schedule.measure(cell, prompts, _note)
+    for way in ways:
+        if isinstance(way, GatewayWay) and way.mode == "sequential" and way.name in block["ways"]:
+            measured = measure_rounds(
+                fleet,
+                cell,
+                prompts[: cell.batch],
+                Policy(way.num_draft_tokens),
+                way.acceptance,
+                settings.max_tokens,
+                range(settings.seed, settings.seed + min(ROUND_REPEATS, settings.repeats)),
+            )
+            block["ways"][way.name]["round_ms"] = runner.run(measured)
+    return block
+
+
+def _folders(settings: BenchSettings, stack: ExitStack) -> tuple[Folders, str]:
+    """The checkpoints, and what to call them. The expansion is written to a folder that ends with the bench, because
+    peers load folders."""
+    if settings.target is not None and settings.draft is not None:
+        folders = Folders(locate(settings.target), locate(settings.draft))
+        return folders, f"{settings.target.name} with {settings.draft.name}"
+    pair = pair_path(settings.pair)
+    if not settings.expand:
+        return Folders(pair.target, pair.draft), f"the embedded pair {settings.pair}"
+    from outrider.pairs.expansion import write_expanded
+
+    _note("making the target large: the same function, about 300M parameters ...")
+    folder = Path(tempfile.mkdtemp(prefix="outrider-bench-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    write_expanded(pair.target, folder / "target")
+    return Folders(folder / "target", pair.draft), f"the expansion of the embedded pair {settings.pair}"
+
+
+def _result(settings: BenchSettings, machine: Machine, pair: str, prompt_tokens: int) -> Json:
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(machine) | {"flags": list(machine.flags)},
+        "setup": {
+            "pair": pair,
+            "k": settings.num_draft_tokens,
+            "max_tokens": settings.max_tokens,
+            "prompt_tokens": prompt_tokens,
+            "repeats": settings.repeats,
+            "seed": settings.seed,
+            "cores_awake": settings.keep_awake,
+        },
+        "blocks": [],
+    }
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""A worker that decodes with transformers' `generate`: `python -m outrider.bench.transformers_worker TARGET DRAFT
+THREADS K`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.bench.worker import answer_questions
+
+LOOKUP_NGRAM = 2
+
+
+def make_handler(
+    target: Path, draft: Path, threads: int, num_draft_tokens: int
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Answers {"mode", "prompts", "max_tokens", "temperature", "seed"} with seconds and the number of tokens."""
+    torch.set_num_threads(threads)
+    model, assistant = _load(target), _load(draft)
+    assistant.generation_config.num_assistant_tokens = num_draft_tokens
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    extra: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "assisted": {"assistant_model": assistant},
+        "prompt-lookup": {"prompt_lookup_num_tokens": num_draft_tokens, "max_matching_ngram_size": LOOKUP_NGRAM},
+    }
+
+    @torch.inference_mode()
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        ids = torch.tensor(question["prompts"])
+        temperature = question["temperature"]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        torch.manual_seed(question["seed"])
+        started = time.perf_counter()
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=question["max_tokens"],
+            pad_token_id=0,
+            **({"do_sample": False} | sampling),
+            **extra[question["mode"]],
+        )
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "num_tokens": (output.shape[1] - ids.shape[1]) * len(ids)}
+
+    return handle
+
+
+def _load(folder: Path) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.eval()
+    model.generation_config.eos_token_id = None  # every completion has the same length
+    return model
+
+
+if __name__ == "__main__":
+    target_folder, draft_folder, num_threads, k = sys.argv[1:5]
+    sys.exit(answer_questions(lambda: make_handler(Path(target_folder), Path(draft_folder), int(num_threads), int(k))))

@@ -1,1 +1,0 @@
-"""The draft service: runs ahead of a target and proposes tokens for many sequences."""

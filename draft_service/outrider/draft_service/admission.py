@@ -1,0 +1,167 @@
+"""From an Open to a sequence: its method, its prompt (a fork's is its parent's), and what cannot be served.
+
+Spans of batch steps, linked to the requests that they served. Without a tracer nothing is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import Link, Tracer
+
+from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey
+from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache
+from outrider.engine.random import RandomKey
+from outrider.engine.sampler import SequenceSampler
+from outrider.proposers.base import ProposerState, TokenProposer
+from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.draft_rows import DraftLaw, DraftRule
+from outrider.rpc import telemetry as names
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.telemetry import context_from_traceparent
+
+
+def link_to(traceparent: str) -> Link | None:
+    """A link to a request's span; None where the request is not traced."""
+    if not traceparent:
+        return None
+    context = trace.get_current_span(context_from_traceparent(traceparent)).get_span_context()
+    return Link(context) if context.is_valid and context.trace_flags.sampled else None
+
+
+def installed_tracer() -> Tracer | None:
+    """The tracer of the process, if one was set up."""
+    provider = trace.get_tracer_provider()
+    return provider.get_tracer("outrider.draft") if isinstance(provider, TracerProvider) else None
+
+
+def record_step(tracer: Tracer, steps: Sequence[tuple[DraftSequence, int]], duration_us: int) -> None:
+    """The span of a step that ends now, of sequences and their rows; none where no request is traced."""
+    links = [draft.link for draft, _ in steps if draft.link is not None]
+    if not links:
+        return
+    end = time.time_ns()
+    attributes = {names.BATCH_ROWS: sum(rows for _, rows in steps), names.BATCH_SEQUENCES: len(steps)}
+    span = tracer.start_span(
+        names.SPAN_DRAFT_BATCH, links=links, attributes=attributes, start_time=end - duration_us * 1000
+    )
+    span.end(end)
+
+
+UNBOUNDED = 2**31 - 1
+
+
+class ContextTooShort(OutriderError):
+    """The sequence does not fit the draft's context; the request goes on without a draft."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.OUT_OF_RANGE
+    default_reason = "CONTEXT_TOO_SHORT"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMethod:
+    """The draft model, and what bounds the sequences that it drafts for."""
+
+    proposer: DraftModelProposer
+    cache: SequenceCache
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The method's name, as in the protocol."""
+        return self.proposer.name
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it can be computed."""
+        return self.proposer.runner.model.vocab_size
+
+    @property
+    def capacity(self) -> int:
+        """Positions at or past it are never drafted: the model's context ends, or the pool."""
+        return min(self.proposer.runner.model.max_model_len, self.cache.pool.num_blocks * self.cache.block_size)
+
+
+Methods = Mapping[str, ModelMethod | TokenProposer]  # by name, the default first
+
+
+def make_methods(methods: Iterable[ModelMethod | TokenProposer]) -> Methods:
+    """By name, in the order given."""
+    return {method.name: method for method in methods}
+
+
+def build_sequence(
+    key: SequenceKey, request: Open, methods: Methods, parent: DraftSequence | None, arrival: int, now: float
+) -> DraftSequence:
+    """Raises an OutriderError that says why the sequence cannot be drafted for."""
+    method = methods.get(request.method or next(iter(methods)))
+    if method is None:
+        known = ", ".join(methods)
+        raise NotFound(f"no method {request.method!r}; allowed: {known}", reason="UNKNOWN_METHOD")
+    prompt_ids = _prompt_ids(request, parent)
+    tokens = [*prompt_ids, *request.output_ids]
+    capacity = UNBOUNDED
+    state: ModelState | ProposerState
+    if isinstance(method, ModelMethod):
+        capacity = method.capacity
+        if len(tokens) >= capacity:
+            raise ContextTooShort(f"the sequence has {len(tokens)} tokens, the draft's context {capacity}")
+        check_ids(tokens, method.vocab_size)
+        state = _model_state(request, prompt_ids, method)
+    else:
+        state = method.open(tokens)
+    return DraftSequence(
+        key=key,
+        sequence=CachedSequence(tokens, salt=request.salt),
+        prompt_len=len(prompt_ids),
+        chain=request.first_chain,
+        capacity=capacity,
+        method=state,
+        arrival=arrival,
+        priority=request.priority,
+        deadline=now + request.timeout_ms / 1000 if request.timeout_ms else None,
+        parent=parent,
+        link=link_to(request.traceparent),
+    )
+
+
+def check_ids(ids: Iterable[int], vocab_size: int) -> None:
+    """The draft must know every id that it computes. A target's vocabulary may be padded further than the draft's."""
+    worst = max(ids, default=0)
+    if worst >= vocab_size:
+        message = f"token id {worst} is not in the draft's vocabulary of {vocab_size}"
+        raise FailedPrecondition(message, reason="UNKNOWN_TOKEN")
+
+
+def _prompt_ids(request: Open, parent: DraftSequence | None) -> list[int]:
+    if request.fork_of is None:
+        return list(request.prompt_ids)
+    if parent is None:
+        raise FailedPrecondition(f"sequence {request.fork_of} is not open: nothing to fork", reason="PARENT_GONE")
+    return parent.sequence.tokens[: parent.prompt_len]
+
+
+def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod) -> ModelState:
+    model = method.proposer.runner.model
+    try:
+        sampler = SequenceSampler(
+            request.sampling, prompt_ids, request.output_ids, method.eos_token_ids, model.vocab_size, model.device
+        )
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from error
+    return ModelState(sampler, DraftLaw(_rule(request), RandomKey(request.seed, request.completion)))
+
+
+def _rule(request: Open) -> DraftRule:
+    if request.sampling.greedy:
+        return DraftRule.ARGMAX
+    if request.acceptance == AcceptanceRule.COUPLED:
+        return DraftRule.COUPLED
+    return DraftRule.ARGMAX if request.one_hot else DraftRule.REJECTION

@@ -1,0 +1,280 @@
+"""The draft's engine, run by the device thread: commands of many streams in, one batched step at a time, pieces out.
+
+What one step (and the commands before it) made for one stream leaves in one call of that stream's sink."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from opentelemetry.trace import Tracer
+
+from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, record_step
+from outrider.draft_service.scheduler import Grower, Growth, Scheduler, note_alternatives, rows_of
+from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey
+from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
+from outrider.engine.model_runner import probe
+from outrider.engine.worker import require_device
+from outrider.proposers.draft_rows import Drafted, DraftRows
+from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
+from outrider.rpc.messages import (
+    Close,
+    Closed,
+    Commit,
+    Credit,
+    DraftCommand,
+    DraftEvent,
+    Open,
+    TokenWeights,
+    to_failure,
+)
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[Sequence[DraftEvent]], None]  # called on the device thread
+RETRY_AFTER_MS = 1000
+MAX_GROWING = 64  # branches in one pass, over all sequences
+STALLED_S = 0.01  # pause when nothing could run though something wants to
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A stream begins; its events go to `sink`."""
+
+    stream: int
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """A stream ended: everything it opened is released."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Validated messages of a stream, in order."""
+
+    stream: int
+    messages: Sequence[DraftCommand]
+
+
+EngineCommand = Attach | Detach | Deliver
+
+
+class DraftEngine:
+    """The worker of a DeviceThread; every method runs on that thread."""
+
+    def __init__(
+        self, methods: Methods, max_sequences: int = 256, max_rows: int = 512, tracer: Tracer | None = None
+    ) -> None:
+        self._methods = methods
+        self._model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
+        # Token-only methods hold no blocks.
+        self._cache = self._model.cache if self._model else SequenceCache(BlockPool(0), prefix_cache=False)
+        self._scheduler = Scheduler(self._cache, max_rows)
+        copy_blocks = self._model.proposer.runner.copy_blocks if self._model else None
+        self._grower = Grower(self._cache, copy_blocks) if copy_blocks else None
+        self._max_sequences = max_sequences
+        self._tracer = tracer
+        self._sinks: dict[int, Sink] = {}
+        self._sequences: dict[SequenceKey, DraftSequence] = {}
+        self._outbox: defaultdict[int, list[DraftEvent]] = defaultdict(list)
+        self._in_step: list[DraftSequence] = []
+        self._suspects: list[DraftSequence] = []  # were in a step that failed: each runs alone next
+        self._arrivals = 0
+
+    @property
+    def sequences(self) -> dict[SequenceKey, DraftSequence]:
+        """The open sequences."""
+        return self._sequences
+
+    def handle(self, command: EngineCommand) -> None:
+        """Applies a command; what it answers leaves with the next step."""
+        match command:
+            case Attach():
+                self._sinks[command.stream] = command.sink
+            case Detach():
+                self._detach(command.stream)
+            case Deliver():
+                for message in command.messages:
+                    self._apply((command.stream, message.sequence_id), message)
+
+    def step(self, now: float) -> float | None:
+        """Drafts a token for every sequence with the model (a few where passes follow one another on a device), and all
+        that is wanted where no model is."""
+        self._expire(now)
+        self._match_tokens()
+        drafts = [self._suspects.pop(0)] if self._suspects else list(self._sequences.values())
+        steps = self._scheduler.plan(drafts) if self._model else []
+        growing = self._grower.plan(drafts, MAX_GROWING) if self._grower else []
+        if self._model and (steps or growing):
+            self._draft(self._model, steps, growing)
+        self._flush()
+        if steps or growing or self._suspects or (self._model and self._prepare(self._model)):
+            return 0.0
+        if any(draft.wants_tokens for draft in self._sequences.values()):
+            return STALLED_S
+        deadlines = [draft.deadline for draft in self._sequences.values() if draft.deadline is not None]
+        return max(min(deadlines) - now, 0.001) if deadlines else None
+
+    def on_error(self, error: Exception) -> None:
+        """A step failed: its sequences are rolled back and run again, each alone, and the one that fails so ends. A bug
+        before it was planned would meet the next one again: then all fail. Raises DeviceLost if the device is
+        unusable."""
+        if self._model is not None:
+            require_device(self._model.proposer.runner.model.device)
+        in_step, self._in_step = self._in_step, []
+        for draft in in_step:
+            draft.roll_back(self._cache)
+        if len(in_step) > 1:
+            self._suspects = in_step
+            return
+        for draft in in_step or list(self._sequences.values()):
+            self._fail(draft.key, Internal(f"a draft step failed: {type(error).__name__}"))
+        self._flush()
+
+    def probe(self) -> None:
+        """A sign of life. Raises DeviceLost if the device is unusable."""
+        if self._model is not None:
+            probe(self._model.proposer.runner, self._cache.pool)
+
+    def _detach(self, stream: int) -> None:
+        for key in [key for key in self._sequences if key[0] == stream]:
+            self._release(key)
+        self._sinks.pop(stream, None)
+        self._outbox.pop(stream, None)
+
+    def _apply(self, key: SequenceKey, message: DraftCommand) -> None:
+        try:
+            if isinstance(message, Open):
+                self._open(key, message)
+            elif isinstance(message, Close):
+                self._release(key)
+                self._outbox[key[0]].append(Closed(key[1]))
+            elif (draft := self._sequences.get(key)) is not None:
+                self._update(draft, message)
+        except OutriderError as error:
+            self._fail(key, error)
+        except Exception as error:  # a bug met with one sequence: the others of this frame still get their messages
+            logger.exception("a %s failed", type(message).__name__)
+            self._fail(key, Internal(f"unexpected {type(error).__name__}; see the log"))
+
+    def _open(self, key: SequenceKey, request: Open) -> None:
+        if len(self._sequences) >= self._max_sequences:
+            message = f"{self._max_sequences} sequences are open"
+            raise ResourceExhausted(message, reason="TOO_MANY_SEQUENCES", retry_after_ms=RETRY_AFTER_MS)
+        parent = self._sequences.get((key[0], request.fork_of)) if request.fork_of is not None else None
+        self._arrivals += 1
+        self._sequences[key] = build_sequence(key, request, self._methods, parent, self._arrivals, time.monotonic())
+
+    def _update(self, draft: DraftSequence, message: Commit | Credit) -> None:
+        if isinstance(message, Credit):
+            draft.grant(message)
+            return
+        if self._model and isinstance(draft.method, ModelState):
+            check_ids(message.ids, self._model.vocab_size)
+        draft.on_commit(message, self._cache)
+
+    def _match_tokens(self) -> None:
+        """Token-only methods: no forward, so the whole credit at once."""
+        for draft in self._sequences.values():
+            if isinstance(draft.method, ModelState) or not draft.wants_tokens:
+                continue
+            ids = draft.method.propose(draft.limit - len(draft.sequence))
+            draft.method.append(ids)
+            draft.sequence.tokens.extend(ids)
+            for _ in ids:
+                draft.add_weights(None)
+            draft.ended = draft.wants_tokens  # nothing more is found until the tokens change
+
+    def _draft(self, model: ModelMethod, steps: list[tuple[DraftSequence, int]], growing: list[Growth]) -> None:
+        """One pass, or several: the next tokens of every chain, and of every branch."""
+        self._in_step = [*{draft: None for draft, _ in (*steps, *growing)}]
+        started = time.perf_counter_ns()
+        rows = [row for draft, num_rows in steps if (row := draft.rows(num_rows)) is not None]
+        rows += [row for draft, branch in growing if (row := rows_of(draft, branch)) is not None]
+        draws = [row.draws for row in rows]
+        num_passes = self._num_passes(model, rows, steps, growing)
+        drafted = model.proposer.run(rows, num_passes)
+        duration_us = (time.perf_counter_ns() - started) // 1000
+        for (_, branch), tokens in zip(growing, drafted[len(steps) :], strict=True):
+            branch.ended = len(tokens) < num_passes
+            note_alternatives(branch, tokens)
+        for (draft, _), drew, tokens in zip(steps, draws[: len(steps)], drafted[: len(steps)], strict=True):
+            draft.draft_us += duration_us
+            draft.ended = drew and len(tokens) < num_passes
+            for token in tokens:
+                draft.add_weights(_wire_weights(token))
+            note_alternatives(draft, tokens)
+            # Less one: the last committed token may have to be computed again, so its block stays writable.
+            self._cache.publish(draft.sequence, draft.committed - 1)
+        self._in_step = []
+        if self._tracer is not None:
+            record_step(self._tracer, steps, duration_us)
+
+    def _num_passes(
+        self,
+        model: ModelMethod,
+        rows: Sequence[DraftRows],
+        steps: Sequence[tuple[DraftSequence, int]],
+        growing: Sequence[Growth],
+    ) -> int:
+        """How many tokens every line can take before one of them has something else to do, as far as there are
+        blocks."""
+        lines = [(draft.sequence, draft.stretch) for draft, _ in steps]
+        lines += [(branch.sequence, draft.end_of(branch) - len(branch.sequence)) for draft, branch in growing]
+        num_passes = model.proposer.passes_for(rows, min(stretch for _, stretch in lines))
+        if num_passes == 1:
+            return 1
+        missing = [
+            self._cache.blocks_for(len(sequence) + num_passes) - len(sequence.block_table) for sequence, _ in lines
+        ]
+        if sum(count for count in missing if count > 0) > self._cache.pool.num_free:
+            return 1
+        for sequence, _ in lines:
+            self._cache.extend(sequence, num_tokens=len(sequence) + num_passes)
+        return num_passes
+
+    def _prepare(self, model: ModelMethod) -> bool:
+        """In a pause, draws one sequence's random numbers for after the verification under way; then commands get
+        their turn again."""
+        return any(
+            model.proposer.prepare(draft.method.law, draft.committed, len(draft.sequence) + draft.piece_len + 1)
+            for draft in self._sequences.values()
+            if isinstance(draft.method, ModelState) and draft.until > draft.committed and not draft.finished
+        )
+
+    def _expire(self, now: float) -> None:
+        late = [key for key, draft in self._sequences.items() if draft.deadline is not None and draft.deadline <= now]
+        for key in late:
+            self._fail(key, DeadlineExceeded("the request's time ran out"))
+
+    def _fail(self, key: SequenceKey, error: OutriderError) -> None:
+        self._release(key)
+        self._outbox[key[0]].append(to_failure(key[1], error))
+
+    def _release(self, key: SequenceKey) -> None:
+        draft = self._sequences.pop(key, None)
+        if draft is not None:
+            draft.released = True
+            self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
+            self._scheduler.release(draft)
+
+    def _flush(self) -> None:
+        """Collects the pieces that are due and hands each stream its events."""
+        for (stream, _), draft in self._sequences.items():
+            self._outbox[stream].extend(draft.take_pieces())
+        outbox, self._outbox = self._outbox, defaultdict(list)
+        for stream, events in outbox.items():
+            sink = self._sinks.get(stream)
+            if events and sink is not None:
+                sink(events)
+
+
+def _wire_weights(drafted: Drafted) -> TokenWeights | None:
+    return TokenWeights(drafted.ids, drafted.weights) if drafted.ids else None

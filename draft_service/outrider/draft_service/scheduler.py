@@ -1,0 +1,187 @@
+"""Which sequences the draft model steps next, with how many rows, and who gives up blocks.
+
+Which branches are opened and grown in the next pass: one row for each, beside the rows of the chains."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+
+from outrider.draft_service.sequence import Branch, DraftSequence, ModelState, Outcome, appraise
+from outrider.engine.kv_cache_manager import CachedSequence, OutOfBlocks, SequenceCache
+from outrider.proposers.draft_rows import Drafted, DraftRows
+
+LONG_PREFILL = 32  # rows: more than this are a prompt's, and wait until the chains have theirs
+
+
+class Scheduler:
+    """Plans steps within a budget of rows, and reserves their blocks."""
+
+    def __init__(self, cache: SequenceCache, max_rows: int = 512) -> None:
+        self.cache = cache
+        self.max_rows = max_rows
+
+    def plan(self, sequences: Iterable[DraftSequence]) -> list[tuple[DraftSequence, int]]:
+        """The sequences of the next step and their rows: chains first, then prompts in chunks, oldest first."""
+        everyone = list(sequences)
+        budget = self.max_rows
+        planned: dict[DraftSequence, int] = {}
+        for sequence in sorted(filter(_may_run, everyone), key=_order):
+            if budget <= 0:
+                break
+            num_rows = self._enter(sequence, budget, everyone, planned)
+            if num_rows:
+                planned[sequence] = num_rows
+                budget -= num_rows
+        return list(planned.items())
+
+    def release(self, sequence: DraftSequence) -> None:
+        """Takes a sequence's blocks; it looks into the prefix cache before it computes again."""
+        sequence.drop_branches(self.cache)
+        self.cache.release(sequence.sequence)
+        sequence.admitted = False
+
+    def _enter(
+        self,
+        draft: DraftSequence,
+        budget: int,
+        everyone: Iterable[DraftSequence],
+        planned: dict[DraftSequence, int],
+    ) -> int:
+        """Gives a sequence blocks for its rows, taking them from others if it must; 0 if it has to wait."""
+        sequence = draft.sequence
+        if not draft.admitted:
+            self.cache.admit(sequence)
+            draft.admitted = True
+        num_rows = min(len(sequence) - sequence.num_computed_tokens, budget)
+        while True:
+            try:
+                self.cache.extend(sequence, num_tokens=sequence.num_computed_tokens + num_rows)
+                return num_rows
+            except OutOfBlocks:
+                if self._drop_branches(everyone):
+                    continue
+                victim = _victim(draft, everyone, planned)
+                if victim is None:
+                    return 0
+                self.release(victim)
+
+    def _drop_branches(self, everyone: Iterable[DraftSequence]) -> bool:
+        """Guesses go before anything else; whether there were any."""
+        holders = [draft for draft in everyone if draft.branches]
+        for draft in holders:
+            draft.drop_branches(self.cache)
+            draft.crowded_at = draft.committed
+        return bool(holders)
+
+
+def _may_run(draft: DraftSequence) -> bool:
+    """A fork waits for the blocks of the prompt that its parent is about to compute."""
+    if draft.parent is not None and (draft.parent.released or draft.parent.prompt_is_computed):
+        draft.parent = None
+    return draft.wants_tokens and (draft.parent is None or not draft.parent.wants_tokens)
+
+
+def _order(draft: DraftSequence) -> tuple[bool, int, int]:
+    is_prefill = len(draft.sequence) - draft.sequence.num_computed_tokens > LONG_PREFILL
+    return (is_prefill, draft.priority, draft.arrival)
+
+
+def _victim(
+    draft: DraftSequence, everyone: Iterable[DraftSequence], planned: dict[DraftSequence, int]
+) -> DraftSequence | None:
+    """Who gives its blocks to `draft`: sequences without credit first, then the youngest. Never one that is ahead of
+    it, so that the oldest always advances."""
+    holders = [
+        other for other in everyone if other.sequence.block_table and other not in planned and other is not draft
+    ]
+    without_credit = [other for other in holders if not other.wants_tokens]
+    behind = [other for other in holders if (other.priority, other.arrival) > (draft.priority, draft.arrival)]
+    return max(without_credit or behind, key=lambda other: (other.priority, other.arrival), default=None)
+
+
+CopyBlocks = Callable[[Many[tuple[int, int]]], None]
+Growth = tuple[DraftSequence, Branch]
+
+
+class Grower:
+    """Opens branches once a chain's window is drafted, and grows them until they rest."""
+
+    def __init__(self, cache: SequenceCache, copy_blocks: CopyBlocks) -> None:
+        self._cache = cache
+        self._copy_blocks = copy_blocks
+
+    def plan(self, drafts: Iterable[DraftSequence], room: int) -> list[Growth]:
+        """The branches of the next pass, at most `room` of all sequences together, with blocks for their rows."""
+        branching = [draft for draft in drafts if _may_branch(draft)]
+        growing: list[Growth] = []
+        for draft in branching:
+            most = min(draft.max_branches, max(1, room // len(branching)))
+            if draft.window_is_drafted and len(draft.branches) < most:
+                self._open(draft, most)
+            for branch in list(draft.branches):
+                grows = not branch.ended and len(branch.sequence) < draft.end_of(branch)
+                if len(growing) < room and grows and self._has_blocks(draft, branch):
+                    growing.append((draft, branch))
+        return growing
+
+    def _open(self, draft: DraftSequence, most: int) -> None:
+        """Starts what is missing of the likeliest outcomes, while there are less than `most` branches."""
+        copies: list[tuple[int, int]] = []
+        table = draft.rates.table(draft.piece_len)
+        chances = appraise(table, draft.chain, draft.committed, draft.alternatives, draft.branches)
+        lines = {draft.chain: draft.sequence} | {branch.chain: branch.sequence for branch in draft.branches}
+        known = {branch.outcome for branch in draft.branches}
+        for outcome in heapq.nlargest(most, chances, key=chances.__getitem__):  # of equal ones the first
+            if len(draft.branches) >= most:
+                break
+            if outcome not in known and not self._fork(draft, lines[outcome.chain], outcome, copies):
+                break
+        self._copy_blocks(copies)
+
+    def _fork(
+        self, draft: DraftSequence, parent: CachedSequence, outcome: Outcome, copies: list[tuple[int, int]]
+    ) -> bool:
+        """False where there is no room for it."""
+        if outcome.position > parent.num_computed_tokens or outcome.position >= draft.limit:
+            return True  # another one may fit
+        try:
+            sequence, copy = self._cache.fork(parent, outcome.position)
+        except OutOfBlocks:
+            return False
+        sequence.tokens.append(outcome.token_id)
+        draft.last_chain += 1
+        draft.branches.append(Branch(draft.last_chain, outcome.chain, outcome.position, sequence))
+        if copy is not None:
+            copies.append(copy)
+        return True
+
+    def _has_blocks(self, draft: DraftSequence, branch: Branch) -> bool:
+        try:
+            self._cache.extend(branch.sequence)
+        except OutOfBlocks:
+            self._cache.release(branch.sequence)
+            draft.branches.remove(branch)
+            return False
+        return True
+
+
+def _may_branch(draft: DraftSequence) -> bool:
+    """Whether it is asked to, has something to branch from, and did not just have to make room for others."""
+    asked = draft.num_alternatives > 0 and draft.piece_len > 0
+    return asked and not draft.finished and draft.crowded_at != draft.committed
+
+
+def note_alternatives(line: DraftSequence | Branch, tokens: Many[Drafted]) -> None:
+    """What might have stood in the place of the tokens just drawn, which end a chain or a branch."""
+    first = len(line.sequence) - len(tokens)
+    line.alternatives |= {first + index: token.alternatives for index, token in enumerate(tokens) if token.alternatives}
+
+
+def rows_of(draft: DraftSequence, branch: Branch) -> DraftRows | None:
+    """The row of a branch; None where no model drafts."""
+    if not isinstance(draft.method, ModelState):
+        return None
+    sampler, law = draft.method.sampler, draft.method.law
+    return DraftRows(branch.sequence, 1, draft.committed, sampler, law, draft.limit, draft.num_alternatives)

@@ -1,0 +1,79 @@
+"""The decoder on a CPU, in float32, by our C kernels: the same function as decoder.py's, in one call for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import Batch
+from outrider.engine.kv_cache import KVCache, LayerShape
+from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
+from outrider.engine.models.weights import WeightReader
+from outrider.kernels.cpu import decoder
+from outrider.kernels.cpu.decoder import CpuDecoder, LayerWeights, RaggedRows
+
+
+def can_run(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels are there and take this model."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return False
+    return decoder.can_run(config.hidden_size, config.head_dim)
+
+
+class NativeDecoder:
+    """A CausalLM. Batch-invariant whether that was asked for or not."""
+
+    def __init__(self, config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
+        reader = WeightReader(config, state, torch.float32, torch.device("cpu"))
+        self.config = config
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.batch_invariant = True
+        self.layers = (LayerShape(config.num_kv_heads, config.head_dim),) * config.num_layers
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.max_model_len = config.max_model_len
+        embeddings = reader.tensor_as_stored("model.embed_tokens.weight").clone()  # apart from the file's mapping
+        rotary = rotary_tables(config, torch.float32)
+        self.kernel = CpuDecoder(
+            embeddings,
+            (_layer(config, index, reader, rotary) for index in range(config.num_layers)),
+            reader.norm("model.norm.weight"),
+            embeddings if config.tied_embeddings else reader.tensor_as_stored("lm_head.weight"),
+            kind=decoder.kind_for(reader.all_bfloat16()),
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            eps=config.rms_norm_eps,
+            scale=config.attention_scale,
+            embedding_scale=1.0 if config.embedding_scale is None else config.embedding_scale,
+            activation=config.activation,
+            attention_softcap=config.attention_softcap,
+            logit_softcap=config.logit_softcap,
+        )
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab] float32
+        """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of `batch.logit_rows`
+        alone."""
+        rows = RaggedRows(
+            batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens
+        )
+        return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows)
+
+
+def _layer(
+    config: DecoderConfig, index: int, reader: WeightReader, rotary: dict[str | None, tuple[Tensor, Tensor]]
+) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+    qkv, qkv_bias = reader.linear_as_stored(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output, output_bias = reader.linear_as_stored(prefix, "self_attn.o_proj")
+    gate, gate_bias = reader.linear_as_stored(prefix, "mlp.gate_proj")
+    up, up_bias = reader.linear_as_stored(prefix, "mlp.up_proj")
+    down, down_bias = reader.linear_as_stored(prefix, "mlp.down_proj")
+    input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)
+    return LayerWeights(
+        qkv, output, gate, up, down, input_norm, post_norm, rotary[config.rotary_types[index]],
+        output_norm, down_norm, reader.qk_norm(prefix),
+        qkv_bias, output_bias, gate_bias, up_bias, down_bias, config.sliding_windows[index],
+    )  # fmt: skip

@@ -1,0 +1,403 @@
+"""`outrider chat`: a conversation with a gateway's model, and what speculation did for each answer.
+
+The settings of `outrider chat`.
+
+What a chat looks like: on a terminal the answer's last line and its numbers are drawn anew as tokens come, elsewhere
+there is the text alone.
+
+A conversation with a gateway: its messages, and what happens to them when an answer ends early."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import Field
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from outrider.cli.generate import Answer
+from outrider.cli.terminal import VISIBLE, Painter, TokenWriter, load_tokenizer, of_gateway, one_line, parse
+from outrider.client import GatewayInfo, Part, SyncClient
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import InvalidArgument, OutriderError
+from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.rpc.settings import ServiceSettings
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
+    "seed",
+)  # fmt: skip
+
+
+class ChatSettings(ServiceSettings):
+    """Whom to talk to, how answers are chosen, and how they are shown."""
+
+    section: ClassVar[str] = "chat"
+
+    gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
+    system: str = Field("", description="the system message that every conversation begins with")
+    max_tokens: int = Field(512, ge=1, lt=2**32, description="most tokens of an answer; fewer where the context ends")
+    temperature: float | None = Field(None, description="divides the logits; 0 is greedy (default: the model's)")
+    top_p: float | None = Field(None, description="keep the smallest set of tokens with this mass")
+    top_k: int | None = Field(None, description="keep the k most probable tokens; 0 and -1: all")
+    min_p: float | None = Field(None, description="drop tokens below this share of the largest probability")
+    repetition_penalty: float | None = Field(None, description="divides the logits of tokens in prompt and output")
+    presence_penalty: float | None = Field(None, description="subtracted from the logits of tokens in the output")
+    frequency_penalty: float | None = Field(None, description="the same, times the token's count")
+    stop: tuple[str, ...] | None = Field(None, description="a text that ends an answer")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="makes the answers reproducible")
+    speculation: bool = Field(True, description="draft at all; /speculation switches it during the chat")
+    num_draft_tokens: int | None = Field(
+        None, ge=0, lt=2**32, description="tokens drafted a round (default: the gateway's)"
+    )
+    mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
+        None, description="how far the draft runs ahead (default: the gateway's)"
+    )
+    acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
+    tokenizer: Path | None = Field(None, description="the target's folder, to colour token by token")
+    plain: bool = Field(False, description="no colours and no line that is drawn anew, also on a terminal")
+    stats: bool = Field(True, description="a line on each answer; on standard error where the output is no terminal")
+    timeout: float | None = Field(None, gt=0, description="seconds until an answer is given up")
+    priority: int = Field(0, description="lower is served first under load")
+    salt: str = Field("", description="separates prefix caches")
+
+    def options(self) -> dict[str, Any]:
+        """What every request of the chat has, as the client takes it."""
+        given = {name: getattr(self, name) for name in SAMPLING}
+        return {name: value for name, value in given.items() if value is not None} | {
+            "num_draft_tokens": self.num_draft_tokens,
+            "mode": self.mode or "",
+            "acceptance": AcceptanceRule[self.acceptance.upper()],
+            "timeout": self.timeout,
+            "priority": self.priority,
+            "salt": self.salt,
+        }
+
+
+STYLES = {
+    TokenOrigin.ACCEPTED: "green",
+    TokenOrigin.RECOVERED: "yellow",
+    TokenOrigin.BONUS: "cyan",
+    TokenOrigin.PLAIN: "",
+}
+PROMPT = "> "
+FRAMES_PER_S = 15
+
+
+class View(Protocol):
+    """Where a chat is shown."""
+
+    def show(self, parts: Iterator[Part], answer: Answer) -> None:
+        """Takes all parts into the answer and shows them as they come."""
+
+    def question(self, text: str) -> None:
+        """A question that was not typed here."""
+
+    def note(self, text: str) -> None:
+        """A line of ours."""
+
+
+class PlainView:
+    """The text of the answers, a line of numbers on standard error."""
+
+    def __init__(self, stats: bool) -> None:
+        self._stats = stats
+
+    def show(self, parts: Iterator[Part], answer: Answer) -> None:
+        """The text as it comes, and an end of line."""
+        writer = TokenWriter(Painter(sys.stdout, colours=False), None)
+        try:
+            for part in parts:
+                answer.add(part)
+                writer.write(part)
+        finally:
+            if answer.text:
+                print(flush=True)
+        if self._stats:
+            self.note(summary(answer))
+
+    def question(self, text: str) -> None:
+        """Not shown: the output is the answers."""
+
+    def note(self, text: str) -> None:
+        """On standard error."""
+        print(text, file=sys.stderr, flush=True)
+
+
+class LiveView:
+    """Colours by origin, and under the answer what speculation has done for it so far."""
+
+    def __init__(self, stats: bool, tokenizer: Tokenizer | None) -> None:
+        self._console = Console(highlight=False)
+        self._stats = stats
+        self._tokenizer = tokenizer
+
+    def show(self, parts: Iterator[Part], answer: Answer) -> None:
+        """Whole lines are printed once; the last one and the numbers are drawn again and again below them."""
+        lines = _LastLine(self._console)
+        writer = TokenWriter(lines, self._tokenizer)
+        num_rounds = 0
+        try:
+            with Live(lines, console=self._console, refresh_per_second=FRAMES_PER_S, transient=True):
+                for part in parts:
+                    answer.add(part)
+                    num_rounds += bool(part.token_ids)
+                    if self._stats:
+                        lines.status = progress(answer, num_rounds)
+                    writer.write(part)
+        finally:
+            if answer.text:
+                self._console.print(lines.text)
+        if self._stats:
+            self.note(summary(answer))
+
+    def question(self, text: str) -> None:
+        """As if it had been typed."""
+        self._console.print(Text(PROMPT + text.translate(VISIBLE), style="bold"))
+
+    def note(self, text: str) -> None:
+        """In grey."""
+        self._console.print(Text(text, style="dim"))
+
+
+class _LastLine(Painter):
+    """Takes tokens, prints the lines that are full, and keeps the one that may still grow."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(sys.stdout, colours=True)
+        self._console = console
+        self.text = Text()
+        self.status = "..."
+
+    def __rich__(self) -> Group:
+        """What is drawn anew."""
+        return Group(self.text, Text(self.status, style="dim"))
+
+    def token(self, text: str, origin: TokenOrigin) -> None:
+        """A line is full at its end or where the terminal's is: a region that is drawn anew must fit on it."""
+        self.text.append(text.translate(VISIBLE), style=STYLES.get(origin, ""))
+        *full, self.text = self.text.split("\n", allow_blank=True)
+        *wrapped, self.text = self.text.wrap(self._console, self._console.width) or [Text()]
+        for line in (*full, *wrapped):
+            self._console.print(line)
+
+
+def make_view(plain: bool, stats: bool, tokenizer: Tokenizer | None) -> View:
+    """The live one on a terminal that can do it. NO_COLOR leaves the colours out."""
+    if plain or not sys.stdout.isatty() or Console().is_dumb_terminal:
+        return PlainView(stats)
+    return LiveView(stats, tokenizer)
+
+
+def make_editable() -> None:
+    """Line editing and history at the prompt, where Python has them."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # input() uses it once it is imported
+
+
+def progress(answer: Answer, num_rounds: int) -> str:
+    """The numbers while an answer grows: how many tokens were drafted is known at its end."""
+    count, accepted = len(answer.token_ids), answer.origins.count("accepted")
+    return (
+        f"{count} tokens, {accepted / count if count else 0:.0%} of them drafted and accepted, "
+        f"{count / max(1, num_rounds):.2f} a round, {answer.tokens_per_s:.0f} tokens/s"
+    )
+
+
+def summary(answer: Answer) -> str:
+    """The numbers of an answer that has ended."""
+    stats, usage = answer.speculation, answer.usage
+    words = [f"{len(answer.token_ids)} tokens"]
+    if stats is not None and stats.num_rounds:
+        words[0] += f" in {stats.num_rounds} rounds ({len(answer.token_ids) / stats.num_rounds:.2f} a round)"
+        drafted = stats.num_draft_tokens
+        share = f"{stats.acceptance_rate:.0%} ({stats.num_accepted_tokens}/{drafted})" if drafted else "none drafted"
+        words.append(f"acceptance {share}")
+    words.append(f"{answer.tokens_per_s:.1f} tokens/s")
+    if usage is not None:
+        words.append(f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached)")
+    return f"[{', '.join(words)}, then {answer.finish_reason}]"
+
+
+Show = Callable[[Iterator[Part], Answer], None]
+
+# What a refusal of the request's length says of max_tokens.
+_ROOM = re.compile(r"allowed: at most (\d+)")
+
+
+class Conversation:
+    """The messages so far. Every question is sent with all of them; the target's prefix cache knows the old ones."""
+
+    def __init__(self, client: SyncClient, system: str, max_tokens: int, options: dict[str, Any]) -> None:
+        self._client = client
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._max_tokens = max_tokens
+        self._options = options
+        self.messages: list[dict[str, str]] = []
+        self.speculate = True
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = list(self._opening)
+
+    def ask(self, text: str, show: Show) -> Answer:
+        """Puts a question and hands the parts of the answer to `show` as they come. What came of an answer that was
+        interrupted stays in the conversation; a question without any answer does not."""
+        self.messages.append({"role": "user", "content": text})
+        answer, parts = Answer(0), self._parts()
+        try:
+            show(parts, answer)
+        finally:
+            parts.close()
+            if answer.text:
+                self.messages.append({"role": "assistant", "content": answer.text})
+            else:
+                self.messages.pop()
+        return answer
+
+    def _parts(self) -> Generator[Part, None, None]:
+        """The gateway is the one that counts tokens: where it says that the context has less room, that is asked
+        for."""
+        try:
+            yield from self._request(self._max_tokens)
+        except InvalidArgument as error:
+            room = _room(error)
+            if room is None:
+                raise
+            yield from self._request(room)
+
+    def _request(self, max_tokens: int) -> Iterator[Part]:
+        return self._client.generate(
+            messages=self.messages,
+            max_tokens=max_tokens,
+            speculate=None if self.speculate else False,
+            **self._options,
+        )
+
+
+def _room(error: InvalidArgument) -> int | None:
+    """The tokens that are left for an answer, if that is what the gateway complained of."""
+    for violation in error.violations:
+        found = _ROOM.search(violation.problem)
+        if violation.field == "sampling.max_tokens" and found and int(found[1]) > 0:
+            return int(found[1])
+    return None
+
+
+DESCRIPTION = (
+    "Talk to the model behind a gateway; its tokenizer must have a chat template. On a terminal the colour of the text "
+    "says how its tokens came about (green: drafted, and kept by the target; yellow: the target's own where it refused "
+    "one; cyan: the target's own after a whole window), and a line below counts. Ctrl-C cancels an answer, Ctrl-D ends "
+    "the chat, /help shows its commands. From a pipe every line is a question, and the answers are plain text."
+)
+ASK_S = 10.0
+COMMANDS = {
+    "/new": "begin another conversation",
+    "/speculation": "switch drafting off, or on again",
+    "/help": "show this",
+    "/exit": "end the chat, as Ctrl-D does",
+}
+FAILURES = (OutriderError, OSError, ValueError)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
+    """Talks until the input ends; 1 if the gateway cannot be reached, or refuses a question that came from a pipe."""
+    settings = parse(ChatSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
+    try:
+        tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
+        with SyncClient(settings.gateway) as client:
+            info = client.info(timeout=ASK_S)
+            conversation = Conversation(client, settings.system, settings.max_tokens, settings.options())
+            conversation.speculate = settings.speculation
+            view = make_view(settings.plain, settings.stats, tokenizer)
+            _talk(conversation, view, info)
+    except FAILURES as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _talk(conversation: Conversation, view: View, info: GatewayInfo) -> None:
+    """Question by question. A person can mend what was refused; a pipe cannot."""
+    if not sys.stdin.isatty():
+        for line in _piped():
+            if text := line.strip():
+                view.question(text)
+                if not _answer(conversation, view, text):
+                    return
+        return
+    make_editable()
+    view.note(greeting(info))
+    while True:
+        try:
+            text = _read()
+            if text and not _answer(conversation, view, text):
+                return
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            view.note("\n(cancelled; Ctrl-D ends the chat)")
+        except FAILURES as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            hint = " (/new begins another conversation)" if isinstance(error, InvalidArgument) else ""
+            view.note(f"error: {one_line(error)}{hint}")
+
+
+def _piped() -> Iterator[str]:
+    """The lines of a pipe."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"line {number} of the input is not UTF-8") from error
+
+
+def _read() -> str:
+    """One line. The prompt is no part of an output that goes elsewhere."""
+    if sys.stdout.isatty():
+        return input(PROMPT).strip()
+    print(PROMPT, end="", file=sys.stderr, flush=True)
+    return input().strip()
+
+
+def _answer(conversation: Conversation, view: View, text: str) -> bool:
+    """Answers a question or follows a command; false if the chat is to end."""
+    if not re.fullmatch(r"/[a-z]*", text):  # other texts may begin with a slash: paths, for one
+        conversation.ask(text, view.show)
+        return True
+    if text == "/exit":
+        return False
+    if text == "/new":
+        conversation.restart()
+        view.note("(a new conversation)")
+    elif text == "/speculation":
+        conversation.speculate = not conversation.speculate
+        view.note(f"(speculation is {'on' if conversation.speculate else 'off'})")
+    elif text == "/help":
+        view.note("\n".join(f"  {name:<13} {meaning}" for name, meaning in COMMANDS.items()))
+    else:
+        close = difflib.get_close_matches(text, COMMANDS, n=1)
+        view.note(f"(unknown command {text}: {f'did you mean {close[0]}?' if close else 'see /help'})")
+    return True
+
+
+def greeting(info: GatewayInfo) -> str:
+    """Who answers."""
+    draft = "without a draft" if info.draft is None else f"drafted by {info.draft.name}, k={info.num_draft_tokens}"
+    return f"{info.target.name}, {draft}, {info.target.max_model_len} tokens of context; /help, Ctrl-D ends"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""`outrider convert`: a checkpoint whose weights are .bin files (pickles) becomes one of safetensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from outrider.cli.terminal import parse
+from outrider.rpc.settings import ServiceSettings
+
+DESCRIPTION = (
+    "Copy the checkpoint SOURCE to the new folder DESTINATION with its .bin weights as safetensors. A .bin file is a "
+    "pickle: it is read with weights only, in a process of its own."
+)
+PICKLE_INDEX = "pytorch_model.bin.index.json"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+# What belongs to a checkpoint beside its weights; an index of .bin files does not.
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*")
+
+
+class ConvertSettings(ServiceSettings):
+    """What is converted, and to where."""
+
+    section: ClassVar[str] = "convert"
+
+    source: Path = Field(description="folder of the checkpoint with .bin weights; also the first bare argument")
+    destination: Path = Field(description="folder to make; also the second bare argument")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider convert") -> int:
+    """Converts a folder; 1 if it cannot be."""
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = parse(ConvertSettings, arguments, prog, DESCRIPTION, bare=("source", "destination"))
+    try:
+        files = convert(settings.source, settings.destination)
+    except (OSError, ValueError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    print(f"{settings.destination}: {', '.join(files)}")
+    return 0
+
+
+def convert(source: Path, destination: Path) -> list[str]:
+    """Writes `destination`, complete or not at all; returns its weight files' names."""
+    if destination.exists():
+        raise ValueError(f"{destination} exists; nothing is overwritten")
+    files = pickles(source)
+    partial = destination.with_name(destination.name + ".partial")
+    if partial.exists():
+        raise ValueError(f"{partial} exists: the rest of a conversion that was cut short; remove it first")
+    partial.mkdir(parents=True)
+    try:
+        for pattern in COPIED:
+            for path in sorted(source.glob(pattern)):
+                if path.name != PICKLE_INDEX:
+                    shutil.copyfile(path, partial / path.name)
+        names = _convert_weights(files, partial)
+        partial.rename(destination)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+    return names
+
+
+def pickles(source: Path) -> list[Path]:
+    """The .bin weights: those of the index, else the one file."""
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{source} is no checkpoint: it holds no config.json")
+    index = source / PICKLE_INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["pytorch_model.bin"]
+    absent = [name for name in names if Path(name).name != name or not (source / name).is_file()]
+    if absent:
+        raise ValueError(f"{source} lacks {', '.join(absent)}")
+    return [source / name for name in names]
+
+
+def _convert_weights(files: Sequence[Path], folder: Path) -> list[str]:
+    """Each pickle in a process of its own: what a hostile one could do ends there, and so does its memory."""
+    weight_map: dict[str, str] = {}
+    names: list[str] = []
+    total = 0
+    for number, path in enumerate(files, start=1):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        tensors, size = _convert_file(path, folder / name)
+        weight_map.update(dict.fromkeys(tensors, name))
+        total += size
+        names.append(name)
+    if len(names) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return names
+
+
+def _convert_file(source: Path, destination: Path) -> tuple[list[str], int]:
+    """Converts one file; returns its tensors' names and their bytes."""
+    command = [sys.executable, "-m", "outrider.cli.convert_file", str(source), str(destination)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise ValueError(f"cannot convert {source}: {lines[-1]}")
+    report = json.loads(done.stdout)
+    return report["tensors"], report["bytes"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

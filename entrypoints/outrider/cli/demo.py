@@ -1,0 +1,222 @@
+"""`outrider demo`: the three services on this machine, a completion in colours, and what speculation is worth here.
+
+What the demo measured, as lines of text."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import FrameType
+
+from outrider.cli.generate import Answer
+from outrider.cli.local_services import DemoSettings, Fleet, Folders, ServiceFailed, Services
+from outrider.cli.terminal import Painter, TokenWriter, make_painter, parse, steps
+from outrider.client import generate
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.pairs import pair_path
+from outrider.rpc.errors import OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same prompt with and without speculation, in turns."""
+
+    drafted: tuple[Answer, ...]
+    plain: tuple[Answer, ...]
+    greedy: bool
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether every completion has the same tokens."""
+        return len({tuple(answer.token_ids) for answer in (*self.drafted, *self.plain)}) == 1
+
+    @property
+    def comparable(self) -> bool:
+        """Whether they must have: the output then does not depend on the drafts."""
+        return self.greedy or all(answer.acceptance == "coupled" for answer in self.drafted)
+
+
+def summary(answer: Answer) -> list[str]:
+    """The completion that was shown."""
+    return [
+        _line("tokens", f"{len(answer.token_ids)} ({_origins(answer)}), then {answer.finish_reason}"),
+        *rounds(answer),
+        _line("speed", f"{answer.tokens_per_s:.1f} tokens/s"),
+        _line("seed", str(answer.seed)),
+    ]
+
+
+def rounds(answer: Answer) -> list[str]:
+    """What speculation did for a completion."""
+    stats = answer.speculation
+    if stats is None or not stats.num_rounds:
+        return [_line("rounds", "none")]
+    return [
+        _line("tokens per round", f"{len(answer.token_ids) / stats.num_rounds:.2f} in {stats.num_rounds} rounds"),
+        _line("acceptance", _share(stats.num_accepted_tokens, stats.num_draft_tokens) + " of the drafted tokens"),
+        _line("  by position", by_position(stats.num_accepted_per_position, stats.num_tested_per_position)),
+        _line("control overhead", f"{stats.overhead_us / 1000:.2f} ms a round (median, forward passes left out)"),
+    ]
+
+
+def comparison(compared: Comparison) -> list[str]:
+    """With speculation and without, and whether the tokens are the same."""
+    drafted = [answer.tokens_per_s for answer in compared.drafted]
+    plain = [answer.tokens_per_s for answer in compared.plain]
+    return [
+        *rounds(compared.drafted[-1]),
+        _line("with speculation", _speeds(drafted)),
+        _line("without", _speeds(plain)),
+        _line("ratio", f"{median(drafted) / median(plain):.2f} (of the medians)"),
+        _line("same tokens", _same(compared)),
+    ]
+
+
+def by_position(accepted: Sequence[int], tested: Sequence[int]) -> str:
+    """The share accepted at each position of the window, of those tested: a token after a refused one is not."""
+    shares = (f"{position}: {_share(*pair)}" for position, pair in enumerate(zip(accepted, tested, strict=True), 1))
+    return "  ".join(shares) or "nothing was drafted"
+
+
+def _same(compared: Comparison) -> str:
+    if not compared.comparable:
+        return "not to be expected: they are sampled by rejection, so only the distribution is the same"
+    if compared.same_tokens:
+        return "yes, in every completion"
+    ids = [answer.token_ids for answer in (*compared.drafted, *compared.plain)]
+    shortest = min(map(len, ids))
+    first = next((place for place in range(shortest) if len({row[place] for row in ids}) > 1), shortest)
+    return (
+        f"no, they part at token {first + 1}: two tokens so nearly tied that the number of rows in a step decides "
+        "(batch-invariant mode rules this out)"
+    )
+
+
+def _origins(answer: Answer) -> str:
+    return ", ".join(f"{answer.origins.count(name)} {name}" for name in dict.fromkeys(answer.origins))
+
+
+def _speeds(speeds: Sequence[float]) -> str:
+    each = ", ".join(f"{speed:.1f}" for speed in speeds)
+    return f"{median(speeds):.1f} tokens/s (median of {each})"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%} ({part}/{whole})" if whole else "none (0/0)"
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<17} {value}"
+
+
+DESCRIPTION = (
+    "Start a draft, a target and a gateway on this machine with the embedded pair of models, stream a completion of "
+    "the prompt (also a bare argument), and compare decoding with and without speculation on a target of about 300M "
+    "parameters that computes the same function. Everything ends with the demo."
+)
+WARM_UP_TOKENS = 8
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider demo") -> int:
+    """Runs the demo; 1 if a service does not start, dies, or refuses the request."""
+    settings = parse(DemoSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION, bare=("prompt",))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    try:
+        run(settings, make_painter(settings.plain))
+    except (ServiceFailed, OutriderError, OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"\n{prog}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(settings: DemoSettings, painter: Painter) -> None:
+    """The whole demo: start, stream, compare, report. The services end with it, whatever happens."""
+    pair = pair_path(settings.pair)
+    with Services() as services:
+        fleet = Fleet(services, settings, Folders(pair.target, pair.draft))
+        try:
+            _show(settings, painter, fleet, Tokenizer.load(pair.target))
+        except OutriderError:
+            services.check()  # a service that died says more than what its clients saw
+            raise
+    painter.note(f"\ntraces: appended to {settings.trace_file} (OTLP JSON: a trace a request, a span a round)")
+
+
+def _show(settings: DemoSettings, painter: Painter, fleet: Fleet, tokenizer: Tokenizer) -> None:
+    with steps(painter, "starting three services", total=3) as advance:
+        address = fleet.start(advance)
+    _stream(settings, painter, address, tokenizer)
+    if settings.expand:
+        with steps(painter, "making the target large: the same function, about 300M parameters", total=2) as advance:
+            address = fleet.enlarge(advance)
+        _compare(settings, painter, address)
+
+
+def _stream(settings: DemoSettings, painter: Painter, address: str, tokenizer: Tokenizer) -> None:
+    """One completion, token by token."""
+    painter.title("A completion, as it is committed")
+    painter.legend()
+    painter.prompt(settings.prompt)
+    writer = TokenWriter(painter, tokenizer, settings.prompt)
+    answer = Answer(0)
+    for part in generate(
+        address,
+        settings.prompt,
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        num_draft_tokens=settings.num_draft_tokens,
+    ):
+        answer.add(part)
+        writer.write(part)
+    painter.title(f"\nThe embedded pair, {settings.num_draft_tokens} tokens drafted a round")
+    painter.lines(summary(answer))
+
+
+def _compare(settings: DemoSettings, painter: Painter, address: str) -> None:
+    """The same prompt in turns with and without speculation; one of each before counts for nothing."""
+    drafted, plain = [], []
+    with steps(painter, "comparing", total=settings.repeats + 1) as advance:
+        for speculate in (True, False):
+            _complete(settings, address, speculate, min(WARM_UP_TOKENS, settings.compare_tokens))
+        advance("warmed up")
+        for turn in range(1, settings.repeats + 1):
+            drafted.append(_complete(settings, address, True, settings.compare_tokens))
+            plain.append(_complete(settings, address, False, settings.compare_tokens))
+            speeds = f"{drafted[-1].tokens_per_s:.1f} tokens/s with speculation, {plain[-1].tokens_per_s:.1f} without"
+            advance(f"turn {turn} of {settings.repeats}: {speeds}")
+    compared = Comparison(tuple(drafted), tuple(plain), greedy=settings.temperature == 0)
+    painter.title(f"With and without speculation, {settings.compare_tokens} tokens on the large target")
+    painter.lines(comparison(compared))
+
+
+def _complete(settings: DemoSettings, address: str, speculate: bool, max_tokens: int) -> Answer:
+    """A whole completion of the same length whatever the model says."""
+    answer = Answer(0)
+    for part in generate(
+        address,
+        settings.prompt,
+        max_tokens=max_tokens,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        ignore_eos=True,
+        speculate=speculate,
+        num_draft_tokens=settings.num_draft_tokens,
+    ):
+        answer.add(part)
+    return answer
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Ends as on Ctrl-C, with the services."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""`outrider serve`: draft, target and gateway on this machine, until it is ended.
+
+The settings of `outrider serve`, and the command lines of the three services that follow from them. What is left
+open is left to the services, and so to their own variables: OUTRIDER_TARGET__MAX_ROWS works here, too."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from outrider.cli.local_services import GRACE_S, LOOPBACK, Service, ServiceFailed, Services, wait_for_draft
+from outrider.cli.terminal import Painter, make_painter, parse, steps
+from outrider.pairs import pair_path
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.hub import locate
+from outrider.rpc.server import require_free
+from outrider.rpc.settings import ServiceSettings
+
+NGRAM = "ngram"
+CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
+
+
+class ServeSettings(ServiceSettings):
+    """Which models, where they run, and where clients come in."""
+
+    section: ClassVar[str] = "serve"
+
+    target: Path | None = Field(
+        None, description="folder or hub id of the target's checkpoint; also the bare argument (the embedded pair's)"
+    )
+    draft: str = Field(
+        "", description=f"folder or hub id of the draft's checkpoint, or {NGRAM}, short for --method {NGRAM}"
+    )
+    method: Literal["draft_model", "ngram"] = Field(
+        "draft_model", description="how drafts are made by default; ngram looks up the text so far and needs no model"
+    )
+    pair: str = Field("python", description="the embedded pair, where no target is given")
+    listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
+    http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
+    model_name: str = Field("", description="name to serve the model under (default: the folder's)")
+    num_draft_tokens: int | None = Field(None, ge=1, le=128, description="tokens drafted a round (the gateway's: 4)")
+    mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
+        None, description="how far the draft runs ahead (the gateway's: auto)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
+        None, description="compute type of both models (auto: float32 on a CPU; float16 is for GPUs)"
+    )
+    device: str | None = Field(None, description="where both models run, as cpu or cuda (the services': cpu)")
+    draft_device: str | None = Field(None, description="where the draft runs, if elsewhere")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
+    draft_threads: int | None = Field(None, ge=1, le=256, description="threads of the draft (default: all cores)")
+    max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the models')")
+    cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its own choice)")
+    draft_cache_mb: int | None = Field(None, ge=1, description="memory of the draft's cache, in MiB (its own choice)")
+    max_logprobs: int | None = Field(
+        None, ge=-1, description="most log probabilities of a position that a request may ask for (20; -1: all)"
+    )
+    batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
+    trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
+    trace_file: Path | None = Field(None, description="file to append traces to, for outrider trace")
+    start_timeout: float = Field(600.0, gt=0, description="seconds that a service may take to start")
+    plain: bool = Field(False, description="no colours, and no progress bars")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.target is None and self.draft not in ("", NGRAM):
+            raise ValueError("give a target with this draft, as in `outrider serve TARGET --draft DRAFT`")
+        if self.target is not None and not self.draft and self.method != NGRAM:
+            raise ValueError(f"give --draft DIR, or --draft {NGRAM}, which needs no model")
+        return self
+
+    @property
+    def uses_ngram(self) -> bool:
+        """Whether drafts are looked up."""
+        return NGRAM in (self.draft, self.method)
+
+    @property
+    def target_folder(self) -> Path:
+        """The target's checkpoint."""
+        return pair_path(self.pair).target if self.target is None else self.target
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """The draft's checkpoint, if there is one."""
+        if self.draft == NGRAM or (self.target is None and self.uses_ngram):
+            return None
+        if self.target is None:
+            return pair_path(self.pair).draft
+        return Path(self.draft) if self.draft else None
+
+    def located(self) -> Self:
+        """With folders in place of hub ids: what is downloaded shows its progress here. Refuses what no service could
+        load, before any is started."""
+        found: dict[str, object] = {}
+        if self.target is not None:
+            found["target"] = locate(self.target, trust_remote_code=self.trust_remote_code)
+        if self.draft:
+            found["draft"] = str(locate(self.draft))
+        settings = self.model_copy(update=found)
+        settings._check_folders()
+        return settings
+
+    def _check_folders(self) -> None:
+        for folder in (self.target_folder, self.draft_folder):
+            if folder is not None and not (folder / "config.json").is_file():
+                raise ValueError(f"{folder} is no folder of a checkpoint: it has no config.json")
+
+    def target_arguments(self) -> list[str]:
+        """`outrider target ...`"""
+        flags = {
+            "model": self.target_folder,
+            "name": self.model_name or None,
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            "max-model-len": self.max_model_len,
+            "cache-mb": self.cache_mb,
+            "max-logprobs": self.max_logprobs,
+            "batch-invariant": self.batch_invariant,
+            "trust-remote-code": self.trust_remote_code,
+        }
+        return ["target", *self._common(LOOPBACK), *_flags(flags)]
+
+    def draft_arguments(self) -> list[str]:
+        """`outrider draft ...`"""
+        flags = {
+            "method": NGRAM if self.uses_ngram else None,
+            "model": self.draft_folder,
+            "dtype": self.dtype,
+            "device": self.draft_device or self.device,
+            "threads": self.draft_threads,
+            "max-model-len": self.max_model_len,
+            "cache-mb": self.draft_cache_mb or self._cache_beside_target,
+        }
+        return ["draft", *self._common(LOOPBACK), *_flags(flags)]
+
+    def gateway_arguments(self, target: str, draft: str) -> list[str]:
+        """`outrider gateway ...`, in front of the two."""
+        flags = {
+            "target": target,
+            "draft": draft,
+            "tokenizer": self.target_folder,
+            "draft-tokenizer": self._draft_tokenizer,
+            "http": self.http or None,
+            "num-draft-tokens": self.num_draft_tokens,
+            "mode": self.mode,
+            "max-logprobs": self.max_logprobs,
+            "model-name": self.model_name or None,
+        }
+        return ["gateway", *self._common(self.listen), *_flags(flags)]
+
+    @property
+    def _cache_beside_target(self) -> int | None:
+        """On a GPU with the target the draft takes little: what the device has left is the target's."""
+        on_cpu = (self.device or "cpu") == "cpu"
+        return None if on_cpu or (self.draft_device or self.device) != self.device else CACHE_BESIDE_TARGET
+
+    @property
+    def _draft_tokenizer(self) -> Path | None:
+        """For models whose tokenizers differ a little; a draft's folder may have none."""
+        folder = self.draft_folder
+        return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
+
+    def _common(self, listen: str) -> list[str]:
+        return list(_flags({"listen": listen, "grace-s": GRACE_S, "trace-file": self.trace_file}))
+
+
+def _flags(values: Mapping[str, object]) -> Iterator[str]:
+    """Flags with their values; what is None or off is left to the service."""
+    for name, value in values.items():
+        if value is True:
+            yield f"--{name}"
+        elif value is not None and value is not False:
+            yield f"--{name}={value}"
+
+
+DESCRIPTION = (
+    "Serve a target (the bare argument) with a draft on this machine: start the draft, the target and a gateway, and "
+    "end all three with this process, on Ctrl-C, SIGTERM, or when the target or the gateway ends. Without any model "
+    "the embedded pair is served."
+)
+HTTP = re.compile(r"^gateway http on (\S+)$", re.MULTILINE)
+WATCH_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The three services, and where clients come in."""
+
+    draft: Service
+    target: Service
+    gateway: Service
+
+    @property
+    def http(self) -> str:
+        """The address of the HTTP interface; empty without one."""
+        return self.gateway.find(HTTP)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int:
+    """Serves until a signal, which ends it with 0; 1 if a service does not start, or the target or gateway dies."""
+    settings = parse(ServeSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION, bare=("target",))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+    painter = make_painter(settings.plain)
+    try:
+        settings = settings.located()
+        for address in filter(None, (settings.listen, settings.http)):
+            require_free(address)
+        with Services() as services:
+            running = start(services, settings, painter)
+            painter.lines(welcome(settings, running))
+            return watch(running, painter)
+    except (ServiceFailed, OutriderError, OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def start(services: Services, settings: ServeSettings, painter: Painter) -> Running:
+    """Starts all three and returns when the gateway has found the others."""
+    timeout = settings.start_timeout
+    with steps(painter, "starting draft, target and gateway", total=3) as advance:
+        draft = services.start("draft", settings.draft_arguments())
+        target = services.start("target", settings.target_arguments())  # both load at the same time
+        advance(f"draft listens on {services.wait(draft, timeout)}")
+        advance(f"target listens on {services.wait(target, timeout)}")
+        gateway = services.start("gateway", settings.gateway_arguments(target.address, draft.address))
+        address = services.wait(gateway, timeout)
+        wait_for_draft(address, timeout, services.check)
+        advance(f"gateway listens on {address}")
+    return Running(draft, target, gateway)
+
+
+def watch(running: Running, painter: Painter) -> int:
+    """Waits for the end. A draft that dies costs speed and no request, so the others go on."""
+    has_draft = True
+    try:
+        while True:
+            for service in (running.target, running.gateway):
+                service.check()
+            if has_draft:
+                has_draft = _lives(running.draft, painter)
+            time.sleep(WATCH_S)
+    except (KeyboardInterrupt, SystemExit):
+        painter.note("\nending the three services")
+        return 0
+
+
+def welcome(settings: ServeSettings, running: Running) -> list[str]:
+    """What to do next."""
+    draft = f"drafts from {settings.draft_folder}" if settings.draft_folder else "drafts by n-gram lookup"
+    address = running.gateway.address
+    lines = [
+        f"serving {settings.target_folder}, {draft}",
+        f"  chat      outrider chat --gateway {address}",
+        f'  complete  outrider generate --gateway {address} "Once upon a time" --max-tokens 64',
+    ]
+    if http := running.http:
+        lines += [f"  OpenAI    http://{http}/v1", f"  live page http://{http}/"]
+    if settings.trace_file is not None:
+        lines.append(f"  traces    outrider trace {settings.trace_file}")
+    return [*lines, "Ctrl-C ends all three."]
+
+
+def _lives(draft: Service, painter: Painter) -> bool:
+    try:
+        draft.check()
+    except ServiceFailed as error:
+        painter.note(f"{error}\ngoing on without a draft: plain decoding, no request fails")
+        return False
+    return True
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Ends as on Ctrl-C, with the services."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Tokens on a terminal: the colour says how a token came about.
+
+Writes a completion's text, each token in the colour of its origin.
+
+Bars where a command waits: on a terminal by rich, elsewhere a line for each step.
+
+What the commands say of what they were given: one line, which names the flag, the file or the address.
+
+What the commands' settings need beyond outrider.rpc.settings: bare arguments, and values that are lists in one
+text."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from pydantic import BaseModel
+
+from outrider.client import Part
+from outrider.gateway.text.detokenizer import make_detokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import Unavailable
+from outrider.rpc.hub import locate
+from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.settings import ServiceSettings, options, parse_settings
+
+RESET, BOLD, DIM = "\x1b[0m", "\x1b[1m", "\x1b[2m"
+COLOURS = {
+    TokenOrigin.ACCEPTED: "\x1b[32m",  # green
+    TokenOrigin.RECOVERED: "\x1b[33m",  # yellow
+    TokenOrigin.BONUS: "\x1b[36m",  # cyan
+    TokenOrigin.PLAIN: "",
+}
+MEANINGS = {
+    TokenOrigin.ACCEPTED: "drafted, and kept by the target",
+    TokenOrigin.RECOVERED: "the target's own where it refused one",
+    TokenOrigin.BONUS: "the target's own after a whole window",
+    TokenOrigin.PLAIN: "decoded with no draft",
+}
+# A model may write escape sequences; a terminal must not obey them.
+VISIBLE = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
+
+
+class Painter:
+    """Writes a completion's text. Without colours it writes the text as it is."""
+
+    def __init__(self, out: TextIO, colours: bool) -> None:
+        self._out = out
+        self.colours = colours
+
+    def token(self, text: str, origin: TokenOrigin) -> None:
+        """Writes at once."""
+        self._out.write(self._paint(text.translate(VISIBLE), COLOURS.get(origin, "")) if self.colours else text)
+        self._out.flush()
+
+    def prompt(self, text: str) -> None:
+        """What the completion continues."""
+        self._out.write(self._paint(text, DIM) if self.colours else text)
+        self._out.flush()
+
+    def note(self, text: str) -> None:
+        """A line of ours, which is no model's text."""
+        self._out.write((self._paint(text, DIM) if self.colours else text) + "\n")
+        self._out.flush()
+
+    def title(self, text: str) -> None:
+        """A heading."""
+        self._out.write("\n" + (self._paint(text, BOLD) if self.colours else text) + "\n")
+        self._out.flush()
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Lines as they are."""
+        self._out.write("".join(f"{line}\n" for line in lines))
+        self._out.flush()
+
+    def legend(self) -> None:
+        """What the colours mean."""
+        if self.colours:
+            self.lines(f"  {self._paint(f'{o.name.lower():<10}', COLOURS[o])} {MEANINGS[o]}" for o in TokenOrigin)
+
+    def _paint(self, text: str, colour: str) -> str:
+        return f"{colour}{text}{RESET}" if colour and text else text
+
+
+def make_painter(plain: bool) -> Painter:
+    """Colours on a terminal that wants them (https://no-color.org), unless `plain`."""
+    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Painter(sys.stdout, wanted and not plain)
+
+
+class TokenWriter:
+    """The gateway sends the text of a round as one. With the tokenizer each token's share of it is known; without, all
+    of it has the colour of the round's first token."""
+
+    def __init__(self, painter: Painter, tokenizer: Tokenizer | None, prompt: str = "") -> None:
+        self._painter = painter
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = make_detokenizer(tokenizer, SamplingParams(), tokenizer.encode(prompt))
+
+    def write(self, part: Part) -> None:
+        """Writes what a part adds. Where its tokens do not make its text (a stop string cut it, or text waited), the
+        text counts."""
+        first = part.origins[0] if part.origins else TokenOrigin.PLAIN
+        if self._detokenizer is None:
+            self._painter.token(part.text, first)
+            return
+        pieces = [self._detokenizer.step(token_id) for token_id in part.token_ids]
+        if "".join(pieces) != part.text:
+            self._painter.token(part.text, first)
+            return
+        for text, origin in zip(pieces, part.origins, strict=True):
+            self._painter.token(text, origin)
+
+
+Advance = Callable[[str], None]
+
+
+@contextmanager
+def steps(painter: Painter, title: str, total: int) -> Iterator[Advance]:
+    """A bar of `total` steps; what is yielded advances it by one, with a word on what was done."""
+    if not painter.colours:
+        painter.note(f"{title} ...")
+        yield painter.note
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(highlight=False), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+
+        def advance(done: str) -> None:
+            progress.console.print(done, style="dim", markup=False)
+            progress.advance(task)
+
+        yield advance
+
+
+# By any of these a folder may have a tokenizer; those without tokenizer.json are read by transformers.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "spiece.model", "sentencepiece.bpe.model",
+    "tiktoken.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+NOT_CONNECTED = "failed to connect to all addresses"  # how gRPC begins
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error, whatever its lines."""
+    return " ".join(str(error).split())
+
+
+def of_gateway(error: Exception, address: str) -> str:
+    """The same; where nobody listens at the gateway's address, it says that and no more."""
+    text = one_line(error)
+    if isinstance(error, Unavailable) and text.startswith(NOT_CONNECTED):
+        return f"no gateway answers at {address} ({text.rpartition(': ')[2].lower()})"
+    return text
+
+
+def load_tokenizer(folder: Path, flag: str) -> Tokenizer:
+    """The tokenizer of a folder, or a hub's model, that a flag names. Raises ValueError."""
+    folder = locate(folder, weights=False)
+    _require_folder(folder, flag)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"{flag}: {folder} has no tokenizer: expected tokenizer.json, or tokenizer.model")
+    try:
+        return Tokenizer.load(folder)
+    except Exception as error:  # the library raises bare Exception for a file that it cannot read
+        raise ValueError(f"{flag}: cannot load a tokenizer from {folder}: {one_line(error)}") from error
+
+
+def require_config(folder: Path, flag: str) -> None:
+    """Raises ValueError for a folder that holds no model's config.json."""
+    _require_folder(folder, flag)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{flag}: {folder} has no config.json: expected a checkpoint's folder")
+
+
+def read_text(path: Path, flag: str) -> str:
+    """The text of a file that a flag names. Raises OSError, and ValueError where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag}: {path} is not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+def _require_folder(folder: Path, flag: str) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{flag}: {folder} is not a folder")
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def parse(
+    cls: type[S],
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    bare: Sequence[str] = (),
+    short: Mapping[str, str] | None = None,
+) -> S:
+    """The settings of a command line whose bare arguments are the settings `bare`, in order: `generate "Hi"` is
+    `generate --prompt=Hi`. `short` are flags that stand for others."""
+    example = " ".join([prog, *(name.upper() for name in bare)])
+    wanted = {name: f"give the {name}, as in {example}" for name in bare}
+    return parse_settings(cls, name_bare(cls, argv, bare, short or {}), prog, description, wanted)
+
+
+def name_bare(model: type[BaseModel], argv: Sequence[str], bare: Sequence[str], short: Mapping[str, str]) -> list[str]:
+    """The command line with its bare arguments as flags. What follows `--` is bare, too; more than there are names
+    stay as they are, for the parser to refuse."""
+    with_value = {"--config"} | {option.flag for option in options(model) if option.kind is not bool}
+    named: list[str] = []
+    names = [f"--{name.replace('_', '-')}" for name in bare]
+    rest = list(argv)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--":
+            named += [f"{names.pop(0)}={value}" if names else value for value in rest]
+            break
+        if arg in short:
+            named.append(short[arg])
+        elif arg in with_value:
+            named += [arg, *rest[:1]]
+            del rest[:1]
+        elif arg.startswith("-") or not names:
+            named.append(arg)
+        else:
+            named.append(f"{names.pop(0)}={arg}")
+    return named
+
+
+def split_ids(value: Any) -> Any:
+    """Ids from "1,2,3", or from several of these; what is no text is left to the model."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    if isinstance(value, list | tuple):
+        return [part for item in value for part in (split_ids(item) if isinstance(item, str) else [item])]
+    return value
+
+
+def split_each(value: Any) -> Any:
+    """Lists of ids, one from each text."""
+    if isinstance(value, list | tuple):
+        return [split_ids(item) if isinstance(item, str) else item for item in value]
+    return value
+
+
+def read_json(value: Any) -> Any:
+    """What a JSON text holds."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"must be JSON ({error})") from error

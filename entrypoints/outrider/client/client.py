@@ -1,0 +1,203 @@
+"""The asynchronous client.
+
+The client for callers without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from outrider.client.request import build_request, request_metadata
+from outrider.client.resume import Resumption, Retry, Route, addresses_of
+from outrider.client.types import GatewayInfo, Part, decode_info
+from outrider.rpc.channel import channel_options, connect, dial_target
+from outrider.rpc.errors import OutriderError, from_rpc_error
+from outrider.rpc.server import Background
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc
+
+
+class Client:
+    """An asynchronous client of one gateway, or of several that serve the same model: one is asked until it fails.
+    Open it inside the running loop and keep it."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self._channels = [connect(one, credentials=credentials) for one in addresses_of(address)]
+        self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+        self._retry = retry or Retry()
+        self._index = 0  # of the gateway that answered last
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends every call and the connections."""
+        for channel in self._channels:
+            await channel.close()
+
+    async def info(self, timeout: float | None = None) -> GatewayInfo:
+        """What the gateway says of itself; of several the first that answers. Each is asked once."""
+        route = Route(Retry(attempts=1), len(self._stubs), self._index, timeout)
+        while True:
+            try:
+                answer = await self._stubs[route.index].GetGatewayInfo(
+                    pb.GetGatewayInfoRequest(), timeout=route.remaining
+                )
+            except grpc.aio.AioRpcError as error:
+                await asyncio.sleep(route.failed(from_rpc_error(error)))
+            else:
+                self._index = route.index
+                return decode_info(answer)
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        timeout: float | None = None,
+        traceparent: str = "",
+        **options: Any,
+    ) -> AsyncGenerator[Part, None]:
+        """Yields the parts of all completions as they come, over as many streams as it takes; options as for
+        `build_request`. Closing the iterator ends the request."""
+        resumption = Resumption(build_request(prompt, **options))
+        route = Route(self._retry, len(self._stubs), self._index, timeout)
+        metadata = request_metadata(traceparent)
+        while True:
+            call = self._stubs[route.index].Generate(resumption.begin(), timeout=route.remaining, metadata=metadata)
+            try:
+                async for response in call:
+                    self._index = route.index
+                    route.progressed()
+                    if (part := resumption.take(response)) is not None:
+                        yield part
+                return
+            except (grpc.aio.AioRpcError, OutriderError) as error:
+                if resumption.finished:
+                    return
+                wait = route.failed(from_rpc_error(error) if isinstance(error, grpc.RpcError) else error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(wait)
+
+
+_OnStop = Callable[[Callable[[], object]], None]
+
+
+class SyncClient:
+    """The same as Client, without an event loop. Threads may share it."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self._channels = [_connect(one, credentials) for one in addresses_of(address)]
+        self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+        self._retry = retry or Retry()
+        self._index = 0  # of the gateway that answered last
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every call and the connections."""
+        for channel in self._channels:
+            channel.close()
+
+    def info(self, timeout: float | None = None) -> GatewayInfo:
+        """What the gateway says of itself; of several the first that answers. Each is asked once."""
+        route = Route(Retry(attempts=1), len(self._stubs), self._index, timeout)
+        while True:
+            try:
+                answer = self._stubs[route.index].GetGatewayInfo(pb.GetGatewayInfoRequest(), timeout=route.remaining)
+            except grpc.RpcError as error:
+                route.failed(from_rpc_error(error))
+            else:
+                self._index = route.index
+                return decode_info(answer)
+
+    def generate(
+        self, prompt: str | None = None, *, timeout: float | None = None, traceparent: str = "", **options: Any
+    ) -> Iterator[Part]:
+        """Yields the parts of all completions as they come, over as many streams as it takes; options as for
+        `build_request`. Closing the iterator ends the request."""
+        request = build_request(prompt, **options)
+        return Background(lambda on_stop: self.parts(request, timeout, traceparent, on_stop)).items()
+
+    def parts(
+        self, request: pb.GenerateRequest, timeout: float | None, traceparent: str, on_stop: _OnStop
+    ) -> Iterator[Part]:
+        """The parts in the caller's own thread; what ends the waiting is handed to `on_stop`."""
+        stopped = threading.Event()
+        on_stop(stopped.set)
+        resumption, metadata = Resumption(request), request_metadata(traceparent)
+        route = Route(self._retry, len(self._stubs), self._index, timeout)
+        while not stopped.is_set():
+            call = self._stubs[route.index].Generate(resumption.begin(), timeout=route.remaining, metadata=metadata)
+            on_stop(call.cancel)
+            if stopped.is_set():  # before the call could be cancelled from outside
+                call.cancel()
+            try:
+                for response in call:
+                    self._index = route.index
+                    route.progressed()
+                    if (part := resumption.take(response)) is not None:
+                        yield part
+                return
+            except (grpc.RpcError, OutriderError) as error:
+                if resumption.finished or stopped.is_set():
+                    return
+                wait = route.failed(from_rpc_error(error) if isinstance(error, grpc.RpcError) else error)
+            finally:
+                call.cancel()
+            stopped.wait(wait)
+
+
+def generate(
+    address: str | Sequence[str],
+    prompt: str | None = None,
+    *,
+    timeout: float | None = None,
+    traceparent: str = "",
+    retry: Retry | None = None,
+    **options: Any,
+) -> Iterator[Part]:
+    """One request of a SyncClient of its own: one connection a call."""
+    request = build_request(prompt, **options)
+
+    def iterate(on_stop: _OnStop) -> Iterator[Part]:
+        with SyncClient(address, retry=retry) as client:
+            yield from client.parts(request, timeout, traceparent, on_stop)
+
+    return Background(iterate).items()
+
+
+def _connect(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    target = dial_target(address)
+    if credentials is None:
+        return grpc.insecure_channel(target, options=channel_options())
+    return grpc.secure_channel(target, credentials, options=channel_options())

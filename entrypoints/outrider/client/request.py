@@ -1,0 +1,196 @@
+"""Fields of a request's messages, set from what a caller gave. A value of the wrong type is refused under its field's
+name, as the gateway refuses one out of bounds; protobuf's own words often leave the name out.
+
+What a gateway is asked for.
+
+What the calls of both clients share: metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from inspect import Parameter, signature
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from outrider.rpc.errors import InvalidArgument, Violation
+from outrider.rpc.sampling_params import (
+    AcceptanceRule,
+    LogprobsMode,
+    SamplingParams,
+    encode_logprobs_mode,
+    encode_structured_output,
+)
+from outrider.rpc.validate import MAX_N, Violations, kind, quoted, shown
+from outrider.v1 import common_pb2
+from outrider.v1 import generation_pb2 as pb
+
+_ID_LISTS = ("bad_words_ids", "output_ids")
+_TEXT_LISTS = ("stop", "bad_words")
+_WORDS = {
+    FieldDescriptor.CPPTYPE_INT32: "a whole number of 32 bits",
+    FieldDescriptor.CPPTYPE_INT64: "a whole number of 64 bits",
+    FieldDescriptor.CPPTYPE_UINT32: "a whole number, 0 to 2**32 - 1",
+    FieldDescriptor.CPPTYPE_UINT64: "a whole number, 0 to 2**64 - 1",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+    FieldDescriptor.CPPTYPE_STRING: "a text of whole characters",
+}
+_SPECIAL = {
+    "logit_bias": "an object of token ids and numbers",
+    "bad_words_ids": "a list of lists of token ids",
+    "output_ids": "a list of lists of token ids",
+    "logprobs_mode": "LogprobsMode." + ", ".join(mode.name for mode in LogprobsMode),
+    "acceptance": "AcceptanceRule." + ", ".join(rule.name for rule in AcceptanceRule),
+    "structured_output": "a StructuredOutput",
+    "stop": "a text or a list of texts",
+    "bad_words": "a text or a list of texts",
+}
+
+
+def put(out: Message, name: str, value: Any, where: str = "", called: str = "") -> None:
+    """Sets a field; None leaves it out. `where` stands before its name in an error, or `called` instead of it."""
+    if value is None:
+        return
+    try:
+        _write(out, name, value)
+    except (TypeError, ValueError, AttributeError):
+        given = quoted(value) if name in ("acceptance", "logprobs_mode") else shown(value)
+        allowed = _SPECIAL.get(name) or _allowed(out, name)
+        raise refusal(called or where + name, f"is {given}", allowed) from None
+
+
+def put_ids(out: pb.GenerateRequest, ids: Sequence[int]) -> None:
+    """A prompt of token ids."""
+    try:
+        out.token_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
+    except (TypeError, ValueError):
+        raise refusal("token_ids", f"is {shown(ids)}", "a list of token ids") from None
+
+
+def put_messages(out: pb.GenerateRequest, messages: Sequence[Mapping[str, str]], omit_generation_prompt: bool) -> None:
+    """A conversation as the prompt."""
+    if isinstance(messages, str | Mapping) or not hasattr(messages, "__iter__"):
+        raise refusal("messages", f"is {kind(messages)}", "a list of messages")
+    out.chat.omit_generation_prompt = omit_generation_prompt
+    for place, message in enumerate(messages):
+        try:
+            out.chat.messages.add(role=message["role"], content=message["content"])
+        except (TypeError, ValueError, KeyError):
+            allowed = "an object with role and content, both texts"
+            raise refusal(f"messages[{place}]", "has not the shape of a message", allowed) from None
+
+
+def refusal(field: str, problem: str, allowed: str) -> InvalidArgument:
+    """The error about one field."""
+    return InvalidArgument.of([Violation(field, f"{problem}; allowed: {allowed}")])
+
+
+def _write(out: Any, name: str, value: Any) -> None:
+    if name == "logprobs_mode":
+        out.logprobs_mode = encode_logprobs_mode(LogprobsMode(value))
+    elif name == "acceptance":
+        out.acceptance = int(AcceptanceRule(value))
+    elif name == "structured_output":
+        out.structured_output.CopyFrom(encode_structured_output(value))
+    elif name in _ID_LISTS:
+        getattr(out, name).extend(common_pb2.TokenIds(ids=ids) for ids in value)
+    elif name == "logit_bias":
+        out.logit_bias.update(value)
+    elif name in _TEXT_LISTS and isinstance(value, str):
+        getattr(out, name).append(value)
+    elif _is_list(out, name):
+        getattr(out, name).extend(value)
+    else:
+        setattr(out, name, value)
+
+
+def _is_list(out: Message, name: str) -> bool:
+    return hasattr(getattr(out, name), "extend")
+
+
+def _allowed(out: Message, name: str) -> str:
+    one = _WORDS.get(out.DESCRIPTOR.fields_by_name[name].cpp_type, "a message")
+    return f"a list, each entry {one}" if _is_list(out, name) else one
+
+
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
+def build_request(
+    prompt: str | None = None,
+    *,
+    token_ids: Sequence[int] | None = None,
+    messages: Sequence[Mapping[str, str]] | None = None,
+    add_generation_prompt: bool = True,
+    sampling: SamplingParams | None = None,
+    n: int = 1,
+    speculate: bool | None = None,
+    num_draft_tokens: int | None = None,
+    method: str = "",
+    acceptance: AcceptanceRule = AcceptanceRule.AUTO,
+    mode: str = "",
+    request_id: str = "",
+    priority: int = 0,
+    output_ids: Sequence[Sequence[int]] = (),
+    model_digest: str = "",
+    salt: str = "",
+    **sampling_fields: Any,
+) -> pb.GenerateRequest:
+    """A request: one of prompt, token_ids and messages; whole SamplingParams, or single fields of them, of which those
+    not given are the model's defaults."""
+    if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
+        raise TypeError("exactly one of prompt, token_ids and messages is needed")
+    found = Violations()
+    found.integer("n", n, 1, MAX_N)  # the protocol's 0 is 1
+    found.raise_if_any()
+    request = pb.GenerateRequest(n=n, sampling=_encode_sampling(sampling, sampling_fields))
+    put(request, "text", prompt, called="prompt")
+    if token_ids is not None:
+        put_ids(request, token_ids)
+    if messages is not None:
+        put_messages(request, messages, not add_generation_prompt)
+    request.speculation.SetInParent()
+    put(request.speculation, "enabled", speculate, called="speculate")
+    put(request.speculation, "num_draft_tokens", num_draft_tokens, "speculation.")
+    put(request.speculation, "method", method, "speculation.")
+    put(request.speculation, "acceptance", acceptance, "speculation.")
+    put(request.speculation, "mode", mode, "speculation.")
+    put(request, "request_id", request_id)
+    put(request, "priority", priority)
+    put(request, "output_ids", output_ids)
+    put(request, "model_digest", model_digest)
+    put(request, "salt", salt)
+    return request
+
+
+def _encode_sampling(sampling: SamplingParams | None, given: Mapping[str, Any]) -> common_pb2.SamplingParams:
+    """Whole parameters are sent whole; single fields leave the others to the gateway."""
+    if unknown := sorted(given.keys() - set(_SAMPLING_FIELDS)):
+        raise TypeError(f"unknown options: {', '.join(map(_with_near_miss, unknown))}")
+    if sampling is not None and given:
+        raise TypeError(f"sampling is given whole, and beside it {', '.join(sorted(given))}")
+    if sampling is not None:
+        given = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    out = common_pb2.SamplingParams()
+    for name, value in given.items():
+        put(out, name, value, "sampling.")
+    return out
+
+
+def _with_near_miss(name: str) -> str:
+    own = (known for known, one in signature(build_request).parameters.items() if one.kind is not Parameter.VAR_KEYWORD)
+    near = get_close_matches(name, (*_SAMPLING_FIELDS, *own, "timeout", "traceparent"), 1)
+    return f"{name} (is {near[0]} meant?)" if near else name
+
+
+_TRACEPARENT = "traceparent"
+
+
+def request_metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
+    """What goes with a request: its trace's context."""
+    return ((_TRACEPARENT, traceparent),) if traceparent else ()

@@ -1,0 +1,128 @@
+"""What a gateway answers, as frozen dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.rpc.codec import decode_model_info, decode_position_logprobs
+from outrider.rpc.messages import ModelInfo, PositionLogprobs
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, TokenOrigin
+from outrider.v1 import generation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens of one completion."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Sums over the rounds of one completion."""
+
+    num_rounds: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_per_position: tuple[int, ...]
+    num_tested_per_position: tuple[int, ...]
+    acceptance: AcceptanceRule
+    overhead_us: int
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of drafted tokens that were accepted; 0 without any."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a verification with a draft committed, on average: one and the accepted ones."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one response adds to one completion. See GenerateResponse in generation.proto."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[TokenOrigin, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    usage: Usage | None
+    speculation: SpeculationStats | None
+    seed: int | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[PositionLogprobs, ...]
+    model_digest: str = ""
+    near_ties: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayInfo:
+    """A gateway and its peers; `draft` is None where no draft is in use."""
+
+    target: ModelInfo
+    draft: ModelInfo | None
+    num_draft_tokens: int
+    methods: tuple[str, ...]
+
+
+def decode_response(response: pb.GenerateResponse) -> Part:
+    """One part."""
+    stop = response.WhichOneof("stop_reason")
+    return Part(
+        request_id=response.request_id,
+        index=response.index,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        origins=tuple(map(TokenOrigin, response.origins)),
+        logprobs=tuple(map(decode_position_logprobs, response.logprobs)),
+        finish_reason=FinishReason(response.finish_reason) if response.finish_reason else None,
+        stop_reason=getattr(response, stop) if stop else None,
+        usage=_decode_usage(response.usage) if response.HasField("usage") else None,
+        speculation=_decode_stats(response.speculation) if response.HasField("speculation") else None,
+        seed=response.seed if response.HasField("seed") else None,
+        prompt_token_ids=tuple(response.prompt_token_ids),
+        prompt_logprobs=tuple(map(decode_position_logprobs, response.prompt_logprobs)),
+        model_digest=response.model_digest,
+        near_ties=response.near_ties,
+    )
+
+
+def _decode_usage(usage: pb.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def _decode_stats(stats: pb.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        num_rounds=stats.num_rounds,
+        num_drafts=stats.num_drafts,
+        num_draft_tokens=stats.num_draft_tokens,
+        num_accepted_tokens=stats.num_accepted_tokens,
+        num_accepted_per_position=tuple(stats.num_accepted_per_position),
+        num_tested_per_position=tuple(stats.num_tested_per_position),
+        acceptance=_decode_rule(stats.acceptance),
+        overhead_us=stats.overhead_us,
+    )
+
+
+def _decode_rule(number: int) -> AcceptanceRule:
+    """A rule that only a newer gateway knows reads as unspecified."""
+    return AcceptanceRule(number) if number in set(AcceptanceRule) else AcceptanceRule.AUTO
+
+
+def decode_info(answer: pb.GetGatewayInfoResponse) -> GatewayInfo:
+    """A gateway's description."""
+    return GatewayInfo(
+        target=decode_model_info(answer.target),
+        draft=decode_model_info(answer.draft) if answer.HasField("draft") else None,
+        num_draft_tokens=answer.num_draft_tokens,
+        methods=tuple(answer.methods),
+    )

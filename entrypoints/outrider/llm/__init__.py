@@ -1,0 +1,38 @@
+"""vLLM's offline API over Outrider's loop:
+
+    from outrider.llm import LLM, SamplingParams
+
+    llm = LLM("models/large", speculative_config={"model": "models/small", "num_speculative_tokens": 4})
+    for output in llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=64)):
+        print(output.outputs[0].text)
+
+`outrider.llm.inputs` and `outrider.llm.config` are where vLLM's modules of these names are."""
+
+from __future__ import annotations
+
+from outrider.llm.config import SpeculativeConfig, Unsupported
+from outrider.llm.inputs import PromptType, TextPrompt, TokensPrompt
+from outrider.llm.llm import LLM
+from outrider.llm.metrics import Counter, Gauge, Histogram, Metric, Vector
+from outrider.llm.outputs import CompletionOutput, Logprob, RequestOutput, SpecDecodeMetrics
+from outrider.llm.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Counter",
+    "Gauge",
+    "Histogram",
+    "Logprob",
+    "Metric",
+    "PromptType",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SpecDecodeMetrics",
+    "SpeculativeConfig",
+    "TextPrompt",
+    "TokensPrompt",
+    "Unsupported",
+    "Vector",
+]

@@ -1,0 +1,219 @@
+"""Prompts as vLLM takes them: text, token ids, and dicts of either.
+
+Conversations become prompts: the checkpoint's chat template, or the caller's.
+
+The tokenizer in the form that vLLM's users know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any, NotRequired, TypedDict
+
+from tokenizers import Tokenizer as Backend
+
+from outrider.gateway.text.tokenizer import ChatTemplate, Tokenizer
+from outrider.llm.config import Unsupported, is_int, unknown_keyword
+
+BYTES = bytes | bytearray | memoryview  # sequences of integers for Python, but no token ids
+ALLOWED = ("prompt", "prompt_token_ids", "cache_salt")
+REFUSED = {
+    "multi_modal_data": "models take text alone",
+    "multi_modal_uuids": "models take text alone",
+    "mm_processor_kwargs": "models take text alone",
+    "prompt_embeds": "prompts are text or token ids",
+    "token_type_ids": "prompts are text or token ids",
+    "encoder_prompt": "models are decoders",
+    "decoder_prompt": "models are decoders",
+}
+
+
+class TextPrompt(TypedDict):
+    """A prompt to tokenise. Prompts of different `cache_salt` share no cached blocks."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenised already; `prompt` is only shown."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: token ids win over text, which is then only shown."""
+
+    text: str | None
+    token_ids: tuple[int, ...] | None = None
+    salt: str = ""
+
+
+def parse_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many."""
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
+        return [_parse(prompts)]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, BYTES):
+        raise TypeError(f"a prompt is a str, a list of token ids or a dict, not {type(prompts).__name__}")
+    return [_parse(prompt) for prompt in prompts]
+
+
+def with_ids(prompts: Any, prompt_token_ids: Any) -> list[Prompt]:
+    """Prompts of the old keyword: their ids, and beside them the texts to show, if those are given, too."""
+    ids = parse_prompts(prompt_token_ids)
+    if prompts is None:
+        return ids
+    shown = parse_prompts(prompts)
+    if len(shown) != len(ids):
+        raise ValueError("The lengths of prompts and prompt_token_ids must be the same.")
+    return [replace(prompt, text=text.text) for prompt, text in zip(ids, shown, strict=True)]
+
+
+def _parse(prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(checked_text(prompt))
+    if _is_ids(prompt) or prompt == []:  # an empty one is refused as every other that is too short or too long
+        return Prompt(None, tuple(map(int, prompt)))
+    if not isinstance(prompt, Mapping):
+        raise TypeError(f"a prompt is a str, a list of token ids or a dict, not {prompt!r:.60}")
+    for name, value in prompt.items():
+        if name in REFUSED and value is not None:
+            raise Unsupported(f"a prompt's {name!r} is not supported: {REFUSED[name]}")
+        if name not in ALLOWED and name not in REFUSED:
+            raise unknown_keyword(str(name), ALLOWED, "a prompt")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
+    salt = prompt.get("cache_salt")
+    for name, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"a prompt's {name!r} must be a str, got {value!r:.60}")
+    text = None if text is None else checked_text(text)
+    return Prompt(text, None if ids is None else _ids_of(ids), salt or "")
+
+
+def checked_text(text: str) -> str:
+    """The text. Raises ValueError where a half of a surrogate pair stands alone, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a prompt must be Unicode; {text[error.start]!r} at {error.start} is no character") from error
+    return text
+
+
+def _ids_of(given: Any) -> tuple[int, ...]:
+    """Token ids of a list, an array or a tensor."""
+    try:
+        if isinstance(given, str | BYTES):
+            raise TypeError("a text is no list of ids")
+        return tuple(map(index, given))
+    except TypeError as error:
+        raise TypeError(f"a prompt's 'prompt_token_ids' must be a list of token ids, got {given!r:.60}") from error
+
+
+def _is_ids(prompt: Any) -> bool:
+    """Whether it is one prompt of token ids; numpy's integers are integers."""
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str | BYTES)
+        and len(prompt) > 0
+        and all(map(is_int, prompt))
+    )
+
+
+Message = Mapping[str, Any]
+SHAPE = "messages are a list of {'role': ..., 'content': ...}, or a list of such lists"
+
+
+def chat_prompts(
+    tokenizer: Tokenizer,
+    messages: Any,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """The prompts of one conversation or many."""
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt=False")
+    if chat_template is not None:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = ChatTemplate(chat_template)
+    prompts = []
+    for conversation in conversations_of(messages):
+        text = tokenizer.render_chat(conversation, add_generation_prompt, **(variables or {}))
+        if continue_final_message:
+            text = _until_end_of_last(text, conversation)
+        checked_text(text)
+        prompts.append(Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False))))
+    return prompts
+
+
+def conversations_of(messages: Any) -> list[list[Message]]:
+    """One conversation or many, with text alone."""
+    if not _is_list(messages) or not messages:
+        raise TypeError(f"{SHAPE}, got {messages!r:.60}")
+    many = [messages] if isinstance(messages[0], Mapping) else messages
+    for conversation in many:
+        if not _is_list(conversation) or not all(isinstance(message, Mapping) for message in conversation):
+            raise TypeError(f"{SHAPE}, got {conversation!r:.60}")
+    return [[_with_text(message) for message in conversation] for conversation in many]
+
+
+def _until_end_of_last(text: str, conversation: Sequence[Message]) -> str:
+    """The prompt, cut where the last message ends."""
+    last = str(conversation[-1].get("content") or "").strip()
+    start = text.rfind(last)
+    if start < 0:
+        raise ValueError("continue_final_message: the chat template changes the last message")
+    return text[: start + len(last)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _with_text(message: Message) -> Message:
+    """Parts of text are joined by newlines; any other part is refused."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"a message needs a 'role', such as 'user', got {dict(message)!r:.100}")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    if not _is_list(content):
+        raise TypeError(f"a message's 'content' is a str or a list of parts, got {content!r:.60}")
+    return {**message, "content": "\n".join(map(_text_of, content))}
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if kind not in ("text", "input_text"):
+        raise Unsupported(f"a message's part of type {kind!r} is not supported: models take text alone")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise TypeError(f"a message's part needs a 'text', got {part!r:.60}")
+    return text
+
+
+def as_transformers(tokenizer: Tokenizer) -> Any:
+    """A copy as transformers' class, which adds what an application expects: calls, padding, chat templates."""
+    from transformers import PreTrainedTokenizerFast
+
+    names = {
+        name: tokenizer.added_tokens.get(token_id) if token_id is not None else None
+        for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
+    }
+    copied = PreTrainedTokenizerFast(tokenizer_object=Backend.from_str(tokenizer.backend.to_str()), **names)
+    copied.chat_template = None if tokenizer.chat_template is None else tokenizer.chat_template.source
+    return copied

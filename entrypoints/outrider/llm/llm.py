@@ -1,0 +1,338 @@
+"""LLM: vLLM's offline class over the gateway's loop, with both engines in process or a gateway that runs elsewhere.
+
+A prompt and its parameters become a job: a request of the gateway's own, and what collects its output.
+
+The parameters of a call that gives none: what the model's authors recommend.
+
+A progress bar around requests as they end."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.gateway.request import GenerationRequest
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.llm.backends import Backend, Job, LoopThread, attach, run_jobs
+from outrider.llm.config import (
+    NOT_THERE,
+    EngineArguments,
+    SpeculativeConfig,
+    Unsupported,
+    keywords_of,
+    refuse,
+    take_speculation,
+)
+from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
+from outrider.llm.metrics import Metric, Statistics
+from outrider.llm.outputs import OutputBuilder, RequestOutput, SpecDecodeRecorder
+from outrider.llm.sampling_params import SamplingParams, one_each, seeded, to_wire
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument
+from outrider.rpc.messages import ModelInfo
+
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def default_params(arguments: EngineArguments, info: ModelInfo) -> SamplingParams:
+    """generation_config.json, under `override_generation_config`; vLLM's defaults where they say nothing."""
+    given: dict[str, Any] = {}
+    if arguments.generation_config == "auto":
+        given = {name: getattr(info.default_sampling, name) for name in NAMES}
+        given["max_new_tokens"] = _max_new_tokens(arguments)
+    given |= arguments.override_generation_config or {}
+    longest = given.pop("max_new_tokens", None)
+    if longest is not None:
+        given["max_tokens"] = longest
+    return SamplingParams(**given)
+
+
+def _max_new_tokens(arguments: EngineArguments) -> int | None:
+    """It concerns only LLM: a gateway's requests say how long they may get."""
+    file = None if arguments.model is None else arguments.model / "generation_config.json"
+    if file is None or not file.is_file():
+        return None
+    longest: int | None = json.loads(file.read_text(encoding="utf-8")).get("max_new_tokens")
+    return longest
+
+
+class JobMaker:
+    """Numbers the requests of one LLM; `k` is 0 where nothing drafts."""
+
+    def __init__(self, arguments: EngineArguments, backend: Backend, k: int) -> None:
+        self._arguments, self._backend, self._k = arguments, backend, k
+        self._numbers = itertools.count()
+
+    def make(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[Job]:
+        """A job for each prompt, in order. Raises ValueError where the numbers differ."""
+        if sampling_params is None:
+            sampling_params = default_params(self._arguments, self._backend.info)
+        params = one_each(sampling_params, len(prompts))
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(priority)} priorities: their numbers must be the same.")
+        return [self._job(*entry) for entry in zip(prompts, params, priority or [0] * len(prompts), strict=True)]
+
+    def _job(self, prompt: Prompt, params: SamplingParams, priority: int) -> Job:
+        arguments, backend, number = self._arguments, self._backend, next(self._numbers)
+        sampling = to_wire(params, arguments.logprobs_mode, arguments.max_logprobs, backend.info.max_model_len)
+        prompt = self._encoded(prompt, sampling.truncate_prompt_tokens)
+        request = GenerationRequest(
+            text=prompt.text if prompt.token_ids is None else None,
+            token_ids=prompt.token_ids,
+            sampling=seeded(sampling, arguments.seed, number),
+            max_tokens_given=False,  # as in vLLM a completion ends where the context does
+            speculation=replace(backend.speculation, acceptance=arguments.acceptance_for(params.seed)),
+            request_id=str(number),
+            n=params.n,
+            priority=int(priority),
+            salt=f"{prompt.salt}/{number}" if params.skip_reading_prefix_cache else prompt.salt,
+        )
+        wants_logprobs = params.logprobs is not None
+        return Job(
+            request, OutputBuilder(str(number), prompt, params.n, wants_logprobs, backend.tokenizer, self._recorder())
+        )
+
+    def _encoded(self, prompt: Prompt, keep: int | None) -> Prompt:
+        """With its ids, where they are made here: the order of requests then waits for no tokenizer. A prompt that is
+        cut is shown as it is used."""
+        ids = prompt.token_ids
+        if ids is None and prompt.text is not None:
+            ids = self._backend.encode(prompt.text)
+        return prompt if ids is None else replace(prompt, token_ids=ids[-keep:] if keep else ids)
+
+    def _recorder(self) -> SpecDecodeRecorder | None:
+        wanted = self._arguments.per_request_spec_decode_metrics
+        return SpecDecodeRecorder(self._k, wanted == "detailed") if self._k and wanted != "none" else None
+
+
+def with_progress(ended: Iterator[Job], total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Job]:
+    """Passes on what has ended. `use_tqdm` may be a class or function that makes the bar."""
+    if not use_tqdm:
+        yield from ended
+        return
+    make = use_tqdm if callable(use_tqdm) else importlib.import_module("tqdm.auto").tqdm
+    began, num_in, num_out = time.monotonic(), 0, 0
+    with make(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
+        for job in ended:
+            output = job.builder.output
+            num_in += len(output.prompt_token_ids or ()) * len(output.outputs)
+            num_out += sum(len(completion.token_ids) for completion in output.outputs)
+            seconds = max(time.monotonic() - began, 1e-9)
+            bar.set_postfix_str(
+                f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s",
+                refresh=False,
+            )
+            bar.update(1)
+            yield job
+
+
+class LLM:
+    """Generates for many prompts at once. The engines live in this process until `close` (the end of a `with` block,
+    of the object, or of the process); with `gateway="host:port"` they live behind a gateway."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        gateway: str | None = None,
+        runner: str = "auto",
+        tokenizer: str | Path | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: Any = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int | None = 0,
+        gpu_memory_utilization: float = 0.9,
+        swap_space: float | None = 4,
+        enforce_eager: bool = False,
+        max_model_len: int | None = None,
+        disable_log_stats: bool = False,
+        speculative_config: dict[str, Any] | SpeculativeConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        options: dict[str, Any] = dict(
+            model=model, gateway=gateway, runner=runner, tokenizer=tokenizer, tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init, trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size, dtype=dtype, quantization=quantization, revision=revision,
+            tokenizer_revision=tokenizer_revision, seed=seed, gpu_memory_utilization=gpu_memory_utilization,
+            swap_space=swap_space, enforce_eager=enforce_eager, max_model_len=max_model_len,
+            disable_log_stats=disable_log_stats, speculative_config=speculative_config, **kwargs,
+        )  # fmt: skip
+        config = take_speculation(options)
+        self.arguments = EngineArguments.of(options)
+        self._runtime = LoopThread()
+        try:
+            self._backend, self._statistics, self._maker = self._start(config)
+        except BaseException as error:
+            self._runtime.close()
+            if isinstance(error, FailedPrecondition | InvalidArgument):  # models or settings that do not go together
+                raise ValueError(error.message) from error
+            raise
+        self._close = weakref.finalize(self, self._backend.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_THERE:
+            raise Unsupported(f"LLM.{name} is not supported: {NOT_THERE[name]}")
+        raise AttributeError(f"LLM has no attribute {name!r}")
+
+    def close(self) -> None:
+        """Ends the threads and frees the models. A second call does nothing."""
+        self._close()
+
+    @keywords_of("LLM.generate")
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: Any = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        logits_processor: Any = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The outputs in the prompts' order. One SamplingParams serves all prompts, a list has one for each; None is
+        the model's own defaults. Lower numbers of `priority` go first."""
+        refuse(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            logits_processor=logits_processor,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        if prompt_token_ids is not None:
+            warnings.warn("prompt_token_ids: give TokensPrompt prompts instead", DeprecationWarning, stacklevel=3)
+            return self._generate(with_ids(prompts, prompt_token_ids), sampling_params, use_tqdm, priority)
+        if prompts is None:
+            raise ValueError("prompts are needed")
+        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority)
+
+    @keywords_of("LLM.chat")
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """The same for conversations: one list of messages, or several."""
+        refuse(
+            lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs, tokenization_kwargs=tokenization_kwargs
+        )
+        if chat_template_content_format not in ("auto", "string"):
+            raise Unsupported("chat_template_content_format: contents are strings")
+        prompts = chat_prompts(
+            self._tokenizer("chat()"),
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})},
+        )
+        return self._generate(prompts, sampling_params, use_tqdm, priority)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model authors' recommendation, from generation_config.json; vLLM's defaults where they give none."""
+        return default_params(self.arguments, self._backend.info)
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and times since the start."""
+        if self.arguments.disable_log_stats:
+            raise RuntimeError("there are no metrics with disable_log_stats=True")
+        return self._statistics.snapshot(self._backend.cache_usage())
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, as a PreTrainedTokenizerFast of transformers."""
+        return as_transformers(self._tokenizer("get_tokenizer()"))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix of the target."""
+        self._backend.reset_prefix_cache()
+        return True
+
+    def _start(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> tuple[Backend, Statistics, JobMaker]:
+        if self.arguments.gateway is not None:
+            arguments = self.arguments.located()
+            attached = attach(self._runtime, arguments, config)
+            k = attached.speculation.num_draft_tokens
+            k = attached.num_draft_tokens if k is None else k
+            statistics = Statistics(attached.info.name, k, arguments.max_num_seqs)
+            return attached, statistics, JobMaker(arguments, attached, k)
+        speculation = SpeculativeConfig.supported(config)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: two models share the cores
+        from outrider.llm.backends import start_local  # torch comes with it: not for who only asks a gateway
+
+        arguments = self.arguments.located()
+        k = (speculation.num_speculative_tokens or 0) if speculation is not None else 0
+        statistics = Statistics(arguments.served_model_name or str(arguments.model), k, arguments.max_num_seqs)
+        local = start_local(self._runtime, arguments, speculation, lambda: statistics.num_running)
+        return local, statistics, JobMaker(arguments, local, k)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        if not self._close.alive:
+            raise RuntimeError("this LLM is closed")
+        jobs = self._maker.make(prompts, sampling_params, priority)
+        backend, statistics = self._backend, self._statistics
+
+        def start(put: Callable[[Job], None]) -> Coroutine[Any, Any, None]:
+            return run_jobs(backend, jobs, statistics, put)
+
+        try:
+            with closing(self._runtime.iterate(start)) as ended:
+                for _ in with_progress(ended, len(jobs), use_tqdm):
+                    pass
+        except InvalidArgument as error:
+            raise ValueError(error.message) from error
+        return [job.builder.output for job in jobs]
+
+    def _tokenizer(self, what: str) -> Tokenizer:
+        tokenizer = self._backend.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{what} needs LLM(gateway=..., tokenizer=...): the folder of the target's tokenizer")
+        return tokenizer

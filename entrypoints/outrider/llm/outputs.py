@@ -1,0 +1,179 @@
+"""What `generate` returns: RequestOutput, CompletionOutput and Logprob, with vLLM's fields.
+
+What speculation came to for one completion, with vLLM's names: `CompletionOutput.spec_decode_metrics`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.gateway.request import GenerationDelta
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.llm.inputs import Prompt
+from outrider.planner.policy import SpeculationTally
+from outrider.rpc.messages import PositionLogprobs
+from outrider.rpc.sampling_params import FinishReason
+
+
+@dataclass
+class SpecDecodeMetrics:
+    """`acceptance_histogram[i]` is how many drafts had i tokens accepted; the lists by step are for "detailed"."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # [num_spec_tokens + 1]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # k
+    per_step_accepted: list[int] | None = None
+    per_step_drafted: list[int] | None = None
+
+
+class SpecDecodeRecorder:
+    """Follows the completions of one request."""
+
+    def __init__(self, num_spec_tokens: int, detailed: bool) -> None:
+        self._k, self._detailed = num_spec_tokens, detailed
+        self._steps: dict[int, list[tuple[int, int]]] = {}  # by completion: drafted and accepted of each step
+
+    def add(self, delta: GenerationDelta) -> SpecDecodeMetrics | None:
+        """One commit; the metrics with a completion's last one."""
+        steps = self._steps.setdefault(delta.index, [])
+        if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
+            steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
+        if delta.tally is None:
+            return None
+        metrics = summary_of(delta.tally, self._k)
+        if self._detailed:
+            metrics.per_step_drafted = [drafted for drafted, _ in steps]
+            metrics.per_step_accepted = [accepted for _, accepted in steps]
+        return metrics
+
+
+def summary_of(tally: SpeculationTally, k: int) -> SpecDecodeMetrics:
+    """Drafts that got to position i, less those that got further, ended there."""
+    reached = [tally.num_drafts, *tally.accepted_per_position]
+    reached += [0] * (k + 2 - len(reached))
+    return SpecDecodeMetrics(
+        mean_acceptance_length=1 + tally.num_accepted_tokens / max(1, tally.num_drafts),
+        draft_acceptance_rate=tally.num_accepted_tokens / max(1, tally.num_draft_tokens),
+        acceptance_histogram=[here - further for here, further in itertools.pairwise(reached)],
+        num_spec_steps=tally.num_drafts,
+        num_accepted_draft_tokens=tally.num_accepted_tokens,
+        num_draft_tokens=tally.num_draft_tokens,
+        num_spec_tokens=k,
+    )
+
+
+@dataclass
+class Logprob:
+    """One candidate at one position; rank is 1-based."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One completion. `stop_reason` is the stop string or the stop token's id; None for EOS and for all else."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+    routed_experts: Any = None
+    sampling_mask: Any = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # with LLM(per_request_spec_decode_metrics=...)
+    weight_versions: Any = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """All completions of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: Any = None
+    lora_request: Any = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    num_cached_tokens: int | None = None
+    multi_modal_placeholders: dict[str, Any] = field(default_factory=dict)
+    kv_transfer_params: dict[str, Any] | None = None
+    num_cache_creation_tokens: int | None = None
+    prompt_token_id_logprobs: Any = None
+    ec_transfer_params: dict[str, Any] | None = None
+
+
+class OutputBuilder:
+    """Puts the deltas of one request together."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        n: int,
+        wants_logprobs: bool,
+        tokenizer: Tokenizer | None,
+        steps: SpecDecodeRecorder | None = None,
+    ) -> None:
+        self._tokenizer, self._wants_logprobs, self._steps = tokenizer, wants_logprobs, steps
+        ids = None if prompt.token_ids is None else list(prompt.token_ids)
+        self.output = RequestOutput(request_id, prompt.text, ids, None, [CompletionOutput(i) for i in range(n)], False)
+        for completion in self.output.outputs:
+            if wants_logprobs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+
+    def add(self, delta: GenerationDelta) -> None:
+        """One commit's part of one completion."""
+        output, completion = self.output, self.output.outputs[delta.index]
+        if delta.prompt_token_ids:
+            output.prompt_token_ids = list(delta.prompt_token_ids)
+        if delta.prompt_logprobs:
+            output.prompt_logprobs = output.prompt_logprobs or []  # a long prompt's come in slices
+            output.prompt_logprobs += [self._candidates(row) if row else None for row in delta.prompt_logprobs]
+        completion.text += delta.text
+        completion.token_ids.extend(delta.token_ids)
+        if self._wants_logprobs:
+            self._add_logprobs(completion, delta.logprobs)
+        if delta.finish_reason is not None:
+            completion.finish_reason = finish_name(delta.finish_reason)
+            completion.stop_reason = delta.stop_token_id if delta.stop_string is None else delta.stop_string
+        if self._steps is not None:
+            completion.spec_decode_metrics = self._steps.add(delta)
+        if delta.usage is not None:
+            output.num_cached_tokens = max(output.num_cached_tokens or 0, delta.usage.cached_tokens)
+        output.finished = all(one.finished() for one in output.outputs)
+
+    def _add_logprobs(self, completion: CompletionOutput, rows: Iterable[PositionLogprobs]) -> None:
+        for row in rows:
+            if completion.logprobs is not None and completion.cumulative_logprob is not None:
+                completion.logprobs.append(self._candidates(row))
+                completion.cumulative_logprob += row[0].logprob
+
+    def _candidates(self, row: PositionLogprobs) -> dict[int, Logprob]:
+        return {entry.id: Logprob(entry.logprob, entry.rank, self._text_of(entry.id)) for entry in row}
+
+    def _text_of(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token_id])
+
+
+def finish_name(reason: FinishReason) -> str:
+    """vLLM's word."""
+    return reason.name.lower()

@@ -1,1 +1,0 @@
-"""The commands that are no services: each module's `main(argv, prog)` runs one and returns its exit status."""

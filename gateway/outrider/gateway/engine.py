@@ -1,0 +1,372 @@
+"""The gateway's one entry point: a request in, the deltas of its completions out. gRPC, HTTP and the in-process LLM
+call the same method.
+
+One completion of a request: its rounds become deltas, its ids text; a stop string cuts both at the same token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from opentelemetry import trace
+
+from outrider.gateway.admission import Admission, Party, Work
+from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, Usage, prepare
+from outrider.gateway.speculation.backends import Drafter, Verifier
+from outrider.gateway.speculation.contest import Contests
+from outrider.gateway.speculation.controller import Controller
+from outrider.gateway.speculation.loop import SpeculationDriver, speculate
+from outrider.gateway.text.detokenizer import TextStream
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.tracing import RequestTrace
+from outrider.planner.forecast import Experience
+from outrider.planner.policy import Chooser, Limits, Mode, Policy, Round, SpeculationTally
+from outrider.planner.step_costs import VerifyCosts
+from outrider.rpc.errors import DeadlineExceeded
+from outrider.rpc.messages import to_failure
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
+from outrider.rpc.validate import MAX_LOGPROBS, MAX_PATIENCE_MS
+
+
+@dataclass(slots=True)
+class RequestRun:
+    """What the completions of one request share."""
+
+    prepared: Prepared
+    tokenizer: Tokenizer
+    drafter: Drafter | None
+    verifier: Verifier
+    policy: Policy
+    timeout_ms: int
+    trace: RequestTrace
+    eos_token_ids: tuple[int, ...]
+    on_draft_stop: Callable[[str], None]
+    new_chooser: Callable[[], Chooser | None] = lambda: None
+    drivers: list[SpeculationDriver] = field(default_factory=list)  # of the completions that have started
+
+
+class Completion:
+    """Turns the rounds of one completion into deltas."""
+
+    def __init__(self, run: RequestRun, index: int) -> None:
+        prepared = run.prepared
+        self._run, self._index = run, index
+        self._output_ids = prepared.output_ids(index)
+        self._text = TextStream(run.tokenizer, prepared.sampling, prepared.prompt_ids, self._output_ids)
+        self._tally = SpeculationTally()
+        self._num_returned = self._num_cached = 0
+        self._first = True
+
+    async def deltas(self) -> AsyncGenerator[GenerationDelta, None]:
+        """The completion, to its end. Driven to its first wait it has opened its sequence."""
+        finished = self._finished_before()
+        if finished is not None:
+            yield self._last(finished)
+            return
+        run, prepared = self._run, self._run.prepared
+        rounds = speculate(
+            run.drafter,
+            run.verifier,
+            prepared.open(self._index, run.timeout_ms, run.trace.traceparent),
+            run.policy,
+            examines_text=bool(prepared.sampling.stop),
+            fork_of=run.drivers[0] if run.drivers else None,
+            driver_out=run.drivers,
+            on_draft_stop=run.on_draft_stop,
+            chooser=run.new_chooser(),
+        )
+        async with aclosing(rounds):
+            async for item in rounds:
+                if not isinstance(item, Round):
+                    yield self._marked(self._delta(prompt_logprobs=item.logprobs))
+                    continue
+                delta = self._delta_of(item)
+                run.trace.add_round(item, self._index)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+
+    def _finished_before(self) -> GenerationDelta | None:
+        """The finish of a completion that the client has whole, when another one of the request is resumed."""
+        ids, sampling = self._output_ids, self._run.prepared.sampling
+        if self._text.finished:
+            resumed = self._text.resumed
+            return self._delta(finish_reason=resumed.finish_reason, stop_string=resumed.stop_string)
+        if ids and ids[-1] in sampling.stop_token_ids and len(ids) > sampling.min_tokens:
+            return self._delta(finish_reason=FinishReason.STOP, stop_token_id=ids[-1])
+        if ids and ids[-1] in self._run.eos_token_ids and len(ids) > sampling.min_tokens and not sampling.ignore_eos:
+            return self._delta(finish_reason=FinishReason.STOP)
+        if len(ids) >= sampling.max_tokens:
+            return self._delta(finish_reason=FinishReason.LENGTH)
+        return None
+
+    def _delta_of(self, closed: Round) -> GenerationDelta:
+        commit = closed.commit
+        self._tally.add(closed)
+        self._num_cached = max(self._num_cached, commit.num_cached_ids)
+        cut = self._text.push(commit.ids, commit.finish_reason, commit.stop_token_id)
+        self._num_returned += cut.num_ids
+        delta = self._delta(
+            text=cut.text,
+            token_ids=commit.ids[: cut.num_ids],
+            origins=commit.origins[: cut.num_ids],
+            logprobs=commit.logprobs[: cut.num_ids],
+            finish_reason=cut.finish_reason,
+            stop_string=cut.stop_string,
+            stop_token_id=cut.stop_token_id,
+            round=closed,
+            near_ties=closed.near_ties,
+        )
+        return self._marked(delta) if cut.finish_reason is None else self._last(delta)
+
+    def _delta(self, **fields: object) -> GenerationDelta:
+        return GenerationDelta(self._run.prepared.request_id, self._index, **fields)  # type: ignore[arg-type]
+
+    def _last(self, delta: GenerationDelta) -> GenerationDelta:
+        prompt_len = len(self._run.prepared.prompt_ids)
+        return self._marked(
+            replace(
+                delta,
+                usage=Usage(prompt_len, self._num_returned, self._num_cached),
+                tally=self._tally,
+                acceptance=self._run.prepared.acceptance,
+            )
+        )
+
+    def _marked(self, delta: GenerationDelta) -> GenerationDelta:
+        """The first delta says the seed and the model, and of completion 0 the prompt's ids."""
+        if not self._first:
+            return delta
+        self._first = False
+        prepared = self._run.prepared
+        shown = self._index == 0 and prepared.request.token_ids is None
+        prompt_ids = prepared.prompt_ids if shown else ()
+        return replace(delta, seed=prepared.seed, model_digest=prepared.model_digest, prompt_token_ids=prompt_ids)
+
+
+log = logging.getLogger(__name__)
+
+MAX_REASONS = 256
+_EXPIRED = "the request's time ran out"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What holds for every request."""
+
+    num_draft_tokens: int = 4
+    mode: str = "sequential"  # "auto": the controller chooses for each request
+    max_draft_tokens: int = 8  # that the controller may choose
+    draft_patience_ms: int = 500
+    max_active: int = 64  # sequences that run at once
+    max_waiting: int = 256  # sequences that may wait
+    max_admitted_tokens: int | None = None  # of all these; None: half a context for each
+    model_name: str = ""  # empty: the target's
+    max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
+    trust_traceparent: bool = False  # a client's trace is gone on with, recorded where it says so
+
+
+class GenerationEngine:
+    """Generates with a verifier and, where there is one, a drafter."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        verifier: Verifier,
+        drafter: Drafter | None = None,
+        config: EngineConfig | None = None,
+        tracer: trace.Tracer | None = None,
+    ) -> None:
+        self.tokenizer, self.verifier, self.drafter = tokenizer, verifier, drafter
+        self.config = config or EngineConfig()
+        self.admission = Admission(self.config.max_active, self.config.max_waiting, self._max_admitted_tokens)
+        self._tracer = tracer or trace.get_tracer("outrider.gateway")
+        self._draft_warnings = _OnceWarnings()
+        self._num_running = 0  # sequences
+        self._known: tuple[str, Experience, Contests] | None = None  # of the model that was served last, by its digest
+
+    @property
+    def model_name(self) -> str:
+        """The name that the model is served under."""
+        return self.config.model_name or self.verifier.info.model.name
+
+    async def generate(
+        self, request: GenerationRequest, party: Party | None = None
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """Yields the deltas of all completions as they are committed. Raises OutriderError. Closing the iterator ends
+        every sequence at once; what is not asked for is not generated far ahead. The requests of a `party` are admitted
+        or refused together."""
+        began = asyncio.get_running_loop().time()
+        self.admission.require_room(Work(1))  # before anything is spent on it
+        prepared = await self._prepare(request)
+        deadline = None if request.timeout_s is None else began + request.timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                await (party or self.admission).enter(prepared.work, request.priority)
+        except TimeoutError:
+            raise DeadlineExceeded(_EXPIRED) from None
+        left, of_completion = prepared.work, Work(1, prepared.sampling.max_tokens)
+        try:
+            if prepared.model_digest != self.verifier.info.model.digest:  # another one is served since
+                prepared = await self._prepare(request)
+            async with aclosing(self._run(prepared, deadline)) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason is not None:
+                        left -= of_completion
+                        self.admission.leave(of_completion)
+                    yield delta
+        finally:
+            self.admission.leave(left)
+
+    async def _prepare(self, request: GenerationRequest) -> Prepared:
+        return await prepare(
+            request,
+            self.tokenizer,
+            self.verifier.info,
+            None if self.drafter is None else self.drafter.info,
+            self.config.num_draft_tokens,
+            self.config.mode,
+            self.config.max_logprobs,
+        )
+
+    async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:
+        loop = asyncio.get_running_loop()
+        root = RequestTrace(self._tracer, prepared, self.model_name, self.config.trust_traceparent)
+        run = self._new_run(prepared, root, 0 if deadline is None else max(1, round((deadline - loop.time()) * 1000)))
+        timer = None if deadline is None else loop.call_at(deadline, _expire, run)
+        error: BaseException | None = None
+        self._num_running += prepared.request.n
+        try:
+            merged = merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
+            async with aclosing(merged):
+                async for delta in merged:
+                    root.add_delta(delta)
+                    yield delta
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._num_running -= prepared.request.n
+            if timer is not None:
+                timer.cancel()
+            root.end(error)
+
+    def _new_run(self, prepared: Prepared, root: RequestTrace, timeout_ms: int) -> RequestRun:
+        k = prepared.num_draft_tokens if self.drafter is not None else 0
+        policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms())
+        return RequestRun(
+            prepared=prepared,
+            tokenizer=self.tokenizer,
+            drafter=self.drafter if k else None,
+            verifier=self.verifier,
+            policy=policy,
+            new_chooser=lambda: self._new_controller(prepared, policy) if k else None,
+            timeout_ms=timeout_ms,
+            trace=root,
+            eos_token_ids=self.verifier.info.model.eos_token_ids,
+            on_draft_stop=self._draft_warnings.warn,
+        )
+
+    def _new_controller(self, prepared: Prepared, base: Policy) -> Controller | None:
+        """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it
+        is not switched off, and the target waits for its draft."""
+        fixed = prepared.request.speculation.num_draft_tokens is not None
+        weighs = prepared.acceptance is AcceptanceRule.REJECTION and not prepared.sampling.greedy
+        modes = {
+            "auto": (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES),
+            "chains": (Mode.CHAINS,),
+            "branches": (Mode.BRANCHES,),
+        }.get(prepared.mode, ())
+        if not modes:
+            return None
+        modes = tuple(mode for mode in modes if not (weighs and mode is Mode.BRANCHES)) or (Mode.CHAINS,)
+        if fixed:
+            modes = tuple(mode for mode in modes if mode is not Mode.OFF)
+        adapts = prepared.mode == "auto" and not fixed
+        most = max(base.num_draft_tokens, self.config.max_draft_tokens) if adapts else base.num_draft_tokens
+        info = self.verifier.info
+        most = min(most, info.max_window)
+        limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
+        if self._known is None or self._known[0] != info.model.digest:
+            self._known = info.model.digest, Experience(VerifyCosts(info.step_costs)), Contests()
+        return Controller(limits, *self._known[1:], self._round_trips_us, lambda: self._num_running)
+
+    def _max_admitted_tokens(self) -> int:
+        """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may
+        run."""
+        if self.config.max_admitted_tokens is not None:
+            return self.config.max_admitted_tokens
+        num_active, num_waiting = self.config.max_active, self.config.max_waiting
+        return self.verifier.info.model.max_model_len * max(num_active, (num_active + num_waiting) // 2)
+
+    def _round_trips_us(self) -> float:
+        return 0.0 if self.drafter is None else self.drafter.round_trip_us
+
+    def _patience_ms(self) -> int:
+        """At least the measured round trip to the draft."""
+        measured = 0.0 if self.drafter is None else self.drafter.round_trip_us
+        return min(MAX_PATIENCE_MS, max(self.config.draft_patience_ms, math.ceil(measured / 1000)))
+
+
+class _OnceWarnings:
+    """Warns of each reason once, whatever numbers it holds."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def warn(self, reason: str) -> None:
+        """A draft was lost or never there."""
+        key = re.sub(r"\d+", "#", reason)
+        if key in self._seen or len(self._seen) >= MAX_REASONS:
+            return
+        self._seen.add(key)
+        log.warning("decoding goes on without a draft: %s (not said again)", reason)
+
+
+def _expire(run: RequestRun) -> None:
+    for driver in run.drivers:
+        driver.fail(to_failure(0, DeadlineExceeded(_EXPIRED)))
+
+
+async def merge(completions: list[AsyncGenerator[GenerationDelta, None]]) -> AsyncGenerator[GenerationDelta, None]:
+    """Deltas of all as they come; the first error ends all. One completion needs no task of its own."""
+    if len(completions) == 1:
+        async with aclosing(completions[0]) as only:
+            async for delta in only:
+                yield delta
+        return
+    queue: asyncio.Queue[GenerationDelta | Exception | None] = asyncio.Queue(len(completions))
+    tasks = [asyncio.create_task(_forward(completion, queue)) for completion in completions]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(
+    completion: AsyncGenerator[GenerationDelta, None], queue: asyncio.Queue[GenerationDelta | Exception | None]
+) -> None:
+    """Moves deltas to the queue, None at the end. A full queue holds the completion, and so its credit, up."""
+    try:
+        async with aclosing(completion):
+            async for delta in completion:
+                await queue.put(delta)
+    except Exception as error:  # the reader raises it
+        await queue.put(error)
+    else:
+        await queue.put(None)

@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP, metrics and the live page."""

@@ -1,0 +1,330 @@
+"""The HTTP server inside the gateway's own event loop, beside the gRPC server. Nothing of HTTP is imported unless this
+module is.
+
+The HTTP application: which path is answered by what.
+
+GET /v1/models: the one model that is served.
+
+The live page and the events that it shows: a completion with each round's tokens, their origins, and what the
+round's time went to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from importlib import metadata, resources
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.http import sse
+from outrider.gateway.http.errors import (
+    error_body,
+    no_such_model,
+    on_bug,
+    on_http_exception,
+    on_outrider_error,
+    plain_error,
+)
+from outrider.gateway.http.protocol import Body, HttpOptions, options_of, tally_shape
+from outrider.gateway.http.serving import ChatEndpoint, CompletionsEndpoint, generate, read_completion
+from outrider.gateway.metrics import GatewayMetrics, MeteredEngine
+from outrider.gateway.request import GenerationDelta, GenerationRequest
+from outrider.gateway.text.detokenizer import Detokenizer, make_detokenizer
+from outrider.planner.policy import Round
+from outrider.rpc.channel import listen_target
+from outrider.rpc.errors import InvalidArgument, OutriderError, Unavailable, Violation
+from outrider.rpc.sampling_params import SamplingParams
+
+
+class ModelsEndpoint:
+    """What is served here."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._created = int(time.time())
+
+    async def list(self, request: Request) -> Response:
+        """All models."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def retrieve(self, request: Request) -> Response:
+        """One model."""
+        name = request.path_params["model"]
+        if name != self._engine.model_name:
+            raise no_such_model(name, self._engine.model_name)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, object]:
+        engine = self._engine
+        draft = None if engine.drafter is None else engine.drafter.info
+        return {
+            "id": engine.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "outrider",
+            "max_model_len": engine.verifier.info.model.max_model_len,
+            "speculation": {
+                "num_draft_tokens": engine.config.num_draft_tokens,
+                "mode": engine.config.mode,
+                "draft": None if draft is None else draft.model.name,
+                "methods": [] if draft is None else [method.name for method in draft.methods],
+            },
+        }
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_NUMBERS = {"max_tokens": int, "seed": int, "temperature": float, "top_p": float}
+
+
+async def page(request: Request) -> Response:
+    """The one static file."""
+    text = resources.files("outrider.gateway.http").joinpath("page/index.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"content-security-policy": _POLICY, "cache-control": "no-cache"})
+
+
+class LiveEndpoint:
+    """GET /live?prompt=...: events `start`, `round` for each verification, then `end` or `failure`."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+
+    async def stream(self, request: Request) -> Response:
+        """Always a stream: an EventSource cannot read the body of a refusal."""
+        if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return plain_error(403, "the live page alone may ask for this")
+        events = self._events(dict(request.query_params))
+        return sse.EventStream(events, options_of(request).sse_keep_alive_s)
+
+    async def _events(self, query: dict[str, str]) -> AsyncGenerator[str, None]:
+        try:
+            ask = read_completion(_body(query), None, self._engine)
+            view = _View(self._engine, ask.requests[0])
+            async with aclosing(generate(self._engine, ask)) as deltas:
+                async for delta in deltas:
+                    for text in view.events(delta):
+                        yield text
+        except OutriderError as error:
+            yield sse.event("failure", error_body(error)["error"])
+
+
+class _View:
+    """Turns the deltas of one completion into events."""
+
+    def __init__(self, engine: GenerationEngine, request: GenerationRequest) -> None:
+        self._engine, self._request = engine, request
+        self._detokenizer: Detokenizer | None = None
+        self._started = 0.0
+
+    def events(self, delta: GenerationDelta) -> list[str]:
+        """What the page learns of one delta."""
+        out = []
+        if self._detokenizer is None:
+            out.append(sse.event("start", self._start(delta)))
+        if delta.round is not None:
+            out.append(sse.event("round", {"tokens": self._tokens(delta), **self._times(delta.round)}))
+        if delta.finish_reason is not None and delta.tally is not None:
+            end = {"finish_reason": delta.finish_reason.name.lower(), **tally_shape(delta.tally)}
+            out.append(sse.event("end", end))
+        return out
+
+    def _start(self, delta: GenerationDelta) -> dict[str, Any]:
+        engine, speculation = self._engine, self._request.speculation
+        sampling = self._request.sampling or SamplingParams()
+        self._detokenizer = make_detokenizer(engine.tokenizer, sampling, delta.prompt_token_ids)
+        self._started = delta.round.started if delta.round is not None else 0.0
+        draft = None if engine.drafter is None else engine.drafter.info
+        return {
+            "model": engine.model_name,
+            "draft": None if draft is None or not speculation.enabled else draft.model.name,
+            "prompt_tokens": len(delta.prompt_token_ids),
+        }
+
+    def _tokens(self, delta: GenerationDelta) -> list[dict[str, str]]:
+        if self._detokenizer is None:
+            return []
+        texts = [self._detokenizer.step(token_id) for token_id in delta.token_ids]
+        return [
+            {"text": text, "origin": origin.name.lower()} for text, origin in zip(texts, delta.origins, strict=True)
+        ]
+
+    def _times(self, closed: Round) -> dict[str, Any]:
+        commit, timings = closed.commit, closed.commit.timings
+        return {
+            "index": closed.index,
+            "mode": closed.mode,
+            "k": closed.num_draft_tokens,
+            "drafted": commit.num_drafted,
+            "accepted": commit.num_accepted,
+            "start_us": round((closed.started - self._started) * 1e6),
+            "end_us": round((closed.ended - self._started) * 1e6),
+            "draft_us": closed.draft_us,
+            "wire_us": closed.wire_us,
+            "queue_us": timings.queue_us,
+            "verify_us": timings.verify_us,
+            "sample_us": timings.sample_us,
+        }
+
+
+def _body(query: dict[str, str]) -> Body:
+    """A query's fields as the completions endpoint has them."""
+    values: dict[str, Any] = {name: query[name] for name in ("prompt", "model") if name in query}
+    values.update({name: _number(kind, query[name]) for name, kind in _NUMBERS.items() if query.get(name)})
+    speculation: dict[str, Any] = {"enabled": query.get("speculate", "1") != "0"}
+    if query.get("k"):
+        speculation["num_draft_tokens"] = _number(int, query["k"])
+    speculation |= {name: query[name] for name in ("acceptance", "mode", "method") if query.get(name)}
+    return Body({**values, "speculation": speculation})
+
+
+def _number(kind: type, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        return text  # the validator names it
+
+
+def build_app(
+    engine: GenerationEngine, ready: Callable[[], bool] = lambda: True, options: HttpOptions | None = None
+) -> Starlette:
+    """The application; `ready` says what readiness answers. An engine that counts nothing has no /metrics."""
+    models = ModelsEndpoint(engine)
+
+    async def livez(request: Request) -> Response:
+        """200 from a process that answers: nothing would be better after a restart."""
+        return Response()
+
+    async def readyz(request: Request) -> Response:
+        """200 where generation can be asked for."""
+        return Response() if ready() else plain_error(503, "not ready: no target, or draining")
+
+    async def version(request: Request) -> Response:
+        """The installed version."""
+        return JSONResponse({"version": metadata.version("outrider")})
+
+    routes = [
+        Route("/", page),
+        Route("/live", LiveEndpoint(engine).stream),
+        Route("/v1/completions", CompletionsEndpoint(engine).create, methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(engine).create, methods=["POST"]),
+        Route("/v1/models", models.list),
+        Route("/v1/models/{model:path}", models.retrieve),
+        Route("/livez", livez),
+        Route("/readyz", readyz),
+        Route("/health", readyz),  # vLLM's name
+        Route("/version", version),
+    ]
+    if isinstance(engine, MeteredEngine):
+        routes.append(Route("/metrics", _metrics_route(engine.metrics)))
+    handlers = {OutriderError: on_outrider_error, HTTPException: on_http_exception, Exception: on_bug}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.state.options = options or HttpOptions()
+    return app
+
+
+def _metrics_route(metrics: GatewayMetrics) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        text, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    return answer
+
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_BESIDE = 1024  # connections that wait for nothing: idle ones, scrapes, probes
+KEEP_ALIVE_S = 30
+_SETTLE_S = 0.02
+
+
+class HttpServer:
+    """Serves an engine over HTTP. It is bound when it is made: `address` holds the port."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        listen: str,
+        *,
+        ready: Callable[[], bool] = lambda: True,
+        grace_s: float = 30.0,
+        options: HttpOptions | None = None,
+    ) -> None:
+        self._socket, self.address = _bind(listen)
+        config = uvicorn.Config(
+            build_app(engine, ready, options),
+            loop="none",  # the gateway's runs already
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(grace_s)),
+            limit_concurrency=engine.config.max_active + engine.config.max_waiting + CONNECTIONS_BESIDE,
+        )
+        self._server = _Embedded(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Accepts requests."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._task.done():  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(_SETTLE_S)
+        if self._task.done():
+            self._task.result()
+
+    def drain(self) -> None:
+        """Takes no new connection; what runs goes on, up to the grace period."""
+        self._server.should_exit = True
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Drains, and returns when the last request has ended, or the grace period (None: as it was made)."""
+        self.drain()
+        if grace_s is not None:
+            self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        if self._task is None:
+            self._socket.close()
+            return
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+class _Embedded(uvicorn.Server):
+    """Signals are the gateway's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(listen: str) -> tuple[socket.socket, str]:
+    target = listen_target(listen)
+    host, _, port = target.rpartition(":")
+    if target.startswith("unix:"):
+        raise InvalidArgument.of([Violation("http", f'is {listen[:100]!r}; allowed: "host:port" or ":port"')])
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        bound = socket.create_server(
+            address[:2], family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6 and host == "::"
+        )
+    except OSError as error:
+        raise Unavailable(f"cannot listen on {listen}: {error}", reason="ADDRESS_IN_USE") from error
+    bound.setblocking(False)
+    # asyncio turns Nagle's algorithm off only for sockets whose protocol is named, and create_server names none: an
+    # answer's body would wait for the acknowledgement of its head, 40 ms. Accepted sockets inherit the option.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    shown = listen.rpartition(":")[0]
+    return bound, f"{shown}:{bound.getsockname()[1]}"

@@ -1,0 +1,118 @@
+"""Errors in OpenAI's shape. They are the gateway's own, as gRPC clients get them; only fields that HTTP calls by
+another name are renamed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from outrider.rpc.errors import InvalidArgument, NotFound, OutriderError, ResourceExhausted, Violation
+
+_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_FIELD = re.compile(r"([a-z_]+(?:\.[a-z_]+)*(?:\[\d+\])?): ")
+
+
+def http_status(error: OutriderError) -> int:
+    """The status of an error. What no waiting helps, as a request larger than the cache, is the request's fault."""
+    if isinstance(error, ResourceExhausted) and not error.retry_after_ms:
+        return 400
+    return _STATUS.get(error.code, 500)
+
+
+def error_body(error: OutriderError) -> dict[str, Any]:
+    """OpenAI's error object; `param` is the first field that is wrong."""
+    status = http_status(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": _param(error), "code": _code(error)}}
+
+
+def error_response(error: OutriderError) -> Response:
+    """The answer, with a time to come back where there is one."""
+    headers = {}
+    if error.retry_after_ms:
+        headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
+        headers["retry-after-ms"] = str(error.retry_after_ms)
+    return JSONResponse(error_body(error), http_status(error), headers)
+
+
+def plain_error(status: int, message: str) -> Response:
+    """An error of HTTP itself: no such path, a wrong method, a body too large."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status)
+
+
+async def on_outrider_error(request: Request, error: Exception) -> Response:
+    """Starlette's handler of what is raised on purpose."""
+    if isinstance(error, OutriderError):
+        return error_response(error)
+    raise error
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's handler of its own refusals."""
+    response = plain_error(getattr(error, "status_code", 500), str(getattr(error, "detail", "")))
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    """Starlette's handler of all else; the server logs it, the caller learns nothing of it."""
+    return plain_error(500, f"unexpected {type(error).__name__}; see the gateway's log")
+
+
+def invalid(field: str, problem: str) -> InvalidArgument:
+    """A refusal of one field."""
+    return InvalidArgument.of([Violation(field, problem)])
+
+
+def no_such_model(name: str, served: str) -> NotFound:
+    """A request for a model that is not served here."""
+    shown = name if len(name) <= 100 else f"{name[:97]}..."
+    return NotFound(f"the model {shown!r} does not exist; served here: {served!r}", reason="MODEL_NOT_FOUND")
+
+
+def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
+    """The error with its fields as HTTP calls them. `names` maps the protocol's names, or what they begin with."""
+    violations = error.violations
+    if not violations and isinstance(error, InvalidArgument) and (found := _FIELD.match(error.message)):
+        violations = (Violation(found[1], error.message[found.end() :]),)  # a target's refusal is text alone
+    if not violations:
+        return error
+    return InvalidArgument.of(Violation(_rename(item.field, names), item.problem) for item in violations)
+
+
+def _rename(field: str, names: Mapping[str, str]) -> str:
+    field = field.removeprefix("open.").removeprefix("sampling.")
+    for name in sorted(names, key=len, reverse=True):
+        if field == name or field.startswith((f"{name}[", f"{name}.")):
+            return names[name] + field[len(name) :]
+    return field
+
+
+def _param(error: OutriderError) -> str | None:
+    if error.reason == "MODEL_NOT_FOUND":
+        return "model"
+    return error.violations[0].field if error.violations else None
+
+
+def _code(error: OutriderError) -> str | None:
+    if isinstance(error, InvalidArgument):
+        return None
+    if http_status(error) == 429:
+        return "rate_limit_exceeded"
+    return error.reason.lower()

@@ -1,0 +1,186 @@
+"""Targets and drafts over gRPC: several addresses behind one Verifier or Drafter. A sequence goes where its prompt's
+first tokens send it, unless that replica is busier than the others; one that fails again and again rests."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc.aio
+from grpc import StatusCode
+
+from outrider.gateway.peers.addresses import Lookup, look_up
+from outrider.gateway.peers.replicas import PeerLink, PeerService, RemotePeers, elect, rested
+from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
+from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, decode_draft_info, decode_target_info
+from outrider.rpc.errors import Unavailable
+from outrider.rpc.messages import Arithmetic, Commit, DraftEvent, DraftInfo, Open, Piece, TargetEvent, TargetInfo
+from outrider.rpc.stream import StreamConfig
+from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+# A failure with another code (a sequence longer than the draft's context) says nothing of the next sequence. A target
+# that is full is no faulty one: it says when to come back, and others are asked.
+TARGET_FAULTS = frozenset(code.value[0] for code in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL))
+DRAFT_FAULTS = TARGET_FAULTS | {StatusCode.RESOURCE_EXHAUSTED.value[0]}
+
+
+async def _target_info(channel: grpc.aio.Channel) -> TargetInfo:
+    stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+    return decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+
+
+async def _draft_info(channel: grpc.aio.Channel) -> DraftInfo:
+    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+    return decode_draft_info(await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest()))
+
+
+def _verify(channel: grpc.aio.Channel) -> Any:
+    stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+    return stub.Verify()
+
+
+def _propose(channel: grpc.aio.Channel) -> Any:
+    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+    return stub.Propose()
+
+
+TARGET_SERVICE = PeerService(
+    "target",
+    TARGET_STREAM,
+    _target_info,
+    _verify,
+    lambda info: info.model,
+    lambda info: info.capabilities,
+    progress=Commit,
+    faults=TARGET_FAULTS,
+)
+DRAFT_SERVICE = PeerService(
+    "draft",
+    DRAFT_STREAM,
+    _draft_info,
+    _propose,
+    lambda info: info.model,
+    lambda info: info.capabilities,
+    progress=Piece,
+    faults=DRAFT_FAULTS,
+)
+
+
+class RemoteTargets(RemotePeers[TargetInfo]):
+    """A Verifier over one or more target services. They may serve several models, as during a rolling change: new
+    sequences go to the one that `elect` chooses, those under way to their own. `check` refuses what cannot be served;
+    `on_model` is called when another model is served than before."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        check: Callable[[TargetInfo], None] = lambda info: None,
+        stream_config: StreamConfig | None = None,
+        lookup: Lookup = look_up,
+    ) -> None:
+        super().__init__(addresses, TARGET_SERVICE, check, stream_config, lookup)
+        self.on_model: Callable[[], None] = lambda: None
+        self._info: TargetInfo | None = None
+
+    @property
+    def info(self) -> TargetInfo:
+        """What a target of the present model says of itself. Unavailable before one is chosen."""
+        if self._info is None:
+            raise Unavailable("no target has answered yet", reason="NO_TARGET", retry_after_ms=1000)
+        return self._info
+
+    @property
+    def usable(self) -> bool:
+        """Whether any target of the present model takes new sequences."""
+        return any(model == self._digest for model, usable in self._answers() if usable)
+
+    def open(
+        self,
+        request: Open,
+        on_event: Callable[[TargetEvent | Lost], None],
+        fork_of: VerifierLink | None = None,
+        like: Arithmetic | None = None,
+        refused_by: Sequence[VerifierLink] = (),
+    ) -> VerifierLink | None:
+        """Starts a sequence: a fork beside its parent, any other where its prompt sends it among the targets of its
+        model, and of those among the ones that compute `like` the target before, if there are any. Targets that fail
+        again and again come last."""
+        asked = [peer for peer in self.peers if any(peer.opened(link) for link in refused_by)]
+        able = [peer for peer in self._able(request) if peer not in asked]
+        models = {peer: peer.info.model for peer in able if peer.info is not None}
+        digest = request.model_digest or self._digest
+        fitting = [peer for peer, model in models.items() if model.digest == digest]
+        if isinstance(fork_of, PeerLink):
+            for peer in fitting:
+                if peer.holds(fork_of):
+                    return peer.open(request, on_event, fork_of)
+        sound = rested(fitting) or fitting
+        equal = [peer for peer in sound if models[peer].arithmetic == like]
+        chosen = self._place(request, equal or sound)
+        return None if chosen is None else chosen.open(request, on_event)
+
+    @property
+    def _digest(self) -> str | None:
+        return None if self._info is None else self._info.model.digest
+
+    def _answers(self) -> list[tuple[str, bool]]:
+        """The model of every target that answers, and whether it takes new sequences."""
+        present = [(peer.info, peer.usable) for peer in self.peers if peer.present]
+        return [(info.model.digest, usable) for info, usable in present if info is not None]
+
+    def _changed(self) -> None:
+        self._choose_model()
+        super()._changed()
+
+    def _choose_model(self) -> None:
+        answers = self._answers()
+        if self._info is None and not self._is_decided([model for model, _ in answers]):
+            return
+        digest = elect(self._digest, answers)
+        usable = [peer.info for peer in self.peers if peer.usable and peer.info is not None]
+        fitting = [info for info in usable if info.model.digest == digest]
+        if not fitting or self._info in fitting:
+            return
+        before, self._info = self._digest, fitting[0]
+        if digest != before:
+            log.info("targets: new requests go to %s (%s)", self._info.model.name, self._info.model.digest[:12])
+            self.on_model()
+
+    def _is_decided(self, models: Sequence[str]) -> bool:
+        """Whether no target that has not been tried yet can change the first choice."""
+        if not self._looked_up.is_set():
+            return False
+        most = max(Counter(models).values(), default=0)
+        return 2 * most > len(self.peers) or all(peer.attempted.is_set() for peer in self.peers)
+
+
+class RemoteDrafts(RemotePeers[DraftInfo]):
+    """A Drafter over one or more draft services. `check` refuses those that do not fit the target."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        check: Callable[[DraftInfo], None] = lambda info: None,
+        stream_config: StreamConfig | None = None,
+        lookup: Lookup = look_up,
+    ) -> None:
+        super().__init__(addresses, DRAFT_SERVICE, check, stream_config, lookup)
+
+    @property
+    def info(self) -> DraftInfo | None:
+        """What a draft that can be used said of itself; None while there is none."""
+        return next((peer.info for peer in self.peers if peer.usable), None)
+
+    @property
+    def round_trip_us(self) -> float:
+        """The longest round trip to a draft that can be used."""
+        return max((peer.round_trip_us for peer in self.peers if peer.usable), default=0.0)
+
+    def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
+        """Starts a sequence at a draft that has not failed again and again lately."""
+        chosen = self._place(request, rested(self._able(request)))
+        return None if chosen is None else chosen.open(request, on_event)

@@ -1,0 +1,532 @@
+"""Where a new sequence goes: to the replica that its first tokens choose, unless that one is busier than the others.
+
+Rendezvous hashing (Thaler and Ravishankar 1998) lets prompts that begin alike meet on one replica, whose prefix cache
+then knows them, and moves only a lost replica's share. Bounded loads (Mirrokni et al., arXiv 1608.01350) send what a
+full replica cannot take to the next in the same order.
+
+Which model a gateway serves while its targets have more than one, as during a rolling change.
+
+A circuit breaker: a replica that fails again and again is left alone for a while, then tried with one sequence.
+
+One peer of the gateway, a draft or a target: a stream that carries many sequences, opened again for ever when it
+breaks. Written once for both kinds; remote.py says what differs.
+
+The replicas of one service: a peer for each address, which come and go as names are looked up again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import grpc.aio
+
+from outrider.gateway.peers.addresses import RESOLVE_S, Addresses, Lookup, look_up
+from outrider.gateway.speculation.backends import Lost
+from outrider.rpc.channel import connect
+from outrider.rpc.codec import Message, StreamKind
+from outrider.rpc.errors import FailedPrecondition, OutriderError, Unavailable, from_rpc_error
+from outrider.rpc.messages import Close, Closed, Commit, Failure, ModelInfo, Open
+from outrider.rpc.sampling_params import lacking
+from outrider.rpc.stream import SILENT_PEER, FrameStream, StreamConfig, client_stream
+
+AFFINITY_TOKENS = 64  # later tokens tell prompts of one kind apart: they would scatter what shares its beginning
+MAX_OVER_MEAN = 1.25
+
+
+def affinity_key(prompt_ids: Sequence[int], salt: str = "") -> bytes:
+    """Of a prompt's first tokens. A salt parts the prefix caches of two callers, and so their keys."""
+    digest = blake2b(salt.encode(), digest_size=16)
+    digest.update(b"".join(token.to_bytes(4, "little") for token in prompt_ids[:AFFINITY_TOKENS]))
+    return digest.digest()
+
+
+def choose(key: bytes, loads: Mapping[str, int]) -> str | None:
+    """One of the replicas, given by name and number of sequences; None where there is none."""
+    if not loads:
+        return None
+    bound = math.ceil(MAX_OVER_MEAN * (sum(loads.values()) + 1) / len(loads))
+    order = sorted(loads, key=lambda name: _rank(key, name), reverse=True)
+    return next(name for name in order if loads[name] < bound)  # the least loaded is always below the bound
+
+
+def _rank(key: bytes, name: str) -> bytes:
+    return blake2b(name.encode(), key=key, digest_size=8).digest()
+
+
+def elect(current: str | None, answers: Sequence[tuple[str, bool]]) -> str | None:
+    """A model's digest, from what every target that answers serves and whether it takes new sequences, in the order of
+    their addresses. The current model stays while it is served and no other has more than half of the answers; else
+    it is the most common one, of equals the first. None, or the current one, where nobody takes new sequences."""
+    votes = Counter(model for model, _ in answers)
+    served = list(dict.fromkeys(model for model, usable in answers if usable))
+    if not served:
+        return current
+    most = max(served, key=lambda model: votes[model])  # of equals the first
+    return current if current in served and 2 * votes[most] <= len(answers) else most
+
+
+MAX_FAILURES = 3  # in a row
+FIRST_REST_S, MAX_REST_S = 1.0, 30.0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Closed: all may go. Open: nobody, until the rest is over; then one sequence each rest, until one goes well. The
+    clock is given."""
+
+    _failures: int = 0
+    _rest_s: float = 0.0  # 0: closed
+    _next_trial: float = 0.0
+    _tried: bool = False  # a trial is under way
+
+    @property
+    def open(self) -> bool:
+        """Whether it has tripped, and nothing has gone well since."""
+        return self._rest_s > 0
+
+    def allows(self, now: float) -> bool:
+        """Whether a sequence may start."""
+        return not self.open or now >= self._next_trial
+
+    def started(self, now: float) -> None:
+        """A sequence starts: while open, it is the trial, and the next has to wait."""
+        self._next_trial, self._tried = now + self._rest_s, self.open
+
+    def succeeded(self) -> None:
+        """The replica has done what it is there for."""
+        self._failures, self._rest_s, self._tried = 0, 0.0, False
+
+    def failed(self, now: float) -> None:
+        """A sequence failed by the replica's fault. The rest doubles with each trial that fails; what else was there
+        when it broke says nothing new."""
+        self._failures += 1
+        if self.open and not self._tried:
+            return
+        if self.open:
+            self._rest_s = min(2 * self._rest_s, MAX_REST_S)
+        elif self._failures >= MAX_FAILURES:
+            self._rest_s = FIRST_REST_S
+        self._next_trial, self._tried = now + self._rest_s, False
+
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_MAJOR = 1
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
+STABLE_S = 5.0  # a stream that lived that long is reopened without growing pauses
+HANDSHAKE_S = 5.0
+STALE_S = 2.0
+
+Info = TypeVar("Info")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerService(Generic[Info]):
+    """What differs between a draft and a target."""
+
+    name: str
+    stream: StreamKind
+    get_info: Callable[[grpc.aio.Channel], Awaitable[Info]]
+    start_call: Callable[[grpc.aio.Channel], Any]
+    model_of: Callable[[Info], ModelInfo]
+    capabilities_of: Callable[[Info], tuple[str, ...]]
+    progress: type  # of the message that says that a sequence fares well
+    faults: frozenset[int]  # codes of failures that are the replica's
+
+
+class PeerLink:
+    """One sequence at a peer. It sets the sequence id of what it sends."""
+
+    __slots__ = ("_opened_at", "_stream", "links", "model", "on_event", "sequence_id")
+
+    def __init__(
+        self,
+        links: dict[int, PeerLink],
+        stream: FrameStream,
+        sequence_id: int,
+        on_event: Callable[[Any], None],
+        model: ModelInfo,
+    ) -> None:
+        self.links, self._stream = links, stream
+        self.sequence_id, self.model = sequence_id, model
+        self.on_event = on_event
+        self._opened_at = time.monotonic()
+        links[sequence_id] = self
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the peer fell silent, and nothing has come from it since the sequence was opened."""
+        error = self._stream.error
+        silent = error is not None and error.reason == SILENT_PEER
+        return silent and self._stream.last_received_at < self._opened_at
+
+    def alive_on(self, stream: FrameStream) -> bool:
+        """Whether the sequence is open on this stream."""
+        return self._stream is stream and self.links.get(self.sequence_id) is self
+
+    def send(self, *messages: Any) -> None:
+        """Sends in order; nothing after the end."""
+        if self.alive_on(self._stream):
+            self._stream.send(*(replace(message, sequence_id=self.sequence_id) for message in messages))
+
+    def close(self) -> None:
+        """Ends the sequence, if it has not ended."""
+        if self.alive_on(self._stream):
+            del self.links[self.sequence_id]
+            self._stream.send(Close(self.sequence_id))
+
+
+class Peer(Generic[Info]):
+    """A draft or target at one address. `admit` raises FailedPrecondition for one that must not be used."""
+
+    def __init__(
+        self,
+        address: str,
+        service: PeerService[Info],
+        admit: Callable[[Info], None],
+        on_change: Callable[[], None],
+        stream_config: StreamConfig | None = None,
+    ) -> None:
+        self.address = address
+        self.info: Info | None = None  # of the last peer that was admitted at this address
+        self.refusal: FailedPrecondition | None = None
+        self.attempted = asyncio.Event()  # whether a first attempt to connect has ended, well or not
+        self.retired = False  # its address is gone: no new sequences
+        self.breaker = Breaker()
+        self._service, self._admit, self._on_change, self._stream_config = service, admit, on_change, stream_config
+        self._stream: FrameStream | None = None
+        self._links: dict[int, PeerLink] = {}
+        self._last_id = 0
+        self._last_problem = ""
+        self._others, self._others_at = 0, 0.0
+
+    @property
+    def present(self) -> bool:
+        """Whether it answers, and what it said of itself fits."""
+        return self._stream is not None and not self._stream.closed and self.refusal is None and not self.retired
+
+    @property
+    def usable(self) -> bool:
+        """Whether a new sequence may go there."""
+        stream = self._stream
+        return self.present and stream is not None and not (stream.peer_draining or stream.device_dead)
+
+    @property
+    def num_sequences(self) -> int:
+        """The sequences that are open there."""
+        return len(self._links)
+
+    @property
+    def load(self) -> int:
+        """The sequences there: this gateway's, and those of others when a commit last spoke of them."""
+        others = self._others if time.monotonic() - self._others_at < STALE_S else 0
+        return len(self._links) + others
+
+    @property
+    def round_trip_us(self) -> float:
+        """The smoothed round trip; 0 before the first measurement."""
+        return 0.0 if self._stream is None else self._stream.round_trip_us
+
+    def holds(self, link: object) -> bool:
+        """Whether a link is alive on the present stream."""
+        return self._stream is not None and isinstance(link, PeerLink) and link.alive_on(self._stream)
+
+    def opened(self, link: object) -> bool:
+        """Whether a link was opened here, whatever became of it."""
+        return isinstance(link, PeerLink) and link.links is self._links
+
+    def open(self, request: Open, on_event: Callable[[Any], None], parent: PeerLink | None = None) -> PeerLink:
+        """Starts a sequence; with a parent that is alive here it shares the parent's prompt."""
+        stream, info = self._stream, self.info
+        if stream is None or info is None:
+            raise Unavailable(f"{self._service.name} {self.address} is not connected")
+        self._last_id += 1
+        if parent is None:
+            message = replace(request, sequence_id=self._last_id, fork_of=None)
+        else:
+            message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=())
+        stream.send(message)
+        self.breaker.started(time.monotonic())
+        return PeerLink(self._links, stream, self._last_id, self._observed(on_event), self._service.model_of(info))
+
+    def recheck(self) -> None:
+        """Judges again what it said of itself, by what is known now."""
+        if self._stream is None or self.info is None:
+            return
+        try:
+            self._admit(self.info)
+            self.refusal = None
+        except FailedPrecondition as error:
+            self.refusal = error
+            self._report(error.message)
+        self._on_change()
+
+    async def run(self) -> None:
+        """Connects, and connects again, until cancelled."""
+        channel = connect(self.address)
+        backoff = MIN_BACKOFF_S
+        try:
+            while True:
+                began = time.monotonic()
+                self._report(await self._serve_once(channel))
+                self.attempted.set()
+                self._on_change()
+                if time.monotonic() - began >= STABLE_S:
+                    backoff = MIN_BACKOFF_S
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+                backoff = min(1.5 * backoff, MAX_BACKOFF_S)
+        finally:
+            self.attempted.set()
+            self._lose("the gateway stops")
+            await channel.close()
+
+    async def _serve_once(self, channel: grpc.aio.Channel) -> str:
+        """One handshake and one stream, to its end; returns why it ended."""
+        try:
+            info = await self._handshake(channel)
+            async with client_stream(
+                self._service.stream,
+                self._service.start_call(channel),
+                on_messages=self._on_messages,
+                on_peer_change=self._on_peer_change,
+                config=self._stream_config,
+            ) as stream:
+                self._up(info, stream)
+                try:
+                    await stream.wait_closed()
+                finally:
+                    self._lose(str(stream.error or "the peer ended the stream"))
+            return "the peer ended the stream"
+        except FailedPrecondition as error:
+            self.refusal = error
+            return error.message
+        except OutriderError as error:
+            return error.message
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error).message
+        except Exception as error:  # a bug must not end the attempts
+            log.error("%s %s: an unexpected error", self._service.name, self.address, exc_info=error)
+            return f"unexpected {type(error).__name__}"
+
+    async def _handshake(self, channel: grpc.aio.Channel) -> Info:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                info = await self._service.get_info(channel)
+        except TimeoutError:
+            raise Unavailable(f"no answer within {HANDSHAKE_S:g} s") from None
+        major = self._service.model_of(info).protocol_major
+        if major != PROTOCOL_MAJOR:
+            raise FailedPrecondition(f"it speaks protocol {major}, this gateway {PROTOCOL_MAJOR}", reason="PROTOCOL")
+        self._admit(info)
+        return info
+
+    def _up(self, info: Info, stream: FrameStream) -> None:
+        self.info, self.refusal, self._stream, self._last_problem = info, None, stream, ""
+        self._last_id = 0
+        self.attempted.set()
+        log.info("%s %s: connected (%s)", self._service.name, self.address, self._service.model_of(info).name)
+        self._on_change()
+
+    def _report(self, problem: str) -> None:
+        """Logs why there is no stream, once for each reason in a row."""
+        if problem != self._last_problem:
+            log.warning("%s %s: %s; trying again", self._service.name, self.address, problem)
+        self._last_problem = problem
+
+    def _lose(self, reason: str) -> None:
+        """Every sequence has to be opened elsewhere."""
+        self._stream = None
+        self._tell_lost(reason)
+        self._on_change()
+
+    def _tell_lost(self, reason: str) -> None:
+        links = list(self._links.values())
+        for link in links:
+            link.close()
+        for link in links:
+            link.on_event(Lost(f"{self._service.name} {self.address}: {reason}", link.unheard))
+
+    def _observed(self, on_event: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Tells the breaker how a sequence fares, until that is known."""
+
+        def observe(event: Any) -> None:
+            if isinstance(event, self._service.progress):
+                self.breaker.succeeded()
+            elif isinstance(event, Lost) or (isinstance(event, Failure) and event.code in self._service.faults):
+                self.breaker.failed(time.monotonic())
+            on_event(event)
+
+        return observe
+
+    def _on_peer_change(self) -> None:
+        if self._stream is not None and self._stream.device_dead:
+            self._tell_lost("its device is stuck")
+        self._on_change()
+
+    def _on_messages(self, batch: list[Message]) -> None:
+        last = batch[-1] if batch else None
+        if isinstance(last, Commit):
+            self._others = max(0, last.load.running + last.load.waiting - len(self._links))
+            self._others_at = time.monotonic()
+        for message in batch:
+            link = self._links.get(message.sequence_id)
+            if link is None:
+                continue
+            if isinstance(message, Closed | Failure) or (
+                isinstance(message, Commit) and message.finish_reason is not None
+            ):
+                del self._links[message.sequence_id]
+            link.on_event(message)
+
+
+START_S = 2.0  # no longer does the start wait for a name's first answer
+
+
+class RemotePeers(Generic[Info]):
+    """Peers of one kind. `async with` keeps their connections up in the background. InvalidArgument names what is no
+    address."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        service: PeerService[Info],
+        admit: Callable[[Info], None],
+        stream_config: StreamConfig | None = None,
+        lookup: Lookup = look_up,
+    ) -> None:
+        self._addresses = Addresses(addresses, lookup)
+        self._service, self._admitted, self._stream_config = service, admit, stream_config
+        self.peers = [self._new_peer(address) for address in self._addresses.known]  # in the order of the addresses
+        self._tasks: dict[Peer[Info], asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()  # of peers that leave, and the one that looks names up
+        self._looked_up, self._change = asyncio.Event(), asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._run_peers()
+        if self._addresses.complete:
+            self._looked_up.set()
+        else:
+            self._others.add(asyncio.create_task(self._follow_names()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tasks = [*self._tasks.values(), *self._others]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def usable(self) -> bool:
+        """Whether any peer takes new sequences."""
+        return any(peer.usable for peer in self.peers)
+
+    async def wait_usable(self) -> None:
+        """Waits until a peer takes new sequences."""
+        while not self.usable:
+            self._change.clear()
+            await self._change.wait()
+
+    async def wait_admitted(self) -> FailedPrecondition | None:
+        """Waits until a peer takes new sequences, or every one has answered and is refused; returns why."""
+        while not self.usable and self.refusal is None:
+            self._change.clear()
+            await self._change.wait()
+        return self.refusal
+
+    async def wait_attempted(self) -> FailedPrecondition | None:
+        """Waits for the end of every peer's first attempt; returns what speaks against them if every one answered and
+        is refused."""
+        await self._looked_up.wait()
+        await asyncio.gather(*(peer.attempted.wait() for peer in self.peers))
+        return self.refusal
+
+    @property
+    def refusal(self) -> FailedPrecondition | None:
+        """Why none of the peers may be used, once every one has said so much of itself; one that fits is enough."""
+        refusals = [peer.refusal for peer in self.peers]
+        return None if not refusals or None in refusals or not self._addresses.complete else refusals[0]
+
+    def recheck(self) -> None:
+        """Judges the peers again, by what is known now."""
+        for peer in self.peers:
+            peer.recheck()
+
+    def _able(self, request: Open) -> list[Peer[Info]]:
+        """Those that take new sequences and can do all that is asked."""
+        return [peer for peer in self.peers if peer.usable and self._suits(peer, request)]
+
+    def _suits(self, peer: Peer[Info], request: Open) -> bool:
+        return peer.info is not None and not lacking(
+            self._service.capabilities_of(peer.info), request.sampling, request.acceptance
+        )
+
+    @staticmethod
+    def _place(request: Open, peers: Sequence[Peer[Info]]) -> Peer[Info] | None:
+        """One of the peers, by the prompt and by how busy they are."""
+        if len(peers) == 1:
+            return peers[0]
+        named = {peer.address: peer for peer in peers}
+        name = choose(affinity_key(request.prompt_ids, request.salt), {peer.address: peer.load for peer in peers})
+        return None if name is None else named[name]
+
+    def _changed(self) -> None:
+        self._change.set()
+
+    def _new_peer(self, address: str) -> Peer[Info]:
+        return Peer(address, self._service, self._admitted, self._changed, self._stream_config)
+
+    async def _follow_names(self) -> None:
+        """Each by itself: one with a slow answer holds up no other, and the start for a while only."""
+        async with asyncio.TaskGroup() as group:
+            for name in self._addresses.names:
+                group.create_task(self._follow(name))
+            await asyncio.sleep(START_S)
+            self._looked_up.set()
+            self._changed()
+
+    async def _follow(self, name: str) -> None:
+        while True:
+            await self._addresses.refresh(name)
+            if self._addresses.complete:
+                self._looked_up.set()
+            self._update()
+            await asyncio.sleep(RESOLVE_S)
+
+    def _update(self) -> None:
+        """Has a peer for each address. One whose address is gone gets no new sequences, and leaves after its last."""
+        before = {peer.address: peer for peer in self.peers}
+        named = [before.get(address) or self._new_peer(address) for address in self._addresses.known]
+        for peer in self.peers:
+            peer.retired = peer not in named
+        self.peers = [*named, *(peer for peer in self.peers if peer.retired and peer.num_sequences)]
+        for peer in before.values():
+            if peer not in self.peers:
+                log.info("%s %s: its address is gone", self._service.name, peer.address)
+                task = self._tasks.pop(peer)
+                task.cancel()
+                self._others.add(task)
+                task.add_done_callback(self._others.discard)
+        self._run_peers()
+        self._changed()
+
+    def _run_peers(self) -> None:
+        for peer in self.peers:
+            if peer not in self._tasks:
+                self._tasks[peer] = asyncio.create_task(peer.run())
+
+
+def rested(peers: Iterable[Peer[Info]]) -> list[Peer[Info]]:
+    """Those that have not failed again and again lately."""
+    now = time.monotonic()
+    return [peer for peer in peers if peer.breaker.allows(now)]

@@ -1,0 +1,326 @@
+"""What the gateway is asked for and what it answers, as frozen dataclasses: the same for gRPC, HTTP and in process.
+
+A request becomes prompt ids and resolved parameters. Everything is checked here, by the one validator, before
+anything is opened; a refusal names the field as the protocol does."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec, TypeVar
+
+from outrider.gateway.admission import Work
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.planner.policy import Round, SpeculationTally
+from outrider.rpc.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, Violation
+from outrider.rpc.messages import DraftInfo, ModelInfo, Open, PositionLogprobs, TargetInfo
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin, lacking
+from outrider.rpc.validate import (
+    MAX_LOGPROBS,
+    MAX_N,
+    Violations,
+    quoted,
+    validate_generation,
+    validate_length,
+    validate_prompt_ids,
+    validate_sampling,
+)
+
+SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to write: not on the event loop
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How to speculate for one request; None and AUTO are the gateway's choice."""
+
+    enabled: bool = True
+    num_draft_tokens: int | None = None
+    method: str = ""
+    acceptance: AcceptanceRule = AcceptanceRule.AUTO
+    mode: str = ""  # how far the draft runs ahead; empty: the gateway's default
+    greedy_draft: bool = False  # the draft takes its most probable token; accepted as one-hot
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Completions of one prompt; exactly one of text, token_ids and messages is given."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    add_generation_prompt: bool = True
+    sampling: SamplingParams | None = None  # None: the model's defaults
+    max_tokens_given: bool = True  # false: sampling.max_tokens is a default, cut to what the context leaves
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    request_id: str = ""
+    n: int = 1
+    priority: int = 0
+    output_ids: tuple[tuple[int, ...], ...] = ()  # resumes: per completion what the client has
+    model_digest: str = ""  # resumes, too: of the model that began; empty: any
+    salt: str = ""
+    timeout_s: float | None = None  # what remains of the caller's deadline
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of one completion; what an earlier call returned is not counted again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDelta:
+    """What one commit adds to one completion."""
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    origins: tuple[TokenOrigin, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None  # set in the last delta, as are the next four
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+    usage: Usage | None = None
+    tally: SpeculationTally | None = None
+    acceptance: AcceptanceRule = AcceptanceRule.AUTO  # beside the tally
+    seed: int | None = None  # in a completion's first delta
+    model_digest: str = ""  # in a completion's first delta
+    near_ties: bool = False  # it has moved to a target whose logits need not be equal to the bit
+    prompt_token_ids: tuple[int, ...] = ()  # in the first delta of completion 0, unless the prompt was given as ids
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    round: Round | None = None  # the verification behind it, whole: metrics and the live page read it
+
+    @property
+    def num_logprobs(self) -> int:
+        """The candidates of all its tokens, and of the prompt's."""
+        return sum(map(len, self.logprobs)) + sum(map(len, self.prompt_logprobs))
+
+
+async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """What `write` makes of that many log probabilities; beside the event loop where they are many."""
+    if num_logprobs > SLOW_LOGPROBS:
+        return await asyncio.to_thread(write, *arguments, **options)
+    return write(*arguments, **options)
+
+
+LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
+SHOWN_DIGEST = 16  # characters in an error
+MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that may run."""
+
+    request: GenerationRequest
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams  # as the text sees it: stop strings included
+    num_draft_tokens: int
+    acceptance: AcceptanceRule
+    mode: str  # of speculation.mode, resolved
+    seed: int
+    model_digest: str  # of the model that it runs on to its end
+
+    @property
+    def work(self) -> Work:
+        """What is admitted for it: completions share their prompt."""
+        n = self.request.n
+        return Work(n, len(self.prompt_ids) + n * self.sampling.max_tokens)
+
+    def output_ids(self, index: int) -> tuple[int, ...]:
+        """What the client already has of a completion."""
+        return self.request.output_ids[index] if self.request.output_ids else ()
+
+    def open(self, index: int, timeout_ms: int, traceparent: str) -> Open:
+        """The Open of one completion: without what only concerns text."""
+        sampling = replace(self.sampling, stop=(), bad_words=(), truncate_prompt_tokens=None, seed=None)
+        if index > 0:
+            sampling = replace(sampling, prompt_logprobs=None)
+        return Open(
+            sequence_id=0,
+            prompt_ids=self.prompt_ids,
+            sampling=sampling,
+            output_ids=self.output_ids(index),
+            completion=index,
+            acceptance=self.acceptance,
+            seed=self.seed,
+            timeout_ms=timeout_ms,
+            priority=self.request.priority,
+            salt=self.request.salt,
+            traceparent=traceparent,
+            one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
+            method=self.request.speculation.method,
+            model_digest=self.model_digest,
+        )
+
+
+async def prepare(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    target: TargetInfo,
+    draft: DraftInfo | None,
+    default_num_draft_tokens: int,
+    default_mode: str = "sequential",
+    max_logprobs: int = MAX_LOGPROBS,
+) -> Prepared:
+    """Checks a request and resolves what it leaves open. InvalidArgument names the field; FailedPrecondition says that
+    another model began what is to be resumed."""
+    model, speculation = target.model, request.speculation
+    found = Violations()  # of all parts: a refusal names every field
+    validate_generation(
+        n=request.n,
+        num_draft_tokens=speculation.num_draft_tokens,
+        request_id=request.request_id,
+        salt=request.salt,
+        method=speculation.method,
+        mode=speculation.mode,
+        priority=request.priority,
+        output_ids=request.output_ids,
+        model_digest=request.model_digest,
+        vocab_size=model.vocab_size,
+        found=found,
+    )
+    _check_method(found, speculation.method, draft)
+    sampling = request.sampling or model.default_sampling
+    capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
+    validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
+    prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
+    sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
+    found.raise_if_any()
+    if request.model_digest not in ("", model.digest):
+        raise FailedPrecondition(
+            f"model_digest: is {request.model_digest[:SHOWN_DIGEST]}, another model's than that of {model.name}, "
+            f"which is served here; allowed: {model.digest[:SHOWN_DIGEST]}, or none",
+            reason=OTHER_MODEL,
+        )
+    sampling = _with_bad_words(sampling, tokenizer)
+    k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
+    mode = speculation.mode or default_mode
+    # Branches and chains ahead meet the target's tokens far more often where both sides share their noise.
+    couples = mode != "sequential" and "acceptance.coupled" in target.capabilities
+    own_rule = AcceptanceRule.COUPLED if couples else AcceptanceRule.REJECTION
+    rule = own_rule if speculation.acceptance is AcceptanceRule.AUTO else speculation.acceptance
+    _check_capabilities(target, sampling, rule)
+    return Prepared(
+        request=request,
+        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        num_draft_tokens=min(k, target.max_window) if speculation.enabled else 0,
+        acceptance=rule,
+        mode=mode,
+        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+        model_digest=model.digest,
+    )
+
+
+def _invalid(field: str, problem: str) -> InvalidArgument:
+    return InvalidArgument.of([Violation(field, problem)])
+
+
+def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: AcceptanceRule) -> None:
+    """A target that does not know a field would generate as if it were not set."""
+    found = Violations()
+    for name in lacking(target.capabilities, sampling, rule):
+        field = "speculation.acceptance" if name.startswith("acceptance.") else name
+        found.add(field, f"{name} is not supported by this target", "leave it unset")
+    found.raise_if_any()
+
+
+def _check_method(found: Violations, method: str, draft: DraftInfo | None) -> None:
+    if not method or draft is None:
+        return
+    names = [known.name for known in draft.methods if not known.needs_features]
+    if method not in names:
+        found.add("speculation.method", f"is {quoted(method)}, which the draft does not know", ", ".join(names))
+
+
+async def _prompt_ids(
+    found: Violations, request: GenerationRequest, sampling: SamplingParams, tokenizer: Tokenizer, model: ModelInfo
+) -> tuple[int, ...]:
+    """The prompt, of no use once something was found."""
+    try:
+        field, ids = await _encoded(request, tokenizer, model.max_model_len)
+        keep = sampling.truncate_prompt_tokens
+        if isinstance(keep, int) and keep > 0:  # else it has been found
+            ids = ids[-keep:]
+        validate_prompt_ids(ids, model.vocab_size, model.max_model_len, field)
+    except InvalidArgument as error:
+        found.take(error)
+        return ()
+    return ids
+
+
+async def _encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> tuple[str, tuple[int, ...]]:
+    """The input's field and its ids."""
+    given = [name for name in ("text", "token_ids", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise _invalid("input", f"sets {len(given)} of text, token_ids and chat; allowed: exactly one")
+    if request.token_ids is not None:
+        return "token_ids.ids", request.token_ids
+    if request.messages is None:
+        return "text", await _tokenize("text", request.text or "", tokenizer, max_model_len, add_special_tokens=True)
+    if not request.messages:
+        raise _invalid("chat", "is empty; allowed: at least one message")
+    try:
+        text = tokenizer.render_chat(request.messages, request.add_generation_prompt)
+    except ValueError as error:
+        raise _invalid("chat", str(error)) from error
+    return "chat", await _tokenize("chat", text, tokenizer, max_model_len, add_special_tokens=False)
+
+
+async def _tokenize(
+    field: str, text: str, tokenizer: Tokenizer, max_model_len: int, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    if len(text) > MAX_CHARS_PER_TOKEN * max_model_len:
+        allowed = f"a prompt of at most {max_model_len - 1} tokens"
+        raise _invalid(field, f"has {len(text)} characters; allowed: {allowed}")
+    if len(text) > LONG_TEXT:
+        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+    return tuple(tokenizer.encode(text, add_special_tokens))
+
+
+def _capped(sampling: SamplingParams, room: int) -> SamplingParams:
+    most = max(1, min(sampling.max_tokens, room))
+    return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+
+
+def _with_length(
+    found: Violations, request: GenerationRequest, sampling: SamplingParams, prompt_len: int, max_model_len: int
+) -> SamplingParams:
+    """With max_tokens as the prompt leaves it; a prompt or max_tokens that is wrong by itself was found before."""
+    if not prompt_len or not isinstance(sampling.max_tokens, int) or not 1 <= sampling.max_tokens <= max_model_len:
+        return sampling
+    if not request.max_tokens_given:
+        sampling = _capped(sampling, max_model_len - prompt_len)
+    try:
+        validate_length(prompt_len, sampling.max_tokens, max_model_len)
+    except InvalidArgument as error:
+        found.take(error)
+    for index, ids in enumerate(request.output_ids[:MAX_N]):
+        if len(ids) > sampling.max_tokens:
+            found.add(
+                f"output_ids[{index}].ids", f"has {len(ids)} entries", f"at most max_tokens ({sampling.max_tokens})"
+            )
+    return sampling
+
+
+def _with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    if not sampling.bad_words:
+        return sampling
+    try:
+        ids = tokenizer.bad_words_ids(sampling.bad_words)
+    except ValueError as error:
+        raise _invalid("sampling.bad_words", str(error).removeprefix("bad_words: ")) from error
+    return replace(sampling, bad_words_ids=(*sampling.bad_words_ids, *ids))

@@ -1,0 +1,256 @@
+"""Which plan is fastest where it is tried. A forecast knows neither which cores draft and target share nor how windows
+of many sequences fall into steps; so the requests of a gateway try the promising plans together, one after another,
+and each is compared with the latest rounds of the leader: what happens to the whole machine hits both alike.
+
+A plan is known by the time of its rounds and by what they verified. What a token takes under it follows with the
+acceptance of the request at hand.
+
+The contests of a gateway: for each set of choices one for each order of the number of sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+from outrider.planner.acceptance import Mean
+from outrider.planner.forecast import Forecast
+from outrider.planner.policy import OFF, Limits, Mode, Plan
+
+GAIN = 0.97  # a new leader takes at most this share of the leader's time
+GUESSED_GAIN = 0.9  # for one request to leave the leader for a plan that was not tried
+PROMISING = 1.2  # of the leader's time: what is thought to take more is not tried
+HOPELESS = 1.5  # of the leader's time: a trial ends early
+PREFERENCE = 0.97  # for off: the draft has other work
+TRIAL_ROUNDS, SHARED_ROUNDS = 6, 3  # of a sequence alone, or of each of those that share steps
+LEAST_SHARE = 1 / 3  # of a trial, before it is given up
+LOOK_EVERY = 16.0  # rounds of a sequence
+FIRST_REST, MAX_REST = 96.0, 4096.0  # rounds of a sequence between two trials, once all that is promising was tried
+USUAL, ALIKE = 4, 0.1  # requests whose windows of so many tokens bring as much as others', to this share
+ACCIDENT = 1.3  # a trial that says so much more or less than those before takes their place
+TRIALS = 3.0  # that a measurement looks back on
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Rounds under one plan."""
+
+    us: Mean  # of a round
+    windows: dict[int, float] = field(default_factory=dict)  # how often so many drafted tokens were verified
+
+    def add(self, us: float, num_drafted: int) -> None:
+        """Counts a round."""
+        self.us.add(us)
+        self.windows[num_drafted] = self.windows.get(num_drafted, 0.0) + 1.0
+
+    def us_of_a_token(self, plan: Plan, forecast: Forecast) -> float:
+        """With the acceptance of the forecast's requests."""
+        tokens = sum(count * forecast.tokens(plan.mode, drafted) for drafted, count in self.windows.items())
+        return self.us.value * sum(self.windows.values()) / tokens
+
+
+@dataclass(slots=True)
+class Contest:
+    """Of requests with the same choices, at one number of sequences."""
+
+    plans: tuple[Plan, ...]
+    leader: Plan
+    prior: Contest | None = None  # at another number of sequences, which knew more when this one began
+    trial: Plan | None = None
+    _tried: dict[Plan, Rounds] = field(default_factory=dict)  # at the pace of the first; the oldest trial first
+    _ratios: dict[Plan, float] = field(default_factory=dict)  # measured over foreseen
+    _recent: Rounds = field(default_factory=lambda: Rounds(Mean()))  # the leader's
+    _trial: Rounds = field(default_factory=lambda: Rounds(Mean()))
+    _until_look: float = 0.0  # rounds of a sequence until it is asked whether anything promises to beat the leader
+    _rest: float = 0.0  # and until something is tried that does not
+    _last_rest: float = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        """What all play now."""
+        return self.trial or self.leader
+
+    @property
+    def knows(self) -> bool:
+        """Whether anything was tried."""
+        return bool(self._tried)
+
+    def restart(self) -> None:
+        """The number of sequences was another one meanwhile: what was measured before is no comparison."""
+        self.trial = None
+        self._recent, self._trial = Rounds(Mean()), Rounds(Mean())
+
+    def add(self, plan: Plan, us: float, num_drafted: int, forecast: Forecast) -> None:
+        """Counts a round of one of the sequences."""
+        sequences = max(1, forecast.num_running())
+        enough = max(TRIAL_ROUNDS, SHARED_ROUNDS * sequences)
+        if plan == self.trial:
+            self._trial.us.memory = 4.0 * enough
+            self._trial.add(us, num_drafted)
+            if self._is_over(enough, forecast):
+                self._end_trial(plan, forecast)
+        elif plan == self.leader and self.trial is None:
+            self._recent.us.memory = 4.0 * enough
+            self._recent.add(us, num_drafted)
+            self._rest -= 1 / sequences
+            self._until_look -= 1 / sequences
+            if self._until_look <= 0 and self._recent.us.weight >= enough:
+                self._begin_trial(forecast)
+
+    def best(self, own: Forecast, common: Forecast, present: Plan) -> Plan:
+        """For one request: the leader, unless the request's own acceptance makes another plan better for it than that
+        plan is for most. What is better for most, or for one that is alone, is for a trial to show."""
+        likeness = own.tokens(Mode.SEQUENTIAL, USUAL) / common.tokens(Mode.SEQUENTIAL, USUAL)
+        if own.num_running() == 1 or self.leader not in self._tried or abs(likeness - 1) < ALIKE:
+            return self.leader
+        shares = {plan: self._share(plan, own) for plan in self.plans}
+        found = {
+            plan: share
+            for plan, share in shares.items()
+            if plan == self.leader or share < min(1.0, self._share(plan, common)) * self._gain(plan)
+        }
+        best = min(found, key=lambda plan: found[plan])
+        return present if present in found and found[present] * GAIN <= found[best] else best
+
+    def _share(self, plan: Plan, forecast: Forecast) -> float:
+        """Of the leader's time."""
+        leader = self.us_per_token(self.leader, forecast)
+        return self.us_per_token(plan, forecast) / leader if leader else 1.0
+
+    def _gain(self, plan: Plan) -> float:
+        return GAIN if plan in self._tried or plan is OFF else GUESSED_GAIN
+
+    def us_per_token(self, plan: Plan, forecast: Forecast) -> float:
+        """At present: as measured, or as foreseen with what was measured of plans like it; off at its preference."""
+        if plan == self.leader and self._recent.us.weight:
+            us = self._recent.us_of_a_token(plan, forecast)
+        elif plan in self._tried:
+            us = self._pace * self._tried[plan].us_of_a_token(plan, forecast)
+        else:
+            us = forecast.us_per_token(plan) * self._ratio(plan)
+        return us * self._preference(forecast) if plan is OFF else us
+
+    def _preference(self, forecast: Forecast) -> float:
+        """A burst ends with its slowest stream, so off's margin grows with their number."""
+        return float(PREFERENCE ** sqrt(forecast.sequences))
+
+    @property
+    def _pace(self) -> float:
+        """The leader's rounds now over those when it was first measured."""
+        known = self._tried.get(self.leader)
+        return self._recent.us.value / known.us.value if known is not None and self._recent.us.weight else 1.0
+
+    def _ratio(self, plan: Plan) -> float:
+        """Measured over foreseen, of what is most like this plan."""
+        like = [tried for tried in self._ratios if tried.way == plan.way]
+        if like:
+            return self._ratios[min(like, key=lambda tried: abs(tried.num_draft_tokens - plan.num_draft_tokens))]
+        return 1.0 if self.prior is None else self.prior._ratio(plan)
+
+    def _begin_trial(self, forecast: Forecast) -> None:
+        if self.leader not in self._tried:
+            self._keep(self.leader, self._recent, forecast)
+        self.trial = self._challenger(forecast)
+        self._until_look = 0.0 if self.trial else LOOK_EVERY
+        self._trial = Rounds(Mean())
+
+    def _challenger(self, forecast: Forecast) -> Plan | None:
+        """Off, which nothing may be slower than; of every way that was not tried its best number of tokens; then what
+        promises to beat the leader, with the acceptance seen since it was tried. Once these were tried, the oldest
+        trial after a rest."""
+        times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
+        limit = self.us_per_token(self.leader, forecast)
+        ways = {plan.way for plan in self._tried}
+        fresh = [
+            plan
+            for plan, us in times.items()
+            if plan not in self._tried and us < limit * (GAIN if plan.way in ways else PROMISING)
+        ]
+        if fresh:
+            return OFF if OFF in fresh else min(fresh, key=lambda plan: times[plan])
+        best = min(times, key=lambda plan: times[plan], default=None)
+        if best in self._tried and times[best] < GAIN * limit:
+            return best
+        if self._rest > 0:
+            return None
+        self._rest = self._last_rest = min(MAX_REST, 2 * self._last_rest) or FIRST_REST
+        for plan, rounds in self._tried.items():
+            once = rounds.us.weight <= 1.0  # it may have met an accident
+            if plan in times and (once or times[plan] < PROMISING * limit):
+                return plan
+        return None
+
+    def _is_over(self, enough: float, forecast: Forecast) -> bool:
+        weight, plan = self._trial.us.weight, self.plan
+        if weight < enough * LEAST_SHARE:
+            return False
+        hopeless = self._trial.us_of_a_token(plan, forecast) > HOPELESS * self.us_per_token(self.leader, forecast)
+        return hopeless or weight >= enough
+
+    def _end_trial(self, plan: Plan, forecast: Forecast) -> None:
+        self._keep(plan, self._trial, forecast)
+        self.trial = None
+        if self._share(plan, forecast) < (1.0 if plan is OFF else GAIN):  # off has its preference
+            self.leader, self._recent, self._last_rest = plan, self._trial, 0.0
+        self._recent.us.weight /= 2  # some of its rounds are measured anew before the next trial
+
+    def _keep(self, plan: Plan, rounds: Rounds, forecast: Forecast) -> None:
+        """Adds a measurement to those of earlier trials."""
+        known, pace = self._tried.pop(plan, None), self._pace
+        us = rounds.us.value / pace
+        if known is None or not 1 / ACCIDENT < us / known.us.value < ACCIDENT:
+            known = Rounds(Mean(memory=TRIALS))
+        known.us.add(us)
+        known.windows = dict(rounds.windows)
+        self._tried[plan] = known
+        if foreseen := forecast.us_per_token(plan):
+            self._ratios[plan] = pace * known.us_of_a_token(plan, forecast) / foreseen
+
+
+MOST_AWAY = 64  # rounds of every sequence: the number of sequences may go up and down
+
+
+@dataclass(slots=True)
+class League:
+    """Of requests with the same choices."""
+
+    limits: Limits
+    _contests: dict[int, Contest] = field(default_factory=dict)  # by the bits of the number of sequences
+    _used: dict[int, int] = field(default_factory=dict)  # the turn when each was asked for last
+    _turn: int = 0
+
+    def at(self, forecast: Forecast) -> Contest:
+        """The one for the present number of sequences."""
+        sequences = forecast.num_running()
+        bits = (sequences - 1).bit_length()
+        contest = self._contests.get(bits)
+        if contest is None:
+            contest = self._contests[bits] = self._begin(bits, forecast)
+        self._turn += 1
+        if self._turn - self._used.get(bits, 0) > MOST_AWAY * sequences:
+            contest.restart()
+        self._used[bits] = self._turn
+        return contest
+
+    def _begin(self, bits: int, forecast: Forecast) -> Contest:
+        """It starts from what was measured at the nearest number of sequences, else in turn with the draft: that shows
+        what both sides and the way between them take."""
+        plans, usual = self.limits.plans, self.limits.base.num_draft_tokens
+        known = [number for number, found in self._contests.items() if found.knows]
+        if not known:
+            waiting = [plan for plan in plans if plan is not OFF and plan.waits]
+            wanted = [plan for plan in waiting if plan.num_draft_tokens == usual] or waiting
+            return Contest(plans, wanted[0] if wanted else OFF)
+        begun = Contest(plans, OFF, self._contests[min(known, key=lambda number: abs(number - bits))])
+        begun.leader = min(plans, key=lambda plan: begun.us_per_token(plan, forecast))
+        return begun
+
+
+@dataclass(slots=True)
+class Contests:
+    """Shared by all requests."""
+
+    _leagues: dict[Limits, League] = field(default_factory=dict)
+
+    def of(self, limits: Limits) -> League:
+        """That of requests with these choices."""
+        return self._leagues.setdefault(limits, League(limits))

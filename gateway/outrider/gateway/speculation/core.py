@@ -1,0 +1,413 @@
+"""The loop's sans-I/O core for one sequence: events in, effects out, the clock an argument.
+
+The policy is expressed by credit and patience alone. Sequential: the draft gets credit for k tokens past the
+committed length, the target waits for them with patience, and every commit renews both. Pipelined: the draft's credit
+reaches a window and its own token further, so that it drafts during the verification, and it may hold branches for
+other outcomes. Without a draft the target gets credit for a few plain tokens ahead. The core owns the journal
+(prompt, committed tokens, seed, pieces under way), so a target that dies is replaced by an Open elsewhere.
+
+What the sans-I/O core asks for, in order; the driver applies it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from outrider.gateway.speculation.backends import Lost
+from outrider.planner.policy import Chooser, Policy, Round
+from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.messages import (
+    Arithmetic,
+    Commit,
+    Credit,
+    DraftEvent,
+    Failure,
+    ModelInfo,
+    Open,
+    Piece,
+    PromptLogprobs,
+    TargetEvent,
+)
+from outrider.rpc.validate import validate_piece
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """Open the sequence at a target (again: with the tokens generated so far), then send the messages."""
+
+    request: Open
+    messages: tuple[Piece | Credit, ...]
+    like: Arithmetic | None = None  # of the target before
+    refusal: Failure | None = None  # by the target just asked, which is full: another one is to be asked
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDraft:
+    """Open the sequence at a draft, then send the messages."""
+
+    request: Open
+    messages: tuple[Credit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToTarget:
+    """Send to the target, in one frame."""
+
+    messages: tuple[Piece | Credit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToDraft:
+    """Send to the draft, in one frame."""
+
+    messages: tuple[Commit | Credit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Committed tokens for the client."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class EmitPrompt:
+    """Log probabilities of the prompt for the client."""
+
+    logprobs: PromptLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class CloseDraft:
+    """The draft is not needed any more; `reason` is for the log, empty at the normal end. `may_return` says that
+    another attempt makes sense later."""
+
+    reason: str = ""
+    may_return: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request ends with an error."""
+
+    failure: Failure
+
+
+Effect = OpenTarget | OpenDraft | ToTarget | ToDraft | Emit | EmitPrompt | CloseDraft | Fail
+
+RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
+DRAINING = "DRAINING"  # the reason of a service that refuses what is new
+SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
+
+
+@dataclass(slots=True)
+class SpeculationCore:
+    """One sequence's journal and credit. Every method returns the effects to apply, in order."""
+
+    request: Open  # as first sent; sequence ids are the links'
+    policy: Policy
+    bounded_by_reader: bool = False  # stop strings: credit reaches at most one window past the text examined
+    chooser: Chooser | None = None  # else the policy stays as it is
+    committed: list[int] = field(init=False)
+    drafting: bool = field(init=False)
+    finished: bool = field(init=False, default=False)
+    has_run: bool = field(init=False, default=False)  # at a target, which may have been lost since
+    prompt_len: int = field(init=False)
+    _read: int = field(init=False)  # position up to which the client (and the stop strings) have seen tokens
+    _target_until: int = field(init=False, default=0)
+    _draft_until: int = field(init=False, default=0)
+    _draft_credit: Credit | None = field(init=False, default=None)
+    _target_credit: Credit | None = field(init=False, default=None)
+    _journal: list[Piece] = field(init=False, default_factory=list)
+    _last_chain: int = field(init=False, default=-1)
+    _target_opens: int = field(init=False, default=0)
+    _model: ModelInfo | None = field(init=False, default=None)  # of the target that committed last
+    _opened_at: ModelInfo | None = field(init=False, default=None)  # of one that has the sequence since
+    _near_ties: bool = field(init=False, default=False)
+    _round_start: float = field(init=False, default=0.0)
+    _draft_us: int = field(init=False, default=0)
+    _num_rounds: int = field(init=False, default=0)
+    _draft_lost: bool = field(init=False, default=False)  # the draft failed, and is not back
+    _prompt_told: int = field(init=False, default=0)  # positions whose log probabilities have come
+    _started: float = field(init=False, default=0.0)
+    _now: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.committed = [*self.request.prompt_ids, *self.request.output_ids]
+        self.prompt_len = len(self.request.prompt_ids)
+        self.drafting = self.policy.num_draft_tokens > 0
+        self._read = len(self.committed)
+        self._last_chain = self.request.first_chain - 1
+
+    def start(self, now: float) -> list[Effect]:
+        """Opens and credits both sides at the same time."""
+        if self.chooser is not None:
+            self.policy = self.chooser.policy
+            self.drafting = self.policy.num_draft_tokens > 0
+        self._round_start = self._started = self._now = now
+        effects: list[Effect] = []
+        if self.drafting:
+            effects.append(self._open_draft())
+        effects.append(self._open_target())
+        return effects
+
+    def on_target_open(self, model: ModelInfo) -> None:
+        """A target has been asked to take the sequence."""
+        self._opened_at = model
+
+    def on_target(self, event: TargetEvent | Lost, now: float) -> list[Effect]:
+        """A commit extends the sequence and renews both credits; a lost target is replaced."""
+        if self.finished:
+            return []
+        self._now = now
+        match event:
+            case Commit():
+                return self._on_commit(event)
+            case PromptLogprobs():
+                return self._on_prompt(event)
+            case Failure():
+                return self._on_target_failure(event)
+            case Lost():
+                if event.unheard:  # a broken network, rather than an end by what the sequence holds
+                    self._target_opens -= 1
+                return self._on_target_failure(Failure(0, UNAVAILABLE, f"target lost: {event.reason}", "TARGET_LOST"))
+            case _:
+                return []
+
+    def on_draft(self, event: DraftEvent | Lost) -> list[Effect]:
+        """Pieces are relayed; a draft that fails means plain decoding."""
+        if self.finished or not self.drafting:
+            return []
+        match event:
+            case Piece():
+                try:
+                    validate_piece(event)
+                except InvalidArgument as error:  # the target would end the request for it
+                    return self.stop_drafting(str(error))
+                self._last_chain = max(self._last_chain, event.chain)
+                if event.position > self._draft_until:
+                    return []  # no credit reaches there: it would lie in the journal for ever
+                self._draft_us += event.draft_us
+                if self.chooser is not None:
+                    self.chooser.on_piece(len(event.ids), event.draft_us)
+                if event.ids:
+                    self._journal.append(event)
+                return [ToTarget((event, *self._due_credit()))]
+            case Failure():
+                return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE or _is_full(event))
+            case Lost():
+                return self.stop_drafting(event.reason, may_return=True)
+            case _:
+                return []
+
+    def stop_drafting(self, reason: str, may_return: bool = False) -> list[Effect]:
+        """Goes on without a draft: no patience, plain tokens ahead."""
+        self._draft_lost = True
+        if not self.drafting:
+            return []
+        self.drafting = False
+        return [CloseDraft(reason, may_return), *self._credit_target()]
+
+    def resume_drafting(self) -> list[Effect]:
+        """A draft is there again: it gets the sequence as it stands, with chain numbers that were never used."""
+        self._draft_lost = False
+        if self.drafting or self.finished or self.policy.num_draft_tokens == 0:
+            return []
+        self.drafting = True
+        return [self._open_draft(), *self._credit_target()]
+
+    def retry_target(self, now: float) -> list[Effect]:
+        """No target could take the sequence when it was to be opened again; this attempt counts as the same one."""
+        if self.finished:
+            return []
+        self._now = now
+        self._target_opens -= 1
+        return [self._open_target()]
+
+    def give_up(self, failure: Failure) -> list[Effect]:
+        """Ends the request with an error."""
+        if self.finished:
+            return []
+        self.finished = True
+        return [CloseDraft(), Fail(failure)]
+
+    def on_read(self, position: int, now: float) -> list[Effect]:
+        """The client has taken (and the stop strings were looked for in) every token below `position`."""
+        self._read = max(self._read, position)
+        if self.finished:
+            return []
+        stood_still = self._target_until <= len(self.committed)
+        effects = [*self._credit_draft(()), *self._credit_target()]
+        if stood_still and self._target_until > len(self.committed):
+            self._round_start = now  # what the client took its time for is no part of the round
+        return effects
+
+    def _on_commit(self, commit: Commit) -> list[Effect]:
+        if commit.position != len(self.committed):
+            message = f"commit at {commit.position}, journal has {len(self.committed)} tokens"
+            return self._on_target_failure(Failure(0, UNAVAILABLE, message, "OUT_OF_STEP"))
+        effects: list[Effect] = []
+        news = (commit,) if self.drafting else ()  # a draft that is opened now gets the sequence as it stands
+        if commit.ids or commit.finish_reason is not None:
+            self.committed.extend(commit.ids)
+            self.has_run, self._target_opens = True, 1  # what failed before this progress does not count any more
+            self._prune_journal()
+            closed = self._close_round(commit)
+            effects = [*self._choose(closed), Emit(closed)]
+        if commit.finish_reason is not None:
+            self.finished = True
+            return [*effects, CloseDraft()]
+        return [*self._credit_draft(news), *self._credit_target(), *effects]
+
+    def _on_prompt(self, event: PromptLogprobs) -> list[Effect]:
+        """A sequence that was opened again begins with the first slice again: what was told is cut off."""
+        known = self._prompt_told - event.position
+        self._prompt_told = max(self._prompt_told, event.position + len(event.logprobs))
+        if known >= len(event.logprobs):
+            return []
+        return [EmitPrompt(replace(event, position=event.position + known, logprobs=event.logprobs[known:]))]
+
+    def _choose(self, closed: Round) -> list[Effect]:
+        """Lets the policy follow what the round showed. A draft that is not wanted any more is closed; one that is
+        wanted again is opened, unless it was lost: then the driver tries that in its own time."""
+        if self.chooser is None or closed.commit.finish_reason is not None or closed.mode != self.policy.mode:
+            return []  # nothing to choose; or the draft was lost, and the round says nothing of what was chosen
+        if not self.chooser.on_round(closed):
+            return []
+        self.policy = self.chooser.policy
+        wanted = self.policy.num_draft_tokens > 0
+        if self.drafting and not wanted:
+            self.drafting = False
+            return [CloseDraft(), *self._credit_target()]
+        return self.resume_drafting() if wanted and not self._draft_lost else []
+
+    def _has_moved(self) -> bool:
+        """Whether another target, or this one on another stream, committed the round before. That may have been
+        computed otherwise."""
+        model, before = self._opened_at, self._model
+        if model is None:
+            return False
+        self._model, self._opened_at = model, None
+        if before is not None and (model.arithmetic != before.arithmetic or not model.batch_invariant):
+            self._near_ties = True
+        return before is not None
+
+    def _close_round(self, commit: Commit) -> Round:
+        closed = Round(
+            index=self._num_rounds,
+            commit=commit,
+            num_draft_tokens=self.policy.num_draft_tokens if self.drafting else 0,
+            mode=self.policy.mode if self.drafting else "off",
+            inputs=self.chooser.inputs() if self.chooser is not None else {},
+            started=self._round_start,
+            ended=self._now,
+            draft_us=self._draft_us if commit.num_drafted else 0,
+            at_end=commit.position + commit.num_drafted + 1 >= self._last,
+            moved=self._has_moved(),
+            near_ties=self._near_ties,
+        )
+        self._num_rounds += 1
+        self._round_start, self._draft_us = self._now, 0
+        return closed
+
+    def _on_target_failure(self, failure: Failure) -> list[Effect]:
+        if _is_full(failure):  # no attempt that failed: nothing was begun
+            self._target_opens -= 1
+            return [replace(self._open_target(), refusal=replace(failure, code=RESOURCE_EXHAUSTED))]
+        self.has_run |= failure.reason != DRAINING
+        if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
+            return [self._open_target()]
+        if failure.reason == "TARGET_LOST" and self._target_opens > SUSPECT_AFTER:
+            failure = replace(failure, code=INTERNAL)  # it may be what ends them: not to be tried again
+        self.finished = True
+        return [CloseDraft(), Fail(failure)]
+
+    def _open_target(self) -> OpenTarget:
+        """The journal holds all that another target needs: prompt, output and the pieces that reach past the
+        committed length."""
+        self._target_opens += 1
+        self._target_credit = self._renewed_target_credit()
+        like = None if self._model is None else self._model.arithmetic
+        request = replace(self._open_request(), suspect=self._target_opens > SUSPECT_AFTER)
+        return OpenTarget(request, (self._target_credit, *self._journal), like)
+
+    def _open_draft(self) -> OpenDraft:
+        self._draft_until, self._draft_credit = 0, None
+        request = replace(self._open_request(), first_chain=self._last_chain + 1, model_digest="")  # the target's
+        return OpenDraft(request, self._renewed_draft_credit())
+
+    def _open_request(self) -> Open:
+        timeout_ms = self.request.timeout_ms
+        if timeout_ms:
+            timeout_ms = max(1, timeout_ms - round((self._now - self._started) * 1000))
+        sampling = self.request.sampling
+        if self._prompt_told >= self.prompt_len:  # they are asked for once
+            sampling = replace(sampling, prompt_logprobs=None)
+        output_ids = tuple(self.committed[self.prompt_len :])
+        return replace(self.request, output_ids=output_ids, timeout_ms=timeout_ms, sampling=sampling)
+
+    def _prune_journal(self) -> None:
+        """Keeps what reaches past the committed length, and what that forks from."""
+        length, needed, kept = len(self.committed), set[int](), list[Piece]()
+        for piece in reversed(self._journal):  # a branch comes after its parent
+            if piece.position + len(piece.ids) > length or piece.chain in needed:
+                kept.append(piece)
+                if piece.parent is not None:
+                    needed.add(piece.parent)
+        self._journal = kept[::-1]
+
+    def _reader_bound(self, ahead: int) -> int:
+        """A slow client is granted no credit; with stop strings at most one window past the text examined."""
+        return self._read + (ahead if self.bounded_by_reader else self.policy.max_unread)
+
+    def _renewed_target_credit(self) -> Credit:
+        """With a draft for four windows: slow links cut none short, and the credit can share the next piece's frame."""
+        k = self.policy.num_draft_tokens if self.drafting else 0
+        ahead = 4 * (k + 1) if self.drafting else self.policy.plain_ahead
+        until = min(len(self.committed) + ahead, self._reader_bound(k + 1 if self.drafting else ahead))
+        self._target_until = max(self._target_until, until)
+        return Credit(0, self._target_until, k, self.policy.patience_ms if self.drafting else 0)
+
+    def _due_credit(self) -> tuple[Credit, ...]:
+        """The target's credit, if it is not what the target has."""
+        credit = self._renewed_target_credit()
+        if credit == self._target_credit:
+            return ()
+        self._target_credit = credit
+        return (credit,)
+
+    def _credit_target(self) -> list[Effect]:
+        """Renews the target's credit; not while it has a whole window's and the next piece can bring it along."""
+        k, has = self.policy.num_draft_tokens, self._target_credit
+        if self.drafting and has is not None and has.max_window == k and has.until - len(self.committed) > k:
+            return []
+        credit = self._due_credit()
+        return [ToTarget(credit)] if credit else []
+
+    def _renewed_draft_credit(self) -> tuple[Credit, ...]:
+        k = self.policy.num_draft_tokens
+        ahead = k + self.policy.windows_ahead * (k + 1)  # after a whole window comes the target's own token
+        until = min(len(self.committed) + ahead, self._last, self._reader_bound(ahead + 1))
+        self._draft_until = max(self._draft_until, until)
+        credit = Credit(0, self._draft_until, k, max_branches=self.policy.max_branches)
+        if credit == self._draft_credit:
+            return ()
+        self._draft_credit = credit
+        return (credit,)
+
+    @property
+    def _last(self) -> int:
+        """Nothing past it can be committed."""
+        return self.prompt_len + self.request.sampling.max_tokens
+
+    def _credit_draft(self, news: tuple[Commit, ...]) -> list[Effect]:
+        """A commit and the credit that follows from it travel in one frame."""
+        if not self.drafting:
+            return []
+        slim = tuple(replace(commit, logprobs=(), features=b"") for commit in news)
+        messages: tuple[Commit | Credit, ...] = (*slim, *self._renewed_draft_credit())
+        return [ToDraft(messages)] if messages else []
+
+
+def _is_full(failure: Failure) -> bool:
+    """Whether a service has no room now, and says when to come back."""
+    return failure.retry_after_ms > 0 and failure.code in (RESOURCE_EXHAUSTED, UNAVAILABLE)

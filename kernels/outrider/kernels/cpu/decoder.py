@@ -1,0 +1,299 @@
+"""A decoder's pass on the CPU as one C function: norms, products, rotary embedding, paged attention and gate of all
+layers, on threads that stay together. Everything is computed in float32.
+
+Where all weights are bfloat16 numbers, as most checkpoints' are, they are read as 16 bits: half the memory traffic, the
+same function; and multiplied by the processor's matrix unit (AMX) if it has one. Every row's bits depend on its own
+sequence alone: the pass is batch-invariant."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import mmap
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.kernels.cpu.library import cpu_library, cpu_library_name
+
+PANEL = 32  # outputs whose weights lie together
+DIM_MULTIPLE = 16  # of hidden sizes and heads
+STEP = 32  # inputs that the matrix unit adds up at once
+MOST_DIM = 256  # of a head
+HUGE_PAGE = 2 << 20  # bytes
+CHUNK = 1 << 20  # elements of a weight that are laid out at a time
+
+log = logging.getLogger(__name__)
+
+
+class Kind(IntEnum):
+    """How weights lie in memory."""
+
+    FLOATS = 0
+    HALVES = 1
+    TILES = 2
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("kind", c_int64),
+    )  # fmt: skip
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("qkv", "output", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "output_norm", "down_norm", "qk_norm")),
+        ("cos", c_void_p), ("sin", c_void_p),
+        ("window", c_int64),
+    )  # fmt: skip
+
+
+class _Decoder(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
+        ("gate_is_gelu", c_int64), *((name, c_float) for name in ("eps", "scale", "softcap", "logit_softcap")),
+        ("layers", POINTER(_Layer)),
+        ("embeddings", c_void_p), ("num_embeddings", c_int64), ("embeddings_are_half", c_int64),
+        ("embedding_scale", c_float), ("norm", c_void_p), ("head", _Matrix),
+    )  # fmt: skip
+
+
+class _Rows(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "sequences", "table_width", "longest", "block_size")),
+        *((name, c_void_p) for name in ("positions", "slots", "tables", "starts", "contexts", "keys", "values")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's: the matrices in any floating type, all else float32."""
+
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    output: Tensor  # [hidden, heads * head_dim]
+    gate: Tensor  # [intermediate, hidden]
+    up: Tensor  # [intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+    input_norm: Tensor  # [hidden]: before attention
+    post_norm: Tensor  # [hidden]: before the gate
+    rotary: tuple[Tensor, Tensor]  # cos and signed sin, [positions, head_dim] each
+    output_norm: Tensor | None = None  # [hidden]: of attention's output, before it is added
+    down_norm: Tensor | None = None  # [hidden]: of the feed-forward's
+    qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    window: int | None = None
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """What rows are multiplied with."""
+        return self.qkv, self.output, self.gate, self.up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """The rows of several sequences: the last ones of each context."""
+
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64: where keys and values are stored
+    tables: Tensor  # [sequences, most blocks] int64
+    starts: Sequence[int]  # [sequences + 1]
+    contexts: Sequence[int]  # [sequences]
+
+
+def can_run(hidden: int, head_dim: int) -> bool:
+    """Whether the kernels are there and take these shapes; the log says where they do not."""
+    if cpu_library() is None:
+        return False
+    fits = hidden % DIM_MULTIPLE == 0 and head_dim % DIM_MULTIPLE == 0 and head_dim <= MOST_DIM
+    if not fits:
+        log.warning(
+            "no C kernels for hidden_size %d and head_dim %d, PyTorch computes, which is slower: they take multiples"
+            " of %d, and heads of at most %d", hidden, head_dim, DIM_MULTIPLE, MOST_DIM,
+        )  # fmt: skip
+    return fits
+
+
+class CpuDecoder:
+    """A model from token ids to logits. One thread at a time may call it: it keeps its scratch memory."""
+
+    def __init__(
+        self,
+        embeddings: Tensor,  # [ids, hidden] of any floating type
+        layers: Iterable[LayerWeights],  # the next is asked for when the one before it is packed
+        norm: Tensor,  # [hidden]
+        head: Tensor,  # [vocab, hidden]
+        *,
+        kind: Kind,  # of all weights
+        heads: int,
+        kv_heads: int,
+        eps: float,
+        scale: float,  # of the scores
+        embedding_scale: float = 1.0,
+        activation: Literal["silu", "gelu_tanh"] = "silu",  # of the gate
+        attention_softcap: float | None = None,
+        logit_softcap: float | None = None,
+    ) -> None:
+        library = cpu_library()
+        if library is None:
+            raise RuntimeError("the CPU kernels are not there")
+        self._library: Any = library
+        self.library_name = cpu_library_name() or ""
+        self._library.decoder_scratch.restype = c_int64
+        self.kind = kind
+        self._kept: list[Tensor] = []  # what the pointers below point to
+        packed = list(map(self._layer, layers))  # no loop variable keeps a layer while the next is made
+        self._layers = (_Layer * len(packed))(*packed)
+        self.hidden, self.vocab_size, self._num_embeddings = norm.shape[0], head.shape[0], len(embeddings)
+        is_half = embeddings.dtype == torch.bfloat16
+        self._decoder = _Decoder(
+            len(packed), self.hidden, packed[0].gate.outputs, heads, kv_heads,
+            packed[0].qkv.outputs // (heads + 2 * kv_heads), int(activation == "gelu_tanh"),
+            eps, scale, attention_softcap or 0.0, logit_softcap or 0.0,
+            self._layers, self._pointer(embeddings if is_half else embeddings.float()), len(embeddings), int(is_half),
+            embedding_scale, self._pointer(norm), self._matrix(head, None),
+        )  # fmt: skip
+        self._scratch = torch.empty(0)
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [rows] int64
+        rows: RaggedRows,
+        keys: Sequence[Tensor],  # per layer [blocks, block_size, kv_heads, head_dim], where the rows' are stored
+        values: Sequence[Tensor],
+        logit_rows: Tensor,  # [wanted] int64
+    ) -> Tensor:  # [wanted, vocab] float32
+        """The logits of the rows that want them. Raises IndexError for an id that has no embedding."""
+        tensors = (rows.positions, rows.slots, rows.tables)
+        starts, contexts = (c_int64 * len(rows.starts))(*rows.starts), (c_int64 * len(rows.contexts))(*rows.contexts)
+        caches = [(c_void_p * len(part))(*(tensor.data_ptr() for tensor in part)) for part in (keys, values)]
+        batch = _Rows(
+            len(token_ids), len(rows.contexts), rows.tables.shape[1], max(rows.contexts), keys[0].shape[1],
+            *(tensor.data_ptr() for tensor in tensors), *(ctypes.addressof(part) for part in (starts, contexts)),
+            *(ctypes.addressof(part) for part in caches),
+        )  # fmt: skip
+        logits = torch.empty(len(logit_rows), self.vocab_size)
+        threads = torch.get_num_threads()
+        known = self._library.decoder_forward(
+            byref(self._decoder), byref(batch), c_void_p(token_ids.data_ptr()), c_void_p(logit_rows.data_ptr()),
+            c_int64(len(logit_rows)), c_void_p(logits.data_ptr()),
+            self._scratch_for(len(token_ids), max(rows.contexts), threads), c_int64(threads),
+        )  # fmt: skip
+        if not known:
+            raise IndexError(f"a token id is none of the model's {self._num_embeddings}")
+        return logits
+
+    def products(self, rows: int) -> None:
+        """The products of such a pass alone: its floor."""
+        logits = torch.empty(rows, self.vocab_size)
+        threads = torch.get_num_threads()
+        self._library.decoder_products(
+            byref(self._decoder), c_int64(rows), c_void_p(logits.data_ptr()), self._scratch_for(rows, 0, threads),
+            c_int64(threads),
+        )  # fmt: skip
+
+    def _scratch_for(self, rows: int, keys: int, threads: int) -> c_void_p:
+        """Memory that is kept: fresh pages would cost more than the work in them."""
+        size = self._library.decoder_scratch(byref(self._decoder), c_int64(rows), c_int64(keys), c_int64(threads))
+        if self._scratch.numel() < size:
+            self._scratch = torch.zeros(size)
+        return c_void_p(self._scratch.data_ptr())
+
+    def _layer(self, layer: LayerWeights) -> _Layer:
+        return _Layer(
+            self._matrix(layer.qkv, layer.qkv_bias),
+            self._matrix(layer.output, layer.output_bias),
+            self._matrix(layer.gate, layer.gate_bias),
+            self._matrix(layer.up, layer.up_bias),
+            self._matrix(layer.down, layer.down_bias),
+            *map(self._pointer, (layer.input_norm, layer.post_norm, layer.output_norm, layer.down_norm, layer.qk_norm)),
+            *map(self._pointer, layer.rotary),
+            layer.window or 0,
+        )
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
+        panels = pack(weight, self.kind)
+        return _Matrix(self._pointer(panels), self._pointer(bias), weight.shape[0], weight.shape[1], self.kind)
+
+    def _pointer(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def kind_for(all_bfloat16: bool) -> Kind:
+    """How the matrices of a decoder are kept, by whether all their numbers are bfloat16's. Raises RuntimeError where
+    the kernels are not there."""
+    library: Any = cpu_library()
+    if library is None:
+        raise RuntimeError("the CPU kernels are not there")
+    if not all_bfloat16:
+        return Kind.FLOATS
+    return Kind.TILES if library.tiles_allowed() else Kind.HALVES
+
+
+def is_bfloat16(weight: Tensor) -> bool:  # [out, in] of any floating type
+    """Whether every number is one of bfloat16."""
+    if weight.dtype == torch.bfloat16:
+        return True
+    return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in _chunks(weight))
+
+
+def pack(weight: Tensor, kind: Kind) -> Tensor:
+    """[out, in] of any floating type -> panels of 32 outputs, filled up with zeros: [ceil(out / 32), in, 32] float32,
+    or int16 with the bfloat16 numbers' bits; for tiles [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a
+    panel's outputs, pairs of inputs, outputs, the two of a pair. Takes little memory beside the result."""
+    outputs, inputs = weight.shape
+    shape: tuple[int, ...] = (-(-outputs // PANEL), inputs, PANEL)
+    if kind is Kind.TILES:
+        shape = (shape[0], -(-inputs // STEP), 2, STEP // 2, PANEL // 2, 2)
+    packed = _in_huge_pages(shape, torch.float32 if kind is Kind.FLOATS else torch.int16)
+    start = 0
+    for part in _chunks(weight):
+        panels = _panels(part, kind)
+        packed[start : start + len(panels)] = panels
+        start += len(panels)
+    return packed
+
+
+def _in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Empty memory, in huge pages as far as it fills them and the system has them: whoever reads all of it meets fewer
+    ends of pages."""
+    count = math.prod(shape)
+    whole = count * dtype.itemsize // HUGE_PAGE * HUGE_PAGE  # bytes
+    if sys.platform != "linux" or not whole:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    with suppress(OSError):  # a system built without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def _chunks(weight: Tensor) -> Iterator[Tensor]:
+    """Whole panels."""
+    return iter(torch.split(weight, max(CHUNK // weight.shape[1] // PANEL, 1) * PANEL))
+
+
+def _panels(weight: Tensor, kind: Kind) -> Tensor:  # as `pack`, maybe not contiguous
+    numbers = weight.float() if kind is Kind.FLOATS else weight.bfloat16().view(torch.int16)
+    numbers = F.pad(numbers, (0, 0, 0, -len(weight) % PANEL)).contiguous()
+    if kind is not Kind.TILES:
+        return numbers.view(-1, PANEL, numbers.shape[1]).transpose(1, 2)
+    numbers = F.pad(numbers, (0, -numbers.shape[1] % STEP))
+    tiles = numbers.view(-1, 2, PANEL // 2, numbers.shape[1] // STEP, STEP // 2, 2)  # [panels, 2, out, steps, pairs, 2]
+    return tiles.permute(0, 3, 1, 4, 2, 5)

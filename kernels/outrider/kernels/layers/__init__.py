@@ -1,0 +1,1 @@
+"""Norms, gates, rotary positions and linear layers."""

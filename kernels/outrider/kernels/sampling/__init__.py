@@ -1,0 +1,1 @@
+"""Logits to probabilities, their cuts, and drafts drawn from them."""

@@ -1,0 +1,1 @@
+"""Which drafted tokens hold: rejection sampling and the Gumbel-max coupling, of chains and trees."""

@@ -1,0 +1,127 @@
+"""What the requests of a gateway learn together. Clocks and counts alone.
+
+What a token would take under a plan, from acceptance, step costs and the times between the services.
+
+With O(k) tokens a round, verification v, draft pass d, and r for what a round spends between the services (Leviathan et
+al., arXiv 2211.17192, section 3.3, with the network in it):
+
+    off                    v(0)
+    sequential             (r + k d + v(k)) / O(k)
+    ahead, waiting         (h max(v(k), r + k d) + (1 - h) (r + k d + v(k))) / O(k)
+    ahead, never waiting   (v(k) + n v(0)) / (O(k) + n)
+
+where h is the share of rounds whose window was at the target when the round before ended (for a chain alone the chance
+that all of it holds and the target's own token too, for branches as measured), and n the mean number of plain tokens
+decoded until a chain is there that agrees with them: as seen lately, else guessed from r and d. v counts the rows of
+all sequences in a step, as many as run now and as if all did the same. Where sequences share steps, a window that comes
+late has missed the step that the others make meanwhile: r + k d is then rounded up to whole verifications."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from math import ceil
+
+from outrider.planner.acceptance import Acceptance, Mean
+from outrider.planner.policy import AHEAD, OFF, Mode, Plan
+from outrider.planner.step_costs import VerifyCosts
+
+FORGETTING = 0.01  # a decision
+PLAIN_MEMORY, LEAST_SEEN = 64.0, 8.0  # rounds that tell how many of them are plain
+
+
+@dataclass(slots=True)
+class Experience:
+    """What all requests of a gateway learn together, since it says more of the machines than of a request."""
+
+    costs: VerifyCosts
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    hits: Mean = field(default_factory=Mean)
+    between: Mean = field(default_factory=Mean)  # what a round that waits for its draft spends outside both models
+    draft_pass: Mean = field(default_factory=Mean)
+    share: Mean = field(default_factory=lambda: Mean(1.0))  # sequences of a step over those that run here
+    plain: dict[Hashable, Mean] = field(default_factory=dict)  # share of plain rounds where none waits, by mode
+
+    def saw(self, mode: Hashable, plain: bool) -> None:
+        """A round where none waits had a window, or only the target's own token."""
+        self.plain.setdefault(mode, Mean(memory=PLAIN_MEMORY)).add(float(plain))
+
+    def plain_tokens(self, mode: Hashable) -> float | None:
+        """How many are decoded between two windows where none waits; None if that was not seen lately."""
+        share = self.plain.get(mode)
+        if share is None or share.weight < LEAST_SEEN:
+            return None
+        return share.value / max(1 - share.value, 0.01)
+
+    def fade(self) -> None:
+        """What was seen long ago counts less and less."""
+        for share in self.plain.values():
+            share.weight *= 1 - FORGETTING
+
+
+SHARED = 1.5  # sequences in a step, from which on the others make the steps
+MAX_PLAIN = 8  # tokens between two chains
+PRIOR_HITS = 0.7
+UNKNOWN_ROUND_TRIP_US = 1500.0
+
+
+@dataclass(slots=True)
+class Forecast:
+    """For requests of one acceptance. `round_trips_us` is what the streams measure now, `num_running` sequences that
+    the gateway decodes."""
+
+    known: Experience
+    weighs: bool  # rejection with weights: no token of the target's own where the chain goes on
+    acceptance: Acceptance
+    hits: Mean
+    round_trips_us: Callable[[], float]
+    num_running: Callable[[], int]
+
+    def us_per_token(self, plan: Plan) -> float:
+        """Microseconds; 0 while verification times are unknown."""
+        verify = self.verify_us(plan)
+        if plan.mode is Mode.OFF:
+            return verify
+        late = self.away_us + plan.num_draft_tokens * self.known.draft_pass.value
+        tokens = self.tokens(plan.mode, plan.num_draft_tokens)
+        if plan.mode is Mode.SEQUENTIAL:
+            return (late + verify) / tokens
+        misses = 1 - self.hit_rate(plan)
+        if plan.waits:
+            missed = ceil(late / max(1.0, verify)) * verify if self.sequences > SHARED else late
+            return ((1 - misses) * max(verify, late) + misses * (verify + missed)) / tokens
+        plain_us = self.verify_us(OFF)
+        seen = self.known.plain_tokens(plan.mode)
+        guess = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
+        plain = guess if seen is None else min(MAX_PLAIN, seen)
+        return (verify + plain * plain_us) / (tokens + plain)
+
+    def tokens(self, mode: Mode, num_drafted: int) -> float:
+        """Of a round that verifies so many drafted tokens."""
+        lost = self.acceptance.survival(num_drafted) if self.weighs and num_drafted and mode is Mode.CHAINS else 0.0
+        return self.acceptance.tokens(num_drafted) - lost
+
+    def verify_us(self, plan: Plan) -> float:
+        """A step in which every sequence has a window of this plan."""
+        return self.known.costs.at(round(self.sequences * (plan.num_draft_tokens + 1)), plan.mode in AHEAD)
+
+    def hit_rate(self, plan: Plan) -> float:
+        """How often the window after this one is at hand in time."""
+        if plan.mode is Mode.BRANCHES:
+            return self.hits.or_else(PRIOR_HITS)
+        return self.acceptance.survival(plan.num_draft_tokens + (not self.weighs))
+
+    @property
+    def sequences(self) -> float:
+        """Of a step. As many as there are now, not as there were: requests come and go together."""
+        return max(1.0, self.known.share.value * self.num_running())
+
+    @property
+    def away_us(self) -> float:
+        """What a round that waits for its draft spends between the services."""
+        return self.known.between.or_else(max(self.round_trips_us(), UNKNOWN_ROUND_TRIP_US))
+
+    def _plain(self, late_us: float, plain_us: float) -> float:
+        """Tokens decoded until a chain is there that agrees with them."""
+        apart = min(MAX_PLAIN, ceil(max(0.0, late_us) / max(1.0, plain_us)))
+        return min(MAX_PLAIN, apart / max(0.1, self.acceptance.survival(apart)))

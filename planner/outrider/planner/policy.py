@@ -1,0 +1,205 @@
+"""How far each side of one sequence may go, and who chooses that anew as rounds end.
+
+The ways to decode a request that its controller chooses from, and what each asks of the two services.
+
+What one verification did, and the sums over a completion's rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from statistics import median
+from typing import Protocol
+
+from outrider.rpc.messages import Commit
+
+MODES_AHEAD = ("chains", "branches")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One commit with its times. Seconds are on the gateway's monotonic clock, microseconds are durations."""
+
+    index: int
+    commit: Commit
+    num_draft_tokens: int  # k of the policy; 0: plain decoding
+    started: float
+    ended: float
+    draft_us: int  # device time of the pieces that arrived in this round
+    mode: str = ""  # off, sequential, chains or branches
+    inputs: Mapping[str, float] = field(default_factory=dict)  # what the mode was chosen by
+    at_end: bool = False  # no more drafted tokens would have fitted before max_tokens
+    moved: bool = False  # since the round before, which another target (or stream) committed
+    near_ties: bool = False  # this round or one before moved to a target whose logits need not be equal to the bit
+
+    @property
+    def total_us(self) -> int:
+        """From the commit before to this one."""
+        return round((self.ended - self.started) * 1e6)
+
+    @property
+    def wire_us(self) -> int:
+        """What is neither draft, queue, verify nor sample: transport, event loops, the gateway itself."""
+        timings = self.commit.timings
+        return max(0, self.total_us - self.forward_us - timings.queue_us - timings.sample_us)
+
+    @property
+    def overhead_us(self) -> int:
+        """The control overhead: the round's time less its forward passes (draft and verify)."""
+        return max(0, self.total_us - self.forward_us)
+
+    @property
+    def forward_us(self) -> int:
+        """Forward passes: one after the other, or, where the draft runs ahead, both at the same time."""
+        both = self.draft_us, self.commit.timings.verify_us
+        return max(both) if self.mode in MODES_AHEAD else sum(both)
+
+
+@dataclass(slots=True)
+class SpeculationTally:
+    """Sums over one completion, under the meanings of vLLM's spec_decode metrics."""
+
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    tested_per_position: list[int] = field(default_factory=list)
+    overheads_us: list[int] = field(default_factory=list)
+    mode: str = ""  # of the last round
+    rounds_by_mode: dict[str, int] = field(default_factory=dict)
+
+    def add(self, closed: Round) -> None:
+        """Counts a round; a plain step is a round without a draft."""
+        commit = closed.commit
+        self.num_rounds += 1
+        self.mode = closed.mode
+        self.rounds_by_mode[closed.mode] = self.rounds_by_mode.get(closed.mode, 0) + 1
+        if closed.index > 0:  # the first round holds the prompt
+            self.overheads_us.append(closed.overhead_us)
+        if commit.num_drafted == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += commit.num_drafted
+        self.num_accepted_tokens += commit.num_accepted
+        missing = commit.num_drafted - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        self.tested_per_position.extend([0] * missing)
+        for position in range(commit.num_drafted):
+            if position <= commit.num_accepted:
+                self.tested_per_position[position] += 1
+            if position < commit.num_accepted:
+                self.accepted_per_position[position] += 1
+
+    @property
+    def overhead_us(self) -> int:
+        """Median control overhead a round."""
+        return round(median(self.overheads_us)) if self.overheads_us else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How far each side may go."""
+
+    num_draft_tokens: int  # k; 0: plain decoding
+    patience_ms: int = 500  # how long the target waits for a chain
+    windows_ahead: int = 0  # drafted past the verification under way; 0: sequential
+    max_branches: int = 0  # that the draft may hold for other outcomes of it
+    plain_ahead: int = 16  # plain tokens that the target may commit beyond what the gateway has seen
+    max_unread: int = 256  # committed tokens that a slow client may leave unread before credit stops
+    max_target_opens: int = 3  # times in a row without a commit, the last one alone in its steps, before it is given up
+    reopen_s: float = 15.0  # how long a sequence whose target was lost waits for another
+
+    @property
+    def mode(self) -> str:
+        """Its name."""
+        if not self.num_draft_tokens:
+            return "off"
+        return ("branches" if self.max_branches else "chains") if self.windows_ahead else "sequential"
+
+
+class Chooser(Protocol):
+    """Chooses the policy anew as rounds end (the controller)."""
+
+    @property
+    def policy(self) -> Policy:
+        """The present choice."""
+
+    def inputs(self) -> Mapping[str, float]:
+        """What the choice rests on, for traces."""
+
+    def on_piece(self, num_ids: int, draft_us: int) -> None:
+        """A piece arrived."""
+
+    def on_round(self, closed: Round) -> bool:
+        """A round ended; returns whether the choice changed."""
+
+
+class Mode(Enum):
+    """How a request is decoded."""
+
+    OFF = "off"
+    SEQUENTIAL = "sequential"
+    CHAINS = "chains"
+    BRANCHES = "branches"
+
+
+AHEAD = (Mode.CHAINS, Mode.BRANCHES)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One choice."""
+
+    mode: Mode
+    num_draft_tokens: int
+    waits: bool = True  # for a chain where none is at hand; else the target decodes plain tokens until one is
+
+    @property
+    def way(self) -> tuple[Mode, bool]:
+        """What its measurements hold for, whatever the number of tokens."""
+        return self.mode, self.waits
+
+    def policy(self, base: Policy, max_branches: int, deep: bool = False) -> Policy:
+        """As credit and patience. Branches of branches reach into a second window, and need room beside the others."""
+        branching = self.mode is Mode.BRANCHES
+        return replace(
+            base,
+            num_draft_tokens=self.num_draft_tokens,
+            patience_ms=base.patience_ms if self.waits else 0,
+            windows_ahead=(self.mode in AHEAD) + (branching and deep),
+            max_branches=max_branches * (1 + deep) if branching else 0,
+        )
+
+
+OFF = Plan(Mode.OFF, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request lets the controller choose."""
+
+    base: Policy
+    most: int  # tokens drafted a round, at most
+    fixed: bool = False  # exactly so many: the request says so
+    modes: tuple[Mode, ...] = (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES)
+    max_branches: int = 12
+    weighs: bool = False  # rejection with weights: no token of the target's own where the chain goes on
+    waits: bool = False  # the target always waits for a chain
+
+    plans: tuple[Plan, ...] = field(init=False)  # everything allowed
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plans", tuple(self._allowed()))
+
+    def _allowed(self) -> Iterator[Plan]:
+        """Under rejection the target must wait: when a chain comes is no business of the law's."""
+        if Mode.OFF in self.modes:
+            yield OFF
+        for mode in self.modes:
+            if mode is not Mode.OFF:
+                for k in [self.most] if self.fixed else range(1, self.most + 1):
+                    yield Plan(mode, k)
+                    if mode in AHEAD and not (self.weighs or self.waits):
+                        yield Plan(mode, k, waits=False)

@@ -1,1 +1,0 @@
-"""What crosses a process: messages, codec, frames, streams, errors, servers, channels and traces. No torch."""

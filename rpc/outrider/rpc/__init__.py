@@ -1,0 +1,3 @@
+"""What crosses a process: messages, codec, frames, streams, errors, servers, channels and traces. No torch."""
+
+from __future__ import annotations

@@ -1,0 +1,260 @@
+"""What crosses a process, as frozen dataclasses: the words of the draft and target streams. Positions are
+absolute indices into a sequence's tokens (prompt first). See the protocol notes in protos/outrider/v1/*.proto
+for each field's meaning."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.rpc.errors import OutriderError, make_error
+from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
+
+
+def to_failure(sequence_id: int, error: OutriderError) -> Failure:
+    """The message that ends one sequence with an error."""
+    return Failure(sequence_id, error.code.value[0], error.message, error.reason, error.retry_after_ms)
+
+
+def from_failure(failure: Failure) -> OutriderError:
+    """The error that a Failure stands for."""
+    return make_error(failure.code, failure.message, reason=failure.reason, retry_after_ms=failure.retry_after_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """What one drafted token was drawn from: positive integer weights of a few ids, their sum below 2^24. Both are
+    packed little-endian uint32, so that the gateway passes them on unread."""
+
+    ids: bytes
+    weights: bytes
+
+    @classmethod
+    def of(cls, ids: Sequence[int], weights: Sequence[int]) -> TokenWeights:
+        """Packs integers."""
+        return cls(struct.pack(f"<{len(ids)}I", *ids), struct.pack(f"<{len(weights)}I", *weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Starts a sequence. Slicing of long prompts is the codec's business; here the ids are whole."""
+
+    sequence_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_ids: tuple[int, ...] = ()
+    fork_of: int | None = None  # prompt_ids are then empty: the parent's are taken
+    completion: int = 0
+    acceptance: AcceptanceRule = AcceptanceRule.REJECTION
+    seed: int = 0
+    timeout_ms: int = 0  # 0: none
+    first_chain: int = 0
+    priority: int = 0
+    features: bool = False
+    salt: str = ""
+    traceparent: str = ""
+    one_hot: bool = False
+    method: str = ""
+    model_digest: str = ""  # of the target that it is for; empty: any
+    suspect: bool = False  # it may be what ended the targets that it was open on
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Ends a sequence; answered by Closed."""
+
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Confirms that a sequence was released."""
+
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Ends one sequence with an error. `code` is a gRPC status code's number, `reason` a machine-readable word
+    (ErrorInfo)."""
+
+    sequence_id: int
+    code: int
+    message: str
+    reason: str = ""
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a chain of drafted tokens."""
+
+    sequence_id: int
+    chain: int
+    position: int  # of the first id
+    ids: tuple[int, ...]
+    weights: tuple[TokenWeights | None, ...] = ()  # shorter than ids, or None: one-hot there
+    parent: int | None = None
+    more: bool = False
+    parents: tuple[int, ...] = ()  # a tree: index of the parent in ids plus one; 0 is the root
+    draft_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """How far a peer may go."""
+
+    sequence_id: int
+    until: int
+    max_window: int
+    patience_ms: int = 0
+    max_branches: int = 0
+
+
+class TokenLogprob(NamedTuple):
+    """One candidate at one position; rank is 1-based. A tuple: a long prompt has hundreds of thousands of them."""
+
+    id: int
+    logprob: float
+    rank: int
+
+
+PositionLogprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most probable ones
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """One round's times inside the target, in microseconds."""
+
+    queue_us: int = 0
+    verify_us: int = 0
+    sample_us: int = 0
+    num_rows: int = 0
+    num_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a target is."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Appends tokens to a sequence."""
+
+    sequence_id: int
+    position: int
+    ids: tuple[int, ...]
+    origins: tuple[TokenOrigin, ...] = ()
+    chain: int | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    features: bytes = b""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    dropped: tuple[int, ...] = ()
+    timings: StepTimings = field(default_factory=StepTimings)
+    load: Load = field(default_factory=Load)
+    num_cached_ids: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of prompt positions from `position` on."""
+
+    sequence_id: int
+    position: int
+    logprobs: tuple[PositionLogprobs, ...]
+
+
+DraftCommand = Open | Commit | Credit | Close  # gateway -> draft
+DraftEvent = Piece | Closed | Failure  # draft -> gateway
+TargetCommand = Open | Piece | Credit | Close  # gateway -> target
+TargetEvent = Commit | PromptLogprobs | Closed | Failure  # target -> gateway
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """Leads every frame; `held_us` is how long the frame `last_seen` was held before this one left."""
+
+    number: int
+    last_seen: int = 0
+    held_us: int = 0
+    step_age_ms: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a model is computed. Where two replicas agree in all of it, and are batch-invariant, their logits are
+    equal to the bit; elsewhere a greedy or coupled completion is open to near-ties."""
+
+    engine: str  # whose layers, with the version: "outrider-0.1.0", "transformers-5.0.0"
+    dtype: str  # of weights and activations
+    kernels: str  # the variant of this processor: "c-avx512", "triton-2.9.0-sm90"
+    batch_invariant: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model, so that a pair can be checked before it is used. The digest is of its weights alone; how they
+    are computed is compared apart, by `arithmetic`."""
+
+    name: str
+    digest: str
+    vocab_size: int
+    max_model_len: int
+    num_tokens: int = 0
+    tokenizer_fingerprint: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    default_sampling: SamplingParams = field(default_factory=SamplingParams)
+    dtype: str = "float32"
+    device: str = "cpu"
+    batch_invariant: bool = False
+    num_blocks: int = 0
+    block_size: int = 16
+    protocol_major: int = 1
+    protocol_minor: int = 0
+    engine: str = ""
+    kernels: str = ""
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What has to be equal for equal logits."""
+        return Arithmetic(self.engine, self.dtype, self.kernels, self.batch_invariant)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """One way of drafting."""
+
+    name: str
+    needs_features: bool = False
+    can_run_ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """What a draft service says of itself; the first method is the default."""
+
+    model: ModelInfo
+    methods: tuple[DraftMethod, ...]
+    capabilities: tuple[str, ...] = BASELINE  # see capabilities.py
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """What a target service says of itself."""
+
+    model: ModelInfo
+    max_window: int
+    load: Load = field(default_factory=Load)
+    step_costs: tuple[tuple[int, int], ...] = ()  # rows and microseconds, as measured at start
+    capabilities: tuple[str, ...] = BASELINE

@@ -1,0 +1,347 @@
+"""A grpc.aio server as all three services run it: bounded, with health, errors with details, optional reflection,
+and a graceful end on SIGTERM or SIGINT.
+
+Health in two senses, as orchestrators ask for it. Liveness, under the name "": the process works, and a restart
+would mend nothing. Readiness, under the names of the services: calls can be served now. The event loop answers health
+checks even while the device works, so a device thread has to be asked for explicitly.
+
+Whether an address can be listened on, before anything expensive is made for it.
+
+Iterating over a blocking call in a thread of its own, so that a signal never strikes inside of it: Ctrl-C in the
+middle of gRPC's blocking code can leave a lock that its channel waits for, for ever, when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from outrider.rpc.channel import MAX_MESSAGE_BYTES, listen_target, with_port
+from outrider.rpc.errors import ErrorInterceptor, Unavailable
+
+POLL_S = 0.5
+LIVENESS = ""
+
+
+class HealthMonitor:
+    """Keeps the health servicer's answers true. `is_alive` is asked every 500 ms, and is liveness. The services given
+    are ready once `probe` has answered (weights loaded, one step run), while `is_alive` and `is_ready`, and not when
+    they drain."""
+
+    def __init__(
+        self,
+        services: Sequence[str],
+        *,
+        probe: Callable[[], Awaitable[object]] | None = None,
+        is_alive: Callable[[], bool] = lambda: True,
+        is_ready: Callable[[], bool] = lambda: True,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self.servicer = HealthServicer()
+        self._services = tuple(services)
+        self._probe, self._is_alive, self._is_ready, self._poll_s = probe, is_alive, is_ready, poll_s
+        self._probed = probe is None
+        self._draining = False
+        self._answers: dict[str, bool] = {}  # as they were last set
+        self._publishing = asyncio.Lock()
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the services answer SERVING now."""
+        return any(serving for name, serving in self._answers.items() if name != LIVENESS)
+
+    async def start(self) -> None:
+        """Answers from now on; a service SERVING after the probe alone."""
+        await self._publish()
+        self._tasks = asyncio.create_task(self._watch()), asyncio.create_task(self._wait_for_probe())
+
+    async def drain(self) -> None:
+        """The services answer NOT_SERVING for good; who watches is told at once. The process lives on."""
+        self._draining = True
+        await self._publish()
+
+    async def stop(self) -> None:
+        """Ends the watching."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self._publish()
+
+    async def _wait_for_probe(self) -> None:
+        while not self._probed and self._probe is not None:
+            try:
+                await self._probe()
+                self._probed = True
+            except Exception:  # whatever keeps the engine from answering, it is not ready
+                log.exception("health: the probe failed; trying again")
+                await asyncio.sleep(self._poll_s)
+        await self._publish()
+
+    async def _publish(self) -> None:
+        """Sets what has changed; one at a time, so that nothing older is set last."""
+        async with self._publishing:
+            alive = self._is_alive()
+            ready = alive and self._probed and not self._draining and self._is_ready()
+            for name in (LIVENESS, *self._services):
+                await self._set(name, ready if name else alive)
+
+    async def _set(self, name: str, serving: bool) -> None:
+        if self._answers.get(name) == serving:
+            return
+        if name in self._answers or serving:
+            level = logging.INFO if serving or self._draining else logging.ERROR
+            log.log(level, "health: %s %s", name or "the process", "is serving" if serving else "is not serving")
+        self._answers[name] = serving
+        response = health_pb2.HealthCheckResponse
+        await self.servicer.set(name, response.SERVING if serving else response.NOT_SERVING)
+
+
+log = logging.getLogger(__name__)
+
+_FORCED_EXIT = 130  # what a shell reports for a program ended by an interrupt
+_HEALTH_SERVICE = "grpc.health.v1.Health"
+# Peers (health watchers, reconnecting gateways) see the new state before the server goes away.
+_SETTLE_S = 0.1
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+    """The options of every server."""
+    return [
+        # What a peer may make this process allocate. The gateway's clients need far less than a gateway's target.
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Headers hold a trace context and a token; no caller may make us buffer more.
+        ("grpc.max_metadata_size", 8 * 1024),
+        ("grpc.absolute_max_metadata_size", 16 * 1024),
+        # Clients ping every 20 s; gRPC's default minimum of 5 minutes would drop them as abusive.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client that vanished without a FIN frees its sequences and streams.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Per connection; the whole server is bounded by maximum_concurrent_rpcs.
+        ("grpc.max_concurrent_streams", 1024),
+        # Two servers on one port would share its connections at random; the second is to fail at start.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+@dataclass(slots=True)
+class Server:
+    """A server that is bound and not yet started. `address` holds the port that was bound."""
+
+    grpc_server: Any
+    address: str
+    port: int
+    health: HealthMonitor
+
+    async def start(self) -> None:
+        """Accepts calls."""
+        await self.grpc_server.start()
+        await self.health.start()
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Not ready at once, no new calls, running calls ended after the grace period (None: now)."""
+        await self.health.drain()
+        await self.grpc_server.stop(grace_s)
+        await self.health.stop()
+
+
+def build_server(
+    address: str,
+    services: Sequence[str],
+    register: Callable[[Any], object],
+    *,
+    health: HealthMonitor | None = None,
+    enable_reflection: bool = False,
+    max_concurrent_rpcs: int = 1024,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    credentials: grpc.ServerCredentials | None = None,
+    interceptors: Sequence[Any] = (),
+) -> Server:
+    """Binds "host:port", ":port" or "unix:path" (port 0: any free port). `register` adds the servicers; `services`
+    are their full names, for health and reflection. Unavailable if the address cannot be bound."""
+    grpc_server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(), *interceptors],
+        options=server_options(max_message_bytes),
+        maximum_concurrent_rpcs=max_concurrent_rpcs,  # above it: RESOURCE_EXHAUSTED, before a handler runs
+    )
+    register(grpc_server)
+    health = health or HealthMonitor(services)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, grpc_server)
+    if enable_reflection:  # off by default: it tells every caller what there is
+        reflection.enable_server_reflection((*services, _HEALTH_SERVICE, reflection.SERVICE_NAME), grpc_server)
+    port = _bind(grpc_server, address, credentials)
+    return Server(grpc_server, with_port(address, port), port, health)
+
+
+def _bind(grpc_server: Any, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    target = listen_target(address)
+    try:
+        if credentials is None:
+            return int(grpc_server.add_insecure_port(target))
+        return int(grpc_server.add_secure_port(target, credentials))
+    except RuntimeError as error:
+        raise Unavailable(f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE") from error
+
+
+async def serve_until_signal(
+    server: Server,
+    *,
+    name: str,
+    grace_s: float = 30.0,
+    drain_delay_s: float = 0.0,
+    on_drain: Callable[[], None] | None = None,
+    on_stopped: Callable[[], Awaitable[None]] | None = None,
+    work: Future[None] | None = None,
+) -> None:
+    """Starts, prints where, and serves until SIGTERM or SIGINT. Then: not ready at once; calls are still taken for the
+    drain delay, until balancers send no more; `on_drain` (streams say that they drain and refuse new sequences); wait
+    for running calls up to the grace period, stop. A second signal ends the process at once. Where `work` ends before,
+    the server stops at once and its error is raised."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            log.warning("%s: second signal, ending at once", name)
+            os._exit(_FORCED_EXIT)  # nothing may hold it up: not a step under way, not an atexit handler
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    if work is not None:
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(stop.set))
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a collection that walked it would hold the loop up for tenths of a second
+    try:
+        await server.start()
+        print(f"{name} listening on {server.address}", flush=True)
+        await stop.wait()
+        if work is not None and work.done():
+            await server.stop()
+            work.result()
+            return
+        log.info("%s: draining, for at most %g s", name, drain_delay_s + grace_s)
+        await server.health.drain()
+        await asyncio.sleep(drain_delay_s)
+        if on_drain is not None:
+            on_drain()
+        await asyncio.sleep(_SETTLE_S)
+        await server.stop(grace_s)
+        if on_stopped is not None:
+            await on_stopped()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+# Others are left to gRPC, which knows more ways: without IPv6, it falls back from [::].
+_REFUSED = (errno.EADDRINUSE, errno.EACCES)
+
+
+def require_free(address: str) -> None:
+    """Raises Unavailable for an address that is in use: a large model takes minutes to load before it would be bound,
+    and gRPC then writes lines of its own."""
+    target = listen_target(address)
+    host, _, port = target.rpartition(":")
+    if target.startswith("unix:") or port == "0":
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise _refusal(address, error) from error
+    family, kind, protocol, _, place = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        if error.errno in _REFUSED:
+            raise _refusal(address, error) from error
+
+
+def _refusal(address: str, error: OSError) -> Unavailable:
+    return Unavailable(f"cannot listen on {address}: {error.strerror}", reason="ADDRESS_IN_USE")
+
+
+T = TypeVar("T")
+
+MAX_AHEAD = 64  # items that a slow reader leaves unread before the call is held up
+MEMORY_POLL_S = 0.1
+JOIN_S = 2.0
+
+
+class _End:
+    """The call ended; `error` is what it raised."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+
+class Background(Generic[T]):
+    """Runs `iterate(on_stop)` in a thread. The function hands what aborts its blocking call to `on_stop`."""
+
+    def __init__(self, iterate: Callable[[Callable[[Callable[[], object]], None]], Iterator[T]]) -> None:
+        self._iterate = iterate
+        self._items: queue.Queue[T | _End] = queue.Queue(MAX_AHEAD)
+        self._stopped = threading.Event()
+        self._aborts: list[Callable[[], object]] = []
+        self._thread = threading.Thread(target=self._run, name="outrider-client", daemon=True)
+
+    def items(self) -> Iterator[T]:
+        """Yields what the call yields, and raises what it raises. Closing the iterator aborts the call."""
+        self._thread.start()
+        try:
+            while not isinstance(item := self._items.get(), _End):
+                yield item
+            if item.error is not None:
+                raise item.error
+        finally:
+            self._stop()
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            for item in self._iterate(self._aborts.append):
+                self._put(item)
+                if self._stopped.is_set():
+                    return
+        except Exception as raised:  # the reader raises it
+            error = raised
+        self._put(_End(error))
+
+    def _put(self, item: T | _End) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._items.put(item, timeout=MEMORY_POLL_S)
+                return
+            except queue.Full:
+                continue
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        for abort in self._aborts:
+            abort()
+        self._thread.join(JOIN_S)

@@ -1,0 +1,187 @@
+"""OpenTelemetry, set up once per process. Off is the default and installs nothing: the API's no-op tracer stays.
+
+Names of spans and attributes. The gen_ai.* names follow OpenTelemetry's GenAI conventions, which are still in
+development: they are kept here, in one place, and not imported from a package that may change them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+# A few hundred rounds a second, each with five children: the SDK's default of 2048 would drop spans silently.
+MAX_QUEUE_SPANS = 65_536
+MAX_BATCH_SPANS = 2_048
+FLUSH_MS = 1_000
+
+_TRACEPARENT = "traceparent"
+_PROPAGATOR = TraceContextTextMapPropagator()
+_ID_FIELDS = frozenset({"traceId", "spanId", "parentSpanId"})
+
+
+class TraceFileExporter(SpanExporter):
+    """Writes one ExportTraceServiceRequest per line, as OTLP/JSON. Several processes may append to one file: every line
+    is one unbuffered write."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        self._lock = Lock()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Appends a line at once, so that a killed process leaves whole lines."""
+        line = otlp_json(spans)
+        with self._lock:
+            if self._file.closed:
+                return SpanExportResult.FAILURE
+            self._file.write(line.encode() + b"\n")
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._file.close()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Nothing is buffered here."""
+        return True
+
+
+def otlp_json(spans: Sequence[ReadableSpan]) -> str:
+    """Spans as OTLP/JSON: protobuf's JSON, but with trace and span ids in hex and enums as numbers."""
+    request = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+    for resource in request.get("resourceSpans", ()):
+        for scope in resource.get("scopeSpans", ()):
+            for span in scope.get("spans", ()):
+                _ids_to_hex(span)
+                for link in span.get("links", ()):
+                    _ids_to_hex(link)
+    return json.dumps(request, separators=(",", ":"))
+
+
+def _ids_to_hex(entry: dict[str, Any]) -> None:
+    for name in _ID_FIELDS & entry.keys():
+        entry[name] = base64.b64decode(entry[name]).hex()
+
+
+def setup_tracing(service_name: str, trace_file: Path | None = None) -> Callable[[], None]:
+    """Installs exporters: to a collector if OTEL_EXPORTER_OTLP_(TRACES_)ENDPOINT is set, to a file if one is given,
+    else nothing. Returns what flushes and stops them. OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and
+    OTEL_TRACES_SAMPLER hold as the SDK defines them. Once per process: OpenTelemetry keeps its first provider."""
+    exporters: list[SpanExporter] = []
+    if any(os.environ.get(name) for name in ENDPOINT_VARIABLES):
+        # Imported only here: it brings a second gRPC user into the process.
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        exporters.append(OTLPSpanExporter())
+    if trace_file is not None:
+        exporters.append(TraceFileExporter(trace_file))
+    if not exporters:
+        return lambda: None
+    provider = build_provider(service_name, exporters)
+    trace.set_tracer_provider(provider)
+    return provider.shutdown
+
+
+def build_provider(service_name: str, exporters: Sequence[SpanExporter]) -> TracerProvider:
+    """A provider of its own, not installed: two engines of one process may each have theirs."""
+    name = os.environ.get("OTEL_SERVICE_NAME") or service_name
+    provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
+    for exporter in exporters:
+        provider.add_span_processor(
+            BatchSpanProcessor(
+                exporter,
+                max_queue_size=MAX_QUEUE_SPANS,
+                max_export_batch_size=MAX_BATCH_SPANS,
+                schedule_delay_millis=FLUSH_MS,
+            )
+        )
+    return provider
+
+
+def inject_traceparent(context: Context | None = None) -> str:
+    """The W3C trace context of the current (or given) span, for a message field; empty if nothing is traced."""
+    if not trace.get_current_span(context).get_span_context().is_valid:
+        return ""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context)
+    return carrier.get(_TRACEPARENT, "")
+
+
+def context_from_traceparent(traceparent: str) -> Context:
+    """A context whose current span is the remote one; an empty context for an empty or broken header."""
+    if not traceparent:
+        return Context()
+    return _PROPAGATOR.extract({_TRACEPARENT: traceparent}, Context())
+
+
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
+GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+GEN_AI_REQUEST_SEED: Final = "gen_ai.request.seed"
+GEN_AI_REQUEST_STOP_SEQUENCES: Final = "gen_ai.request.stop_sequences"
+GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_USAGE_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE: Final = "error.type"
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+
+OPERATION_CHAT: Final = "chat"
+OPERATION_TEXT_COMPLETION: Final = "text_completion"
+PROVIDER: Final = "outrider"
+
+SPAN_ROUND: Final = "outrider.round"
+SPAN_DRAFT: Final = "outrider.draft_service"
+SPAN_WIRE: Final = "outrider.rpc"
+SPAN_QUEUE: Final = "outrider.queue"
+SPAN_VERIFY: Final = "outrider.verify"
+SPAN_SAMPLE: Final = "outrider.sample"
+SPAN_PREFILL: Final = "outrider.prefill"
+SPAN_VERIFY_BATCH: Final = "outrider.verify_batch"
+SPAN_DRAFT_BATCH: Final = "outrider.draft_batch"
+
+ROUND_INDEX: Final = "outrider.round.index"
+ROUND_K: Final = "outrider.round.k"
+ROUND_CHAIN: Final = "outrider.round.chain"
+ROUND_POSITION: Final = "outrider.round.position"
+ROUND_DRAFTED: Final = "outrider.round.drafted"
+ROUND_ACCEPTED: Final = "outrider.round.accepted"
+ROUND_EMITTED: Final = "outrider.round.emitted"
+ROUND_BONUS: Final = "outrider.round.bonus"
+ROUND_POLICY: Final = "outrider.round.policy"
+ROUND_OVERHEAD_US: Final = "outrider.round.overhead_us"
+CONTROLLER: Final = "outrider.controller"  # what a round's policy was chosen by: acceptance, hits, times
+ROUND_RTT_US: Final = "outrider.round.rtt_us"
+BATCH_ROWS: Final = "outrider.batch.rows"
+BATCH_SEQUENCES: Final = "outrider.batch.sequences"
+LOAD_RUNNING: Final = "outrider.load.running"
+LOAD_WAITING: Final = "outrider.load.waiting"
+LOAD_FREE_BLOCKS: Final = "outrider.load.free_blocks"
+REQUEST_ID: Final = "outrider.request.id"
+REQUEST_COMPLETION: Final = "outrider.request.completion"
+REQUEST_ACCEPTANCE: Final = "outrider.request.acceptance"
+REQUEST_METHOD: Final = "outrider.request.method"

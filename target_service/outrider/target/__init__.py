@@ -1,2 +1,0 @@
-"""The target service: verifies drafted tokens in ragged batches and commits only what the target model would have
-produced."""

@@ -1,0 +1,312 @@
+"""Continuous batching over ragged windows: which sequences run in the next step, with how many rows, and who gives
+up blocks.
+
+Every step takes each sequence that may run, with its window or one plain token, and chunks of prompts beside them.
+There is no prefill phase: a sequence only has tokens that are not computed yet. The oldest sequence is in every step;
+where the rows do not suffice for all others, those that were passed over come next.
+
+When to hold a step back for windows that are on their way.
+
+A step costs nearly the same for one sequence as for four, and a sequence that misses it waits for all of it. Waiting w
+seconds costs each ready sequence w and saves each missing one a step, if its chain comes. So a step is held back for
+no longer than step time x missing / (ready + missing): then waiting in vain costs at most what it could have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.engine.batch import BatchEntry
+from outrider.engine.kv_cache_manager import OutOfBlocks, SequenceCache
+from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
+from outrider.target_service.goodput import Goodput, Wish
+from outrider.target_service.sequence import SequenceKey, TargetSequence
+
+PROMPT_SHARE = 0.7  # of the time of the windows in a step, that prompts may add to it
+LEAST_PROMPT_ROWS = 1 / 8  # of a step's rows: few windows cost so little time that their share would keep prompts small
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """What one sequence does in a step."""
+
+    target: TargetSequence
+    committed: int  # the committed length before the step
+    start: int  # position of the first row
+    num_rows: int
+    window: Window
+    takes_next: bool  # draws a token after the window: bonus, plain, or where a drafted one is refused
+    num_logits: int  # rows from the end that want logits
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sequence's last committed token is computed in this step, so that tokens can be committed."""
+        return self.start + self.num_rows >= self.committed
+
+    @property
+    def num_judging(self) -> int:
+        """Rows, at the end, that judge the window or give the next token; the others belong to the prompt."""
+        return self.start + self.num_rows - self.committed + 1 if self.samples else 0
+
+    @property
+    def num_further(self) -> int:
+        """Rows that a shorter window would save at most. In rejection mode one drafted token always stays: a cut then
+        puts tokens off and gives up none. A sequence's first window is whole: it shows what its draft is worth."""
+        stays = not self.target.acceptance.tested or (self.target.rejects and len(self.window.ids) == 1)
+        return 0 if stays else self.num_judging - 1
+
+    def wish(self) -> Wish:
+        """The same, as the choice of windows takes it. A prompt's rows are not the window's."""
+        further = self.num_further
+        return Wish(self.target.acceptance, self.num_judging - further, self.num_judging - 1 - further, further)
+
+    def cut_to(self, further: int) -> int:
+        """The longest window with so many of those rows, or fewer. In rejection mode the target's own token does not
+        follow a cut window, so k drafted tokens take k rows."""
+        drafted = len(self.window.ids)
+        if further >= self.num_further:
+            return drafted
+        return min(further + 1, drafted - 1) if self.target.rejects else further
+
+    def batch_entry(self) -> BatchEntry:
+        """The rows as the runner takes them; the sequence's tokens include the window by then."""
+        sequence = self.target.sequence
+        ids = sequence.tokens[self.start : self.start + self.num_rows]
+        return BatchEntry(ids, self.start, sequence.block_table, self.num_logits)
+
+
+@dataclass(frozen=True, slots=True)
+class RowShares:
+    """How the rows of a step are divided."""
+
+    windows: int  # rows of sequences past their prompt, all together
+    prompts: int  # rows of the others; with those of `windows` they may be more than a step has
+    limits: Mapping[SequenceKey, int]  # the longest window of each sequence that is cut
+
+
+class Scheduler:
+    """Owns the running sequences of a target and chooses each step."""
+
+    def __init__(
+        self, cache: SequenceCache, max_rows: int = 512, max_window: int = 128, cut_windows: bool = True
+    ) -> None:
+        self.cache = cache
+        self.max_rows = max_rows
+        self.max_window = max_window
+        self.cut_windows = cut_windows
+        self.goodput: Goodput | None = None  # limits prompts by time, and cuts windows where sequences share a step
+        self.sequences: dict[SequenceKey, TargetSequence] = {}
+        self._num_steps = 0
+        self._suspect_ran = False  # in the last step
+
+    def add(self, target: TargetSequence) -> None:
+        """Takes a new sequence."""
+        self.sequences[target.key] = target
+
+    def remove(self, target: TargetSequence) -> None:
+        """Releases a sequence's blocks and forgets it."""
+        self.sequences.pop(target.key, None)
+        self.cache.release(target.sequence)
+
+    def next_due(self, now: float) -> float | None:
+        """When the earliest sequence may run; None when all are without credit."""
+        dues = [due for target in self.sequences.values() if (due := target.due(now)) is not None]
+        return min(dues, default=None)
+
+    def plan(self, ready: Sequence[TargetSequence]) -> list[StepEntry]:
+        """A step of sequences that are ready, in their order, with prompts and windows each within their share of the
+        rows. Blocks are reserved and windows appended; if it raises, no longer."""
+        prompts = {target.key: target for target in ready if self._is_prompt(target)}
+        shares = self._divide([target for target in ready if target.key not in prompts], list(prompts.values()))
+        budget, left = self.max_rows, {False: shares.windows, True: shares.prompts}
+        entries: list[StepEntry] = []
+        self._num_steps += 1
+        try:
+            for target in ready:
+                is_prompt = target.key in prompts
+                rows = min(budget, left[is_prompt])
+                limit = shares.limits.get(target.key, self.max_window)
+                entry = self._enter(target, rows, limit, entries) if rows > 0 else None
+                if entry is not None:
+                    entries.append(entry)
+                    budget -= entry.num_rows
+                    left[is_prompt] -= entry.num_rows
+                    target.last_step = self._num_steps
+        except Exception:
+            self.roll_back(entries)
+            raise
+        return entries
+
+    def roll_back(self, entries: Iterable[StepEntry]) -> None:
+        """Takes the windows of a step that failed off their sequences again."""
+        for entry in entries:
+            self.cache.truncate(entry.target.sequence, entry.committed)
+
+    def runnable(self, now: float) -> list[TargetSequence]:
+        """Who may be in the next step, in order: the oldest, which always advances; windows, those that ran last at the
+        end; prompts by age. A suspect is in steps of its own, which take turns with those of all others."""
+        ready = self._ready(now)
+        suspects = [target for target in ready if target.is_suspect]
+        others = [target for target in ready if not target.is_suspect]
+        self._suspect_ran = bool(suspects) and not (others and self._suspect_ran)
+        return [min(suspects, key=lambda target: (target.last_step, target.arrival))] if self._suspect_ran else others
+
+    def _ready(self, now: float) -> list[TargetSequence]:
+        ready = [t for t in self.sequences.values() if (due := t.due(now)) is not None and due <= now]
+        computing: dict[SequenceKey, int] = {}  # per group of forks the oldest whose prompt is not computed
+        for target in self.sequences.values():
+            if (
+                target.group is not None
+                and target.has_credit
+                and target.sequence.num_computed_tokens < target.prompt_len - 1
+            ):
+                computing[target.group] = min(target.arrival, computing.get(target.group, target.arrival))
+        # The others of a group wait for the oldest and then find its prompt in the prefix cache.
+        ready = [t for t in ready if t.group is None or t.arrival <= computing.get(t.group, t.arrival)]
+
+        oldest = min(ready, key=_age, default=None)
+
+        def order(target: TargetSequence) -> tuple[bool, bool, int, int, int]:
+            is_prompt = self._is_prompt(target)
+            last_step = 0 if is_prompt else target.last_step
+            return (target is not oldest, is_prompt, target.open.priority, last_step, target.arrival)
+
+        return sorted(ready, key=order)
+
+    def _is_prompt(self, target: TargetSequence) -> bool:
+        return target.committed - target.sequence.num_computed_tokens > self.max_window or not target.admitted
+
+    def _divide(self, windows: Sequence[TargetSequence], prompts: Sequence[TargetSequence]) -> RowShares:
+        """Half of the rows are the prompts', if they want them, and what windows leave; less where that takes more time
+        than the sequences past their prompt can be held up for. It looks at counts, times and earlier verdicts alone,
+        never at drafted tokens."""
+        if not prompts:
+            return RowShares(self.max_rows, 0, self._cut(windows, self.max_rows))
+        num_decoding = sum(t.has_credit and not self._is_prompt(t) for t in self.sequences.values())
+        if not num_decoding:
+            entering, _ = self._look_up(prompts, self.max_rows)
+            return RowShares(0, self.max_rows, self._cut(entering, self.max_rows))
+        oldest_is_prompt = min((*windows, *prompts), key=_age) in prompts
+        entering, reserved = self._look_up(prompts, (self.max_rows + oldest_is_prompt) // 2)
+        for_windows = self.max_rows - reserved
+        limits = self._cut([*windows, *entering], for_windows)
+        shapes = [self._shape(t, self.max_rows, limits.get(t.key, self.max_window)) for t in windows]
+        wanted = min(for_windows, sum(shape.num_rows for shape in shapes))
+        for_prompts = self.max_rows - wanted
+        if self.goodput is not None and len(prompts) < num_decoding:  # else more wait than are held up
+            in_time = self.goodput.rows_beside(max(wanted, num_decoding), PROMPT_SHARE)
+            for_prompts = min(for_prompts, max(1, in_time, int(LEAST_PROMPT_ROWS * self.max_rows)))
+        return RowShares(for_windows, for_prompts, limits)
+
+    def _look_up(self, prompts: Iterable[TargetSequence], most: int) -> tuple[list[TargetSequence], int]:
+        """Those that fill `most` rows, once what the prefix cache holds of them is left out, and their rows."""
+        entering, rows = [], 0
+        for target in prompts:
+            if rows >= most:
+                break
+            self._admit(target)
+            entering.append(target)
+            rows += target.committed - target.sequence.num_computed_tokens
+        return entering, min(rows, most)
+
+    def _cut(self, targets: Sequence[TargetSequence], max_rows: int) -> dict[SequenceKey, int]:
+        """The longest window that each of those that share a step shall verify in it, with `max_rows` for all."""
+        if self.goodput is None or not self.cut_windows or len(targets) < 2:
+            return {}
+        shapes = [self._shape(target, self.max_rows, self.max_window) for target in targets]
+        windows = [shape for shape in shapes if shape.samples]
+        further = self.goodput.choose([shape.wish() for shape in windows], max_rows)
+        return {shape.target.key: shape.cut_to(rows) for shape, rows in zip(windows, further, strict=True)}
+
+    def _admit(self, target: TargetSequence) -> None:
+        """Looks into the prefix cache."""
+        if not target.admitted:
+            found = self.cache.admit(target.sequence, use_prefix=target.open.sampling.prompt_logprobs is None)
+            target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
+            target.admitted = True
+
+    def _enter(
+        self, target: TargetSequence, budget: int, max_window: int, entries: Iterable[StepEntry]
+    ) -> StepEntry | None:
+        """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
+        self._admit(target)
+        if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
+            # This round decodes a plain token because the wait ran out; it is not repeated until a piece arrives.
+            target.patience_spent = True
+        entry = self._shape(target, budget, max_window)
+        in_step = {e.target.key for e in entries} | {target.key}
+        while True:
+            try:
+                self.cache.extend(target.sequence, entry.window.ids, entry.start + entry.num_rows)
+                return entry
+            except OutOfBlocks:
+                if not self._preempt_for(target, in_step):
+                    if not target.sequence.num_computed_tokens:
+                        self._preempt(target)
+                    return None
+
+    def _shape(self, target: TargetSequence, budget: int, max_window: int) -> StepEntry:
+        """How many rows: a chunk of what is not computed, or all of it and the window."""
+        start = target.sequence.num_computed_tokens
+        missing = target.committed - start  # at least 1: the last token's logits are always to come
+        wants_prompt = target.wants_prompt_logprobs
+        if missing > budget:
+            return StepEntry(
+                target, target.committed, start, budget, EMPTY_WINDOW, False, budget if wants_prompt else 0
+            )
+        room = min(target.until - target.committed, target.tokens_left)
+        window = target.chains.window(min(target.max_window, max_window, room, budget - missing))
+        num_drafted = len(window.ids)
+        takes_next = room > num_drafted and not (num_drafted > 0 and window.goes_on and target.rejects)
+        # Without a bonus the last drafted token's row is not needed: it is computed with the next step.
+        num_rows = missing + num_drafted - (0 if takes_next else 1)
+        num_logits = num_rows if wants_prompt else num_rows - missing + 1
+        return StepEntry(target, target.committed, start, num_rows, window, takes_next, num_logits)
+
+    def _preempt_for(self, target: TargetSequence, in_step: set[SequenceKey]) -> bool:
+        """Takes the blocks of one other sequence: without credit first, then lowest priority, then youngest. Of the
+        rest the oldest always advances, so a sequence never preempts one that is ahead of it."""
+        holders = [t for t in self.sequences.values() if t.sequence.block_table and t.key not in in_step]
+        idle = [t for t in holders if not t.has_credit]
+        behind = [t for t in holders if _age(t) > _age(target)]
+        victims = idle or behind
+        if not victims:
+            return False
+        self._preempt(max(victims, key=_age))
+        return True
+
+    def _preempt(self, target: TargetSequence) -> None:
+        self.cache.release(target.sequence)
+        target.admitted = False
+
+
+def _age(target: TargetSequence) -> tuple[int, int]:
+    """The oldest of the most urgent is the least."""
+    return (target.open.priority, target.arrival)
+
+
+SMOOTHING = 0.25  # weight of the newest step in the step time
+
+
+class Gathering:
+    """Times are seconds on the scheduler's clock. It looks at clocks and counts alone, never at drafted tokens."""
+
+    def __init__(self) -> None:
+        self._step_s = 0.0
+        self._since: float | None = None  # when the step that is held back could have run
+
+    def hold(self, sequences: Iterable[TargetSequence], now: float) -> float:
+        """How long the step that could run now shall still wait; 0: not at all."""
+        dues = [due for target in sequences if (due := target.due(now)) is not None]
+        missing = sum(due > now for due in dues)
+        if self._since is None:
+            self._since = now
+        limit = self._step_s * missing / len(dues) if dues else 0.0
+        return max(0.0, self._since + limit - now)
+
+    def ran(self, seconds: float, chunked: bool) -> None:
+        """A step ran; one with a chunk of a prompt says nothing of the others."""
+        self._since = None
+        if not chunked:
+            known = self._step_s or seconds
+            self._step_s = known + SMOOTHING * (seconds - known)

@@ -1,0 +1,235 @@
+"""One sequence in the target: its tokens and blocks, the chains it holds, its credit and its clocks.
+
+What a target takes: its limits, and the way from an Open to a sequence, or to a refusal that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence
+from outrider.engine.random import RandomAhead, RandomKey
+from outrider.engine.sampler import SequenceSampler
+from outrider.rpc.errors import (
+    OTHER_MODEL,
+    FailedPrecondition,
+    InvalidArgument,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+    Violation,
+)
+from outrider.rpc.messages import Credit, Failure, Open, PositionLogprobs, TargetEvent, to_failure
+from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.validate import MAX_LOGPROBS, validate_length, validate_open
+from outrider.target_service.draft_buffer import ChainBuffer
+from outrider.target_service.goodput import Acceptance
+
+Sink = Callable[[TargetEvent], None]
+SequenceKey = tuple[int, int]  # stream number, sequence id
+
+
+@dataclass(slots=True, eq=False)
+class TargetSequence:
+    """`sequence.tokens` are the committed tokens whenever no step is under way."""
+
+    key: SequenceKey
+    open: Open
+    prompt_len: int
+    sequence: CachedSequence
+    sampler: SequenceSampler
+    chains: ChainBuffer
+    random_key: RandomKey
+    sink: Sink
+    arrival: int  # order of arrival, for fairness and preemption
+    deadline: float | None  # on the scheduler's clock
+    random_ahead: RandomAhead = field(default_factory=RandomAhead)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
+    last_step: int = 0  # number of the last step that it was in
+    admitted: bool = False  # holds blocks (or may take them); false when new or preempted
+    until: int = 0
+    max_window: int = 0
+    patience: float = 0.0  # seconds
+    last_commit: float = 0.0
+    ready_since: float = 0.0  # when the next round could have started
+    patience_spent: bool = True  # the first token waits for no draft; later a wait that ran out is not repeated
+    num_cached_ids: int = 0
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def committed(self) -> int:
+        """The committed length."""
+        return len(self.sequence)
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens, those of an earlier life included."""
+        return len(self.sequence) - self.prompt_len
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens may still be generated."""
+        return self.tokens_left_at(self.committed)
+
+    def tokens_left_at(self, length: int) -> int:
+        """The same, were the committed length `length`."""
+        return self.open.sampling.max_tokens - (length - self.prompt_len)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens generated here; those of an earlier life do not count."""
+        return self.committed - self.prompt_len - len(self.open.output_ids)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ended the targets that it was open on; a token committed clears it."""
+        return self.open.suspect and not self.num_own_tokens
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.open.sampling.greedy
+
+    @property
+    def coupled(self) -> bool:
+        """Whether draft and target share their noise."""
+        return self.open.acceptance == AcceptanceRule.COUPLED
+
+    @property
+    def rejects(self) -> bool:
+        """Whether windows are judged by rejection sampling: then the target's own token does not follow one that is
+        cut."""
+        return self.open.acceptance == AcceptanceRule.REJECTION and not self.greedy
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt rows need logits: asked for, and not all returned yet."""
+        return self.open.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
+
+    def grant(self, credit: Credit) -> None:
+        """Applies a credit at once, also to a wait under way; `until` never falls."""
+        self.until = max(self.until, credit.until)
+        self.max_window = credit.max_window
+        self.patience = credit.patience_ms / 1000
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether one more token may be committed."""
+        return self.until > self.committed and not self.finished
+
+    def due(self, now: float) -> float | None:
+        """When the next round may start: now or earlier if it may run, later while it waits for a chain, None
+        without credit."""
+        if not self.has_credit:
+            return None
+        if self.chains.live() is not None or self.chains.draft_is_idle or self.patience_spent:
+            return now
+        return self.last_commit + self.patience
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLimits:
+    """What the engine can hold; fixed at start."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_ids: tuple[int, ...]
+    num_blocks: int
+    block_size: int = BLOCK_SIZE
+    max_window: int = 128
+    max_sequences: int = 256
+    max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
+    untrusted_draft: bool = False  # weights are ignored: every drafted token is one-hot
+    model_digest: str = ""
+
+
+class Refused(Exception):
+    """An Open that is not taken."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+    @classmethod
+    def busy(cls, sequence_id: int, max_sequences: int) -> Refused:
+        """The target holds as many sequences as it may."""
+        error = ResourceExhausted(f"{max_sequences} sequences are open already", reason="BUSY", retry_after_ms=1000)
+        return cls(to_failure(sequence_id, error))
+
+
+def admit(
+    message: Open,
+    parent: TargetSequence | None,
+    key: SequenceKey,
+    sink: Sink,
+    limits: TargetLimits,
+    arrival: int,
+    now: float,
+) -> TargetSequence:
+    """Makes the sequence. A child takes its parent's prompt ids at once. Raises Refused."""
+    try:
+        whole = _with_prompt(message, parent)
+        _check(whole, limits)
+        sampler = _sampler(whole, limits)
+    except OutriderError as error:
+        raise Refused(to_failure(message.sequence_id, error)) from error
+    sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt)
+    return TargetSequence(
+        key=key,
+        open=whole,
+        prompt_len=len(whole.prompt_ids),
+        sequence=sequence,
+        sampler=sampler,
+        chains=ChainBuffer(sequence.tokens, limits.vocab_size),
+        random_key=RandomKey(whole.seed, whole.completion),
+        sink=sink,
+        arrival=arrival,
+        deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,
+        group=(parent.group or parent.key) if parent is not None else key,
+        last_commit=now,
+        ready_since=now,
+    )
+
+
+def _sampler(message: Open, limits: TargetLimits) -> SequenceSampler:
+    sampling, prompt_ids, output_ids = message.sampling, message.prompt_ids, message.output_ids
+    try:
+        return SequenceSampler(sampling, prompt_ids, output_ids, limits.eos_ids, limits.vocab_size)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from error
+
+
+def _with_prompt(message: Open, parent: TargetSequence | None) -> Open:
+    if message.fork_of is None:
+        return message
+    if parent is None:
+        raise Unavailable("the sequence to fork is gone; open with the whole prompt", reason="PARENT_GONE")
+    return replace(message, prompt_ids=parent.open.prompt_ids, fork_of=None)
+
+
+def _check(message: Open, limits: TargetLimits) -> None:
+    if message.model_digest not in ("", limits.model_digest):  # the gateway took this target for another
+        raise Unavailable(
+            f"the sequence is of model {message.model_digest[:12]}, this target serves {limits.model_digest[:12]}",
+            reason=OTHER_MODEL,
+        )
+    validate_open(message, limits.vocab_size, limits.max_model_len, limits.max_logprobs)
+    validate_length(len(message.prompt_ids), message.sampling.max_tokens, limits.max_model_len, "open.sampling.")
+    if len(message.output_ids) >= message.sampling.max_tokens:
+        problem = f"has {len(message.output_ids)} entries; allowed: fewer than max_tokens"
+        raise InvalidArgument.of([Violation("open.output_ids", problem)])
+    if message.sampling.structured_output is not None:
+        problem = "is not supported by this target; leave it unset"
+        raise InvalidArgument.of([Violation("sampling.structured_output", problem)])
+    if message.features:
+        raise FailedPrecondition("this target sends no hidden states", reason="NO_FEATURES")
+    if message.acceptance not in (AcceptanceRule.REJECTION, AcceptanceRule.COUPLED):
+        raise InvalidArgument.of([Violation("acceptance", "is not set; allowed: rejection, coupled")])
+    length = len(message.prompt_ids) + message.sampling.max_tokens
+    room = limits.num_blocks * limits.block_size
+    if length > room:
+        raise ResourceExhausted(
+            f"prompt and max_tokens are {length} tokens, the key-value cache holds {room}", reason="DOES_NOT_FIT"
+        )
