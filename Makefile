@@ -57,7 +57,7 @@ test-clients: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
 
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/exactness tests/kernels tests/engine tests/simulation $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/simulation $(ARGS)
 
 simulate: $(STAMP)
 	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)
@@ -67,7 +67,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	PYTHON=$(CURDIR)/$(BIN)/python protos/lint.sh
-	$(QUIET) $(BIN)/python -m pytest -q tests/test_stubs_fresh.py tests/test_layout.py
+	$(QUIET) $(BIN)/python -m pytest -q tests/rpc/test_protos.py tests/test_layout.py
 
 bench: $(STAMP)
 	@exec $(BIN)/outrider bench $(ARGS)

@@ -6,23 +6,16 @@ import os
 import random
 from pathlib import Path
 
-# Before anything imports torch, transformers or tokenizers; children of the tests inherit it.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["HF_HUB_OFFLINE"] = "1"
-for variable in [name for name in os.environ if name.startswith(("OUTRIDER_", "OTEL_"))]:
-    del os.environ[variable]  # what the caller's shell sets is no part of a test
+from support.environment import SEED  # before anything imports torch
 
-import numpy  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
+# isort: split
+import numpy
+import pytest
+import torch
 
 # Triton kernels are interpreted where there is no GPU. Triton reads this when it is first imported, which transformers
 # does; set it to 1 on a machine with a GPU to run the interpreted tests instead of the compiled ones.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
-
-SEED = int(os.environ.get("TEST_SEED", "0"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

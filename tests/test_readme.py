@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.command import succeed
-from tiny import save_tiny, tiny_hf_model, tiny_state
-from tokenizer_factory import train_byte_level
+from support.models import save_tiny, tiny_hf_model, tiny_state, train_byte_level
+from support.services import succeed
 
 from outrider.cli.local_services import Services, wait_for_draft
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BY_CI = {"make test", "make check"}  # .ci/run is these two
-ELSEWHERE = "## First OpenAI call"  # its commands are run by tests/gateway/test_http_first_call.py
+ELSEWHERE = "## First OpenAI call"  # its commands are run by tests/gateway/test_page.py
 SERVICES = ("target", "draft", "gateway")
 START_S = 60
 

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from cli.command import TIMEOUT_S, outrider
-from cli.conftest import Trio
+from support.services import TIMEOUT_S, Trio, outrider
 
 from outrider.cli.chat import progress, summary
 from outrider.cli.generate import Answer

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli.command import outrider, succeed
-from tiny import save_tiny
-from tokenizer_factory import train_byte_level
+from support.models import save_tiny, train_byte_level
+from support.services import outrider, succeed
 
 from outrider.cli.check_pair import tokens_per_round
 from outrider.pairs import pair_path

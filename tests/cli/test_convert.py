@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cli.command import outrider, succeed
 from safetensors.torch import load_file
-from tiny import save_tiny, tiny_hf_model, tiny_state
+from support.models import save_tiny, tiny_hf_model, tiny_state
+from support.services import outrider, succeed
 
 from outrider.engine.loader import load_model
 

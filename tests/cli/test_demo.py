@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.services import END_S, alive, children_of, needs_proc, wait_gone
 
 from outrider.cli.local_services import ServiceFailed, Services
 
 START_S = 40
-END_S = 10
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "24", "--num-draft-tokens", "3"]
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
 
 def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -28,34 +27,6 @@ def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_S, check=False
     )
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that a process started, from /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_gone(pids: list[int]) -> list[int]:
-    """Those that are still there after a while."""
-    end = time.monotonic() + END_S
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return [pid for pid in pids if alive(pid)]
 
 
 def test_the_demo_without_the_expansion(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from cli.command import outrider, succeed
-from cli.conftest import Trio
+from support.services import Trio, outrider, succeed
 
 from outrider.gateway.text.tokenizer import Tokenizer
 

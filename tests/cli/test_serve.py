@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.command import outrider, succeed
-from cli.test_demo import children_of, needs_proc, wait_gone
+from support.services import children_of, needs_proc, outrider, succeed, wait_gone
 
 from outrider.cli.local_services import ServiceFailed
 from outrider.cli.serve import Running, ServeSettings, watch

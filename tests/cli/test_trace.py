@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.command import outrider, succeed
-from cli.conftest import Trio
+from support.services import Trio, outrider, succeed
 
 from outrider.cli.trace import Axis, BadTrace, Segment, Span, find_requests, painted, read_trace, unpainted
 

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from clients.conftest import Fleet
-from gateway.http_harness import text_of, toy_tokenizer
-from gateway.toys import ToyDraft, ToyTarget, expected, until
+from support.fakes import ToyDraft, ToyTarget, expected, until
+from support.gateways import text_of, toy_tokenizer
+from support.services import Fleet
 
 from outrider.client import Client
 from outrider.gateway.engine import GenerationEngine

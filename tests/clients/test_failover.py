@@ -7,8 +7,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from clients.conftest import Fleet
-from clients.cutting import KINDS, Kind, ids_of, text_of
+from support.gateways import KINDS, Kind, ids_of, text_of_parts
+from support.services import Fleet
 
 from outrider.cli.local_services import Service
 from outrider.client import Client, Part, SyncClient
@@ -62,7 +62,7 @@ class Killing:
 def check(parts: list[Part], unbroken: list[Part], indices: range) -> None:
     for index in indices:
         assert ids_of(parts, index) == ids_of(unbroken, index)
-        assert text_of(parts, index) == text_of(unbroken, index)
+        assert text_of_parts(parts, index) == text_of_parts(unbroken, index)
     ends = [[(part.index, part.finish_reason) for part in one if part.finish_reason] for one in (parts, unbroken)]
     assert sorted(ends[0]) == sorted(ends[1])
 

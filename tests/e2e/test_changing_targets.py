@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from gateway.toys import until
-from target_harness import hf_greedy
-from tiny import save_tiny, tiny_hf_model
+from support.engines import hf_greedy
+from support.fakes import until
+from support.models import save_tiny, tiny_hf_model
 
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.speculation.loop import speculate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hub_cache import COMMIT, cached
+from support.hub import CACHED_COMMIT, cached
 
 from outrider.cli.check_pair import main as check_pair
 from outrider.cli.serve import ServeSettings
@@ -31,7 +31,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def snapshot(hub: Path, name: str) -> Path:
-    return hub / f"models--tests--{name}" / "snapshots" / COMMIT
+    return hub / f"models--tests--{name}" / "snapshots" / CACHED_COMMIT
 
 
 def test_services_and_commands(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:

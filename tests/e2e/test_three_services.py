@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from target_harness import hf_greedy
-from tiny import save_tiny, tiny_hf_model
-from tokenizer_factory import train_byte_level
+from support.engines import hf_greedy
+from support.models import save_tiny, tiny_hf_model, train_byte_level
 
 from outrider.cli.local_services import Service, Services
 from outrider.rpc.channel import connect

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import SEED
+from support.environment import SEED
 
 from outrider.bench.report import read_prompts
 from outrider.cli.local_services import Services

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import interpreter, triton_device
+from support.kernels import interpreter, triton_device
 
 from outrider.kernels import dispatch
 

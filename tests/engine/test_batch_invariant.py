@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import FAMILIES, KERNELS, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from support.models import FAMILIES, KERNELS, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry

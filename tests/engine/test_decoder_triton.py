@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SMALLEST, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
+from support.models import SMALLEST, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry

@@ -1,22 +1,31 @@
-"""What loading needs beside the weights that are kept: no more than a layer, or the largest tensor."""
+"""What loading needs beside the weights that are kept: no more than a layer, or the largest tensor.
+
+Loads checkpoints one after another, and prints what anonymous memory each needed: a line of JSON each, in bytes.
+python test_loading_memory.py WAY FOLDER [WAY FOLDER ...]; a way is c, pytorch, expand or registry."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import tiny_config
+from support.models import cpu_kernels, tiny_config
 
+from outrider.engine.loader import load_model
 from outrider.engine.models.decoder_config import parse_config
 from outrider.engine.models.weights import expected_shapes
 from outrider.kernels.cpu.library import cpu_library
 from outrider.pairs import pair_path
+from outrider.pairs.expansion import expand_llama
 
 SHAPE = {
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -46,7 +55,7 @@ def measure(*cases: tuple[str, Path]) -> list[dict[str, int]]:
     nothing that is freed."""
     arguments = [str(part) for case in cases for part in case]
     child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("measure_loading.py")), *arguments],
+        [sys.executable, __file__, *arguments],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": str(64 << 10)},
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
@@ -83,3 +92,45 @@ def test_loading_needs_little_in_every_way(tmp_path: Path) -> None:
         check(found, beside=4 * NUMBERS["tensor"], held=4 * NUMBERS["all"])
     check(transformers, beside=4 * NUMBERS["tensor"])
     check(expansion, beside=2 * EXPANSION["layer"])
+
+
+STATUS = Path("/proc/self/status")
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that is no file's."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+class Watch(threading.Thread):
+    """Remembers the most."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = 0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            self.most = max(self.most, anonymous_bytes())
+            time.sleep(0.0005)
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    load_model(pair_path().draft)  # what is imported and compiled at the first use
+    kept = []
+    for way, folder in zip(arguments[::2], arguments[1::2], strict=True):
+        before = anonymous_bytes()
+        watch = Watch()
+        watch.start()
+        with cpu_kernels("pytorch") if way == "pytorch" else nullcontext():
+            kept.append(load_model(folder, **({"expand": expand_llama} if way == "expand" else {})))
+        watch.over.set()
+        watch.join()
+        print(json.dumps({"way": way, "held": anonymous_bytes() - before, "peak": watch.most - before}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from gateway.http_harness import PROMPT, gateway, stream_events
-from gateway.toys import ToyDraft, ToyTarget, until
+from support.fakes import ToyDraft, ToyTarget, until
+from support.gateways import PROMPT, gateway, stream_events
 
 from outrider.client import Client
 from outrider.gateway.http.errors import http_status

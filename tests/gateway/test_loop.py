@@ -1,15 +1,22 @@
-"""The core and its loop with scripted peers: whatever the draft does, the output is the target's."""
+"""The core and its loop with scripted peers: whatever the draft does, the output is the target's.
+
+Random losses, delays and silence on both sides: the output stays the target's, token for token.
+
+Prompt lookup in process: every round is answered, up to the last token."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway.toys import EOS, ToyDraft, ToyLink, ToyTarget, arithmetic, expected, scripted, until
+from support.fakes import EOS, ToyDraft, ToyLink, ToyTarget, arithmetic, draft_info, expected, scripted, until
 
+from outrider.gateway.peers.local_ngram import LocalNgramDrafter
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import (
@@ -24,6 +31,7 @@ from outrider.gateway.speculation.core import (
 )
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.planner.policy import Policy, Round, SpeculationTally
+from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import Internal, OutriderError, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
@@ -475,3 +483,89 @@ def test_nothing_follows_the_end() -> None:
 
 def test_toy_rule_is_the_one_expected() -> None:
     assert expected(PROMPT, 2)[0] == arithmetic(PROMPT, 3)
+
+
+NUM_TOKENS = 60
+
+
+def disturb(dice: random.Random, draft: ToyDraft, target: ToyTarget) -> None:
+    """One thing that goes wrong, or nothing."""
+    draft_link, target_link = (links[-1] if links else None for links in (draft.links, target.links))
+    match dice.randrange(14):
+        case 0 if draft_link is not None and draft_link.open:
+            draft_link.lose()
+        case 1 if draft_link is not None and draft_link.open:
+            draft_link.emit(Failure(0, dice.choice((3, 14)), "out of sorts"))
+        case 2 if target_link is not None and target_link.open and len(target.opens) < 8:
+            target_link.lose()
+        case 3:
+            draft.mute = not draft.mute
+        case 4:
+            draft.available = not draft.available
+            draft.info = draft_info() if draft.available else None
+        case 5:
+            draft.delay_s = dice.choice((0.0, 0.001, 0.003))
+        case _:
+            pass
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_the_output_is_the_targets_whatever_goes_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 0.002)
+    dice = random.Random(seed)
+    draft, target = ToyDraft(wrong_every=dice.choice((0, 2, 3, 7))), ToyTarget()
+    prompt = tuple(dice.randrange(400) for _ in range(dice.randrange(1, 9)))
+    opened = Open(0, prompt, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS))
+    policy = Policy(dice.randrange(9), patience_ms=3, max_target_opens=10, max_unread=dice.choice((1, 8, 256)))
+    tokens: list[int] = []
+    indices: list[int] = []
+    async with asyncio.timeout(10):
+        async for item in speculate(draft, target, opened, policy, examines_text=dice.random() < 0.5):
+            assert isinstance(item, Round)
+            assert item.commit.position == len(prompt) + len(tokens)
+            tokens.extend(item.commit.ids)
+            indices.append(item.index)
+            disturb(dice, draft, target)
+    assert tokens == expected(prompt, NUM_TOKENS) and indices == list(range(len(indices)))
+    assert not any(link.open and not link.sequence.over for link in (*draft.links, *target.links))
+
+
+async def test_a_draft_that_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 0.0)
+    draft, target = ToyDraft(), ToyTarget(step_s=0.001)
+    rounds: list[Round] = []
+
+    async def run() -> None:
+        opened = Open(0, (1, 2), SamplingParams(temperature=0.0, max_tokens=200))
+        async for item in speculate(draft, target, opened, Policy(4, patience_ms=50)):
+            assert isinstance(item, Round)
+            rounds.append(item)
+
+    task = asyncio.create_task(run())
+    await until(lambda: len(rounds) == 3)
+    draft.available, draft.info = False, None
+    draft.links[0].lose()
+    await until(lambda: rounds[-1].commit.num_drafted == 0)
+    draft.available, draft.info = True, draft_info()
+    await task
+    assert len(draft.opens) == 2 and rounds[-1].commit.num_drafted > 0
+    assert draft.opens[1].first_chain > draft.opens[0].first_chain
+    assert [token for closed in rounds for token in closed.commit.ids] == expected((1, 2), 200)
+
+
+REPEATING_PROMPT = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6)
+
+
+@pytest.mark.parametrize("max_tokens", [8, 10, 11])
+async def test_no_round_waits_out_its_patience_near_the_end(max_tokens: int) -> None:
+    """There the draft's credit does not grow any more: a commit alone asks for the next piece."""
+    # Few tokens in an order that does not repeat: lookup always finds something, and most of it is wrong.
+    target = ToyTarget(rule=lambda tokens, prompt_len: 5 + len(tokens) ** 2 // 3 % 4)
+    request = Open(0, REPEATING_PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    started, rounds = time.monotonic(), list[Round]()
+    async for item in speculate(LocalNgramDrafter(NgramProposer(1, 3)), target, request, Policy(4, patience_ms=500)):
+        assert isinstance(item, Round)
+        rounds.append(item)
+    assert target.num_patiences == 0 and time.monotonic() - started < 0.4
+    assert sum(len(closed.commit.ids) for closed in rounds) == max_tokens
+    assert all(closed.commit.num_drafted for closed in rounds[1:-1])  # nothing is left to draft for the last one

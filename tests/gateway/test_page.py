@@ -1,15 +1,116 @@
-"""The live page in a real Chromium: what it shows is what the gateway did. Screenshots stay in pytest's cache folder,
-.pytest_cache/d/page."""
+"""The live page in a real Chromium: what it shows is what the gateway did; and the README's "First OpenAI call",
+line by line, with the page of what it starts. Screenshots stay in pytest's cache folder, .pytest_cache/d/page. Where
+there is no Chromium, a test that asks for it is skipped."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from gateway.http_harness import gateway
-from gateway.page_harness import PHONE, RATIO, visit
-from gateway.toys import ToyDraft, ToyTarget, until
+from support.fakes import ToyDraft, ToyTarget, until
+from support.gateways import gateway
+
+PHONE = {"width": 375, "height": 812}
+WAIT_MS = 20_000
+# The contrast of an element's text with what is behind it.
+RATIO = """
+(selectors) => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgb = (colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const light = (colour) => rgb(colour).map((c) => c / 255)
+    .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, index) => sum + c * [0.2126, 0.7152, 0.0722][index], 0);
+  const behind = (node) => {
+    const colour = getComputedStyle(node).backgroundColor;
+    return colour === "rgba(0, 0, 0, 0)" ? behind(node.parentElement) : colour;
+  };
+  return Object.fromEntries(selectors.map((selector) => {
+    const node = document.querySelector(selector);
+    const pair = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
+    return [selector, (pair[0] + 0.05) / (pair[1] + 0.05)];
+  }));
+}
+"""
+
+
+class Visit:
+    """An open page, and what it complained of."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page, self.url = page, url
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        page.on("console", lambda message: self.complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.asked.append(request.url) if "/live" in request.url else None)
+
+    async def generate(self, wait: bool = True, mode: str = "", **fields: str) -> None:
+        await self.page.goto(self.url)
+        await self.page.select_option("#mode", mode)
+        for name, value in fields.items():
+            await self.page.fill(f"#{name}", value)
+        await self.page.click("#go")
+        if wait:
+            await self.page.wait_for_selector("#go:enabled", timeout=WAIT_MS)
+
+    async def text(self, selector: str) -> str:
+        return str(await self.page.inner_text(selector))
+
+    async def count(self, selector: str) -> int:
+        return int(await self.page.locator(selector).count())
+
+    async def modes(self) -> list[str]:
+        """What the waterfall's first lane says, from left to right."""
+        nodes = self.page.locator("#waterfall .mode title")
+        return [str(text) for text in await nodes.all_text_contents()]
+
+
+async def visit(browser: Any, url: str, **options: Any) -> Visit:
+    page = await browser.new_page(**{"viewport": {"width": 1200, "height": 1000}, **options})
+    return Visit(page, url)
+
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# Root may use no sandbox, and a browser that looks for updates waits on a closed network.
+FLAGS = ("--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update")
+
+
+@pytest.fixture(scope="module")
+async def browser() -> AsyncIterator[Any]:
+    reason = "no package playwright: pip install playwright"
+    playwright = pytest.importorskip("playwright.async_api", reason=reason)
+    async with playwright.async_playwright() as driver:
+        program = next(filter(None, map(shutil.which, (driver.chromium.executable_path, *PROGRAMS))), None)
+        if program is None:
+            pytest.skip("no Chromium on this machine: playwright install chromium, or the system's package chromium")
+        running = await driver.chromium.launch(executable_path=program, args=list(FLAGS))
+        try:
+            yield running
+        finally:
+            await running.close()
+
+
+@pytest.fixture(scope="module")
+def pictures(pytestconfig: pytest.Config) -> Path:
+    """Where screenshots stay: pytest's cache folder, .pytest_cache/d/page."""
+    return Path(pytestconfig.cache.mkdir("page"))
+
 
 # Every stream that the page opens, kept.
 SOURCES = """
@@ -144,3 +245,107 @@ async def test_hostile_text_is_text(browser: Any) -> None:
         await seen.page.evaluate("showToken({ text: '<img src=x onerror=alert(1)>', origin: 'plain' })")
         assert await seen.text("#text") == "<img src=x onerror=alert(1)>" and not await seen.count("#text img")
         await seen.page.close()
+
+
+START_S = 60
+INSTALLS = ["make install", ". .venv/bin/activate"]  # what stands before; here it is installed
+NAMED = "127.0.0.1:8000"
+READY = "Ctrl-C ends all three."
+
+
+def block(repository: Path, language: str) -> str:
+    """The section's one block of a language."""
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^## First OpenAI call\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (one,) = re.findall(rf"^```{language}\n(.*?)^```", found[1], re.MULTILINE | re.DOTALL)
+    return str(one)
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+class Reader:
+    """Does what the README says, on another port: the one that it names may be taken."""
+
+    def __init__(self, repository: Path, log: Path) -> None:
+        self._repository, self._log, self._address = repository, log, free_address()
+        *installs, command = block(repository, "sh").splitlines()
+        assert installs == INSTALLS
+        program, *arguments = shlex.split(command.replace(NAMED, self._address))
+        own = {"OUTRIDER_SERVE__LISTEN": "127.0.0.1:0", "OUTRIDER_SERVE__THREADS": "1"}
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [Path(sys.executable).with_name(program), *arguments],
+                env=os.environ | own, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._address}"
+
+    def waits(self) -> None:
+        end = time.monotonic() + START_S
+        while READY not in self._log.read_text():
+            assert self.process.poll() is None and time.monotonic() < end, self._log.read_text()
+            time.sleep(0.05)
+
+    def runs_python(self) -> str:
+        code = block(self._repository, "python").replace(NAMED, self._address)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=START_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def reader(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    reading = Reader(repository, tmp_path_factory.mktemp("reader") / "serve.log")
+    try:
+        reading.waits()
+        yield reading
+    finally:
+        reading.process.terminate()
+        try:
+            reading.process.wait(20)
+        finally:
+            reading.process.kill()
+            reading.process.wait()
+
+
+def test_the_first_call(reader: Reader) -> None:
+    printed = reader.runs_python()
+    body = {"model": "python", "prompt": "def parse_args(argv):", "max_tokens": 48, "temperature": 0}
+    again = httpx.post(f"{reader.url}/v1/completions", json={**body, "speculation": {}}, timeout=30).json()
+    choice = again["choices"][0]
+    assert printed.startswith(choice["text"] + "\n") and "'num_rounds': " in printed
+    did = choice["speculation"]
+    assert sum(did["num_rounds_by_mode"].values()) == did["num_rounds"] > 0  # whether it drafts is the controller's
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("light", {}),
+    ("dark", {"color_scheme": "dark"}),
+    ("phone", {"viewport": PHONE, "is_mobile": True}),
+])  # fmt: skip
+async def test_the_page_of_the_embedded_pair(
+    reader: Reader, browser: Any, pictures: Path, name: str, options: dict[str, Any]
+) -> None:
+    seen = await visit(browser, reader.url, **options)
+    await seen.generate(prompt='def parse_args(argv):\n    """', max_tokens="64", mode="chains", k="4")
+    assert not await seen.text("#failure") and not seen.complaints
+    assert await seen.count("#text .accepted") > 0 and await seen.modes() == ["chains, 4"]
+    assert re.search(r"\d+ after the prompt's, [\d.]+ ms each", await seen.text("#scale"))
+    assert "position 1" in await seen.text("#positions") and float((await seen.text("#gain")).split()[0]) > 0
+    await seen.page.screenshot(path=pictures / f"embedded-pair-{name}.png", full_page=True)
+    await seen.page.close()
+
+
+def test_ctrl_c_ends_it(reader: Reader) -> None:
+    reader.process.send_signal(signal.SIGINT)
+    assert reader.process.wait(20) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{reader.url}/health")

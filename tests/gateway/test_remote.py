@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway.toys import (
+from support import fakes
+from support.fakes import (
+    PROMPT,
     QUICK,
     DraftServicer,
     TargetServicer,
@@ -18,32 +20,20 @@ from gateway.toys import (
     ToyTarget,
     draft_info,
     expected,
+    generate,
+    request,
     serving,
     target_info,
     until,
 )
 
-from gateway import toys
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import MAX_FAILURES
 from outrider.gateway.speculation.backends import Lost
-from outrider.gateway.speculation.loop import speculate
-from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from outrider.rpc.messages import Commit, Credit, DraftInfo, Failure, Open, TargetInfo
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.messages import Commit, Credit, DraftInfo, Failure, TargetInfo
+from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.stream import StreamConfig
-
-PROMPT = (11, 12, 13)
-
-
-def request(max_tokens: int = 200, **fields: Any) -> Open:
-    return Open(0, PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens), **fields)
-
-
-async def generate(drafts: RemoteDrafts | None, targets: RemoteTargets, opened: Open, k: int = 4) -> list[int]:
-    rounds = speculate(drafts, targets, opened, Policy(k, patience_ms=200))
-    return [token async for item in rounds if isinstance(item, Round) for token in item.commit.ids]
 
 
 async def test_speculates_over_the_loopback() -> None:
@@ -273,7 +263,7 @@ async def test_a_stuck_device_loses_its_sequences() -> None:
 async def test_a_sequence_of_a_silent_target_knows_whether_anything_came_since(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(toys, "QUICK", StreamConfig(heartbeat_s=60, silence_s=60))  # the target's: commits alone
+    monkeypatch.setattr(fakes, "QUICK", StreamConfig(heartbeat_s=60, silence_s=60))  # the target's: commits alone
     async with (
         serving(TargetServicer(ToyTarget())) as server,
         RemoteTargets([server.address], stream_config=replace(QUICK, silence_s=0.2)) as targets,

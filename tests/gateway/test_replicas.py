@@ -1,23 +1,251 @@
-"""Replicas that come and go by name, over real gRPC on addresses of the loopback."""
+"""Placement by prompt and load, and the circuit breaker, on a clock of the test's own.
+
+Which model is served while targets have more than one.
+
+What the addresses of a command line stand for, with a resolver of the test's own.
+
+Replicas that come and go by name, over real gRPC on addresses of the loopback."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from gateway.test_addresses import Resolver
-from gateway.test_remote import PROMPT, generate, request
-from gateway.toys import QUICK, DraftServicer, TargetServicer, ToyDraft, ToyTarget, expected, serving, until
+from support.environment import SEED
+from support.fakes import (
+    PROMPT,
+    QUICK,
+    DraftServicer,
+    TargetServicer,
+    ToyDraft,
+    ToyTarget,
+    expected,
+    generate,
+    request,
+    serving,
+    until,
+)
 
 from outrider.gateway.peers import replicas
+from outrider.gateway.peers.addresses import Addresses, look_up
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.peers.replicas import MAX_FAILURES
+from outrider.gateway.peers.replicas import (
+    AFFINITY_TOKENS,
+    FIRST_REST_S,
+    MAX_FAILURES,
+    MAX_REST_S,
+    Breaker,
+    affinity_key,
+    choose,
+    elect,
+)
 from outrider.rpc.errors import Internal, InvalidArgument
 from outrider.rpc.messages import Failure
+
+NAMES = [f"10.0.0.{number}:50052" for number in range(6)]
+IDLE = dict.fromkeys(NAMES, 0)
+
+
+def keys(count: int) -> list[bytes]:
+    dice = random.Random(SEED)
+    return [affinity_key([dice.randrange(50_000) for _ in range(20)]) for _ in range(count)]
+
+
+def test_what_begins_alike_has_one_key_and_a_salt_parts_it() -> None:
+    start = list(range(AFFINITY_TOKENS))
+    assert affinity_key([*start, 1, 2]) == affinity_key([*start, 9]) != affinity_key(start[::-1])
+    assert affinity_key(start) != affinity_key(start, "tenant")
+    assert affinity_key([]) == affinity_key([]) != affinity_key([0])
+
+
+def test_idle_replicas_share_evenly_and_the_order_of_names_does_not_matter() -> None:
+    chosen = [choose(key, IDLE) for key in keys(3000)]
+    assert all(400 < chosen.count(name) < 600 for name in NAMES)
+    backwards = dict(reversed(IDLE.items()))
+    assert chosen == [choose(key, backwards) for key in keys(3000)]
+
+
+def test_a_lost_replica_moves_only_its_own_share() -> None:
+    left = dict.fromkeys(NAMES[1:], 0)
+    for key in keys(500):
+        before = choose(key, IDLE)
+        assert before == NAMES[0] or choose(key, left) == before
+    assert choose(b"key", {}) is None
+
+
+def test_a_busy_replica_is_passed_over_and_none_gets_much_more_than_the_mean() -> None:
+    loads = dict(IDLE)
+    for _ in range(600):  # one prompt for all
+        name = choose(b"popular", loads)
+        assert name is not None
+        loads[name] += 1
+    assert sum(loads.values()) == 600 and max(loads.values()) <= 126
+    first = choose(b"popular", IDLE)
+    assert first is not None and choose(b"popular", {**IDLE, first: 9}) != first
+
+
+def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:
+    breaker = Breaker()
+    breaker.failed(0.0)
+    breaker.succeeded()
+    for _ in range(MAX_FAILURES - 1):
+        breaker.failed(0.0)
+    assert breaker.allows(0.0)
+    breaker.failed(0.0)
+    assert breaker.open and not breaker.allows(0.9 * FIRST_REST_S) and breaker.allows(FIRST_REST_S)
+    breaker.started(FIRST_REST_S)
+    assert not breaker.allows(1.5 * FIRST_REST_S)  # one trial at a time
+    breaker.failed(1.5 * FIRST_REST_S)
+    assert not breaker.allows(3.4 * FIRST_REST_S) and breaker.allows(3.5 * FIRST_REST_S)
+    for _ in range(20):
+        breaker.failed(100.0)
+    assert breaker.allows(100.0 + MAX_REST_S)
+    breaker.started(200.0)
+    breaker.succeeded()
+    assert breaker.allows(200.0) and not breaker.open
+
+
+def test_a_trial_that_shows_nothing_is_followed_by_another() -> None:
+    breaker = Breaker()
+    for _ in range(MAX_FAILURES):
+        breaker.failed(0.0)
+    breaker.started(5.0)
+    assert not breaker.allows(5.5) and breaker.allows(5.0 + FIRST_REST_S)
+
+
+def test_one_break_of_many_sequences_is_one_rest_and_only_a_trial_doubles_it() -> None:
+    breaker = Breaker()
+    for _ in range(10):
+        breaker.started(0.0)
+    for _ in range(10):
+        breaker.failed(0.0)
+    assert breaker.open and not breaker.allows(0.9 * FIRST_REST_S) and breaker.allows(FIRST_REST_S)
+    breaker.started(FIRST_REST_S)
+    for _ in range(10):  # the trial, and what else was still there
+        breaker.failed(2 * FIRST_REST_S)
+    assert not breaker.allows(3.9 * FIRST_REST_S) and breaker.allows(4 * FIRST_REST_S)
+
+
+def answers(text: str) -> list[tuple[str, bool]]:
+    """A letter a target; a small one takes no new sequences."""
+    return [(letter.upper(), letter.isupper()) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("current", "targets", "chosen"),
+    [
+        (None, "", None),
+        (None, "A", "A"),
+        (None, "BAA", "A"),
+        (None, "BAAB", "B"),  # of equals the first
+        (None, "aaB", "B"),
+        ("A", "AAB", "A"),
+        ("A", "AB", "A"),
+        ("A", "BBA", "B"),
+        ("A", "BBBAA", "B"),
+        ("A", "BCBCA", "A"),  # nobody has more than half
+        ("A", "aB", "B"),
+        ("A", "bbA", "A"),
+        ("A", "BCCa", "C"),
+        ("A", "bb", "A"),
+        ("A", "", "A"),
+    ],
+)
+def test_the_model_that_is_served(current: str | None, targets: str, chosen: str | None) -> None:
+    assert elect(current, answers(targets)) == chosen
+
+
+def test_a_rolling_change_changes_over_once() -> None:
+    served: list[str | None] = ["A"]
+    for number in range(6):
+        served += [elect(served[-1], answers("B" * number + "A" * (5 - number) + "a"))]
+    assert served == ["A", "A", "A", "A", "A", "B", "B"]
+
+
+class Resolver:
+    """Names and what they stand for; another name has no address."""
+
+    def __init__(self, **hosts: Sequence[str]) -> None:
+        self.hosts = hosts
+        self.asked: list[tuple[str, int]] = []
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append((host, port))
+        if host not in self.hosts:
+            raise OSError(f"no address for {host}")
+        return self.hosts[host]
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        (["127.0.0.1:5", ":6", "localhost:7"], ("127.0.0.1:5", ":6", "localhost:7")),
+        (["10.0.0.1:5, 10.0.0.2:5", "10.0.0.1:5"], ("10.0.0.1:5", "10.0.0.2:5")),
+        (["ipv4:10.0.0.1:5,10.0.0.2:6"], ("10.0.0.1:5", "10.0.0.2:6")),
+        (["ipv6:[::1]:5,[fe80::2]:6", "unix:/run/x"], ("[::1]:5", "[fe80::2]:6", "unix:/run/x")),
+        (["dns:///10.0.0.9:5"], ("10.0.0.9:5",)),
+    ],
+)
+def test_addresses_stand_for_themselves(given: list[str], known: tuple[str, ...]) -> None:
+    addresses = Addresses(given)
+    assert addresses.complete and not addresses.names and addresses.known == known
+
+
+@pytest.mark.parametrize("name", ["dns:///targets:50051", "dns:targets:50051", "targets:50051"])
+async def test_every_address_of_a_name_is_one(name: str) -> None:
+    resolver = Resolver(targets=["10.0.0.1", "fd00::2"])
+    addresses = Addresses([f"10.0.0.7:5,{name}"], resolver)
+    assert not addresses.complete and addresses.known == ("10.0.0.7:5",)
+    await addresses.refresh(name)
+    assert addresses.complete
+    assert addresses.known == ("10.0.0.7:5", "10.0.0.1:50051", "[fd00::2]:50051")
+    resolver.hosts["targets"] = ["10.0.0.3"]
+    await addresses.refresh(name)
+    assert addresses.known == ("10.0.0.7:5", "10.0.0.3:50051") and resolver.asked == [("targets", 50051)] * 2
+
+
+async def test_a_name_without_an_answer_stands_for_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    resolver = Resolver(targets=["10.0.0.1"])
+    addresses = Addresses(["dns:///targets:5", "dns:///drafts:6"], resolver)
+    with caplog.at_level(logging.WARNING, "outrider.gateway"):
+        for _ in range(3):
+            for name in addresses.names:
+                await addresses.refresh(name)
+            assert addresses.known == ("10.0.0.1:5",) and addresses.complete
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["dns:///drafts:6"]  # said once
+    del resolver.hosts["targets"]
+    resolver.hosts["drafts"] = ["10.0.0.2"]
+    for name in addresses.names:
+        await addresses.refresh(name)
+    assert addresses.known == ("10.0.0.1:5", "10.0.0.2:6")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "targets",
+        "dns:///targets",
+        "dns:///targets:0",
+        "dns://8.8.8.8/targets:5",
+        "dns:///:5",
+        "ipv4:targets:5",
+        "a:1,,b:2",
+    ],
+)
+def test_anything_else_is_refused(given: str) -> None:
+    with pytest.raises(InvalidArgument, match="allowed: "):
+        Addresses([given])
+
+
+async def test_this_machines_resolver_knows_localhost() -> None:
+    assert list(await look_up("localhost", 5)) == ["127.0.0.1"]
+
 
 HOSTS = ["127.0.0.1", "127.0.0.2"]
 

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from gateway.toys import ToyDraft, ToyTarget, expected
 from pydantic import ValidationError
+from support.fakes import ToyDraft, ToyTarget, expected
 
 from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.speculation.loop import speculate

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gateway.toys import ToyDraft, ToyTarget
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
-from tokenizer_factory import train_byte_level
+from support.fakes import ToyDraft, ToyTarget
+from support.models import train_byte_level
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.request import GenerationRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from offline_compiler import compile_only
+from support.kernels import compile_only
 
 from outrider.kernels.layers import triton as layers_triton
 from outrider.kernels.random import triton as philox_triton

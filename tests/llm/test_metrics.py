@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from llm.conftest import TinyPair
+from support.pairs import TinyPair
 
 from outrider.llm import LLM, Counter, Gauge, Histogram, SamplingParams, Vector
 from outrider.llm.metrics import SpeculationLog

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_config, tiny_hf_model, tiny_state
+from support.models import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
 from outrider.engine.loader import build_decoder

@@ -11,9 +11,8 @@ from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece
 from outrider.rpc.sampling_params import TokenOrigin
 
 if TYPE_CHECKING:
-    from simulation.honesty import IsHonest
     from simulation.network import SimLink
-    from simulation.tables import Table
+    from simulation.tables import IsHonest, Table
 
 
 class Violation(BaseException):

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from simulation.checks import require
-from simulation.clock import Clock, Event
-from simulation.network import Stream
+from simulation.network import Clock, Event, Stream
 from simulation.tables import MAX_LEN, Table, TableRunner
 
 from outrider.draft_service.admission import ModelMethod, make_methods

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from simulation.settings import Mode
+from simulation.campaign import Mode
 
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import SequenceCache

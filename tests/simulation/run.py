@@ -18,9 +18,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from simulation.campaign import all_jobs, law_p_values, run_many, run_world
+from simulation.campaign import Mode, all_jobs, law_p_values, run_many, run_world
 from simulation.checks import Violation
-from simulation.settings import Mode
 from simulation.world import Result
 
 LEAST_P = 1e-6  # three tests, and any seeds

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulation.campaign import law_p_values, run_world
+from simulation.campaign import Mode, law_p_values, run_world
 from simulation.checks import Violation
 from simulation.mutants import MUTANTS, Mutant
-from simulation.settings import Mode
 
 MAX_WORLDS = {Mode.GREEDY: 300, Mode.COUPLED: 120, Mode.LAW: 64}
 REFUTED = 1e-6

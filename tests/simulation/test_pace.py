@@ -1,23 +1,32 @@
 """The pipeline in virtual time: what a delay costs where nothing but the delay, the draft's passes and the
-verifications take time, and no two of them share a machine."""
+verifications take time, and no two of them share a machine.
+
+Promise 2 in virtual time: many requests at once, steps that cost by their rows, and no machine but theirs. What the
+controller chooses for each must not make all slower than plain decoding."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-from simulation.clients import Plan
-from simulation.faults import Climate
 from simulation.network import Stretch, Weather
 from simulation.tables import Table
-from simulation.world import Setting, World
+from simulation.world import Climate, Plan, Setting, World
 
+from outrider.draft_service import engine as draft_engine
 from outrider.gateway.speculation import loop
-from outrider.planner.policy import Policy
+from outrider.gateway.speculation.contest import Contests
+from outrider.gateway.speculation.controller import Controller
+from outrider.planner.forecast import Experience
+from outrider.planner.policy import Limits, Policy
+from outrider.planner.step_costs import StepCosts, VerifyCosts
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.target_service.goodput import Goodput
 
 VERIFY_S, BLOCKS = 0.02, 512
 SLOW = 0.2  # a draft's pass over a verification
@@ -100,3 +109,100 @@ def test_branches_of_branches_hide_what_lies_further_than_a_verification(cost: f
     print(f"{here=:.2f} {flat=:.2f} {deep=:.2f} {chains=:.2f} {sequential=:.2f}")
     assert flat / deep > gain and here / deep > kept
     assert deep < flat < chains < sequential
+
+
+CROWD_TOKENS, PROMPT_LEN, ARRIVALS_S = 48, 24, 0.002
+BURSTS = 4  # one after the other; what one learned the next one knows
+PROFILES = {  # milliseconds of a step by its rows, on four cores of a server in a fast and in a slow hour
+    "fast": ((1, 19.5), (4, 20.3), (8, 24.3), (16, 28.8), (32, 38.5), (64, 81.3), (128, 163.2), (512, 540.0)),
+    "slow": ((1, 22.5), (4, 26.8), (8, 26.4), (16, 31.7), (32, 52.7), (64, 91.3), (128, 205.0), (512, 700.0)),
+}
+PASS_MS, ROW_MS = 0.6, 0.08  # of the draft
+
+
+def bursts(profile: Sequence[tuple[int, float]], num_requests: int, *, speculates: bool) -> list[float]:
+    """The tokens a second of each burst."""
+    known = Experience(VerifyCosts([(rows, 1e3 * ms) for rows, ms in profile]))
+    contests = Contests()
+    return [burst(known, contests, profile, num_requests, number, speculates) for number in range(BURSTS)]
+
+
+def burst(
+    known: Experience,
+    contests: Contests,
+    profile: Sequence[tuple[int, float]],
+    num_requests: int,
+    number: int,
+    speculates: bool,
+) -> float:
+    """Tokens a second of requests that come together, to the end of the last."""
+    costs = StepCosts(profile)
+    world = crowd_of(known, contests, num_requests, number, speculates)
+    clock = world.clock
+    world.target.seconds = lambda rows: 1e-3 * costs.at(rows)
+    world.draft.seconds = lambda rows: 1e-3 * (PASS_MS + ROW_MS * rows)
+    world.target.engine.scheduler.goodput = Goodput([(rows, round(1e3 * ms)) for rows, ms in profile])
+    drafts_clock = SimpleNamespace(
+        perf_counter_ns=lambda: round(1e9 * world.draft.monotonic()), monotonic=clock.monotonic
+    )
+    with patch.object(loop, "time", clock), patch.object(draft_engine, "time", drafts_clock):
+        for client in world.clients:
+            clock.at(client.plan.arrives, partial(client.start, None))
+        world._until(lambda: all(client.over for client in world.clients), 600.0)
+    return num_requests * CROWD_TOKENS / clock.now
+
+
+def crowd_of(known: Experience, contests: Contests, num_requests: int, number: int, speculates: bool) -> World:
+    """Coupled requests; about three quarters of the drafted tokens are accepted."""
+    target = Table.random(number, 40, 2.0)
+    sampling = SamplingParams(max_tokens=CROWD_TOKENS, ignore_eos=True)
+    limits = Limits(Policy(4), most=8)
+    world: World
+
+    def num_running() -> int:
+        return sum(client.plan.arrives <= world.clock.now and not client.over for client in world.clients)
+
+    plans = [
+        Plan(
+            request=Open(0, prompt_of(index), sampling, seed=index, acceptance=AcceptanceRule.COUPLED),
+            policy=Policy(4 if speculates else 0),
+            arrives=ARRIVALS_S * index,
+            think_s=0.0,
+            stretch=Stretch(),
+            new_chooser=(lambda: Controller(limits, known, contests, lambda: 1e3, num_running)) if speculates else None,
+        )
+        for index in range(num_requests)
+    ]
+    setting = Setting(
+        replay=f"burst {number}",
+        target=target,
+        draft=target.near(number + 1, 0.45),
+        plans=tuple(plans),
+        weather=Weather(0.0005),
+        climate=Climate(0.0, 0.0),
+        target_blocks=4096,
+        draft_blocks=4096,
+        exact=False,
+        simple=False,
+        max_rows=512,
+    )
+    with patch("random.Random", Steady):
+        world = World(setting, number)
+    return world
+
+
+def prompt_of(index: int) -> tuple[int, ...]:
+    return tuple((7 * index + 3 * position) % 40 for position in range(PROMPT_LEN))
+
+
+@pytest.mark.parametrize(
+    ("profile", "num_requests", "least"), [("fast", 1, 2.0), ("slow", 1, 2.0), ("fast", 16, 1.05), ("slow", 16, 0.94)]
+)
+def test_auto_is_not_slower_than_plain_decoding(profile: str, num_requests: int, least: float) -> None:
+    """Where nothing is to be gained (16 requests in slow steps) the first ones pay to find that out, and a burst ends
+    with its least lucky stream while plain streams end together: hence not quite 1."""
+    plain = bursts(PROFILES[profile], num_requests, speculates=False)
+    auto = bursts(PROFILES[profile], num_requests, speculates=True)
+    ratios = [fast / slow for fast, slow in zip(auto, plain, strict=True)]
+    print(profile, num_requests, [f"{ratio:.3f}" for ratio in ratios])
+    assert min(ratios) > 0.87 and sum(ratios) / len(ratios) > least

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from simulation.campaign import all_jobs, law_p_values, run_many, run_world
+from simulation.campaign import Mode, all_jobs, law_p_values, run_many, run_world
 from simulation.checks import Violation
 from simulation.mutants import MUTANTS
 from simulation.run import main
-from simulation.settings import Mode
 from simulation.world import Result
 
 FAULTS = {f"{side} {what}" for side in ("target", "draft") for what in ("stream broken", "crashed", "stalled")}

@@ -1,0 +1,336 @@
+"""The network bench: a small run of every part, the closed forms against other sources. Nothing here judges a speed.
+
+The networks of the network bench: their names, delays and stalls, and the delay proxy against a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from support.environment import SEED
+
+from outrider.bench.network import NetworkSettings, after_ms, interval, judge
+from outrider.bench.network_fleet import Costs, Direction, Network, Stalls, branches, chains, digest, floor, sequential
+from outrider.bench.network_proxy import DelayProxy, new_loop
+from outrider.bench.network_report import draw, render
+from outrider.planner.policy import Round
+from outrider.rpc.messages import Commit, StepTimings
+
+TIMEOUT_S = 120
+NETWORKS = ("0", "0v", "0.2v", "1~0.5")
+MODES = ("plain", "sequential", "chains", "branches", "auto", "colocated")
+FLAGS = {
+    "networks": ",".join(NETWORKS), "modes": ",".join(MODES), "costs": "0.2", "repeats": "1", "max-tokens": "24",
+    "kills": "1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What a small run prints, and its result."""
+    path = tmp_path_factory.mktemp("network") / "result.json"
+    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)]
+    flags += ["--no-expand", "--no-store", "--output", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "outrider.cli", "bench", "network", *flags],
+        cwd=path.parent,
+        env=os.environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing is stored
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_every_mode_meets_every_network_that_matters_to_it(small: tuple[str, dict[str, Any]]) -> None:
+    (block,) = small[1]["blocks"]
+    cells = {(cell["mode"], cell["network"]) for cell in block["cells"]}
+    alone = {"plain", "colocated"}
+    assert cells == {(mode, name) for mode in MODES for name in (("0",) if mode in alone else NETWORKS)}
+    for cell in block["cells"]:
+        speculates, mode = cell["costs"]["acceptance"] > 0, cell["mode"]
+        always = mode in ("sequential", "colocated")  # the others may find that waiting for the draft does not pay
+        assert cell["ms_per_token"]["median"] > 0
+        assert (speculates or not always) and not (speculates and mode == "plain")
+        assert (cell["form_ms"] is not None) == (mode not in ("plain", "auto"))
+        assert cell["hits"] is None or mode in ("chains", "branches", "auto")
+
+
+def test_the_draft_takes_the_time_it_is_told(small: tuple[str, dict[str, Any]]) -> None:
+    (block,) = small[1]["blocks"]
+    assert block["pass_ms"] >= 0.2 * block["verify_ms"]
+    for cell in block["cells"]:
+        if cell["mode"] == "colocated":  # its rounds hold four passes
+            drafting = 4 * 0.2 * block["verify_ms"]
+            assert cell["ms_per_token"]["median"] * cell["costs"]["tokens_per_round"] > 0.9 * drafting
+
+
+def test_the_table_the_plot_and_the_aims(small: tuple[str, dict[str, Any]]) -> None:
+    text, result = small
+    assert text.splitlines() == list(render(result))
+    for mode in MODES:
+        assert f"  {mode}, 0 " in text
+    assert ElementTree.fromstring(draw(result)).tag.endswith("svg")
+    names = [aim["name"].rpartition(": ")[2] for aim in result["aims"]]
+    assert names == [
+        "branches, 0.2v over no delay",
+        "branches, 0.2v, over the closed form",
+        "branches over colocated",
+        "speed after the draft was killed, over plain",
+    ]
+    assert str(Path.home()) not in json.dumps(result) and os.uname().nodename not in json.dumps(result)
+
+
+def test_aims_compare_repeat_by_repeat_and_name_the_best() -> None:
+    def cell(mode: str, *values: float) -> dict[str, Any]:
+        time = {"median": sorted(values)[len(values) // 2], "values": list(values)}
+        return {"mode": mode, "network": "0", "ms_per_token": time}
+
+    cells = [cell("plain", 10.0, 20.0, 10.0), cell("chains", 8.0, 8.0, 8.0), cell("auto", 16.0, 8.0, 8.0)]
+    block = {"batch": 32, "temperature": 0.0, "cost": 0.0, "cells": cells}
+    (aim,) = judge({"blocks": [block], "kills": None})
+    assert aim["name"] == "32 streams, greedy, draft cost 0: auto over the best of the others (chains)"
+    assert aim["value"] == 1.0 and aim["met"]
+    assert not list(judge({"blocks": [block | {"batch": 16}]}))
+
+
+@pytest.mark.parametrize(("count", "cut"), [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (20, 5)])
+def test_the_interval_of_a_median(count: int, cut: int) -> None:
+    """Against the tables of the sign test."""
+    values = [float(value) for value in range(count)]
+    assert interval(values[::-1]) == (values[cut], values[-1 - cut])
+
+
+@pytest.mark.parametrize(("kept", "met"), [((0.8, 0.9, 1.1), True), ((0.8, 0.9, 0.94), False), ((1.0, 1.1, 1.2), True)])
+def test_never_below_is_judged_by_the_interval(kept: tuple[float, ...], met: bool) -> None:
+    (aim,) = judge({"blocks": [], "kills": {"kept": {"values": list(kept)}}})
+    assert (aim["value"], aim["low"], aim["high"], aim["met"]) == (kept[1], kept[0], kept[2], met)
+
+
+def independent_tokens(acceptance: float, num_draft_tokens: int) -> float:
+    """Mean tokens of a round if drafted tokens are accepted independently."""
+    return sum(acceptance**place for place in range(num_draft_tokens + 1))
+
+
+def costs(k: int, acceptance: float = 0.75, pass_ms: float = 1.3) -> Costs:
+    """A verification of 14 ms and a tenth for each drafted token."""
+    return Costs(k, acceptance, independent_tokens(acceptance, k), 14.0 + 0.1 * k, pass_ms)
+
+
+@pytest.mark.parametrize(
+    ("form", "acceptance", "pass_ms", "round_trip_ms", "known"),
+    [
+        (sequential, 0.75, 1.3, 0.0, 6.39),
+        (sequential, 0.60, 1.3, 0.7, 8.69),
+        (sequential, 0.75, 1.3, 20.0, 12.2),
+        (sequential, 0.75, 6.0, 0.7, 11.6),
+        (chains, 0.75, 1.3, 0.7, 6.55),
+        (chains, 0.75, 1.3, 20.0, 11.4),
+        (chains, 0.85, 1.3, 5.0, 5.36),
+    ],
+)
+def test_forms_give_the_values_that_were_worked_out_before(
+    form: Callable[[Costs, float], float], acceptance: float, pass_ms: float, round_trip_ms: float, known: float
+) -> None:
+    """The best of all numbers of drafted tokens up to 12, to the digits given."""
+    best = min(form(costs(k, acceptance, pass_ms), round_trip_ms) for k in range(1, 13))
+    assert best == pytest.approx(known, rel=0.006)
+
+
+def test_forms_meet_a_simulation() -> None:
+    """Rounds drawn one by one, the draft's work laid beside them on a clock."""
+    rng, given, away = random.Random(SEED), costs(4), 9.0
+    drafting, ahead = 4 * given.pass_ms, max(given.verify_ms, away + given.enumerate_ms)
+    late = {"sequential": 0.0, "chains": 0.0, "branches": 0.0}
+    tokens = dict.fromkeys(late, 0)
+    fresh = True
+    for _ in range(200_000):
+        accepted = next((place for place in range(4) if rng.random() >= given.acceptance), 4)
+        tokens["sequential"] += accepted + 1
+        late["sequential"] += away + drafting + given.verify_ms
+        tokens["chains"] += accepted + (accepted < 4)
+        late["chains"] += away + drafting + given.verify_ms if fresh else max(drafting, given.verify_ms)
+        fresh = accepted < 4
+        tokens["branches"] += accepted + 1
+        late["branches"] += ahead
+        if rng.random() >= 0.8:  # a miss: plain tokens for as long as the draft is behind
+            steps = -(-(away + given.enumerate_ms) // given.verify_ms)
+            tokens["branches"] += int(steps)
+            late["branches"] += steps * 14.0
+    assert late["sequential"] / tokens["sequential"] == pytest.approx(sequential(given, away), rel=0.01)
+    assert late["chains"] / tokens["chains"] == pytest.approx(chains(given, away), rel=0.01)
+    assert late["branches"] / tokens["branches"] == pytest.approx(branches(given, away, 0.8, 14.0), rel=0.01)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])
+def test_nothing_beats_the_floor(acceptance: float) -> None:
+    for k in range(1, 13):
+        given = costs(k, acceptance, pass_ms=0.0)
+        assert floor(given) <= min(sequential(given, 0.0), chains(given, 0.0), branches(given, 0.0, 1.0, 14.0)) + 1e-9
+
+
+def test_full_is_everything_that_was_not_given() -> None:
+    given = NetworkSettings.model_validate({"full": True, "streams": "1"}).effective()
+    assert given.streams == (1,) and len(given.costs) == 4 and len(given.networks) == 8 and given.load_streams == 32
+
+
+def rounds_of(*parts: tuple[int | None, int, int]) -> list[Round]:
+    """Rounds of 20 ms each: chain, drafted, accepted; the first one commits a plain token."""
+    timings = StepTimings(verify_us=9000, sample_us=1000)
+    commits = [Commit(1, 0, (1,), timings=timings)]
+    for chain, drafted, accepted in parts:
+        ids = (1,) * (accepted + 1)
+        commits.append(Commit(1, 0, ids, chain=chain, num_drafted=drafted, num_accepted=accepted, timings=timings))
+    return [
+        Round(index, commit, 4, 0.02 * index, 0.02 * (index + 1), draft_us=4000 * bool(commit.num_drafted))
+        for index, commit in enumerate(commits)
+    ]
+
+
+def test_a_digest_leaves_out_the_prompt_and_counts_hits() -> None:
+    rounds = rounds_of((0, 4, 4), (0, 4, 2), (5, 4, 0), (7, 4, 1), (None, 0, 0))
+    found = digest([rounds], [{5}])
+    assert found.ms_per_token == pytest.approx(1e3 * 0.1 / 12)
+    assert found.tokens_per_round == pytest.approx((5 + 3 + 1 + 2) / 4)  # the last round is cut
+    assert (found.accepted, found.tested) == (7, 4 + 3 + 1 + 2)
+    assert found.verify_ms == 10.0 and found.pass_ms == 1.0
+    assert found.hits == 2 / 4  # after the prompt: the same chain, then a branch; 7 is new, the last has none
+    assert digest([rounds]).hits is None
+    with pytest.raises(ValueError, match="more tokens"):
+        digest([rounds[:1]])
+
+
+def test_what_follows_a_kill_is_timed_from_the_kill() -> None:
+    rounds = rounds_of((0, 4, 4), (None, 0, 0), (None, 0, 0))
+    assert after_ms(rounds, 0.05) == pytest.approx(1e3 * 0.03 / 2)
+    with pytest.raises(ValueError, match="before its draft was killed"):
+        after_ms(rounds, None)
+
+
+def test_networks_by_name() -> None:
+    assert Network.parse("0").is_direct and Network.parse("5").delay_ms(40.0) == 5.0
+    through = Network.parse("0v")
+    assert not through.is_direct and through.delay_ms(40.0) == 0.0 == through.round_trip_ms(40.0)
+    near = Network.parse("0.2v")
+    assert near.delay_ms(40.0) == 8.0 and near.round_trip_ms(40.0) == 32.0 and near.steady
+    assert Network.parse("5~2!100") == Network("5~2!100", 5.0, False, 2.0, 100.0)
+    assert not Network.parse("0!100").is_direct
+    for wrong in ("", "-1", "5ms", "5~", "v", "5!~2"):
+        with pytest.raises(ValueError, match="is no network"):
+            Network.parse(wrong)
+    with pytest.raises(ValueError, match="is no network"):
+        NetworkSettings.model_validate({"networks": "0,fast"})
+
+
+def test_jitter_keeps_the_order_and_the_mean() -> None:
+    link = Direction(0.010, 0.004, Stalls(0.0, 0.0, SEED), SEED)
+    entered = [index * 0.02 for index in range(2000)]
+    late = [link.due(when) - when for when in entered]
+    assert 0.006 <= min(late) < 0.0065 and 0.0135 < max(late) <= 0.014
+    assert sum(late) / len(late) == pytest.approx(0.010, abs=0.0003)
+    crowded = [link.due(100.0 + index * 1e-5) for index in range(500)]
+    assert crowded == sorted(crowded)
+
+
+def test_stalls_hold_both_directions_until_their_end() -> None:
+    stalls = [Stalls(0.3, 5.0, SEED) for _ in range(2)]
+    ends = [[one.after(5.0 + index * 0.01) for index in range(4000)] for one in stalls]
+    assert ends[0] == ends[1]  # one seed, one weather
+    held = [end - (5.0 + index * 0.01) for index, end in enumerate(ends[0])]
+    assert max(held) == pytest.approx(0.3, abs=0.011) and min(held) == 0.0
+    share = sum(late > 0 for late in held) / len(held)
+    assert 0.05 < share < 0.3  # 0.3 of 2.3 s on average
+
+
+@asynccontextmanager
+async def echo_through(proxy_of: Callable[[str], DelayProxy]) -> AsyncIterator[tuple[DelayProxy, str]]:
+    """A proxy in front of a service that says everything again."""
+
+    async def say_again(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(say_again, "127.0.0.1", 0)
+    proxy = proxy_of(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        yield proxy, await proxy.start()
+    finally:
+        await proxy.stop()
+        server.close()
+
+
+def run(work: Callable[[], Any]) -> None:
+    """On the loop that the proxies use, whose timers are exact."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(work())
+
+
+async def round_trips(address: str, count: int) -> list[float]:
+    """Seconds of each."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    times = []
+    for index in range(count):
+        began = time.monotonic()
+        writer.write(bytes([index]) * 8)
+        assert await reader.readexactly(8) == bytes([index]) * 8
+        times.append(time.monotonic() - began)
+    writer.close()
+    return times
+
+
+def test_the_proxy_delays_each_way_from_the_next_message_on() -> None:
+    async def work() -> None:
+        async with echo_through(DelayProxy) as (proxy, address):
+            assert min(await round_trips(address, 20)) < 0.005
+            proxy.set_conditions(10.0, 0.0, 0.0, SEED)
+            times = await round_trips(address, 10)
+            assert 0.020 <= min(times) < 0.030  # a loaded machine may be late, never early
+
+    run(work)
+
+
+def test_the_proxy_loses_nothing_and_passes_the_end_on() -> None:
+    async def work() -> None:
+        data = random.Random(SEED).randbytes(1_000_000)
+        async with echo_through(DelayProxy) as (proxy, address):
+            proxy.set_conditions(2.0, 2.0, 20.0, SEED)
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            for start in range(0, len(data), 10_000):
+                writer.write(data[start : start + 10_000])
+            assert await reader.readexactly(len(data)) == data
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+
+    run(work)
+
+
+def test_a_proxy_of_nobody_ends_the_connection() -> None:
+    async def work() -> None:
+        proxy = DelayProxy("127.0.0.1:1")
+        host, _, port = (await proxy.start()).rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        await proxy.stop()
+
+    run(work)

@@ -1,0 +1,201 @@
+"""The bench runs, prints its tables and writes JSON that says the same; nothing here judges a speed.
+
+What the bench writes for llama.cpp."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.bench.measure import Run, rows_of_step, steady
+from outrider.bench.report import last_result, moved, render, store
+from outrider.bench.worker import Worker, WorkerFailed
+from outrider.client import SpeculationStats
+from outrider.rpc.sampling_params import AcceptanceRule
+
+TIMEOUT_S = 180
+WAYS = {"outrider plain", "outrider rejection", "transformers plain", "transformers assisted"}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What --quick prints, and its result."""
+    path = tmp_path_factory.mktemp("bench") / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "outrider.cli", "bench", "--quick", "--output", str(path)],
+        cwd=path.parent,
+        env=os.environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing is stored
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_quick_measures_every_way(quick: tuple[str, dict[str, Any]]) -> None:
+    text, result = quick
+    greedy, sampled = result["blocks"]
+    assert greedy["ways"].keys() >= WAYS and sampled["ways"].keys() >= WAYS | {"outrider coupled"}
+    assert "outrider coupled" not in greedy["ways"]  # the same as rejection there
+    drafted = greedy["ways"]["outrider rejection"]
+    assert len(drafted["tested"]) == 4 and drafted["share_of_floor"]["median"] > 0
+    assert drafted["round_ms"].keys() == {"total", "draft", "wire", "queue", "verify", "sample", "gateway", "rows"}
+    assert drafted["round_ms"]["rows"] == 5
+    assert drafted["rows"]["median"] in (4, 5)  # the last windows are short
+    assert greedy["ways"]["outrider plain"]["rows"]["median"] == 1
+    assert greedy["ratios"]["outrider rejection / outrider plain"]["median"] > 0
+    assert "1 stream, greedy" in text and "share of floor" in text and "accepted/tested" in text
+
+
+def test_a_result_names_no_place(quick: tuple[str, dict[str, Any]]) -> None:
+    text = json.dumps(quick[1])
+    assert str(Path.home()) not in text and os.uname().nodename not in text and "/" + "tmp" not in text
+
+
+def test_stored_plotted_compared(quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+    result = quick[1]
+    path = store(tmp_path, result)
+    assert ElementTree.parse(path.with_suffix(".svg")).getroot().tag.endswith("svg")
+    found = last_result(tmp_path, result["machine"], result["setup"])
+    assert found == result
+    assert last_result(tmp_path, result["machine"] | {"cores": 999}, result["setup"]) is None
+    assert moved(result, result) == []
+
+
+def test_what_moved_beyond_the_spread_is_named(quick: tuple[str, dict[str, Any]]) -> None:
+    old, new = copy.deepcopy(quick[1]), copy.deepcopy(quick[1])
+    name = "outrider rejection / outrider plain"
+    old["blocks"][0]["ratios"][name] = {"median": 1.5, "min": 1.4, "max": 1.6, "values": [1.4, 1.5, 1.6]}
+    new["blocks"][0]["ratios"][name] = {"median": 1.2, "min": 1.1, "max": 1.3, "values": [1.1, 1.2, 1.3]}
+    assert moved(old, new) == [f"1 stream, greedy: {name}: 1.50 -> 1.20, worse"]
+    new["blocks"][0]["ratios"][name] = {"median": 1.45, "min": 1.1, "max": 1.5, "values": [1.1, 1.45, 1.5]}
+    assert moved(old, new) == []
+
+
+def test_the_table_has_a_line_for_every_way(quick: tuple[str, dict[str, Any]]) -> None:
+    lines = list(render(quick[1]))
+    for block in quick[1]["blocks"]:
+        for name in block["ways"]:
+            assert any(line.startswith(f"  {name} ") for line in lines)
+
+
+def test_steady_counts_while_all_streams_decode() -> None:
+    first = [(0.0, 1), (1.0, 3), (2.0, 2), (3.0, 4)]
+    second = [(0.5, 1), (1.5, 5), (2.5, 1)]
+    rate, per_round = steady([first, second])
+    assert rate == (3 + 2 + 5 + 1) / 2.0 and per_round == 11 / 4
+    assert steady([[(0.0, 1)], [(1.0, 1)]]) == (None, None)
+
+
+def test_share_of_the_floor() -> None:
+    run = Run(seconds=2.0, num_tokens=100, steady_tokens_per_s=60.0, tokens_per_round=3.0, products_ms=40.0)
+    assert run.tokens_per_s == 50.0
+    assert run.share_of_floor(1) == pytest.approx(0.8)  # 3 tokens in 40 ms would be 75 a second
+    assert run.share_of_floor(2) == pytest.approx(0.4)
+
+
+def test_the_floor_has_the_rows_that_were_verified() -> None:
+    """Not those of the windows asked for: the target cuts them where that pays."""
+
+    def stream(num_rounds: int, num_draft_tokens: int) -> SpeculationStats:
+        return SpeculationStats(num_rounds, num_rounds, num_draft_tokens, 0, (), (), AcceptanceRule.REJECTION, 0)
+
+    assert rows_of_step([stream(100, 400)]) == 5
+    assert rows_of_step([stream(100, 160), stream(50, 100), stream(10, 0)]) == 7  # 2.6 + 3 + 1
+    assert rows_of_step([stream(0, 0)]) == 1
+
+
+def test_a_pausing_worker_stands_still_between_questions() -> None:
+    code = (
+        "import sys, threading, time\nfrom outrider.bench.worker import answer_questions\nticks = []\n"
+        "def tick():\n  while True: ticks.append(0); time.sleep(0.001)\n"
+        "threading.Thread(target=tick, daemon=True).start()\n"
+        "sys.exit(answer_questions(lambda: lambda question: {'ticks': len(ticks)}))"
+    )
+    with Worker("ticking", [sys.executable, "-c", code], pauses=True) as worker:
+        worker.receive(TIMEOUT_S)
+        before = worker.ask({})["ticks"]
+        time.sleep(0.5)
+        assert worker.ask({})["ticks"] < before + 200  # of 500 that it would have made
+
+
+@pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])
+def test_a_peer_that_is_not_installed_says_so(repository: Path, tmp_path: Path, peer: str) -> None:
+    script = repository / "bench" / "peers.py"
+    command = [sys.executable, str(script), peer, "plain", str(tmp_path), str(tmp_path), "1", "4"]
+    with Worker(peer, command) as worker, pytest.raises(WorkerFailed, match=f"{peer}: ModuleNotFoundError: No module"):
+        worker.receive(TIMEOUT_S)
+
+
+CONFIG = {
+    "model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "hidden_size": 8,
+    "intermediate_size": 8, "max_position_embeddings": 16, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "vocab_size": 4,
+}  # fmt: skip
+
+
+class Writer:
+    """Keeps the tensors that it is given, by name, with the type that they are said to have."""
+
+    tensors: dict[str, tuple[Any, str | None]]
+
+    def __init__(self, *_: object) -> None:
+        type(self).tensors = {}
+
+    def add_tensor(self, name: str, tensor: Any, raw_dtype: str | None = None) -> None:
+        self.tensors[name] = tensor, raw_dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.fixture
+def gguf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the library, which only the peer's environment has."""
+    module: Any = ModuleType("gguf")
+    module.GGUFWriter, module.GGMLQuantizationType = Writer, SimpleNamespace(BF16="bfloat16")
+    monkeypatch.setitem(sys.modules, "gguf", module)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench/outrider/bench"))
+    monkeypatch.delitem(sys.modules, "peers_gguf", raising=False)
+
+
+@pytest.mark.usefixtures("gguf")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_bfloat16_rounds_no_number(tmp_path: Path, stored: torch.dtype) -> None:
+    """Matrices of bfloat16 numbers become bfloat16, in whatever type they are stored; others and norms do not."""
+    from outrider.bench.peers_gguf import write_gguf
+
+    grid = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    state = {
+        "model.embed_tokens.weight": grid.to(stored), "lm_head.weight": grid.float() + 1e-5,
+        "model.norm.weight": torch.ones(8),
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(state, tmp_path / "model.safetensors")
+
+    write_gguf(tmp_path, tmp_path / "half.gguf", bfloat16=True)
+    half, head, norm = (Writer.tensors[f"{name}.weight"] for name in ("token_embd", "output", "output_norm"))
+    assert half[1] == "bfloat16" and bytes(half[0]) == grid.view(torch.int16).numpy().tobytes()
+    assert half[0].shape == (4, 16)  # bytes
+    for kept, name in ((head, "lm_head.weight"), (norm, "model.norm.weight")):
+        assert kept[1] is None and torch.equal(torch.tensor(kept[0]), state[name])
+
+    write_gguf(tmp_path, tmp_path / "single.gguf")
+    assert {dtype for _, dtype in Writer.tensors.values()} == {None}
+    assert torch.equal(torch.tensor(Writer.tensors["token_embd.weight"][0]), grid.float())

@@ -1,0 +1,166 @@
+"""Help and complaints.
+
+docs/cli.md: every command is there, and every flag that a section names is one of its command."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.services import outrider, succeed
+
+from outrider.bench.load_report import BenchServeSettings
+from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, complaint
+from outrider.cli.chat import ChatSettings
+from outrider.cli.serve import ServeSettings
+from outrider.cli.trace import TraceSettings
+from outrider.rpc.settings import ServiceSettings, options
+
+
+def test_help_names_every_command() -> None:
+    text = succeed("--help")
+    for name, command in COMMANDS.items():
+        assert name in text and command.summary in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_help_answers_at_once() -> None:
+    """The best of three: the machine may be busy. Nothing but the standard library may be loaded."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        succeed("--help")
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.3
+    script = (
+        "import sys, outrider.cli.__main__ as c; c.main(['--help']); "
+        "print({'torch', 'grpc', 'pydantic'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    text = succeed(name, "--help")
+    assert text.startswith(f"usage: outrider {name} ")
+    assert "--config PATH" in text and f"OUTRIDER_{name.replace('-', '_').upper()}__" in text
+
+
+def test_no_command_shows_the_help_and_is_an_error() -> None:
+    done = outrider()
+    assert done.returncode == 2 and "commands:" in done.stdout
+
+
+def test_the_version() -> None:
+    assert succeed("--version").split()[0] == "outrider"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("targte", "target"), ("check_pair", "check-pair"), ("generat", "generate"), ("demos", "demo")]
+)
+def test_an_unknown_command_names_the_near_miss(name: str, meant: str) -> None:
+    assert complaint(name) == f"unknown command {name}: did you mean {meant}?"
+
+
+def test_an_unknown_command_ends_with_status_2() -> None:
+    done = outrider("genrate", "Hello")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "outrider: error: unknown command genrate: did you mean generate?\nSee outrider --help.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("generate", "Hi", "--temprature", "1"), "unknown flag --temprature: did you mean --temperature?"),
+        (("demo", "--max-token", "1"), "unknown flag --max-token: did you mean --max-tokens?"),
+        (("target", "--modle", "x"), "unknown flag --modle: did you mean --model?"),
+        (("draft", "--listn", "x"), "unknown flag --listn: did you mean --listen?"),
+        (("gateway", "--tokenzier", "x"), "unknown flag --tokenzier: did you mean --tokenizer?"),
+        (("check-pair", "--traget", "x"), "unknown flag --traget: did you mean --target?"),
+        (("convert", "a", "b", "c"), "unexpected argument c"),
+        (("generate",), "give one prompt"),
+        (("generate", "Hi", "--token-ids", "1"), "give one prompt"),
+        (("generate", "Hi", "--n", "0"), "--n: input should be greater than or equal to 1"),
+        (("generate", "Hi", "--mode", "fast"), "--mode: input should be 'auto', 'sequential', 'chains' or 'branches'"),
+        (("trace",), "error: give the file, as in outrider trace FILE\n"),
+        (("convert", "a"), "error: give the destination, as in outrider convert SOURCE DESTINATION\n"),
+        (("demo", "--prompt", ""), "--prompt: string should have at least 1 character"),
+        (("generate", "--token-ids", "1,x"), "--token-ids: input should be a valid integer"),
+        (("generate", "--token-ids", "1,-2"), "--token-ids: input should be greater than or equal to 0"),
+        (("generate", "Hi", "--seed", "-1"), "--seed: input should be greater than or equal to 0"),
+        (("generate", "Hi", "--logit-bias", "{"), "--logit-bias: must be JSON"),
+        (("generate", "Hi", "--structured-output", '{"regexp": "a"}'), "structured_output has no regexp"),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(arguments: tuple[str, ...], meant: str) -> None:
+    done = outrider(*arguments)
+    assert done.returncode == 2
+    assert meant in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"See outrider {arguments[0]} --help.\n")
+
+
+def test_a_list_whose_item_is_wrong_is_told_once() -> None:
+    done = outrider("bench", "--batches", "0")
+    complaint = "outrider bench: error: --batches: input should be greater than or equal to 1, not '0'"
+    assert done.returncode == 2 and done.stderr == f"{complaint}\nSee outrider bench --help.\n"
+
+
+def test_a_broken_file_is_told_in_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    for content, problem in (
+        (b"a: [1\nb: 2", "line 2: expected ',' or ']', but got ':'"),
+        (b"a: \xff", "'utf-8' codec can't decode byte 0xff in position 3: invalid start byte"),
+    ):
+        config.write_bytes(content)
+        done = outrider("generate", "Hi", "--config", str(config))
+        complaint = f"outrider generate: error: cannot read --config {config}: {problem}\n"
+        assert done.returncode == 2 and done.stderr == f"{complaint}See outrider generate --help.\n"
+
+
+@pytest.mark.parametrize("service", [("draft", "--method", "ngram"), ("target", "--model", "/nowhere")])
+def test_a_service_whose_address_is_in_use_says_so_alone(service: tuple[str, ...]) -> None:
+    """Before anything is loaded, and without gRPC's own lines."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = outrider(*service, "--listen", address)
+    complaint = f"outrider {service[0]}: error: cannot listen on {address}: Address already in use\n"
+    assert done.returncode == 2 and done.stderr == complaint
+
+
+def test_a_variable_and_a_file_are_settings_too(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text("check_pair:\n  target: nowhere\n  drafft: nowhere\n")
+    done = outrider("check-pair", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
+    assert done.returncode == 2 and "did you mean draft?" in done.stderr
+    config.write_text("check_pair:\n  target: nowhere\n")
+    done = outrider("check-pair", "--config", str(config), env={"OUTRIDER_CHECK_PAIR__DRAFT": "nowhere"})
+    assert done.returncode == 1 and "nowhere" in done.stderr
+
+
+SECTIONS = {"serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "bench serve": BenchServeSettings}
+ELSEWHERE = {"--trace-file", "--json"}  # of the services, and short for --json-file
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return (Path(__file__).parents[2] / "docs/cli.md").read_text(encoding="utf-8")
+
+
+def test_every_command_is_in_the_table(text: str) -> None:
+    named = set(re.findall(r"`outrider ([a-z -]+)`", text.partition("\n## ")[0]))
+    assert named - {"--help"} == {*COMMANDS, *SUBCOMMANDS}
+
+
+@pytest.mark.parametrize(("name", "model"), SECTIONS.items())
+def test_every_flag_exists(text: str, name: str, model: type[ServiceSettings]) -> None:
+    section = text.partition(f"\n## outrider {name}\n")[2].partition("\n## ")[0]
+    flags = {option.flag.replace("--", "--no-") for option in options(model) if option.kind is bool}
+    flags |= {option.flag for option in options(model)}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section))
+    assert named and named - flags <= ELSEWHERE

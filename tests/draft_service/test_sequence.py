@@ -1,0 +1,435 @@
+"""The state machine of one sequence, as a table: commits against a chain, credit, and when pieces leave.
+
+Branches: what a draft prepares while its window is verified, for other outcomes than full acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
+from support.environment import SEED
+
+from outrider.draft_service.engine import MAX_GROWING
+from outrider.draft_service.sequence import (
+    LEAST_CHANCE,
+    Branch,
+    DraftSequence,
+    Outcome,
+    OutcomeRates,
+    appraise,
+    rank_of,
+    winner,
+)
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import CachedSequence as EngineSequence
+from outrider.proposers.ngram import NgramProposer
+from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.messages import Commit, Failure, Open, Piece
+from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
+
+PROMPT = [1, 2, 3, 4, 5]
+CHAIN = [10, 11, 12, 13]
+
+
+def drafted(
+    ids: list[int], until: int = 100, max_window: int = 100, **options: Any
+) -> tuple[DraftSequence, SequenceCache]:
+    """A sequence after PROMPT that has drafted `ids`; all but the last token are computed."""
+    cache = SequenceCache(BlockPool(8), 4)
+    matcher = NgramProposer(1, 1).open(PROMPT)
+    options = {"chain": 3, "capacity": 1000, **options}
+    draft = DraftSequence((1, 7), CachedSequence(list(PROMPT)), len(PROMPT), method=matcher, **options)
+    draft.grant(credit(7, until, max_window))
+    extend(draft, cache, ids)
+    return draft, cache
+
+
+def extend(draft: DraftSequence, cache: SequenceCache, ids: list[int]) -> None:
+    cache.extend(draft.sequence)
+    draft.sequence.tokens.extend(ids)
+    draft.method.append(ids)  # type: ignore[union-attr]
+    for _ in ids:
+        draft.add_weights(None)
+    cache.extend(draft.sequence)
+    draft.sequence.num_computed_tokens = len(draft.sequence) - 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A commit met by a draft that had drafted CHAIN; what is left."""
+
+    name: str
+    commit: Commit
+    tokens: list[int]  # after the prompt
+    committed: int  # past the prompt
+    chain: int
+    computed: int  # of all tokens; 8 were computed before
+
+
+CASES = [
+    Case("agrees", commit(7, 5, 10, 11), CHAIN, 2, 3, 8),
+    Case("agrees with all", commit(7, 5, 10, 11, 12, 13), CHAIN, 4, 3, 8),
+    Case("parts inside", commit(7, 5, 10, 99), [10, 99], 2, 4, 6),
+    Case("parts at the first", commit(7, 5, 99), [99], 1, 4, 5),
+    Case("parts at the last, whose row was not computed", commit(7, 5, 10, 11, 12, 99), [10, 11, 12, 99], 4, 4, 8),
+    Case("a bonus past the end", commit(7, 5, *CHAIN, 50), [*CHAIN, 50], 5, 4, 8),
+    Case("a plain token that agrees", commit(7, 5, 10, chain=None), CHAIN, 1, 3, 8),
+    Case("dropped", commit(7, 5, dropped=(3,)), [], 0, 4, 4),
+    Case("dropped, with tokens that agree", commit(7, 5, 10, 11, dropped=(3,)), [10, 11], 2, 4, 6),
+    Case("dropped, and it parts: one new chain", commit(7, 5, 99, dropped=(3,)), [99], 1, 4, 5),
+    Case("another chain was dropped", commit(7, 5, 10, dropped=(2,)), CHAIN, 1, 3, 8),
+    Case("a repeat of the prompt's end", commit(7, 3, 4, 5), CHAIN, 0, 3, 8),
+    Case("partly known", commit(7, 3, 4, 5, 10, 99), [10, 99], 2, 4, 6),
+    Case("nothing", commit(7, 5), CHAIN, 0, 3, 8),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("sent", [0, 3, 4], ids=lambda count: f"{count} sent")
+def test_a_commit_meets_a_chain(case: Case, sent: int) -> None:
+    draft, cache = drafted(CHAIN[:sent], max_window=max(sent, 1))
+    assert [piece.ids for piece in draft.take_pieces()] == ([tuple(CHAIN[:sent])] if sent else [])
+    draft.grant(credit(7, 100, 100))
+    extend(draft, cache, CHAIN[sent:])
+    draft.on_commit(case.commit, cache)
+    assert draft.sequence.tokens == [*PROMPT, *case.tokens]
+    assert draft.committed == len(PROMPT) + case.committed
+    assert draft.chain == case.chain
+    assert draft.sequence.num_computed_tokens == case.computed
+    assert draft.method.num_tokens == len(draft.sequence)  # type: ignore[union-attr]
+    # What is unsent starts where the last piece ended, or at the committed length of a new chain.
+    draft.grant(credit(7, 100, 1))
+    start = draft.committed if case.chain == 4 else len(PROMPT) + sent
+    pieces = [piece for piece in draft.take_pieces() if piece.ids]
+    assert [(piece.chain, piece.position) for piece in pieces] == [
+        (case.chain, position) for position in range(start, len(draft.sequence))
+    ]
+
+
+def test_a_gap_is_an_error() -> None:
+    draft, cache = drafted(CHAIN)
+    with pytest.raises(FailedPrecondition, match="commit at 6"):
+        draft.on_commit(commit(7, 6, 11), cache)
+
+
+def test_commits_before_credit_are_stored() -> None:
+    draft, cache = drafted([], until=0)
+    draft.on_commit(commit(7, 5, 20, 21), cache)
+    draft.on_commit(commit(7, 7, 22), cache)
+    assert draft.sequence.tokens == [*PROMPT, 20, 21, 22] and draft.committed == 8
+    assert not draft.wants_tokens and not list(draft.take_pieces())
+
+
+def test_chains_start_where_the_open_says() -> None:
+    draft, _ = drafted([10], until=6, chain=17)
+    assert [piece.chain for piece in draft.take_pieces()] == [17]
+
+
+def test_credit_never_falls() -> None:
+    draft, _ = drafted([], until=0)
+    for until, expected in ((8, 8), (6, 8), (9, 9), (0, 9)):
+        draft.grant(credit(7, until))
+        assert draft.until == expected
+    draft.grant(credit(7, 20, max_window=0))
+    assert draft.limit == 0 and not draft.wants_tokens
+
+
+@pytest.mark.parametrize(
+    ("count", "until", "window", "expected"),
+    [
+        (3, 100, 4, []),
+        (4, 100, 4, [(5, 4, True)]),
+        (6, 100, 4, [(5, 4, True)]),
+        (4, 9, 4, [(5, 4, False)]),
+        (6, 11, 4, [(5, 4, True), (9, 2, False)]),
+        (2, 7, 4, [(5, 2, False)]),
+        (8, 13, 4, [(5, 4, True), (9, 4, False)]),
+    ],
+)
+def test_pieces_leave_when_full_or_at_the_end_of_credit(
+    count: int, until: int, window: int, expected: list[tuple[int, int, bool]]
+) -> None:
+    draft, _ = drafted(list(range(10, 10 + count)), until=until, max_window=window)
+    pieces = list(draft.take_pieces())
+    assert [(piece.position, len(piece.ids), piece.more) for piece in pieces] == expected
+    assert not list(draft.take_pieces())
+
+
+def test_the_end_of_the_context_is_told_once_per_commit() -> None:
+    draft, cache = drafted([10, 11], capacity=7)
+    assert list(draft.take_pieces()) == [Piece(7, 3, 5, (10, 11))]
+    draft.on_commit(commit(7, 5, 10, 11), cache)
+    assert list(draft.take_pieces()) == [Piece(7, 3, 7, ())]
+    assert not list(draft.take_pieces())
+    draft.on_commit(commit(7, 7, 30), cache)
+    assert list(draft.take_pieces()) == [Piece(7, 4, 8, ())]
+
+
+def test_a_finished_sequence_drafts_nothing_more() -> None:
+    draft, cache = drafted([10, 11])
+    draft.on_commit(commit(7, 5, 10, finish_reason=FinishReason.STOP), cache)
+    assert not draft.wants_tokens and not list(draft.take_pieces())
+
+
+def test_device_time_is_summed_by_piece() -> None:
+    draft, _ = drafted([10, 11, 12], until=100, max_window=2)
+    draft.draft_us = 300
+    assert [piece.draft_us for piece in draft.take_pieces()] == [300]
+    draft.draft_us += 50
+    draft.grant(credit(7, 8, 2))
+    draft.until = 8
+    assert [piece.draft_us for piece in draft.take_pieces()] == [50]
+
+
+BRANCHES_PROMPT = list(range(3, 24))  # the window's end crosses a block's
+K, BRANCHES = 4, 5
+MANY = 40  # enough for branches of branches
+REQUESTS = {
+    "greedy": new_open(1, BRANCHES_PROMPT),
+    "coupled": new_open(1, BRANCHES_PROMPT, SAMPLED, acceptance=AcceptanceRule.COUPLED, seed=7),
+}
+
+
+def branching(request: Open, **options: int) -> tuple[DraftHarness, list[Piece]]:
+    harness = DraftHarness(**options)
+    ahead = credit(1, len(BRANCHES_PROMPT) + 2 * (K + 1), K, BRANCHES)
+    pieces = [event for event in harness.run(request, ahead) if isinstance(event, Piece)]
+    harness.check()
+    return harness, pieces
+
+
+def continuation(harness: DraftHarness, request: Open, tokens: Sequence[int], count: int) -> list[int]:
+    """What a draft would draw after `tokens`, everything computed afresh."""
+    found = list(tokens)
+    for _ in range(count):
+        found.append(naive(request, found, harness.loaded)[0])
+    return found[len(tokens) :]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_branch_goes_on_from_its_guess(name: str) -> None:
+    request = REQUESTS[name]
+    harness, pieces = branching(request)
+    chain = [token for piece in pieces if piece.chain == 0 for token in piece.ids]
+    assert chain == continuation(harness, request, BRANCHES_PROMPT, 2 * (K + 1))
+    branches = [piece for piece in pieces if piece.chain > 0]
+    assert len(branches) == BRANCHES and {piece.parent for piece in branches} == {0}
+    for piece in branches:
+        offset = piece.position - len(BRANCHES_PROMPT)
+        assert 0 <= offset <= K and piece.ids[0] != chain[offset]
+        prefix = [*BRANCHES_PROMPT, *chain[:offset], piece.ids[0]]
+        assert list(piece.ids[1:]) == continuation(harness, request, prefix, len(piece.ids) - 1)
+        assert len(piece.ids) == 1 + K
+    assert len({(piece.position, piece.ids[0]) for piece in branches}) == BRANCHES
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("index", range(BRANCHES))
+def test_the_outcome_that_comes_takes_the_chains_place(name: str, index: int) -> None:
+    request = REQUESTS[name]
+    harness, pieces = branching(request)
+    chain = [token for piece in pieces if piece.chain == 0 for token in piece.ids]
+    chosen = [piece for piece in pieces if piece.chain > 0][index]
+    held = chosen.position - len(BRANCHES_PROMPT)
+    new = [*chain[:held], chosen.ids[0]]
+    length = len(BRANCHES_PROMPT) + len(new)
+    told = commit(1, len(BRANCHES_PROMPT), *new, chain=0, num_drafted=K, num_accepted=held)
+    later = harness.run(told, credit(1, length + 2 * (K + 1), K, BRANCHES))
+    harness.check()
+    ahead = [event for event in later if isinstance(event, Piece) and event.chain == chosen.chain]
+    assert ahead and ahead[0].position == chosen.position + len(chosen.ids)  # it goes on where it rested
+    drafted = [*chosen.ids[1:], *(token for piece in ahead for token in piece.ids)]
+    assert drafted == continuation(harness, request, [*BRANCHES_PROMPT, *new], len(drafted))
+    assert all(event.chain >= chosen.chain for event in later if isinstance(event, Piece))
+
+
+def test_an_outcome_without_a_branch_starts_a_chain_of_a_new_number() -> None:
+    harness, pieces = branching(REQUESTS["greedy"])
+    taken = {piece.ids[0] for piece in pieces if piece.position == len(BRANCHES_PROMPT)}
+    other = next(token for token in range(3, 90) if token not in taken)
+    later = harness.run(commit(1, len(BRANCHES_PROMPT), other), credit(1, len(BRANCHES_PROMPT) + 11, K, BRANCHES))
+    harness.check()
+    first = next(event for event in later if isinstance(event, Piece))
+    assert first.chain > max(piece.chain for piece in pieces) and first.position == len(BRANCHES_PROMPT) + 1
+
+
+def test_weights_leave_no_guesses() -> None:
+    request = new_open(1, BRANCHES_PROMPT, SAMPLED, acceptance=AcceptanceRule.REJECTION, seed=7)
+    _, pieces = branching(request)
+    assert {piece.chain for piece in pieces} == {0}
+
+
+def test_sequences_share_the_rows_of_a_pass() -> None:
+    harness, numbers = DraftHarness(num_blocks=512), range(1, 5)
+    prompts = {number: [number + token for token in BRANCHES_PROMPT] for number in numbers}
+    opened = [new_open(number, prompt) for number, prompt in prompts.items()]
+    harness.run(*opened, *(credit(number, len(BRANCHES_PROMPT) + 2 * (K + 1), K, MANY) for number in numbers))
+    harness.check()
+    held = [len(harness.engine.sequences[STREAM, number].branches) for number in numbers]
+    assert min(held) > MAX_GROWING // 8 and max(held) <= MAX_GROWING // 4 < MANY
+    assert max(len(batch) for batch in harness.batches) <= MAX_GROWING + len(numbers)
+
+
+def test_branches_yield_their_blocks() -> None:
+    """Another sequence needs the room: guesses go first."""
+    harness, _ = branching(REQUESTS["greedy"], num_blocks=9)
+    assert harness.engine.sequences[STREAM, 1].branches
+    harness.run(new_open(2, list(range(4, 70))), credit(2, 66 + K, K))
+    harness.check()
+    assert not harness.engine.sequences[STREAM, 1].branches
+    assert [event.ids for event in harness.events if isinstance(event, Piece) and event.sequence_id == 2]
+
+
+def test_what_has_survived_but_not_left_leaves_at_once() -> None:
+    """The target holds less than a window and waits: two tokens now are worth more than four later."""
+    harness = DraftHarness()
+    harness.run(new_open(1, BRANCHES_PROMPT, GREEDY), credit(1, len(BRANCHES_PROMPT) + K, K, BRANCHES))
+    draft = harness.engine.sequences[STREAM, 1]
+    draft.grant(credit(1, len(BRANCHES_PROMPT) + 2 * (K + 1), K, BRANCHES))
+    harness.engine.step(0.0)
+    harness.engine.step(0.0)  # two more tokens, not a piece yet
+    chain = draft.sequence.tokens[len(BRANCHES_PROMPT) :]
+    assert len(chain) == K + 2
+    before = len(harness.flushes)
+    harness.send(commit(1, len(BRANCHES_PROMPT), *chain[: K + 1], chain=0, num_drafted=K, num_accepted=K))
+    harness.engine.step(0.0)
+    first = harness.flushes[before][0]
+    assert isinstance(first, Piece) and first.position == len(BRANCHES_PROMPT) + K and len(first.ids) >= 2
+
+
+def test_rates_and_ranks() -> None:
+    rates = OutcomeRates()
+    for _ in range(200):
+        rates.observe(4, 1, 2)  # always the second is refused, and the third alternative is right
+    assert rates.acceptance(0) > 0.9 and rates.acceptance(1) < 0.1
+    assert rates.chance(2) > 0.8 > rates.chance(0)
+    alternatives = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
+    chances = appraise(rates.table(2), 0, 10, alternatives, [])
+    assert max(chances, key=chances.__getitem__) == Outcome(0, 11, 6)
+    assert [rank_of(alternatives, 11, token) for token in (5, 99)] == [1, -1] and rank_of(alternatives, 20, 5) is None
+
+
+def test_an_outcome_of_a_branch_is_as_likely_as_both_together() -> None:
+    table = OutcomeRates().table(2)
+    chances = [column[:2] for column in table.chances]  # after 2 tokens and the one that follows, another window
+    branch = Branch(4, 0, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (8, 9), 13: (10,)})
+    orphan = Branch(5, 3, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (11,)})  # its parent has gone
+    found = appraise(table, 0, 10, {10: (1, 2), 11: (3, 4), 12: (5,), 13: (6,)}, [branch, orphan])
+    expected = {
+        Outcome(0, 10, 1): chances[0][0],
+        Outcome(0, 10, 2): chances[0][1],
+        Outcome(0, 11, 3): chances[1][0],
+        Outcome(0, 11, 4): chances[1][1],
+        Outcome(0, 12, 5): chances[2][0],
+        Outcome(0, 13, 6): chances[3][0],
+        Outcome(4, 12, 8): chances[1][0] * chances[0][0],
+        Outcome(4, 13, 10): chances[1][0] * chances[1][0],
+    }
+    assert found == pytest.approx(expected) and chances[1][0] * chances[0][1] < LEAST_CHANCE  # 9 is too unlikely
+    assert chances[3][0] == pytest.approx(table.whole * chances[0][0])
+    assert (branch.chance, branch.goes_on, orphan.chance) == (chances[1][0], True, 0.0)
+
+
+def test_branches_of_a_branch_are_there_when_its_outcome_comes() -> None:
+    """The verification after this one is prepared for, too: once an outcome is known, what was drafted for those of
+    the next one leaves at once, and not before."""
+    request = REQUESTS["greedy"]
+    harness = DraftHarness(num_blocks=256)
+    ahead = credit(1, len(BRANCHES_PROMPT) + 3 * (K + 1), K, MANY)
+    pieces = [event for event in harness.run(request, ahead) if isinstance(event, Piece)]
+    harness.check()
+    draft = harness.engine.sequences[STREAM, 1]
+    assert {piece.parent for piece in pieces if piece.chain > 0 and piece.parent is not None} == {0}
+    second = next(branch for branch in draft.branches if branch.parent > 0)
+    first = next(branch for branch in draft.branches if branch.chain == second.parent)
+    new = first.sequence.tokens[len(BRANCHES_PROMPT) : first.position + 1]
+    length, passes, flushes = len(BRANCHES_PROMPT) + len(new), len(harness.batches), len(harness.flushes)
+    harness.send(commit(1, len(BRANCHES_PROMPT), *new, chain=0, num_drafted=K, num_accepted=len(new) - 1))
+    harness.engine.step(0.0)
+    assert draft.chain == first.chain and len(harness.batches) <= passes + 1
+    sent = {event.chain: event for event in harness.flushes[flushes] if isinstance(event, Piece)}
+    assert sent[second.chain].position == second.position and sent[second.chain].parent == first.chain
+    assert all(branch.sequence.tokens[:length] == [*BRANCHES_PROMPT, *new] for branch in draft.branches)
+    again = second.sequence.tokens[length : second.position + 1]
+    harness.run(commit(1, length, *again, chain=first.chain, num_drafted=K, num_accepted=len(again) - 1))
+    harness.check()
+    drafted = list(sent[second.chain].ids[1:])
+    assert draft.chain == second.chain and len(drafted) == K
+    assert drafted == continuation(harness, request, [*BRANCHES_PROMPT, *new, *again], K)
+
+
+def test_what_the_target_does_not_hold_is_not_gone_on_with() -> None:
+    harness, pieces = branching(REQUESTS["greedy"])
+    chain = [token for piece in pieces if piece.chain == 0 for token in piece.ids]
+    refused = max((piece for piece in pieces if piece.chain > 0), key=lambda piece: piece.position)
+    assert refused.position > len(BRANCHES_PROMPT)
+    harness.run(commit(1, len(BRANCHES_PROMPT), chain[0], chain=0, dropped=(refused.chain,)))
+    draft = harness.engine.sequences[STREAM, 1]
+    assert draft.chain == 0 and refused.chain not in {branch.chain for branch in draft.branches}
+
+
+def test_the_lowest_number_wins() -> None:
+    branches = [Branch(number, 0, 2, EngineSequence([1, 2, 9, 8])) for number in (5, 3)]
+    chosen = winner(branches, 2, [9])
+    assert chosen is not None and chosen.chain == 3 and winner(branches, 2, [7]) is None
+    orphan = Branch(4, 3, 3, EngineSequence([1, 2, 9, 8]))  # of a branch that had to go: its own guess is still one
+    assert winner([orphan], 2, [9]) is None and winner([orphan], 2, [9, 8]) is orphan
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_rounds_of_every_kind(name: str) -> None:
+    """Whatever is committed, each chain says what a draft would draw after its own tokens."""
+    request, rng = REQUESTS[name], random.Random(SEED + 1)
+    harness, chains, committed = DraftHarness(num_blocks=256), dict[int, list[int]](), list(BRANCHES_PROMPT)
+    events = harness.run(request, credit(1, len(committed) + 3 * (K + 1), K, MANY))
+    for _ in range(25):
+        for piece in (event for event in events if isinstance(event, Piece) and event.ids):
+            start = chains.setdefault(piece.chain, list(committed) if piece.parent is None else chains[piece.parent])
+            prefix = start[: piece.position]
+            guess = piece.parent is not None
+            drafted = list(piece.ids[1:]) if guess else list(piece.ids)
+            prefix = [*prefix, piece.ids[0]] if guess else prefix
+            assert drafted == continuation(harness, request, prefix, len(drafted))
+            chains[piece.chain] = [*prefix, *drafted]
+        length = len(committed)
+        live = min(number for number, ids in chains.items() if ids[:length] == committed and len(ids) > length)
+        window = chains[live][length : length + K]
+        held = rng.randrange(len(window) + 1)
+        before = [*committed, *window[:held]]
+        others = [ids[len(before)] for ids in chains.values() if ids[: len(before)] == before and ids[len(before) :]]
+        token = rng.choice([*others, rng.randrange(3, 90)])
+        new = [*window[:held], token]
+        told = commit(1, length, *new, chain=live, num_drafted=len(window), num_accepted=held)
+        committed += new
+        events = harness.run(told, credit(1, len(committed) + 3 * (K + 1), K, MANY))
+        harness.check()
+
+
+def test_credit_for_branches_without_a_window_harms_no_neighbour() -> None:
+    harness = DraftHarness()
+    harness.run(new_open(1, BRANCHES_PROMPT), credit(1, len(BRANCHES_PROMPT) + K, K, 3))
+    own = [7, 8, 9]
+    events = harness.run(credit(1, len(BRANCHES_PROMPT) + 4 * K, 0, 3), new_open(2, own), credit(2, len(own) + K, K))
+    harness.check()
+    drafted = [token for event in events if isinstance(event, Piece) and event.sequence_id == 2 for token in event.ids]
+    assert drafted == continuation(harness, new_open(2, own), own, K)
+    assert not any(isinstance(event, Failure) for event in events)
+
+
+def test_a_bug_before_a_step_is_planned_fails_what_is_open_and_leaves_the_engine_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = DraftHarness()
+    harness.send(new_open(1, BRANCHES_PROMPT), credit(1, len(BRANCHES_PROMPT) + K, K))
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.engine._scheduler, "plan", lambda drafts: [][0])
+        with pytest.raises(IndexError) as raised:
+            harness.engine.step(0.0)
+    harness.engine.on_error(raised.value)
+    assert [event.sequence_id for event in harness.events if isinstance(event, Failure)] == [1]
+    assert not harness.engine.sequences and harness.engine.step(0.0) is None
+    assert harness.ids(new_open(2, BRANCHES_PROMPT), credit(2, len(BRANCHES_PROMPT) + K, K))

@@ -1,0 +1,90 @@
+"""Which drafts fit which targets."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.models import train_byte_fallback, train_byte_level
+
+from outrider.gateway.peers.handshake import check_pair, check_tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.messages import ModelInfo
+
+
+def model(name: str, vocab_size: int, num_tokens: int = 0, fingerprint: str = "") -> ModelInfo:
+    return ModelInfo(name, "d", vocab_size, 4096, num_tokens=num_tokens, tokenizer_fingerprint=fingerprint)
+
+
+QWEN_7B = model("Qwen2.5-7B", 152_064, 151_665, "same")
+QWEN_HALF = model("Qwen2.5-0.5B", 151_936, 151_665, "same")
+LLAMA = model("Llama-3.1-8B", 128_256, 128_256, "other")
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "warning"),
+    [
+        (QWEN_7B, QWEN_HALF, ""),
+        (QWEN_HALF, QWEN_7B, ""),
+        (QWEN_7B, model("ngram", 0), ""),
+        (model("Qwen2.5-7B", 152_064), model("Qwen2.5-0.5B", 151_936), "Qwen2.5-7B .* Qwen2.5-0.5B"),
+        (model("a", 152_064, 151_665), model("b", 151_936, 151_665, "same"), "sizes"),
+    ],
+)
+def test_pairs(target: ModelInfo, draft: ModelInfo, warning: str) -> None:
+    said = check_pair(target, draft)
+    if warning:
+        assert re.search(warning, said)
+    else:
+        assert said == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        (QWEN_7B, LLAMA),
+        (QWEN_7B, model("Qwen2-0.5B", 151_936, 151_646, "older")),  # not known to agree: their tokenizers are not given
+        (model("Qwen2.5-7B", 152_064), model("Llama-3.1-8B", 128_256)),
+        (model("Qwen2.5-7B", 152_064, 151_665), model("odd", 152_064, 32_000)),
+    ],
+)
+def test_mismatches_name_both(target: ModelInfo, draft: ModelInfo) -> None:
+    with pytest.raises(FailedPrecondition) as raised:
+        check_pair(target, draft)
+    assert target.name in str(raised.value) and draft.name in str(raised.value)
+    assert raised.value.reason == "NOT_A_PAIR"
+
+
+def saved(folder: Path, *, fallback: bool = False, **config: str) -> Tokenizer:
+    folder.mkdir()
+    backend = train_byte_fallback() if fallback else train_byte_level()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.load(folder)
+
+
+def served(tokenizer: Tokenizer, name: str) -> ModelInfo:
+    return model(name, tokenizer.num_tokens + 8, tokenizer.num_tokens, tokenizer.fingerprint)
+
+
+def test_different_tokenizers_are_judged_by_agreement(tmp_path: Path) -> None:
+    mine, similar = saved(tmp_path / "a"), saved(tmp_path / "b", pad_token="<|pad|>")
+    other = saved(tmp_path / "c", fallback=True)
+    assert "agree on 99." in check_pair(served(mine, "t"), served(similar, "d"), (mine, similar))
+    with pytest.raises(FailedPrecondition, match="stand for the same token"):
+        check_pair(served(mine, "t"), served(other, "d"), (mine, other))
+    with pytest.raises(FailedPrecondition, match="not theirs"):
+        check_pair(served(mine, "t"), served(similar, "d"), (mine, other))
+
+
+def test_the_gateways_tokenizer_is_the_targets(tmp_path: Path) -> None:
+    mine, other = saved(tmp_path / "a"), saved(tmp_path / "b", pad_token="<|pad|>")
+    assert check_tokenizer(mine, served(mine, "t")) == ""
+    assert "taken on trust" in check_tokenizer(mine, model("t", 1000))
+    with pytest.raises(FailedPrecondition, match="fingerprints differ"):
+        check_tokenizer(mine, served(other, "t"))
+    with pytest.raises(FailedPrecondition, match="only 10"):
+        check_tokenizer(mine, model("t", 10))

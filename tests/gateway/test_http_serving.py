@@ -1,0 +1,371 @@
+"""/v1/completions through the real openai package: every parameter arrives, every answer equals what gRPC gives.
+
+/v1/chat/completions through the real openai package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from threading import get_ident
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from support.fakes import EOS, ToyDraft, ToyTarget, expected, scripted
+from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, toy_tokenizer
+
+from outrider.client import Client
+from outrider.gateway import request, servicer
+from outrider.gateway.http import serving, sse
+from outrider.gateway.http.protocol import TokenTexts, parse_body
+from outrider.gateway.http.serving import read_completion
+from outrider.gateway.servicer import decode_request
+from outrider.rpc.messages import TokenLogprob
+from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.v1 import generation_pb2 as pb
+
+GREEDY: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+
+
+async def grpc_ids(served: Gateway, **fields: Any) -> list[int]:
+    async with Client(served.grpc_address) as client:
+        parts = [part async for part in client.generate(token_ids=tuple(PROMPT), **fields)]
+    return [token for part in parts for token in part.token_ids]
+
+
+async def test_equals_grpc_and_says_what_it_did() -> None:
+    async with gateway(ToyTarget(num_cached=2), ToyDraft(wrong_every=3)) as served, served.openai() as client:
+        raw = await client.completions.create(**GREEDY, extra_body={"return_token_ids": True, "speculation": {}})
+        choice = raw.choices[0]
+        extra = choice.model_extra or {}
+        assert extra["token_ids"] == await grpc_ids(served, temperature=0.0, max_tokens=20) == expected(PROMPT, 20)
+        assert choice.text == text_of(expected(PROMPT, 20)) and choice.finish_reason == "length"
+        assert raw.object == "text_completion" and raw.model == "toy" and raw.system_fingerprint == "fp_d1"
+        assert raw.usage is not None and raw.usage.model_dump(exclude_none=True) == {
+            "prompt_tokens": 3,
+            "completion_tokens": 20,
+            "total_tokens": 23,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }
+        stats = extra["speculation"]
+        assert stats["num_accepted_tokens"] == extra["token_origins"].count("accepted") > 0
+        assert stats["acceptance"] == "rejection" and 0 < stats["acceptance_rate"] < 1
+        assert stats["num_rounds_by_mode"] == {"sequential": stats["num_rounds"]} and stats["mode"] == "sequential"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_mode_is_the_request_s(stream: bool) -> None:
+    """The gateway decodes in order here; each request may ask for more, and the answer says what was done."""
+    async with gateway(draft=ToyDraft(wrong_every=9)) as served, served.openai() as client:
+        for fields, modes in (
+            ({"mode": "chains", "num_draft_tokens": 3}, {"chains"}),
+            ({"mode": "branches", "num_draft_tokens": 3}, {"branches"}),
+            ({"mode": "auto"}, {"off", "sequential", "chains", "branches"}),
+            ({"enabled": False}, {"off"}),
+        ):
+            body = {"extra_body": {"speculation": fields, "return_token_ids": True}}
+            answer = await client.completions.create(**GREEDY, stream=stream, **body)
+            chunks = [chunk.choices[0] async for chunk in answer] if stream else answer.choices
+            extras: list[dict[str, Any]] = [chunk.model_extra or {} for chunk in chunks]
+            assert [token for extra in extras for token in extra["token_ids"]] == expected(PROMPT, 20)
+            assert ["speculation" in extra for extra in extras] == [False] * (len(extras) - 1) + [True]
+            did = extras[-1]["speculation"]
+            assert did["mode"] in modes and set(did["num_rounds_by_mode"]) <= modes
+            assert sum(did["num_rounds_by_mode"].values()) == did["num_rounds"]
+
+
+async def test_without_extensions_the_answer_has_openai_s_fields_alone() -> None:
+    async with gateway(draft=ToyDraft()) as served, served.client() as client:
+        answer = (await client.post("/v1/completions", json={**GREEDY, "model": None})).json()
+        assert set(answer) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+        assert set(answer["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "stop_reason"}
+
+
+async def test_a_stream_is_the_whole_answer_in_pieces() -> None:
+    async with gateway(draft=ToyDraft(wrong_every=4)) as served, served.openai() as client:
+        whole = await client.completions.create(**GREEDY, logprobs=1)
+        stream = await client.completions.create(**GREEDY, logprobs=1, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert len(chunks) > 2 and all(chunk.usage is None for chunk in chunks)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
+        pieces = [chunk.choices[0].logprobs for chunk in chunks]
+        assert whole.choices[0].logprobs is not None
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            joined = [value for piece in pieces if piece is not None for value in getattr(piece, name)]
+            assert joined == getattr(whole.choices[0].logprobs, name) and len(joined) == 20
+        assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].id.startswith("cmpl-")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_offsets_are_places_in_the_text(stream: bool) -> None:
+    """Also where a token is half a character, and where text is held back for a stop string."""
+    expected_text = "naïve 你好 the lazy dog"
+    ids = toy_tokenizer().encode(expected_text, add_special_tokens=False)
+    rule = scripted(ids)
+    async with gateway(ToyTarget(rule=rule), ToyDraft(rule=rule, wrong_every=3)) as served, served.client() as client:
+        body = {**GREEDY, "max_tokens": len(ids), "logprobs": 0, "stream": stream, "stop": "lazy cat"}
+        if stream:
+            events = await stream_events(client, "/v1/completions", body)
+            choices = [json.loads(line)["choices"][0] for line in events[:-1]]
+        else:
+            choices = (await client.post("/v1/completions", json=body)).json()["choices"]
+        text = "".join(choice["text"] for choice in choices)
+        tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+        offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+        assert text == expected_text and len(tokens) == len(ids) and len(choices) > 2 * stream
+        whole = [
+            (token, offset) for token, offset in zip(tokens, offsets, strict=True) if not token.startswith("bytes:")
+        ]
+        assert 3 < len(whole) < len(tokens)
+        assert all(text[offset:].startswith(token) for token, offset in whole)
+
+
+async def test_usage_comes_last_and_only_if_asked_for() -> None:
+    async with gateway() as served, served.client() as client:
+        body = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, done = await stream_events(client, "/v1/completions", body)
+        assert done == "[DONE]" and json.loads(last)["choices"] == []
+        assert json.loads(last)["usage"]["completion_tokens"] == 20
+        assert all(json.loads(chunk)["usage"] is None for chunk in chunks)
+
+
+async def test_prompts_of_every_kind_and_n() -> None:
+    async with gateway(draft=ToyDraft(wrong_every=3)) as served, served.openai() as client:
+        text = "the quick brown fox"
+        ids = toy_tokenizer().encode(text)
+        for prompts in ([text, text], [ids, ids], [ids, PROMPT]):
+            answer = await client.completions.create(**{**GREEDY, "prompt": prompts, "n": 2, "max_tokens": 6})
+            assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+            second = prompts[1] if isinstance(prompts[1], list) else ids
+            assert answer.choices[0].text == answer.choices[1].text
+            assert answer.choices[3].text == text_of(expected(second, 6), second)
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == len(ids) + len(second) and answer.usage.completion_tokens == 24
+        chunks = await client.completions.create(**{**GREEDY, "prompt": [PROMPT, ids], "n": 2, "stream": True})
+        texts: dict[int, str] = {}
+        async for chunk in chunks:
+            texts[chunk.choices[0].index] = texts.get(chunk.choices[0].index, "") + chunk.choices[0].text
+        assert texts[0] == texts[1] == text_of(expected(PROMPT, 20))
+        assert texts[2] == texts[3] == text_of(expected(ids, 20), ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stops_cut_text_and_say_why(stream: bool) -> None:
+    ids = toy_tokenizer().encode("the lazy dog stop signs", add_special_tokens=False)
+    async with gateway(ToyTarget(rule=scripted(ids)), ToyDraft(rule=scripted(ids))) as served:
+
+        async def ask(**fields: Any) -> tuple[str, Any, Any]:
+            body = {**GREEDY, "max_tokens": 60, "stream": stream, **fields}
+            async with served.client() as client:
+                if not stream:
+                    choices = (await client.post("/v1/completions", json=body)).json()["choices"]
+                else:
+                    events = await stream_events(client, "/v1/completions", body)
+                    choices = [json.loads(line)["choices"][0] for line in events[:-1]]
+            last = choices[-1]
+            return "".join(choice["text"] for choice in choices), last["finish_reason"], last["stop_reason"]
+
+        assert await ask() == ("the lazy dog stop signs", "stop", None)
+        assert await ask(stop=" stop") == ("the lazy dog", "stop", " stop")
+        assert await ask(stop=["none", "zy d"]) == ("the la", "stop", "zy d")
+        assert await ask(stop="dog", include_stop_str_in_output=True) == ("the lazy dog", "stop", "dog")
+        assert (await ask(stop_token_ids=[ids[2]]))[1:] == ("stop", ids[2])
+        assert (await ask(max_tokens=2))[1] == "length"
+
+
+async def test_every_parameter_reaches_the_target() -> None:
+    given = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+        "frequency_penalty": -0.3, "min_tokens": 2, "max_tokens": 9, "ignore_eos": True, "seed": 77,
+        "skip_special_tokens": False,
+    }  # fmt: skip
+    lists = {"stop_token_ids": [3, 4], "allowed_token_ids": [5, 6, 7], "logit_bias": {"5": 1.5, "6": -100}}
+    target, draft = ToyTarget(), ToyDraft()
+    async with gateway(target, draft) as served, served.client() as client:
+        speculation = {"num_draft_tokens": 2, "acceptance": "coupled", "method": "draft_model", "mode": "sequential"}
+        extra = {"bad_words": ["fox"], "priority": 3, "cache_salt": "pepper", "speculation": speculation}
+        answer = await client.post("/v1/completions", json={"prompt": PROMPT, **given, **lists, **extra, "n": 2})
+        assert answer.status_code == 200, answer.text
+        first, second = target.opens
+        for name in set(given) - {"seed"}:
+            assert getattr(first.sampling, name) == given[name], name
+        assert first.seed == second.seed == 77 and (first.completion, second.completion) == (0, 1)
+        assert first.sampling.logit_bias == {5: 1.5, 6: -100} and first.sampling.stop_token_ids == (3, 4)
+        assert first.sampling.allowed_token_ids == (5, 6, 7) and first.sampling.bad_words_ids
+        assert first.priority == 3 and first.salt == "pepper" and first.acceptance is AcceptanceRule.COUPLED
+        assert draft.opens[0].method == "draft_model"
+        plain = await client.post("/v1/completions", json={**GREEDY, "speculation": {"enabled": False}, "seed": -1})
+        assert plain.json()["choices"][0]["speculation"]["num_drafts"] == 0
+        assert len(draft.opens) == 2 and target.opens[-1].seed == 2**64 - 1
+
+
+def test_one_request_whatever_the_entry() -> None:
+    """What HTTP reads equals what gRPC reads, field by field."""
+    engine = type("Engine", (), {"model_name": "toy", "verifier": ToyTarget()})()
+    body = parse_body(
+        b'{"prompt": [11, 12], "temperature": 0.5, "top_k": 3, "stop": ["a", "b"], "logit_bias": {"7": 2}, "n": 2,'
+        b'"max_tokens": 5, "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
+        b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
+        b'"enabled": true}, "request_id": "r"}'
+    )
+    message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1)
+    for name, value in {
+        "temperature": 0.5,
+        "top_k": 3,
+        "max_tokens": 5,
+        "logprobs": 2,
+        "seed": 9,
+        "min_tokens": 1,
+    }.items():
+        setattr(message.sampling, name, value)
+    message.sampling.stop.extend(["a", "b"])
+    message.sampling.logit_bias[7] = 2
+    message.speculation.num_draft_tokens, message.speculation.acceptance = 3, 2
+    message.speculation.mode, message.speculation.method, message.speculation.enabled = "chains", "ngram", True
+    defaults = engine.verifier.info.model.default_sampling
+    assert read_completion(body, None, engine).requests == (decode_request(message, defaults),)
+    empty = pb.GenerateRequest(text="x")
+    assert read_completion(parse_body(b'{"prompt": "x"}'), None, engine).requests == (decode_request(empty, defaults),)
+
+
+async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def seen(function: Any) -> Any:
+        def wrapper(*arguments: Any) -> Any:
+            threads.append(get_ident())
+            return function(*arguments)
+
+        return wrapper
+
+    monkeypatch.setattr(serving, "JSONResponse", seen(serving.JSONResponse))
+    monkeypatch.setattr(sse, "dumps", seen(sse.dumps))
+    monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
+    monkeypatch.setattr(request, "SLOW_LOGPROBS", 0)
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    async with gateway(ToyTarget()) as served, served.client() as client:
+        answer = await client.post("/v1/completions", json={**asked, "logprobs": 1})
+        assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 4
+        await grpc_ids(served, temperature=0.0, max_tokens=4, logprobs=1)
+        assert len(threads) == 5 and get_ident() not in threads
+        await stream_events(client, "/v1/completions", {**asked, "logprobs": 1, "stream": True})
+        assert len(threads) >= 9 and get_ident() not in threads
+        threads.clear()
+        await grpc_ids(served, temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        assert threads and threads[0] != get_ident()
+        threads.clear()
+        await client.post("/v1/completions", json=asked)
+        await grpc_ids(served, temperature=0.0, max_tokens=4)
+        assert {*threads} == {get_ident()}
+
+
+async def test_logprobs_name_tokens_by_text_or_bytes() -> None:
+    tokenizer = toy_tokenizer()
+    ids = tokenizer.encode(" naïve 你", add_special_tokens=False)
+    async with gateway(ToyTarget(rule=scripted([*ids, EOS]))) as served, served.openai() as client:
+        answer = await client.completions.create(**{**GREEDY, "logprobs": 0})
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs == [None] * (len(ids) + 1)
+        raw = b"".join(
+            bytes.fromhex(name.removeprefix("bytes:").replace("\\x", ""))
+            if name.startswith("bytes:")
+            else name.encode()
+            for name in logprobs.tokens[:-1]
+        )
+        assert raw.decode() == " naïve 你" and logprobs.tokens[-1] == "<|endoftext|>"
+        assert logprobs.token_logprobs == [-0.5] * (len(ids) + 1)
+
+
+MESSAGES: list[Any] = [{"role": "system", "content": "stop words"}, {"role": "user", "content": "the quick brown fox"}]
+RENDERED = "system: stop words\nuser: the quick brown fox\nassistant:"
+ASK: dict[str, Any] = {"model": "toy", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+
+
+def prompt_ids() -> list[int]:
+    return toy_tokenizer().encode(RENDERED, add_special_tokens=False)
+
+
+def answer_text(count: int) -> str:
+    return text_of(expected(prompt_ids(), count), prompt_ids())
+
+
+async def test_whole_and_streamed() -> None:
+    async with gateway(draft=ToyDraft(wrong_every=3)) as served, served.openai() as client:
+        whole = await client.chat.completions.create(**ASK)
+        assert whole.object == "chat.completion" and whole.id.startswith("chatcmpl-")
+        message = whole.choices[0].message
+        assert (message.role, message.content, message.refusal) == ("assistant", answer_text(12), None)
+        assert whole.choices[0].finish_reason == "length" and whole.choices[0].logprobs is None
+        assert whole.usage is not None and whole.usage.prompt_tokens == len(prompt_ids())
+        stream = await client.chat.completions.create(**ASK, stream=True, n=2, stream_options={"include_usage": True})
+        texts, roles, finishes, usage = {0: "", 1: ""}, [], [], None
+        async for chunk in stream:
+            assert chunk.object == "chat.completion.chunk"
+            usage = chunk.usage
+            for choice in chunk.choices:
+                assert usage is None and (choice.delta.role is None or not texts[choice.index])
+                roles.append(choice.delta.role)
+                texts[choice.index] += choice.delta.content or ""
+                finishes.append(choice.finish_reason)
+        assert texts == {0: answer_text(12), 1: answer_text(12)} and roles.count("assistant") == 2
+        assert finishes.count("length") == 2 and usage is not None and usage.completion_tokens == 24
+
+
+async def test_the_synchronous_client_and_its_stream_helper() -> None:
+    def ask(base_url: str) -> tuple[str, int]:
+        with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
+            with client.chat.completions.stream(**ASK) as stream:
+                for _ in stream:
+                    pass
+                final = stream.get_final_completion()
+            return final.choices[0].message.content or "", len(client.models.list().data)
+
+    rule = scripted(toy_tokenizer().encode("the lazy dog", add_special_tokens=False))
+    async with gateway(ToyTarget(rule=rule), ToyDraft(rule=rule)) as served:
+        assert await asyncio.to_thread(ask, f"{served.url}/v1") == ("the lazy dog", 1)
+
+
+async def test_without_max_tokens_it_goes_on_to_the_context_s_end() -> None:
+    async with gateway() as served, served.openai() as client:
+        answer = await client.chat.completions.create(model="toy", messages=MESSAGES, temperature=0)
+        assert answer.usage is not None and answer.usage.total_tokens == 256
+        capped = await client.chat.completions.create(model="toy", messages=MESSAGES, max_completion_tokens=3)
+        assert capped.usage is not None and capped.usage.completion_tokens == 3
+
+
+async def test_logprobs_with_alternatives() -> None:
+    ids = toy_tokenizer().encode("the dog", add_special_tokens=False)
+    async with gateway(ToyTarget(rule=scripted(ids))) as served, served.openai() as client:
+        answer = await client.chat.completions.create(**ASK, logprobs=True, top_logprobs=1)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None
+        assert bytes(byte for entry in logprobs.content[:-1] for byte in entry.bytes or ()) == b"the dog"
+        assert all(len(entry.top_logprobs) == 1 and entry.logprob == -0.5 for entry in logprobs.content)
+        bare = await client.chat.completions.create(**ASK, logprobs=True)
+        assert bare.choices[0].logprobs is not None and bare.choices[0].logprobs.content is not None
+        assert all(entry.top_logprobs == [] for entry in bare.choices[0].logprobs.content)
+
+
+def test_alternatives_are_the_most_probable_by_rank() -> None:
+    """The target names the chosen token first, and does not repeat it among the others."""
+    chosen = TokenLogprob(40, -3.0, 9)
+    others = (TokenLogprob(41, -0.5, 1), TokenLogprob(42, float("-inf"), 2))
+    entry = TokenTexts(toy_tokenizer()).chat([(chosen, *others)], 2)["content"][0]
+    assert entry["logprob"] == -3.0 and [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -9999.0]
+    within = TokenTexts(toy_tokenizer()).chat([(TokenLogprob(40, -1.0, 2), others[0])], 2)["content"][0]
+    assert [top["logprob"] for top in within["top_logprobs"]] == [-0.5, -1.0]
+
+
+async def test_parts_of_text_and_stops() -> None:
+    target = ToyTarget(rule=scripted(toy_tokenizer().encode("the lazy dog", add_special_tokens=False)))
+    async with gateway(target) as served, served.openai() as client:
+        parts = [{"type": "text", "text": "the quick"}, {"type": "text", "text": "brown fox"}]
+        messages: list[Any] = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+        answer = await client.chat.completions.create(
+            model="toy", messages=messages, stop=[" dog"], logit_bias={"7": 1}
+        )
+        assert answer.choices[0].message.content == "the lazy" and answer.choices[0].finish_reason == "stop"
+        rendered = "user: the quick\nbrown fox\nassistant: \nassistant:"
+        assert list(target.opens[0].prompt_ids) == toy_tokenizer().encode(rendered, add_special_tokens=False)
+        assert target.opens[0].sampling.logit_bias == {7: 1}

@@ -1,0 +1,209 @@
+"""Ways to be wrong: bugs that speculative decoders had, and parts of the target that are nearly right. A proof that
+does not fail with its mutant sees nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.draft_service.sequence import DraftSequence
+from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache
+from outrider.engine.models import decoder
+from outrider.engine.sampler import SequenceSampler
+from outrider.kernels.cpu.decoder import CpuDecoder, RaggedRows
+from outrider.kernels.kv_store import reference as kv_store
+from outrider.kernels.types import Penalties, Windows
+from outrider.kernels.verify.reference import accept, coupled_accept
+
+Bug = Callable[[pytest.MonkeyPatch], None]
+
+
+def rollback_keeps_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of the token that was refused counts as the recovered token's."""
+    truncate = SequenceCache.truncate
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, length: int) -> None:
+        computed = sequence.num_computed_tokens
+        truncate(self, sequence, length)
+        sequence.num_computed_tokens = min(computed, length)
+
+    monkeypatch.setattr(SequenceCache, "truncate", wrong)
+
+
+def slots_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that cannot be trimmed: what a refused token left stays."""
+    store_kv = kv_store.store_kv  # which the decoder's fused turn ends in
+
+    def wrong(
+        keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, **options: Any
+    ) -> None:
+        empty = (key_cache.flatten(0, 1)[slots] == 0).flatten(1).all(1)
+        store_kv(keys[empty], values[empty], key_cache, value_cache, slots[empty], **options)
+
+    forward = CpuDecoder.forward
+
+    def wrong_pass(
+        self: CpuDecoder, token_ids: Tensor, rows: RaggedRows, keys: Any, values: Any, logit_rows: Tensor
+    ) -> Tensor:
+        held = (keys[0].flatten(0, 1)[rows.slots] != 0).flatten(1).any(1)
+        slots = rows.slots[held]
+        before = [(cache.flatten(0, 1), cache.flatten(0, 1)[slots]) for cache in (*keys, *values)]
+        logits = forward(self, token_ids, rows, keys, values, logit_rows)
+        for cache, stale in before:
+            cache[slots] = stale
+        return logits
+
+    monkeypatch.setattr(kv_store, "store_kv", wrong)
+    monkeypatch.setattr(CpuDecoder, "forward", wrong_pass)
+
+
+def committed_blocks_are_published_before_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovered token in a block's last slot makes the block findable one step too early."""
+    _publish_to(monkeypatch, lambda sequence, num_committed: (num_committed, num_committed))
+
+
+def drafted_tokens_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks become findable when a window is appended, before it is verified."""
+    extend, publish = SequenceCache.extend, SequenceCache.publish
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, ids: Any = (), num_tokens: int | None = None) -> None:
+        extend(self, sequence, ids, num_tokens)
+        computed, sequence.num_computed_tokens = sequence.num_computed_tokens, len(sequence)
+        publish(self, sequence, len(sequence))
+        sequence.num_computed_tokens = computed
+
+    monkeypatch.setattr(SequenceCache, "extend", wrong)
+
+
+def accepted_tokens_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count that is hashed is that of one plain token a step."""
+    _publish_to(monkeypatch, lambda sequence, num_committed: (num_committed - 3, sequence.num_computed_tokens - 3))
+
+
+def _publish_to(monkeypatch: pytest.MonkeyPatch, counts: Callable[[CachedSequence, int], tuple[int, int]]) -> None:
+    publish = SequenceCache.publish
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, num_committed: int) -> None:
+        computed = sequence.num_computed_tokens
+        num_committed, sequence.num_computed_tokens = counts(sequence, num_committed)
+        publish(self, sequence, num_committed)
+        sequence.num_computed_tokens = computed
+
+    monkeypatch.setattr(SequenceCache, "publish", wrong)
+
+
+def a_prefix_hit_claims_a_block_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block of a warm prompt is taken as computed, and never is."""
+    admit = SequenceCache.admit
+
+    def wrong(self: SequenceCache, sequence: CachedSequence, use_prefix: bool = True) -> int:
+        found = admit(self, sequence, use_prefix)
+        if found:
+            self.extend(sequence)
+            sequence.num_computed_tokens = len(sequence) - 1
+        return found
+
+    monkeypatch.setattr(SequenceCache, "admit", wrong)
+
+
+def the_row_before_a_bonus_token_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a full window the draft computes the bonus token alone, not the last one it drafted."""
+    restart = DraftSequence._restart
+
+    def wrong(self: DraftSequence, length: int, ids: Sequence[int], cache: SequenceCache) -> None:
+        restart(self, length, ids, cache)
+        self.sequence.num_computed_tokens = len(self.sequence) - 1
+        cache.extend(self.sequence)
+
+    monkeypatch.setattr(DraftSequence, "_restart", wrong)
+
+
+def masked_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention gathers whatever the padding of a block table points to, and relies on its mask."""
+    plan_attention = decoder.plan_attention
+
+    def wrong(block_tables: Tensor, *arguments: Any, **options: Any) -> Any:
+        plan = plan_attention(block_tables, *arguments, **options)
+        groups = []
+        for group in plan.groups:
+            slots = group.slots.view(group.num_sequences, group.num_keys)
+            if group.visible is not None:
+                slots = slots.masked_fill(~group.visible.any(1), 0)
+            groups.append(replace(group, slots=slots.flatten()))
+        return replace(plan, groups=tuple(groups))
+
+    forward = CpuDecoder.forward
+
+    def wrong_pass(
+        self: CpuDecoder, token_ids: Tensor, rows: RaggedRows, keys: Any, values: Any, logit_rows: Tensor
+    ) -> Tensor:
+        return forward(self, token_ids, rows, keys, values, logit_rows) + 0 * keys[0][0].sum()
+
+    monkeypatch.setattr(decoder, "plan_attention", wrong)
+    monkeypatch.setattr(CpuDecoder, "forward", wrong_pass)
+
+
+def all_rows_advance_by_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged accepts: every sequence of a batch takes the longest one's count."""
+    from outrider.target_service import verifier
+
+    coupled_accept = verifier.coupled_accept
+
+    def wrong(choices: Tensor, windows: Any, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
+        num_accepted, _ = coupled_accept(choices, windows, draft_ids)
+        num_accepted = torch.minimum(num_accepted.max(), windows.num_drafted)
+        return num_accepted, torch.where(windows.has_next(num_accepted), choices[windows.next_rows(num_accepted)], -1)
+
+    monkeypatch.setattr(verifier, "coupled_accept", wrong)
+
+
+Patch = pytest.MonkeyPatch
+Mutation = Callable[[Patch], None]
+
+
+def residual_is_target(patch: Patch) -> None:
+    """A refused token is replaced by a draw from the target's law, as if nothing had been drafted."""
+
+    def mutant(target_probs: Tensor, windows: Windows, *arguments: Any) -> tuple[Tensor, Tensor]:
+        num_accepted, next_weights = accept(target_probs, windows, *arguments)
+        plain = target_probs.index_select(0, windows.next_rows(num_accepted)).double()
+        return num_accepted, torch.where(next_weights.sum(dim=-1, keepdim=True) > 0, plain, next_weights)
+
+    patch.setattr("outrider.target_service.verifier.accept", mutant)
+
+
+def bonus_of_the_row_before(patch: Patch) -> None:
+    """The token after a whole window is drawn from the row that judged the window's last token."""
+
+    def mutant(windows: Windows, num_accepted: Tensor) -> Tensor:
+        whole = (num_accepted == windows.num_drafted) & (num_accepted > 0)
+        return windows.row_starts + torch.minimum(num_accepted - whole.long(), windows.num_rows - 1)
+
+    patch.setattr(Windows, "next_rows", mutant)
+
+
+def penalties_of_the_committed(patch: Patch) -> None:
+    """Penalties ignore the tokens drafted before the row's own."""
+    penalties = SequenceSampler.penalties
+
+    def mutant(sampler: SequenceSampler, drafted: Sequence[int], first: int, start: int) -> Penalties:
+        parts = [penalties(sampler, (), 0, start + row) for row in range(len(drafted) - first + 1)]
+        return Penalties(*(torch.cat([getattr(part, name.name) for part in parts]) for name in fields(Penalties)))
+
+    patch.setattr(SequenceSampler, "penalties", mutant)
+
+
+def coupling_lets_one_more_stay(patch: Patch) -> None:
+    """The drafted token that first differs from the target's own stays as well."""
+
+    def mutant(choices: Tensor, windows: Windows, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
+        num_accepted, _ = coupled_accept(choices, windows, draft_ids)
+        num_accepted = torch.minimum(num_accepted + 1, windows.num_drafted)
+        return num_accepted, torch.where(windows.has_next(num_accepted), choices[windows.next_rows(num_accepted)], -1)
+
+    patch.setattr("outrider.target_service.verifier.coupled_accept", mutant)

@@ -1,0 +1,347 @@
+"""What is drawn, from which services, through the whole path; and the exact law of it, which shares nothing with the
+product: transformers' own logits in float64, and the sampling processors written a second time, one row after
+another."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from support.environment import SEED
+from support.models import tiny_hf_model
+
+from outrider.cli.local_services import Services
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.speculation.backends import Lost, VerifierLink
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
+from outrider.rpc.errors import Unavailable
+from outrider.rpc.messages import Arithmetic, Credit, ModelInfo, Open, Piece, TargetEvent, TargetInfo
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, TokenOrigin
+from outrider.target_service.boot import build, load
+from outrider.target_service.settings import TargetSettings
+
+PATIENCE_MS = 60_000  # the target waits for every draft: then a seed fixes the draws, whatever the timing
+VOCAB, WIDE_VOCAB = 16, 4096
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": -0.6, "frequency_penalty": -1.8}  # it likes to repeat
+EVERY_TOKEN = (7, 2, 11, 0, 5, 14, 9, 3, 12, 6, 1, 15, 8, 4, 13, 10, 7)  # whatever comes next, n-grams have a match
+TOKENS_5K, TOKENS_20K, TOKENS_200K = 1_667, 6_667, 66_667  # sequences of 3 tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked for, and how it is drafted."""
+
+    name: str
+    sampling: dict[str, Any] = field(default_factory=dict)
+    acceptance: AcceptanceRule = AcceptanceRule.REJECTION
+    draft: str = "opposite"
+    method: str = "draft_model"
+    prompt: tuple[int, ...] = (3, 1, 4, 1, 5)
+    k: int = 2
+    depth: int = 3  # tokens of every sequence: at the first two a draft is judged, the third may be a bonus
+    windows_ahead: int = 0  # drafted during the verification
+    max_branches: int = 0
+    cut_windows: bool = False  # the target verifies fewer drafted tokens where that pays
+    short: int = TOKENS_20K  # sequences
+    long: int = TOKENS_200K
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters of every request."""
+        return SamplingParams(**self.sampling, max_tokens=self.depth, ignore_eos=True)
+
+    @property
+    def policy(self) -> Policy:
+        """The gateway's."""
+        return Policy(
+            self.k, PATIENCE_MS, windows_ahead=self.windows_ahead, max_branches=self.max_branches, max_target_opens=1
+        )
+
+    @property
+    def depends_on_time(self) -> bool:
+        """Whether clocks decide what is verified when: then a seed does not fix how tokens come about."""
+        return self.windows_ahead > 0 or self.cut_windows
+
+    def seeds(self, count: int) -> range:
+        """Of `count` sequences; no two settings share any."""
+        first = random.Random(f"{SEED} {self.name}").getrandbits(63)
+        return range(first, first + count)
+
+
+COUPLED = AcceptanceRule.COUPLED
+ALL = {"temperature": 0.6, "top_p": 0.97, "min_p": 0.01, **PENALTIES}
+TEMPERATURE_1 = Setting("temperature 1")
+WITH_PENALTIES = Setting("penalties", PENALTIES)
+EACH = [
+    TEMPERATURE_1,
+    Setting("temperature 0.6", {"temperature": 0.6}),
+    Setting("top_p", {"top_p": 0.8}),
+    Setting("min_p", {"min_p": 0.05}),
+    WITH_PENALTIES,
+]
+EACH_COUPLED = [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in EACH]
+TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
+BONUS = Setting("bonus", draft="tempered", short=TOKENS_5K)
+CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=1_250)
+SHORT = [
+    *EACH,
+    BONUS,
+    Setting("ngram", method="ngram", prompt=EVERY_TOKEN, short=TOKENS_5K, long=TOKENS_20K),
+    CHAINS,
+    TEMPERATURE_1_COUPLED,
+    Setting("all", ALL, short=TOKENS_5K, long=TOKENS_20K),
+    Setting("all, coupled", ALL, COUPLED, long=TOKENS_20K),
+    Setting("branches, coupled", ALL, COUPLED, windows_ahead=1, max_branches=2, short=TOKENS_5K, long=TOKENS_20K),
+]
+LONG = [*EACH_COUPLED[1:], replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K)]
+WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)
+
+START_S = 120.0
+MAX_ROWS = 8192  # of a step: no window is cut for want of room, so that a seed fixes the draws
+MODEL_SEED, LOGIT_SCALE = 9, 0.8  # enough overlap with its own opposite that top_p leaves some, min_p cuts some
+DRAFTS = {
+    "opposite": lambda weight: -weight,  # most drafted tokens are refused, and the residual decides
+    "tempered": lambda weight: 0.6 * weight,  # the target at another temperature: most windows end in a bonus
+    "half": lambda weight: weight * (1 - 2 * (torch.arange(len(weight)) % 2))[:, None],  # opposite at odd ids
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The target's weights in transformers, its folder, and the addresses of the services. `cutting` is a target that
+    verifies fewer drafted tokens than there are where that pays."""
+
+    hf: Any
+    folder: Path
+    target: str
+    cutting: str | None
+    drafts: dict[str, str]
+
+
+@contextmanager
+def serving(
+    folder: Path, drafts: tuple[str, ...], scale: float = LOGIT_SCALE, cutting: bool = False, **shape: int
+) -> Iterator[Pair]:
+    """One process each, until the end of the block."""
+    hf = tiny_hf_model("llama", MODEL_SEED, **shape)
+    with torch.no_grad():
+        hf.lm_head.weight *= scale
+    hf.save_pretrained(folder / "target")
+    for name in drafts:
+        draft = tiny_hf_model("llama", MODEL_SEED, **shape)
+        with torch.no_grad():
+            draft.lm_head.weight.copy_(DRAFTS[name](hf.lm_head.weight))
+        draft.save_pretrained(folder / name)
+    with Services() as services:
+        started = {"target": services.start("target", [*_arguments("target", folder / "target"), "--no-cut-windows"])}
+        if cutting:
+            started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
+        lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3"]
+        started |= {name: services.start(name, [*_arguments("draft", folder / name), *lookup]) for name in drafts}
+        for service in started.values():
+            services.wait(service, START_S)
+        addresses = {name: service.address for name, service in started.items()}
+        yield Pair(hf, folder / "target", addresses.pop("target"), addresses.pop("cutting", None), addresses)
+
+
+def _arguments(command: str, model: Path) -> list[str]:
+    return [command, "--model", str(model), "--listen", "127.0.0.1:0", "--threads", "1", "--max-rows", str(MAX_ROWS)]
+
+
+@asynccontextmanager
+async def target_in_process(model: Path) -> AsyncIterator[str]:
+    """The address of a target that can be harmed."""
+    settings = TargetSettings(
+        model=model, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, cut_windows=False
+    )
+    service = build(settings, load(settings))
+    await service.server.start()
+    try:
+        yield service.server.address
+    finally:
+        await service.stop()
+
+
+Integers = NDArray[np.int64]
+Row = tuple[int, int, int, bool]  # the fields of Draws, for one token
+AT_ONCE = 128  # sequences
+ATTEMPTS = 3
+SEQUENCE_S = 150.0  # one that takes longer hangs: it waits for a draft once at most
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Tokens of many sequences with the same prompt, and how each came about. All are [sequences, depth]."""
+
+    tokens: Integers
+    origins: Integers
+    offsets: Integers  # index in the round that committed the token
+    drafted: NDArray[np.bool_]  # a drafted token was judged at the position: accepted, or replaced
+
+    def share(self, origin: TokenOrigin) -> float:
+        """How many of the tokens came about in this way."""
+        return float((self.origins == origin).mean())
+
+
+class DraftedFirst:
+    """Targets that see a sequence's first credit only behind its first piece, so that the first token is judged against
+    a draft as well, and in every run."""
+
+    def __init__(self, targets: RemoteTargets) -> None:
+        self._targets = targets
+
+    @property
+    def info(self) -> TargetInfo:
+        return self._targets.info
+
+    def open(
+        self,
+        request: Open,
+        on_event: Callable[[TargetEvent | Lost], None],
+        fork_of: VerifierLink | None = None,
+        like: Arithmetic | None = None,
+        refused_by: Sequence[VerifierLink] = (),
+    ) -> VerifierLink | None:
+        link = self._targets.open(request, on_event, fork_of, like, refused_by)
+        return None if link is None else _HeldLink(link)
+
+
+class _HeldLink:
+    def __init__(self, link: VerifierLink) -> None:
+        self._link = link
+        self._held: list[Piece | Credit] | None = []
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._link.model
+
+    def send(self, *messages: Piece | Credit) -> None:
+        if self._held is not None:
+            self._held += messages
+            if not any(isinstance(message, Piece) for message in messages):
+                return
+            messages = tuple(sorted(self._held, key=lambda message: isinstance(message, Credit)))
+            self._held = None
+        self._link.send(*messages)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+async def draw(setting: Setting, target: str, draft: str, seeds: range) -> Draws:
+    """One sequence per seed, from the services at these addresses."""
+    rows: dict[int, list[Row]] = {}
+    remaining = iter(seeds)
+    async with RemoteTargets([target]) as targets, RemoteDrafts([draft]) as drafts:
+
+        async def draw_some() -> None:
+            for seed in remaining:
+                async with asyncio.timeout(SEQUENCE_S):
+                    rows[seed] = await _draw_one(setting, drafts, targets, seed)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(draw_some())
+    table = np.array([rows[seed] for seed in seeds], dtype=np.int64)  # [sequences, depth, 4]
+    return Draws(table[..., 0], table[..., 1], table[..., 2], table[..., 3].astype(bool))
+
+
+async def _draw_one(setting: Setting, drafts: RemoteDrafts, targets: RemoteTargets, seed: int) -> list[Row]:
+    """A process that gets no time for seconds loses its streams. That depends on no token, and a seed that is drawn
+    again gives the same ones."""
+    request = Open(0, setting.prompt, setting.params, acceptance=setting.acceptance, seed=seed, method=setting.method)
+    failures = 0
+    while True:
+        if not (targets.usable and drafts.usable):
+            await asyncio.wait_for(asyncio.gather(targets.wait_usable(), drafts.wait_usable()), 20)
+        rounds = speculate(drafts, DraftedFirst(targets), request, setting.policy, on_draft_stop=_raise_unavailable)
+        try:
+            return [row async for closed in rounds if isinstance(closed, Round) for row in _rows(closed)]
+        except Unavailable:
+            failures += 1
+            if failures == ATTEMPTS:
+                raise
+
+
+def _raise_unavailable(reason: str) -> None:
+    raise Unavailable(f"a sequence lost its draft: {reason}")
+
+
+def _rows(closed: Round) -> Iterator[Row]:
+    commit = closed.commit
+    for offset, (token, origin) in enumerate(zip(commit.ids, commit.origins, strict=True)):
+        yield token, origin, offset, offset < commit.num_drafted
+
+
+Array = NDArray[np.float64]
+ROWS = 512  # contexts of one forward pass
+
+
+def exact_laws(hf: Any, prompt: Sequence[int], sampling: SamplingParams, depth: int) -> list[Array]:
+    """For n below `depth` the law of the token after n drawn ones, [vocab] * n + [vocab]: the last axis is a law."""
+    model, vocab_size = copy.deepcopy(hf).double(), hf.config.vocab_size
+    laws = []
+    for num_drawn in range(depth):
+        outputs = list(itertools.product(range(vocab_size), repeat=num_drawn))
+        logits = np.concatenate(
+            [_last_logits(model, prompt, outputs[n : n + ROWS]) for n in range(0, len(outputs), ROWS)]
+        )
+        rows = [exact_law(row, prompt, output, sampling) for row, output in zip(logits, outputs, strict=True)]
+        laws.append(np.stack(rows).reshape([vocab_size] * (num_drawn + 1)))
+    return laws
+
+
+def exact_law(logits: Array, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams) -> Array:
+    """One row, [vocab] -> [vocab]. A repetition penalty counts prompt and output, the other two the output alone."""
+    logits = logits.copy()
+    for token in {*prompt, *output}:
+        logits[token] *= sampling.repetition_penalty if logits[token] < 0 else 1 / sampling.repetition_penalty
+    for token in set(output):
+        logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
+    law = np.exp((logits - logits.max()) / sampling.temperature)
+    law /= law.sum()
+    law[law < sampling.min_p * law.max()] = 0
+    law /= law.sum()
+    if sampling.top_p < 1:
+        descending = np.argsort(-law, kind="stable")
+        num_kept = int(np.searchsorted(np.cumsum(law[descending]), sampling.top_p)) + 1
+        law[descending[num_kept:]] = 0
+    return law / law.sum()
+
+
+def of_position(laws: Sequence[Array], position: int) -> Array:
+    """The law of the token at a position by itself, [vocab]."""
+    joint = _joint(laws, position + 1)
+    return joint.sum(axis=tuple(range(position)))
+
+
+def of_pair(laws: Sequence[Array], position: int) -> Array:
+    """The joint law of the tokens at a position and the next one, [vocab, vocab]."""
+    joint = _joint(laws, position + 2)
+    return joint.sum(axis=tuple(range(position)))
+
+
+def _joint(laws: Sequence[Array], length: int) -> Array:
+    """The law of the first `length` tokens, [vocab] * length."""
+    joint = laws[0]
+    for law in laws[1:length]:
+        joint = joint[..., None] * law
+    return joint
+
+
+def _last_logits(model: Any, prompt: Sequence[int], outputs: Sequence[Sequence[int]]) -> Array:
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *output] for output in outputs])
+        logits: Array = model(ids, use_cache=False, logits_to_keep=1).logits[:, -1].numpy()
+    return logits

@@ -1,0 +1,580 @@
+"""Draws that share a random number: right under coupling, wrong wherever a ratio is tested.
+
+A word is a point of the unit interval: a draw takes the id in whose stretch it falls, a coin is the point itself. What
+a draw becomes once another one is known of the same point is the overlap of stretches, in fractions. Where a draw is a
+race, the token of least noise / weight, two races over the same noise have a law in fractions as well.
+
+Chains that arrive in pieces and are cut: the target's own buffer, round by round, with every coin and next token.
+
+Whatever the clock, the credit and the load decide leaves the law alone. Whatever a drawn token decides does not.
+
+What services that speculate get wrong around a right acceptance rule, each as a law of its own beside its remedy.
+
+The mutant must not give plain decoding's law, the remedy must give it exactly. (That of a stale cache is the law of
+every honest draft: the target attends to what is committed.) What goes wrong is mostly peeking: that
+something is done, or left undone, because of a token that was already drawn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import accumulate, pairwise, product
+
+import pytest
+import torch
+from lossless.law import (
+    FULL_WEIGHTS,
+    LENGTH,
+    NUM_DRAFTED,
+    PARTS,
+    TRUNCATED_WEIGHTS,
+    VOCAB_SIZE,
+    Ending,
+    Law,
+    Proposal,
+    Tokens,
+    Vector,
+    Weights,
+    context_index,
+    distance,
+    endings_of,
+    law_of,
+    num_cells,
+    one_hot,
+    proportional,
+    proposals_of,
+    sparse,
+)
+from torch import Tensor
+
+from outrider.kernels.random.reference import Purpose, exponential_noise
+from outrider.kernels.sampling.reference import draw_integer
+from outrider.kernels.verify.reference import accept_uniforms, coupled_choice
+from outrider.rpc.messages import Piece, TokenWeights
+from outrider.target_service.draft_buffer import ChainBuffer
+
+Stretch = tuple[Fraction, Fraction]  # of the unit interval
+
+
+def weights_at(context: Tokens) -> Weights:
+    return FULL_WEIGHTS[context_index(context, len(FULL_WEIGHTS))]
+
+
+def stretches(law: Sequence[Fraction]) -> list[Stretch]:
+    """Where the point of a draw falls for each id."""
+    return list(pairwise([Fraction(0), *accumulate(law)]))
+
+
+def drawn_within(stretch: Stretch, law: Sequence[Fraction]) -> list[Fraction]:
+    """The law of a draw whose point is known to lie in a stretch."""
+    low, high = stretch
+    overlaps = [max(min(high, end) - max(low, start), Fraction(0)) for start, end in stretches(law)]
+    return [overlap / (high - low) for overlap in overlaps]
+
+
+# A drafted token and what judges it
+
+
+def drafts_by_words(share: bool) -> list[Proposal]:
+    """Production's draw from the integers, for every cell of the words; with `share` the coin is the same word's."""
+    proposals = []
+    for cells in product(range(PARTS), repeat=NUM_DRAFTED):
+        words = torch.tensor([[cell << 28, 0, 0, 0] for cell in cells])  # [drafted, 4]
+        ids: Tokens = ()
+        for place in range(NUM_DRAFTED):
+            weights = torch.tensor(weights_at(ids))
+            starts = torch.tensor([0, len(weights)])
+            ids = (*ids, int(draw_integer(torch.arange(len(weights)), weights, starts, words[place : place + 1])))
+        vectors = tuple(sparse(weights_at(ids[:place])) for place in range(NUM_DRAFTED))
+        coins = tuple(accept_uniforms(words).tolist()) if share else None
+        proposals.append(Proposal(Fraction(1, PARTS**NUM_DRAFTED), ids, vectors, coins=coins))
+    return proposals
+
+
+def draft_and_coin_share_a_word() -> Law:
+    return law_of(endings_of(drafts_by_words(share=True)))
+
+
+def coin_and_recovered_share_a_word() -> Law:
+    def next_law(end: Ending) -> list[Fraction]:
+        law, place = proportional(end), end.num_accepted
+        if end.refused is None:
+            return law
+        low = Fraction(end.coins[place])
+        return drawn_within((low, low + Fraction(1, num_cells(end.proposal.vectors[place], end.refused))), law)
+
+    return law_of(endings_of(proposals_of(FULL_WEIGHTS)), next_law)
+
+
+def draft_and_recovered_share_a_word() -> Law:
+    def next_law(end: Ending) -> list[Fraction]:
+        if end.refused is None:
+            return proportional(end)
+        weights = weights_at(end.tokens)
+        drafted = [Fraction(weight, sum(weights)) for weight in weights]
+        return drawn_within(stretches(drafted)[end.refused], proportional(end))
+
+    return law_of(endings_of(proposals_of(FULL_WEIGHTS)), next_law)
+
+
+def draft_and_recovered_share_noise() -> Law:
+    """The draft takes the token of least noise / weight, and so does the draw from the residual."""
+
+    def next_law(end: Ending) -> list[Fraction]:
+        if end.refused is None:
+            return proportional(end)
+        weights = weights_at(end.tokens)
+        return second_race([Fraction(weight, sum(weights)) for weight in weights], proportional(end))
+
+    return law_of(endings_of(proposals_of(FULL_WEIGHTS)), next_law)
+
+
+def second_race(first: Sequence[Fraction], second: Sequence[Fraction]) -> list[Fraction]:
+    """The law of a race under the rates `second` over the noise of one that an id of rate 0 in `second` won under
+    `first`.
+
+    The first race ends at a time s, exponential of rate 1. The noise of the others exceeds `first` x s by an amount
+    that is exponential again: in the second race an id of rate r starts at s x first / r. Between two starts, s x a and
+    s x b, with rates that sum to R, the race survives to the one with probability exp(-s x A) and to the other with
+    exp(-s x (A + R (b - a))); the integrals over s are fractions.
+    """
+    starts = {token: first[token] / rate for token, rate in enumerate(second) if rate}
+    bounds = sorted(set(starts.values()))
+    wins, hazard = [Fraction(0)] * len(second), Fraction(0)
+    for index, start in enumerate(bounds):
+        running = [token for token in starts if starts[token] <= start]
+        total = sum((second[token] for token in running), Fraction(0))
+        ended = Fraction(1) / (1 + hazard)
+        if index + 1 < len(bounds):
+            hazard += total * (bounds[index + 1] - start)
+            ended -= Fraction(1) / (1 + hazard)
+        for token in running:
+            wins[token] += ended * second[token] / total
+    return wins
+
+
+MUTANTS = [
+    draft_and_coin_share_a_word,
+    coin_and_recovered_share_a_word,
+    draft_and_recovered_share_a_word,
+    draft_and_recovered_share_noise,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda law: law.__name__)
+def test_shared_randomness_is_seen(mutant: Callable[[], Law]) -> None:
+    gap = distance(mutant())
+    print(f"{mutant.__name__}: {float(gap):.1e}")
+    assert gap > 0
+
+
+def test_words_of_their_own_are_exact() -> None:
+    assert distance(law_of(endings_of(drafts_by_words(share=False)))) == 0
+
+
+def test_what_is_known_of_a_point_averages_out() -> None:
+    law = [Fraction(1, 7), Fraction(0), Fraction(4, 7), Fraction(2, 7)]
+    cells = [drawn_within((Fraction(cell, 16), Fraction(cell + 1, 16)), law) for cell in range(16)]
+    assert [sum(column) / 16 for column in zip(*cells, strict=True)] == law
+    assert all(sum(cell) == 1 for cell in cells) and drawn_within((Fraction(1, 2), Fraction(1)), law)[0] == 0
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_the_law_of_two_races_is_productions(refused: int) -> None:
+    """Production's noise and choice, over many seeds, within five standard deviations; with noise of another purpose
+    the second race has its own law."""
+    num_seeds, first = 100_000, [Fraction(part, 8) for part in (1, 4, 2, 1)]
+    second = [Fraction(part, 8) for part in ((2, 0, 5, 1) if refused == 1 else (3, 4, 0, 1))]
+    columns = torch.arange(num_seeds), torch.zeros(num_seeds, dtype=torch.int64), torch.zeros(num_seeds).long()
+    noise = exponential_noise(*columns, len(first))
+    drafted = coupled_choice(rows_of(first, num_seeds), noise)
+    won = drafted == refused
+    laws = {Purpose.BONUS: second_race(first, second), Purpose.RECOVERED: second}
+    for purpose, law in laws.items():
+        again = coupled_choice(rows_of(second, num_seeds), exponential_noise(*columns, len(first), purpose))[won]
+        count = len(again)
+        for share, seen in zip(map(float, law), torch.bincount(again, minlength=len(law)).tolist(), strict=True):
+            assert abs(seen - count * share) <= 5 * (count * share * (1 - share)) ** 0.5
+    gaps = [abs(a - b) for a, b in zip(*laws.values(), strict=True)]
+    assert max(gaps) > Fraction(1, 25)  # so that each test would see the other's law
+
+
+def rows_of(law: Sequence[Fraction], count: int) -> Tensor:
+    """[count, vocab] float32"""
+    return torch.tensor([[float(part) for part in law]]).repeat(count, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What the target knows and may do when it verifies once."""
+
+    num_arrived: int  # tokens of the chain that have come
+    limit: int = 8  # of the window
+    room: int = 8  # tokens that may be committed
+    more: bool = True  # whether the draft says that missing tokens will come
+
+
+Plan = Callable[[Proposal], Sequence[Round]]  # the rounds of a chain
+
+
+@dataclass(slots=True)
+class State:
+    """A sequence in the target after some rounds."""
+
+    mass: Fraction
+    chain: Proposal
+    rounds: Sequence[Round]  # the last is repeated
+    tokens: list[int] = field(default_factory=list)
+    num_arrived: int = 0
+    buffer: ChainBuffer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.buffer = ChainBuffer(self.tokens, VOCAB_SIZE)
+
+    def receive(self, step: Round) -> None:
+        """Takes the piece that is new."""
+        start, end = self.num_arrived, step.num_arrived
+        if end > start:
+            more = step.more and end < len(self.chain.ids)
+            weights = tuple(map(as_sent, self.chain.vectors[start:end]))
+            self.buffer.add(Piece(1, 0, start, self.chain.ids[start:end], weights, more=more))
+            self.num_arrived = end
+
+    def window(self, step: Round, origin: int) -> Proposal:
+        """What the next step verifies, shaped as the target's scheduler does it under rejection."""
+        window = self.buffer.window(min(step.limit, step.room))
+        takes_next = step.room > len(window.ids) and not (window.ids and window.goes_on)
+        vectors = self.chain.vectors[len(self.tokens) : len(self.tokens) + len(window.ids)]
+        if [entry and (entry.ids, entry.weights) for entry in window.weights] != [
+            entry and (entry.ids, entry.weights) for entry in map(as_sent, vectors)
+        ]:
+            raise ValueError("the window's weights are not those that its ids were drawn from")
+        return Proposal(self.mass, window.ids, vectors, tuple(self.tokens), takes_next, origin=origin)
+
+    def after(self, tokens: Tokens, mass: Fraction) -> State:
+        """The same sequence with the round's tokens committed."""
+        state = deepcopy(self)
+        state.mass = mass
+        state.tokens.extend(tokens[len(self.tokens) :])
+        state.buffer.advance()
+        return state
+
+
+def as_sent(vector: Vector) -> TokenWeights | None:
+    return None if vector is None else TokenWeights.of(*vector)
+
+
+def committed_by(end: Ending) -> Iterator[tuple[Tokens, Fraction]]:
+    """The tokens after a round, and their probability."""
+    drawn = proportional(end)
+    if not drawn:
+        yield end.tokens, end.mass
+    for token, share in enumerate(drawn):
+        if share:
+            yield (*end.tokens, token), end.mass * share
+
+
+def law_by_rounds(chains: Sequence[Proposal], plan: Plan, send_weights: bool = True) -> Law:
+    law: Law = defaultdict(Fraction)
+    none: tuple[Vector, ...] = (None,) * NUM_DRAFTED
+    states = [State(c.mass, c if send_weights else replace(c, vectors=none), plan(c)) for c in chains]
+    round_number = 0
+    while states:
+        windows = []
+        for origin, state in enumerate(states):
+            step = state.rounds[min(round_number, len(state.rounds) - 1)]
+            state.receive(step)
+            windows.append(state.window(step, origin))
+        following: dict[tuple[int, Tokens], Fraction] = defaultdict(Fraction)
+        for end in endings_of(windows):
+            for tokens, mass in committed_by(end):
+                following[end.proposal.origin, tokens] += mass
+        for (_, tokens), mass in following.items():
+            if len(tokens) >= LENGTH:
+                law[tokens[:LENGTH]] += mass
+        going_on = [(key, mass) for key, mass in following.items() if len(key[1]) < LENGTH]
+        states = [states[origin].after(tokens, mass) for (origin, tokens), mass in going_on]
+        round_number += 1
+    return law
+
+
+PLANS: dict[str, list[Round]] = {
+    "all at once": [Round(2)],
+    "cut by the limit": [Round(2, limit=1), Round(2)],
+    "cut by the credit": [Round(2, room=1), Round(2)],
+    "in two pieces": [Round(1), Round(2)],
+    "the second piece is a surprise": [Round(1, more=False), Round(2)],
+    "after a plain token": [Round(0), Round(2)],
+    "after two plain tokens": [Round(0), Round(0), Round(2)],
+    "a plain token under load": [Round(2, limit=0), Round(2)],
+    "never more than one": [Round(2, limit=1)],
+    "the second piece never comes": [Round(1), Round(1)],
+}
+DRAFTS = {
+    "weights": proposals_of(FULL_WEIGHTS, sparse),
+    "truncated": proposals_of(TRUNCATED_WEIGHTS, sparse),
+    "one-hot": proposals_of(FULL_WEIGHTS, one_hot),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_chains_cut_before_the_draw_are_exact(draft: str, plan: str) -> None:
+    assert distance(law_by_rounds(DRAFTS[draft], lambda chain: PLANS[plan])) == 0
+
+
+def by_a_law(chain: Proposal) -> list[Round]:
+    """What is known before the second token is drawn may decide about it: the first token, and the second's law."""
+    vector = chain.vectors[1]
+    return [Round(2)] if vector is not None and max(vector[1]) >= 4 and chain.ids[0] != 1 else PLANS["in two pieces"]
+
+
+def test_a_cut_by_what_is_known_before_is_exact() -> None:
+    assert len({len(by_a_law(chain)) for chain in DRAFTS["weights"]}) == 2
+    assert distance(law_by_rounds(DRAFTS["weights"], by_a_law)) == 0
+
+
+def is_likely(chain: Proposal) -> bool:
+    ids, weights = chain.vectors[NUM_DRAFTED - 1] or ((), ())
+    return dict(zip(ids, weights, strict=True))[chain.ids[NUM_DRAFTED - 1]] >= 2
+
+
+def sent_if_likely(chain: Proposal) -> list[Round]:
+    return [Round(2)] if is_likely(chain) else [Round(1, more=False)]
+
+
+def sent_late_if_unlikely(chain: Proposal) -> list[Round]:
+    """The target decodes a plain token while it waits; in the end every token arrives."""
+    return [Round(1), Round(2)] if is_likely(chain) else [Round(1), Round(1), Round(2)]
+
+
+def admitted_if_likely(chain: Proposal) -> list[Round]:
+    return [Round(2)] if is_likely(chain) else [Round(2, limit=1), Round(2, limit=0), Round(2)]
+
+
+def bytes_bound_the_piece(chain: Proposal) -> list[Round]:
+    """Ids are of variable length on the wire: only small ones fit."""
+    return [Round(2)] if chain.ids[1] < 2 else [Round(1, more=False), Round(2)]
+
+
+PEEKING = [sent_if_likely, sent_late_if_unlikely, admitted_if_likely, bytes_bound_the_piece]
+
+
+@pytest.mark.parametrize("plan", PEEKING, ids=lambda plan: plan.__name__)
+def test_a_cut_by_what_was_drawn_is_seen(plan: Plan) -> None:
+    gap = distance(law_by_rounds(DRAFTS["weights"], plan))
+    print(f"{plan.__name__}: {float(gap):.1e}")
+    assert gap > 0
+
+
+@pytest.mark.parametrize("plan", PEEKING, ids=lambda plan: plan.__name__)
+def test_one_hot_chains_may_be_cut_by_anything(plan: Plan) -> None:
+    assert distance(law_by_rounds(DRAFTS["weights"], plan, send_weights=False)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_plan_of_three_rounds_is_exact(draft: str) -> None:
+    steps = {step for plan in PLANS.values() for step in plan}
+    for plan in product(sorted(steps, key=repr), repeat=3):
+        assert distance(law_by_rounds(DRAFTS[draft], lambda chain, plan=plan: plan)) == 0, plan
+
+
+def judged(proposals: Iterable[Proposal]) -> Law:
+    return law_of(endings_of(proposals))
+
+
+def weight_of(vector: Vector, token: int) -> int:
+    """What a draft drew a token with; these drafts send all of it."""
+    ids, weights = vector or ((), ())
+    return dict(zip(ids, weights, strict=True))[token]
+
+
+# How many tokens are drafted
+
+
+def cut(proposals: Iterable[Proposal], likely: Callable[[Vector, int], bool]) -> list[Proposal]:
+    """A chain ends before its first token that is not likely."""
+    shorter = []
+    for chain in proposals:
+        flags = [likely(vector, token) for vector, token in zip(chain.vectors, chain.ids, strict=True)]
+        count = [*flags, False].index(False)
+        shorter.append(replace(chain, ids=chain.ids[:count], vectors=chain.vectors[:count]))
+    return shorter
+
+
+def likely_by_its_token(vector: Vector, token: int) -> bool:
+    return weight_of(vector, token) >= 2
+
+
+def likely_by_its_law(vector: Vector, token: int) -> bool:
+    return vector is not None and max(vector[1]) >= 4
+
+
+def cut_after_the_token_was_seen() -> Law:
+    return judged(cut(proposals_of(FULL_WEIGHTS), likely_by_its_token))
+
+
+def cut_before_the_token_is_drawn() -> Law:
+    return judged(cut(proposals_of(FULL_WEIGHTS), likely_by_its_law))
+
+
+def cut_after_a_one_hot_token_was_seen() -> Law:
+    """One-hot drafts may be cut by anything."""
+    chains = cut(proposals_of(FULL_WEIGHTS), likely_by_its_token)
+    return judged(replace(chain, vectors=(None,) * len(chain.ids)) for chain in chains)
+
+
+# Which of two drafts is kept
+
+
+def better_of_two(score: Callable[[Proposal], int], send_weights: bool = True) -> Law:
+    first, second = proposals_of(FULL_WEIGHTS), proposals_of(TRUNCATED_WEIGHTS)
+    kept = [replace(a if score(a) >= score(b) else b, mass=a.mass * b.mass) for a in first for b in second]
+    return judged(kept if send_weights else [replace(chain, vectors=(None,) * NUM_DRAFTED) for chain in kept])
+
+
+def by_its_tokens(chain: Proposal) -> int:
+    weights = [weight_of(vector, token) for vector, token in zip(chain.vectors, chain.ids, strict=True)]
+    return weights[0] * weights[1]
+
+
+def by_its_first_law(chain: Proposal) -> int:
+    return max(chain.vectors[0][1]) if chain.vectors[0] else 0
+
+
+def better_of_two_by_their_tokens() -> Law:
+    return better_of_two(by_its_tokens)
+
+
+def better_of_two_by_their_first_laws() -> Law:
+    return better_of_two(by_its_first_law)
+
+
+def better_of_two_one_hot_drafts() -> Law:
+    return better_of_two(by_its_tokens, send_weights=False)
+
+
+def first_of_two_to_arrive() -> Law:
+    drafts = (proposals_of(FULL_WEIGHTS), Fraction(2, 3)), (proposals_of(TRUNCATED_WEIGHTS), Fraction(1, 3))
+    return judged(replace(chain, mass=chain.mass * share) for draft, share in drafts for chain in draft)
+
+
+# Whether a position is judged with its weights or as one-hot
+
+
+def mode_by_the_token() -> Law:
+    return judged(proposals_of(FULL_WEIGHTS, lambda weights, token: sparse(weights) if weights[token] >= 2 else None))
+
+
+def mode_by_the_law() -> Law:
+    return judged(proposals_of(FULL_WEIGHTS, lambda weights, token: sparse(weights) if max(weights) >= 4 else None))
+
+
+def mode_by_the_tokens_before() -> Law:
+    chains = proposals_of(FULL_WEIGHTS)
+    return judged(replace(c, vectors=(c.vectors[0], c.vectors[1] if c.ids[0] % 2 else None)) for c in chains)
+
+
+# What happens when the answer to a fully accepted window is lost
+
+LOST = Fraction(1, 10)
+
+
+def retried(is_lost: Callable[[Ending], bool], again: Callable[[Proposal, tuple[float, ...]], Proposal]) -> Law:
+    """A tenth of the answers that may be lost are, and the window is verified again."""
+    endings = endings_of(proposals_of(FULL_WEIGHTS))
+    kept = [replace(end, mass=end.mass * (1 - LOST)) if is_lost(end) else end for end in endings]
+    second = [replace(again(end.proposal, end.coins), mass=end.mass * LOST) for end in endings if is_lost(end)]
+    return law_of(kept + endings_of(second))
+
+
+def is_full(end: Ending) -> bool:
+    return end.num_accepted == NUM_DRAFTED
+
+
+def retried_with_fresh_randomness() -> Law:
+    return retried(is_full, lambda window, coins: window)
+
+
+def retried_in_a_shorter_window() -> Law:
+    """Even with the same coins: the second token is now drawn where the first time it was accepted."""
+    return retried(is_full, lambda w, coins: replace(w, ids=w.ids[:1], vectors=w.vectors[:1], coins=coins[:1]))
+
+
+def retried_without_the_draft() -> Law:
+    return retried(is_full, lambda window, coins: Proposal(window.mass, (), ()))
+
+
+def retried_with_the_same_randomness() -> Law:
+    return retried(is_full, lambda window, coins: replace(window, coins=coins))
+
+
+def retried_with_fresh_randomness_whatever_was_accepted() -> Law:
+    """A loss that does not depend on the answer does no harm."""
+    return retried(lambda end: True, lambda window, coins: window)
+
+
+# Whether a refused token is forgotten
+
+
+def attending_to_the_refused_token() -> Law:
+    """Its keys and values stay in the cache, before those of the token drawn in its place."""
+
+    def attended(end: Ending, tokens: Tokens) -> Tokens:
+        stale = () if end.refused is None else (end.refused,)
+        return tokens[: end.num_accepted] + stale + tokens[end.num_accepted :]
+
+    return law_of(endings_of(proposals_of(FULL_WEIGHTS)), attended=attended)
+
+
+def attending_to_the_refused_token_alone() -> Law:
+    """The slot of the token drawn in its place still holds its keys and values."""
+
+    def attended(end: Ending, tokens: Tokens) -> Tokens:
+        place = end.num_accepted
+        return (
+            tokens
+            if end.refused is None or len(tokens) <= place
+            else (*tokens[:place], end.refused, *tokens[place + 1 :])
+        )
+
+    return law_of(endings_of(proposals_of(FULL_WEIGHTS)), attended=attended)
+
+
+SERVICE_MUTANTS = [
+    cut_after_the_token_was_seen,
+    better_of_two_by_their_tokens,
+    mode_by_the_token,
+    retried_with_fresh_randomness,
+    retried_in_a_shorter_window,
+    retried_without_the_draft,
+    attending_to_the_refused_token,
+    attending_to_the_refused_token_alone,
+]
+REMEDIES = [
+    cut_before_the_token_is_drawn,
+    cut_after_a_one_hot_token_was_seen,
+    better_of_two_by_their_first_laws,
+    better_of_two_one_hot_drafts,
+    first_of_two_to_arrive,
+    mode_by_the_law,
+    mode_by_the_tokens_before,
+    retried_with_the_same_randomness,
+    retried_with_fresh_randomness_whatever_was_accepted,
+]
+
+
+@pytest.mark.parametrize("mutant", SERVICE_MUTANTS, ids=lambda law: law.__name__)
+def test_a_mutant_is_seen(mutant: Callable[[], Law]) -> None:
+    gap = distance(mutant())
+    print(f"{mutant.__name__}: {float(gap):.1e}")
+    assert gap > 0
+
+
+@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda law: law.__name__)
+def test_a_remedy_is_exact(remedy: Callable[[], Law]) -> None:
+    assert distance(remedy()) == 0

@@ -1,0 +1,471 @@
+"""The framing without I/O: order, slices, closes, forks, bounds, and what a broken peer may not do."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from outrider.rpc import frames
+from outrider.rpc.errors import ProtocolError, ResourceExhausted
+from outrider.rpc.frames import (
+    DRAFT_STREAM,
+    ID_WINDOW,
+    MAX_FRAME_BYTES,
+    TARGET_STREAM,
+    FrameAssembler,
+    FramePacker,
+    IdRanges,
+    Message,
+    SequenceState,
+    SequenceTable,
+)
+from outrider.rpc.messages import (
+    Close,
+    Closed,
+    Commit,
+    Credit,
+    Failure,
+    FrameHeader,
+    Open,
+    Piece,
+    PromptLogprobs,
+    TokenLogprob,
+)
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.v1 import common_pb2 as pb
+from outrider.v1 import target_pb2
+
+COMMANDS, EVENTS = TARGET_STREAM.commands, TARGET_STREAM.events
+
+
+def new_open(sequence_id: int, num_ids: int = 4, *, num_output_ids: int = 0, fork_of: int | None = None) -> Open:
+    prompt = () if fork_of is not None else tuple(range(num_ids))
+    return Open(sequence_id, prompt, SamplingParams(), tuple(range(num_output_ids)), fork_of=fork_of)
+
+
+class Pair:
+    """A gateway's packer and a service's assembler; `pump` carries every frame and checks its size."""
+
+    def __init__(self) -> None:
+        self.near, self.far = SequenceTable(), SequenceTable()
+        self.packer, self.assembler = FramePacker(COMMANDS, self.near), FrameAssembler(COMMANDS, self.far)
+        self.back_packer, self.back = FramePacker(EVENTS, self.far), FrameAssembler(EVENTS, self.near)
+        self.number = 0
+        self.replies: list[Message] = []
+
+    def frame(self) -> list[Message] | None:
+        entries = self.packer.next_frame()
+        if entries is None:
+            return None
+        self.number += 1
+        frame = COMMANDS.build(FrameHeader(self.number, 2**64 - 1, 2**64 - 1, 2**32 - 1, True), entries)
+        assert frame.ByteSize() <= MAX_FRAME_BYTES or len(entries) == 1
+        received = self.assembler.accept(type(frame).FromString(frame.SerializeToString()))
+        self.replies += received.replies
+        return received.messages
+
+    def pump(self) -> list[Message]:
+        messages: list[Message] = []
+        while (more := self.frame()) is not None:
+            messages += more
+        return messages
+
+    def push(self, *messages: Message) -> None:
+        for message in messages:
+            self.packer.push(message)
+
+
+def service_side() -> tuple[FramePacker, SequenceTable]:
+    table = SequenceTable()
+    return FramePacker(EVENTS, table), table
+
+
+def test_short_messages_of_one_turn_share_a_frame_in_order() -> None:
+    pair = Pair()
+    sent = [new_open(1), Credit(1, 9, 4), new_open(2), Piece(1, 0, 4, (7, 8)), Close(2)]
+    pair.push(*sent[:4])
+    assert pair.frame() == sent[:4]
+    pair.push(sent[4])
+    assert pair.pump() == [Close(2)]
+
+
+def test_a_long_prompt_is_sliced_beside_short_messages() -> None:
+    pair = Pair()
+    pair.push(new_open(1))
+    pair.pump()
+    long = new_open(2, 200_000, num_output_ids=5_000)
+    pair.push(long, Credit(2, 200_100, 4))
+    received: list[Message] = []
+    for turn in range(1000):
+        pair.push(Credit(1, turn, 4))
+        messages = pair.frame()
+        assert messages is not None and messages[0] == Credit(1, turn, 4)  # never waits behind the prompt
+        received += messages[1:]
+        if pair.packer.idle:
+            break
+    assert received == [long, Credit(2, 200_100, 4)]
+    assert 8 <= turn <= 30  # about 600 KB, two slices of a frame
+
+
+def test_long_prompts_share_the_wire_round_robin() -> None:
+    pair = Pair()
+    pair.push(new_open(1, 400_000), new_open(2, 20_000))
+    assert [message.sequence_id for message in pair.pump()] == [2, 1]
+
+
+def test_a_credit_waits_behind_the_last_slice_of_its_open() -> None:
+    pair = Pair()
+    pair.push(new_open(1, 50_000), Credit(1, 50_010, 4), Piece(1, 0, 50_000, (5,)))
+    assert [type(message) for message in pair.pump()] == [Open, Credit, Piece]
+
+
+def test_a_close_amid_slices_discards_the_rest_and_is_answered() -> None:
+    pair = Pair()
+    pair.push(new_open(1, 100_000), Credit(1, 100_010, 4))
+    pair.frame()
+    pair.push(Close(1))
+    assert pair.pump() == [] and pair.replies == [Closed(1)]
+    assert pair.packer.vanished == [] and pair.packer.idle
+    assert pair.far.state(1) is SequenceState.CLOSING
+
+
+@pytest.mark.parametrize("size", [4, 100_000])
+def test_an_open_of_which_nothing_was_sent_vanishes_with_its_close(size: int) -> None:
+    pair = Pair()
+    pair.push(new_open(1, size), Credit(1, size, 4), new_open(2), Close(1))
+    assert pair.pump() == [new_open(2)]
+    assert pair.packer.vanished == [1] and pair.near.state(1) is SequenceState.OVER
+    assert pair.far.state(1) is SequenceState.UNKNOWN
+    assert pair.packer.pending_bytes == 0 and pair.packer.idle
+
+
+def test_nothing_follows_a_close() -> None:
+    pair = Pair()
+    pair.push(new_open(1))
+    pair.pump()
+    pair.push(Credit(1, 5, 4), Close(1), Credit(1, 6, 4), Close(1))
+    assert pair.pump() == [Close(1)]  # the unsent credit is discarded, too
+
+
+def test_a_fork_waits_for_its_parents_whole_open() -> None:
+    pair = Pair()
+    pair.push(new_open(1, 100_000), new_open(2, fork_of=1), Credit(2, 9, 4), new_open(3, fork_of=2), new_open(4))
+    messages = pair.pump()
+    assert [message.sequence_id for message in messages] == [4, 1, 2, 2, 3]
+    assert pair.packer.idle
+
+
+def test_a_parents_close_waits_for_its_forks() -> None:
+    pair = Pair()
+    pair.push(new_open(1, 100_000), new_open(2, fork_of=1, num_output_ids=30_000), new_open(3, fork_of=1))
+    pair.push(Close(1), Close(3))
+    messages = pair.pump()
+    assert [(type(message), message.sequence_id) for message in messages] == [(Open, 1), (Open, 2), (Close, 1)]
+    assert pair.packer.vanished == [3]
+
+
+def test_a_parent_vanishes_once_its_forks_have() -> None:
+    pair = Pair()
+    pair.push(new_open(1, 100_000), new_open(2, fork_of=1), new_open(3, fork_of=2), Close(1), Close(2), Close(3))
+    assert pair.pump() == [] and sorted(pair.packer.vanished) == [1, 2, 3]
+    assert pair.packer.idle and pair.near.num_active == 0
+
+
+def test_prompt_logprobs_are_sliced_and_stay_in_order() -> None:
+    packer, table = service_side()
+    table.open(1)
+    table.open(2)
+    candidates = tuple(TokenLogprob(i, -0.5, i + 1) for i in range(21))
+    whole = PromptLogprobs(1, 0, ((), *[candidates] * 1000))
+    packer.push(whole)
+    packer.push(Commit(1, 1001, (5,)))
+    packer.push(Commit(2, 9, (6,)))
+    near = SequenceTable()
+    near.open(1)
+    near.open(2)
+    assembler, received, number = FrameAssembler(EVENTS, near), [], 0
+    while (entries := packer.next_frame()) is not None:
+        number += 1
+        frame = EVENTS.build(FrameHeader(number), entries)
+        assert frame.ByteSize() <= MAX_FRAME_BYTES
+        taken = assembler.accept(frame).messages
+        candidates_taken = sum(len(row) for part in taken if isinstance(part, PromptLogprobs) for row in part.logprobs)
+        assert candidates_taken < 2_000  # no more than an event loop has time for
+        received += taken
+    assert received[0] == Commit(2, 9, (6,)) and received[-1] == Commit(1, 1001, (5,))
+    slices = [message for message in received if isinstance(message, PromptLogprobs)]
+    assert len(slices) > 10 and [part.position for part in slices] == sorted(part.position for part in slices)
+    assert tuple(entry for part in slices for entry in part.logprobs) == whole.logprobs
+
+
+def test_a_message_larger_than_a_frame_travels_alone_up_to_a_limit() -> None:
+    pair = Pair()
+    allowed = SamplingParams(allowed_token_ids=tuple(range(100_000)))
+    pair.push(new_open(1), Open(2, (1,), allowed), new_open(3))
+    assert [len(pair.frame() or []) for _ in range(3)] == [1, 1, 1]
+    with pytest.raises(ResourceExhausted, match="Open of sequence 4"):
+        pair.push(Open(4, (1,), SamplingParams(allowed_token_ids=tuple(range(1_000_000)))))
+    assert pair.near.state(4) is SequenceState.UNKNOWN
+
+
+def test_a_finished_sequence_answers_its_close_itself() -> None:
+    pair = Pair()
+    pair.push(new_open(1), new_open(2))
+    pair.pump()
+    finish = Commit(1, 4, (5,), finish_reason=FinishReason.STOP)
+    for message in (finish, Commit(1, 5, (6,)), Commit(2, 4, (7,), finish_reason=FinishReason.LENGTH)):
+        pair.back_packer.push(message)
+    pair.push(Close(2))  # crosses the finish of 2 on the wire
+    entries = pair.back_packer.next_frame()
+    assert entries is not None
+    assert pair.back.accept(EVENTS.build(FrameHeader(1), entries)).messages == [finish, Closed(2)]
+    pair.push(Close(1))
+    assert pair.packer.vanished == [1]
+    assert pair.pump() == [Close(2), Close(1)]  # a service that waits for it lets go
+
+
+def test_late_events_are_ignored_and_a_failure_ends() -> None:
+    table = SequenceTable()
+    table.open(1)
+    table.open(2)
+    table.close(2)
+    assembler = FrameAssembler(EVENTS, table)
+    sent = [Failure(1, 14, "gone"), Commit(1, 4, (5,)), Commit(2, 4, (5,)), Closed(2), Closed(2)]
+    frame = EVENTS.build(FrameHeader(1), [EVENTS.encode(message) for message in sent])
+    assert assembler.accept(frame).messages == [sent[0], Closed(2)]
+
+
+def test_the_draft_hears_of_finished_sequences_without_losing_them() -> None:
+    packer = FramePacker(DRAFT_STREAM.commands)
+    packer.push(new_open(1))
+    packer.push(Commit(1, 4, (5,), finish_reason=FinishReason.STOP))
+    packer.push(Credit(1, 9, 4))
+    assert len(packer.next_frame() or []) == 3
+    with pytest.raises(TypeError, match="Piece does not travel"):
+        packer.push(Piece(1, 0, 4, (5,)))
+
+
+def frame_of(*entries: target_pb2.TargetCommand, number: int = 1) -> target_pb2.VerifyRequest:
+    return COMMANDS.build(FrameHeader(number), entries)
+
+
+def command(**fields: object) -> target_pb2.TargetCommand:
+    return target_pb2.TargetCommand(**fields)  # type: ignore[arg-type]
+
+
+OPEN = command(open=pb.Open(sequence_id=1, num_prompt_ids=2, prompt_ids=[1, 2]))
+PART = command(open=pb.Open(sequence_id=1, num_prompt_ids=2, prompt_ids=[1]))
+SLICE = command(open_slice=pb.OpenSlice(sequence_id=1, ids=[5, 6]))
+CREDIT = command(credit=pb.Credit(sequence_id=1))
+LARGE = command(piece=pb.Piece(sequence_id=1, ids=[1] * 40_000))
+BROKEN: dict[str, Callable[[], list[target_pb2.VerifyRequest]]] = {
+    "frame 3 after frame 1": lambda: [frame_of(), frame_of(number=3)],
+    "frame 1 after frame 1": lambda: [frame_of(), frame_of()],
+    "frame 0 after frame 0": lambda: [frame_of(number=0)],
+    "sequence 1 was never opened": lambda: [frame_of(CREDIT)],
+    "sequence 1 was opened before": lambda: [frame_of(OPEN, OPEN)],
+    "more than the 2 ids": lambda: [frame_of(PART, SLICE)],
+    "a slice after the last one": lambda: [frame_of(OPEN, SLICE)],
+    "before the last slice": lambda: [frame_of(PART, CREDIT)],
+    "where 0 were announced": lambda: [frame_of(command(open=pb.Open(sequence_id=1, prompt_ids=[1])))],
+    "ids; allowed": lambda: [frame_of(command(open=pb.Open(sequence_id=1, num_prompt_ids=2**31)))],
+    "a frame of": lambda: [frame_of(OPEN, LARGE, LARGE)],
+}
+
+
+@pytest.mark.parametrize("problem", BROKEN)
+def test_a_broken_peer_is_a_protocol_error(problem: str) -> None:
+    assembler = FrameAssembler(COMMANDS)
+    with pytest.raises(ProtocolError, match=problem):
+        for frame in BROKEN[problem]():
+            assembler.accept(frame)
+
+
+NEWER_ENUMS: dict[str, dict[str, Any]] = {
+    "open.acceptance: is 9, which this version does not know; allowed: 0 to 2": {"acceptance": 9},
+    "open.sampling.logprobs_mode: is 7, which this version does not know; allowed: 0 to 4": {
+        "sampling": pb.SamplingParams(logprobs_mode=7)  # type: ignore[arg-type]
+    },
+}
+
+
+@pytest.mark.parametrize("problem", NEWER_ENUMS)
+def test_an_enum_of_a_newer_peer_fails_its_sequence_alone(problem: str) -> None:
+    table = SequenceTable()
+    assembler, packer = FrameAssembler(COMMANDS, table), FramePacker(EVENTS, table)
+    newer = command(open=pb.Open(sequence_id=2, num_prompt_ids=9, prompt_ids=[1], **NEWER_ENUMS[problem]))
+    more = command(open_slice=pb.OpenSlice(sequence_id=2, ids=[5, 6]))
+    received = assembler.accept(frame_of(OPEN, newer, more, command(credit=pb.Credit(sequence_id=2)), CREDIT))
+    assert [message.sequence_id for message in received.messages] == [1, 1]
+    (failure,) = received.replies
+    assert isinstance(failure, Failure) and (failure.sequence_id, failure.code) == (2, 3)  # INVALID_ARGUMENT
+    assert problem in failure.message
+    packer.push(failure)
+    assert packer.next_frame() is not None and table.state(2) is SequenceState.OVER
+    assert assembler.accept(frame_of(command(close=pb.Close(sequence_id=2)), CREDIT, number=2)).messages == [
+        Credit(1, 0, 0)
+    ]
+
+
+def test_messages_of_a_newer_protocol_are_skipped() -> None:
+    assert FrameAssembler(COMMANDS).accept(frame_of(target_pb2.TargetCommand())).messages == []
+
+
+def test_pushing_for_a_sequence_that_never_was_is_a_value_error() -> None:
+    packer = FramePacker(COMMANDS)
+    for message in (Credit(1, 2, 3), Close(1)):
+        with pytest.raises(ValueError, match="never opened"):
+            packer.push(message)
+    packer.push(new_open(1))
+    with pytest.raises(ValueError, match="opened before"):
+        packer.push(new_open(1))
+
+
+def test_ids_that_are_over_take_ranges_not_entries() -> None:
+    numbers, ranges = list(range(3_000)), IdRanges()
+    random.Random(0).shuffle(numbers)
+    for number in numbers:
+        ranges.add(number)
+        ranges.add(number)
+    assert len(ranges) == 1 and 2_999 in ranges and 3_000 not in ranges and -1 not in ranges
+
+
+def check_order(pushed: list[Message], received: list[Message], vanished: list[int]) -> None:
+    """Per sequence what arrives is what was pushed, but for what a Close discarded."""
+    for sequence_id in {message.sequence_id for message in pushed}:
+        mine = [message for message in pushed if message.sequence_id == sequence_id]
+        got = [message for message in received if message.sequence_id == sequence_id]
+        if sequence_id in vanished:
+            assert got == []
+        elif not any(isinstance(message, Close) for message in mine):
+            assert got == mine
+        else:
+            until_close = [message for message in got if not isinstance(message, Close)]
+            assert until_close == mine[: len(until_close)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_traffic_keeps_the_rules(seed: int) -> None:
+    rng, pair = random.Random(seed), Pair()
+    pushed: list[Message] = []
+    received: list[Message] = []
+    live: list[int] = []
+    for step in range(300):
+        action = rng.random()
+        if action < 0.25 or not live:
+            parent = rng.choice(live) if live and rng.random() < 0.4 else None
+            message: Message = new_open(
+                step, rng.choice([3, 3, 9_000, 40_000]), num_output_ids=rng.choice([0, 0, 9_000]), fork_of=parent
+            )
+            live.append(step)
+        elif action < 0.4:
+            message = Close(live.pop(rng.randrange(len(live))))
+        else:
+            message = Credit(rng.choice(live), step, 4)
+        pushed.append(message)
+        pair.push(message)
+        if rng.random() < 0.2:
+            received += pair.frame() or []
+    received += pair.pump()
+    check_order(pushed, received, pair.packer.vanished)
+    closed: set[int] = set()
+    opened: set[int] = set()
+    for message in received:
+        if isinstance(message, Open):
+            opened.add(message.sequence_id)
+            assert message.fork_of is None or (message.fork_of in opened and message.fork_of not in closed)
+        elif isinstance(message, Close):
+            closed.add(message.sequence_id)
+    # Every Close is answered: by its vanishing, by the assembler, or by whoever reads the Close.
+    asked = {message.sequence_id for message in pushed if isinstance(message, Close)}
+    assert asked == closed | set(pair.packer.vanished) | {reply.sequence_id for reply in pair.replies}
+    assert pair.packer.idle and pair.packer.pending_bytes == 0 and not pair.packer._cut
+
+
+def passed(table: SequenceTable, first: int, last: int) -> None:
+    """Sequences that come and go; as a gateway does, every other one is closed, the rest end by themselves."""
+    for number in range(first, last):
+        table.open(number)
+        if number % 2:
+            assert table.close(number)
+        table.end(number)
+
+
+def test_a_stream_of_many_sequences_keeps_a_window_of_ids(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = ID_WINDOW if request.config.getoption("--prove") else 1 << 11
+    monkeypatch.setattr(frames, "ID_WINDOW", window)
+    table = SequenceTable()
+    tracemalloc.start()
+    try:
+        passed(table, 1, window + 1)
+        full, _ = tracemalloc.get_traced_memory()
+        passed(table, window + 1, 40 * window)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 1.3 * full
+    assert table.num_active == 0
+
+
+def test_closes_work_for_ever() -> None:
+    table = SequenceTable()
+    for number in range(1, 10 * ID_WINDOW // 7):
+        table.open(number)
+        assert table.close(number) and not table.close(number)
+        assert table.state(number) is SequenceState.CLOSING
+        table.end(number)
+        assert not table.close(number) and table.state(number) is SequenceState.OVER
+
+
+@pytest.mark.parametrize("below, state", [(0, SequenceState.UNKNOWN), (1, SequenceState.OVER)])
+def test_ids_below_the_window_are_over(below: int, state: SequenceState) -> None:
+    table, highest = SequenceTable(), 5 * ID_WINDOW
+    table.open(highest)
+    number = highest - ID_WINDOW - below
+    assert table.state(number) is state
+    if state is SequenceState.OVER:
+        with pytest.raises(ValueError, match=f"opened before, or is more than {ID_WINDOW} below {highest}"):
+            table.open(number)
+    else:
+        table.open(number)
+
+
+def test_ids_within_the_window_are_told_apart() -> None:
+    table = SequenceTable()
+    for number in (10, 30):
+        table.open(number)
+        table.end(number)
+    table.open(ID_WINDOW)
+    assert [table.state(number) for number in (10, 20, 30)] == [
+        SequenceState.OVER,
+        SequenceState.UNKNOWN,
+        SequenceState.OVER,
+    ]
+
+
+def test_a_live_sequence_stays_live_however_old_it_is() -> None:
+    table = SequenceTable()
+    table.open(1)
+    table.open(2)
+    assert table.close(2)
+    for number in (3 * ID_WINDOW, 9 * ID_WINDOW):
+        table.open(number)
+    assert table.state(1) is SequenceState.LIVE and table.state(2) is SequenceState.CLOSING
+    assert table.close(1) and not table.close(1) and not table.close(2)
+    for number in (1, 2):
+        table.end(number)
+        assert table.state(number) is SequenceState.OVER
+
+
+def test_an_old_sequence_that_ended_by_itself_is_still_closed() -> None:
+    table = SequenceTable()
+    table.open(1)
+    table.open(3 * ID_WINDOW)
+    table.end(1)
+    assert table.close(1)  # the peer may keep what it knows of the sequence until then

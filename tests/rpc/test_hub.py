@@ -1,0 +1,103 @@
+"""Ids of the hub in place of folders: from the cache, from an endpoint, and what is said where neither has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.hub import CACHED_COMMIT, COMMIT, GATED, MODEL, cached, hub_endpoint
+
+from outrider.rpc.hub import ModelNotFound, is_hub_id, locate, model_name
+
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"w" * 1000,
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"pickle",
+    "modeling.py": b"raise SystemExit",
+    "consolidated.safetensors": b"again",
+    "onnx/model.safetensors": b"elsewhere",
+    "README.md": b"# Model",
+}
+TOKENIZER = {"config.json", "tokenizer.json", "chat_template.jinja"}
+CHILD = """
+import json, sys
+from outrider.rpc.hub import ModelNotFound, locate
+for arguments in json.loads(sys.argv[1]):
+    try:
+        print(locate(arguments.pop("model"), **arguments))
+    except ModelNotFound as error:
+        print(error)
+print("torch" in sys.modules)
+"""
+
+
+def ask(home: Path, url: str, *asked: dict[str, object], offline: bool = False) -> list[str]:
+    """What `locate` gives or says in a process that has only the variables, a line each."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    environment |= {"HF_HOME": str(home), "HF_ENDPOINT": url, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": str(int(offline))}
+    command = [sys.executable, "-c", CHILD, json.dumps(asked)]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert child.returncode == 0, child.stderr[-4000:]
+    *lines, torch = child.stdout.splitlines()
+    assert torch == "False"
+    return lines
+
+
+def test_a_hub_on_loopback(tmp_path: Path) -> None:
+    with hub_endpoint(FILES) as hub:
+        asked: list[dict[str, object]] = [
+            {"model": MODEL, "weights": False},
+            {"model": f"{MODEL}@main"},
+            {"model": MODEL, "trust_remote_code": True},
+            {"model": f"{MODEL}@v2"},
+            {"model": GATED},
+            {"model": "tests/nowhere"},
+        ]
+        first, second, third, *refused = ask(tmp_path, hub.url, *asked)
+        served = list(hub.served)
+        assert first == second == third == str(tmp_path / f"hub/models--tests--model/snapshots/{COMMIT}")
+        assert {path.name for path in Path(first).iterdir()} == {*TOKENIZER, "model.safetensors", "modeling.py"}
+        assert served.index("model.safetensors") > max(map(served.index, TOKENIZER))
+        assert served.index("modeling.py") > served.index("model.safetensors")
+        assert model_name(Path(first)) == MODEL
+        assert refused == [
+            f"{MODEL}@v2: there is no such folder, and {MODEL} at {hub.url} has no such revision",
+            f"{GATED}: there is no such folder, and access to {GATED} is granted at {hub.url}/{GATED}: ask for it "
+            "there, and set HF_TOKEN",
+            f"tests/nowhere: there is no such folder, and {hub.url} has no model tests/nowhere; a private one needs "
+            "HF_TOKEN",
+        ]
+    again, gone = ask(tmp_path, hub.url, {"model": MODEL}, {"model": "tests/other"})
+    assert again == first
+    assert gone.endswith(f"tests/other is not in the cache {tmp_path / 'hub'}, and {hub.url} cannot be reached")
+
+
+def test_what_is_cached_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    cached(monkeypatch, tmp_path / "cache", model=folder)
+    for model in ("tests/model", "tests/model@main", f"tests/model@{CACHED_COMMIT}"):
+        found = locate(model)
+        assert (found / "config.json").read_text() == "{}" and model_name(found) == "tests/model"
+    absent = rf"tests/other: .* is not in the cache {tmp_path / 'cache'}; HF_HUB_OFFLINE allows no download"
+    with pytest.raises(ModelNotFound, match=absent):
+        locate("tests/other")
+    with pytest.raises(ModelNotFound):
+        locate("tests/model@other")
+
+
+def test_folders_are_no_ids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tests" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for path in ("tests/model", tmp_path / "tests", "/no/such", "nowhere", "../up", "a/b/c", ""):
+        assert locate(path) == Path(path) and not is_hub_id(path)
+    assert model_name(Path("tests/model")) == "model"
+    assert is_hub_id("tests/other") and is_hub_id(Path("tests/other@refs/pr/1"))

@@ -1,0 +1,244 @@
+"""Servers: addresses, health that follows the device, reflection, and the graceful end on signals.
+
+A blocking call in a thread: its items, its errors, and its end when the reader stops or is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from outrider.rpc.channel import connect, dial_target, listen_target
+from outrider.rpc.errors import InvalidArgument, Unavailable
+from outrider.rpc.server import MAX_AHEAD, Background, HealthMonitor, build_server, serve_until_signal
+from outrider.v1 import target_pb2, target_pb2_grpc
+
+SERVICE = "outrider.v1.TargetService"
+Serving = health_pb2.HealthCheckResponse.ServingStatus.Name
+
+
+async def health_of(channel: grpc.aio.Channel, service: str = SERVICE) -> str:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return Serving((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status)
+
+
+async def becomes(channel: grpc.aio.Channel, status: str, service: str = SERVICE) -> None:
+    async with asyncio.timeout(5):
+        while await health_of(channel, service) != status:  # noqa: ASYNC110  # another process changes it
+            await asyncio.sleep(0.01)
+
+
+def test_addresses() -> None:
+    assert [listen_target(text) for text in (":5", "h:0", "unix:/a")] == ["[::]:5", "h:0", "unix:/a"]
+    assert [dial_target(text) for text in (":5", "[::1]:7", "unix:/a")] == ["localhost:5", "[::1]:7", "unix:/a"]
+    for bad in ("", "host", "host:", "host:x", "host:70000", "::1:50051", "unix:", "h:-1", "h:٣"):
+        with pytest.raises(InvalidArgument, match="address"):
+            listen_target(bad)
+    with pytest.raises(InvalidArgument, match="above 0"):
+        dial_target("host:0")
+
+
+async def test_health_follows_the_probe_and_the_device() -> None:
+    answered, alive = asyncio.Event(), True
+    attempts = 0
+
+    async def probe() -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise RuntimeError("not yet")
+        await answered.wait()
+
+    ready = True
+    health = HealthMonitor([SERVICE], probe=probe, is_alive=lambda: alive, is_ready=lambda: ready, poll_s=0.01)
+    server = build_server("localhost:0", [SERVICE], lambda _: None, health=health)
+    await server.start()
+    channel = connect(server.address)
+    assert (await health_of(channel), await health_of(channel, "")) == ("NOT_SERVING", "SERVING")
+    answered.set()
+    await becomes(channel, "SERVING")
+    assert attempts == 2 and health.ready
+    ready = False
+    await becomes(channel, "NOT_SERVING")
+    assert await health_of(channel, "") == "SERVING", "what is not ready is alive"
+    ready = True
+    await becomes(channel, "SERVING")
+    alive = False
+    await becomes(channel, "NOT_SERVING")
+    await becomes(channel, "NOT_SERVING", "")
+    alive = True
+    await becomes(channel, "SERVING")
+    await health.drain()
+    assert (await health_of(channel), await health_of(channel, "")) == ("NOT_SERVING", "SERVING") and not health.ready
+    await asyncio.sleep(0.05)
+    assert await health_of(channel) == "NOT_SERVING", "it drains for good"
+    await channel.close()
+    await server.stop()
+
+
+async def test_a_port_in_use_is_refused_and_unix_sockets_work(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    first = build_server("localhost:0", [], lambda _: None)
+    assert first.port > 0 and first.address == f"localhost:{first.port}"
+    with pytest.raises(Unavailable, match="cannot listen"):
+        build_server(first.address, [], lambda _: None)
+    second = build_server(address, [SERVICE], lambda _: None)
+    await second.start()
+    channel = connect(address)
+    await becomes(channel, "SERVING")
+    await channel.close()
+    await second.stop()
+    await first.grpc_server.stop(None)
+
+
+@asynccontextmanager
+async def child(hold_s: float) -> AsyncIterator[tuple[asyncio.subprocess.Process, grpc.aio.Channel]]:
+    path = Path(__file__).with_name("serve_child.py")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / root) for root in ("protos", "rpc"))
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(path), str(hold_s), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+    channel = connect(line.removeprefix("child listening on ").strip())
+    try:
+        await becomes(channel, "SERVING")
+        yield process, channel
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+        await channel.close()
+
+
+async def test_sigterm_drains_and_lets_running_calls_end() -> None:
+    async with child(hold_s=0.6) as (process, channel):
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        call = stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=5)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert Serving((await watch.read()).status) == "SERVING"
+        await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert Serving((await asyncio.wait_for(watch.read(), 5)).status) == "NOT_SERVING"
+        watch.cancel()
+        assert (await call).max_window == 7
+        assert process.stdout is not None
+        assert (await asyncio.wait_for(process.stdout.read(), 10)).decode().split() == ["draining", "stopped"]
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+
+
+async def test_a_second_signal_ends_at_once() -> None:
+    async with child(hold_s=20) as (process, channel):
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        call = stub.GetTargetInfo(target_pb2.GetTargetInfoRequest())
+        await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 5) == b"draining\n"
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 5) == 130
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with child(hold_s=0) as (_, channel):
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        answer = await call.read()
+        assert SERVICE in {service.name for service in answer.list_services_response.service}
+        call.cancel()
+
+
+async def test_the_process_ends_where_the_work_behind_its_server_does() -> None:
+    """As a device that is lost: the error is raised, and the address is free for the next process."""
+    work: Future[None] = Future()
+    server = build_server("127.0.0.1:0", [SERVICE], lambda grpc_server: None)
+    serving = asyncio.create_task(serve_until_signal(server, name="test", work=work))
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        await becomes(channel, "SERVING")
+    work.set_exception(RuntimeError("the device is gone"))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await asyncio.wait_for(serving, 5)
+    await build_server(server.address, [SERVICE], lambda grpc_server: None).stop()
+
+
+OnStop = Callable[[Callable[[], object]], None]
+
+
+def test_items_and_errors() -> None:
+    def three(on_stop: OnStop) -> Iterator[int]:
+        yield from (1, 2, 3)
+        raise ValueError("over")
+
+    items = Background(three).items()
+    assert [next(items), next(items), next(items)] == [1, 2, 3]
+    with pytest.raises(ValueError, match="over"):
+        next(items)
+
+
+def test_a_reader_that_stops_aborts_the_call() -> None:
+    released = threading.Event()
+
+    def blocking(on_stop: OnStop) -> Iterator[int]:
+        on_stop(released.set)
+        yield 1
+        released.wait(10)
+
+    items = Background(blocking).items()
+    assert next(items) == 1
+    items.close()  # type: ignore[attr-defined]
+    assert released.is_set()
+
+
+def test_a_slow_reader_holds_the_call_up() -> None:
+    taken: list[int] = []
+
+    def fast(on_stop: OnStop) -> Iterator[int]:
+        for number in range(10 * MAX_AHEAD):
+            taken.append(number)
+            yield number
+
+    items = Background(fast).items()
+    next(items)
+    time.sleep(0.1)
+    assert len(taken) <= MAX_AHEAD + 3
+    assert len(list(items)) == 10 * MAX_AHEAD - 1
+
+
+def test_an_interrupt_ends_it() -> None:
+    code = (
+        "import threading\n"
+        "from outrider.rpc.server import Background\n"
+        "def wait(on_stop):\n"
+        "    done = threading.Event(); on_stop(done.set)\n"
+        "    print('waiting', flush=True); done.wait(60); return iter(())\n"
+        "    yield\n"
+        "for _ in Background(wait).items(): pass\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    if process.stdout is None:
+        pytest.fail("no output")
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) != 0
+    process.stdout.close()

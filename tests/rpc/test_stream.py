@@ -1,0 +1,458 @@
+"""FrameStream: over scripted transports with a clock in hand, and over real gRPC on the loopback.
+
+From the device thread to the streams: a message that no frame can hold harms its own sequence alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from threading import get_ident
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from outrider.rpc.channel import connect
+from outrider.rpc.codec import decode_commit, encode_commit
+from outrider.rpc.errors import OutriderError, ProtocolError, Unavailable
+from outrider.rpc.frames import TARGET_STREAM
+from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.server import build_server
+from outrider.rpc.stream import FrameStream, Outboxes, RoundTrip, StreamConfig, client_stream, server_stream
+from outrider.v1 import target_pb2_grpc
+
+QUICK = StreamConfig(heartbeat_s=0.05, silence_s=0.3)
+
+
+class Clock:
+    """Time that moves when told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Script:
+    """A transport whose frames the test puts in and takes out."""
+
+    def __init__(self) -> None:
+        self.incoming: asyncio.Queue[Any] = asyncio.Queue()
+        self.written: list[Any] = []
+        self.aborted = False
+
+    async def read(self) -> Any | None:
+        frame = await self.incoming.get()
+        if isinstance(frame, Exception):
+            raise frame
+        return frame
+
+    async def write(self, frame: Any) -> None:
+        self.written.append(frame)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def events(number: int, *messages: Any, **header: Any) -> Any:
+    return TARGET_STREAM.events.build(
+        FrameHeader(number, **header), [TARGET_STREAM.events.encode(message) for message in messages]
+    )
+
+
+def commands(number: int, *messages: Any, **header: Any) -> Any:
+    return TARGET_STREAM.commands.build(
+        FrameHeader(number, **header), [TARGET_STREAM.commands.encode(message) for message in messages]
+    )
+
+
+def new_open(sequence_id: int, num_ids: int = 3) -> Open:
+    return Open(sequence_id, tuple(range(num_ids)), SamplingParams())
+
+
+def scripted(*, client: bool = True, **options: Any) -> tuple[FrameStream, Script, Clock]:
+    script, clock = Script(), Clock()
+    return FrameStream(TARGET_STREAM, script, client=client, clock=clock, **options), script, clock
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_what_one_turn_sends_is_one_frame() -> None:
+    stream, script, _ = scripted()
+    async with stream:
+        await turns()
+        assert [len(frame.messages) for frame in script.written] == [0]  # the hello
+        stream.send(new_open(1), Credit(1, 9, 4))
+        stream.send(new_open(2))
+        await turns()
+        assert [len(frame.messages) for frame in script.written] == [0, 3]
+        assert [frame.header.number for frame in script.written] == [1, 2]
+    assert script.aborted and stream.closed and stream.error is None
+
+
+async def test_an_idle_side_sends_heartbeats_with_its_state() -> None:
+    stream, script, clock = scripted(step_age_ms=lambda: 77)
+    async with stream:
+        await turns()
+        for _ in range(9):
+            clock.now += 0.125  # exact in binary
+            stream.tick()
+            await turns()
+        assert len(script.written) == 3  # the hello, and one each 500 ms
+        assert script.written[-1].header.step_age_ms == 77 and not script.written[-1].header.draining
+
+
+async def test_a_silent_peer_breaks_the_stream() -> None:
+    stream, script, clock = scripted()
+    async with stream:
+        for step in range(40):
+            clock.now += 0.125
+            if step == 5:
+                script.incoming.put_nowait(events(1))
+                await turns()
+            stream.tick()
+            if stream.closed:
+                break
+        assert step == 30  # more than 3 s after its last frame
+        with pytest.raises(Unavailable, match="no frame for 3 s"):
+            await anext(stream)
+        with pytest.raises(Unavailable):
+            await stream.wait_closed()
+        stream.send(Close(9))  # too late, and no error
+    assert script.aborted
+
+
+async def test_a_pause_of_our_own_is_not_the_peers_silence() -> None:
+    stream, _, clock = scripted()
+    async with stream:
+        clock.now += 60
+        stream.tick()
+        assert not stream.closed
+
+
+async def test_a_gap_breaks_the_stream() -> None:
+    stream, script, _ = scripted()
+    async with stream:
+        script.incoming.put_nowait(events(2))
+        with pytest.raises(ProtocolError, match="frame 2 after frame 0"):
+            await anext(stream)
+
+
+async def test_the_end_of_the_peer_ends_the_iteration() -> None:
+    stream, script, _ = scripted()
+    async with stream:
+        stream.send(new_open(1))
+        script.incoming.put_nowait(events(1, Commit(1, 3, (5,)), Commit(1, 4, (6,))))
+        script.incoming.put_nowait(None)
+        assert [batch async for batch in stream] == [[Commit(1, 3, (5,)), Commit(1, 4, (6,))]]
+
+
+async def test_a_long_message_is_decoded_beside_the_event_loop() -> None:
+    threads: list[int] = []
+
+    def decode(message: Any) -> Commit:
+        threads.append(get_ident())
+        return decode_commit(message)
+
+    watched = replace(TARGET_STREAM.events, decoders={**TARGET_STREAM.events.decoders, "commit": decode})
+    script = Script()
+    long = Commit(1, 3, (5,), logprobs=(tuple(TokenLogprob(token, -0.5, 1) for token in range(9_000)),))
+    async with FrameStream(replace(TARGET_STREAM, events=watched), script, client=True) as stream:
+        stream.send(new_open(1))
+        for frame in (events(1, long), events(2, Commit(1, 4, (6,))), None):
+            script.incoming.put_nowait(frame)
+        assert [batch async for batch in stream] == [[long], [Commit(1, 4, (6,))]]
+    beside, here = threads
+    assert beside != get_ident() == here
+
+
+async def test_round_trips_take_off_what_the_peer_held() -> None:
+    stream, script, clock = scripted()
+    async with stream:
+        await turns()
+        clock.now += 0.010
+        script.incoming.put_nowait(events(1, last_seen=1, held_us=7_000))
+        await turns()
+        assert stream.round_trip_us == pytest.approx(3_000) == stream.round_trip.min_us
+        clock.now += 0.5
+        script.incoming.put_nowait(events(2, last_seen=1, held_us=507_000))  # nothing new acknowledged
+        await turns()
+        assert stream.round_trip_us == pytest.approx(3_000)
+
+
+def test_the_estimate_smooths_and_keeps_the_least() -> None:
+    estimate = RoundTrip()
+    for number, taken in enumerate((0.004, 0.002, 0.004), start=1):
+        estimate.sending(number, 10.0 * number)
+        estimate.received(number, number, 0, 10.0 * number + taken)
+    assert estimate.min_us == pytest.approx(2_000)
+    assert estimate.smoothed_us == pytest.approx(3_781.25)
+    assert estimate.sending(9, 40.0) == (3, 9_996_000)
+
+
+async def test_a_stuck_device_and_a_draining_peer_are_told() -> None:
+    told: list[tuple[bool, bool]] = []
+    stream, script, _ = scripted(on_peer_change=lambda: told.append((stream.device_dead, stream.peer_draining)))
+    async with stream:
+        for number, header in enumerate(
+            ({"step_age_ms": 30_000}, {"step_age_ms": 30_001}, {"step_age_ms": 31_000}, {"draining": True}), start=1
+        ):
+            script.incoming.put_nowait(events(number, **header))
+        await turns(10)
+        assert told == [(True, False), (False, True)]
+
+
+async def test_a_vanished_open_is_answered_here_and_not_within_send() -> None:
+    got: list[Any] = []
+    stream, script, _ = scripted(on_messages=got.extend)
+    async with stream:
+        await turns()
+        stream.send(new_open(1), Close(1))
+        assert got == []
+        await turns()
+        assert got == [Closed(1)] and len(script.written) == 1 and stream.num_sequences == 0
+
+
+async def test_a_draining_service_refuses_opens_and_ends_after_its_last_sequence() -> None:
+    stream, script, _ = scripted(client=False)
+    async with stream:
+        script.incoming.put_nowait(commands(1, new_open(1)))
+        assert await anext(stream) == [new_open(1)]
+        stream.drain()
+        script.incoming.put_nowait(commands(2, new_open(2), Credit(2, 9, 4), Credit(1, 9, 4)))
+        assert await anext(stream) == [Credit(1, 9, 4)]
+        await turns()
+        stream.tick()
+        assert not stream.closed and script.written[-1].header.draining
+        assert script.written[-1].messages[0].failure.status.code == 14
+        stream.send(Closed(1))
+        await turns()
+        stream.tick()
+        assert stream.closed and script.written[-1].messages[0].closed.sequence_id == 1
+        await stream.wait_closed()
+
+
+async def test_a_slow_consumer_holds_the_peer_up_and_is_not_silence() -> None:
+    stream, script, clock = scripted(config=StreamConfig(max_inbox=2))
+    async with stream:
+        stream.send(new_open(1))
+        for number in range(1, 6):
+            script.incoming.put_nowait(events(number, Commit(1, number, (5,))))
+        await turns(20)
+        assert script.incoming.qsize() == 3
+        for _ in range(50):
+            clock.now += 0.1
+            stream.tick()
+        assert not stream.closed
+        for _ in range(5):
+            assert len(await anext(stream)) == 1
+
+
+async def test_what_a_slow_peer_is_owed_is_bounded() -> None:
+    stream, _, _ = scripted(config=StreamConfig(max_pending_bytes=1_000))
+    async with stream:
+        stream.send(new_open(1), *[Credit(1, 9, 4)] * 100)  # one turn's messages have had no time to leave
+        assert not stream.closed
+        stream.send(*[Credit(1, 9, 4)] * 900)
+        with pytest.raises(Unavailable, match="too slowly"):
+            await asyncio.wait_for(stream.wait_closed(), 5)
+
+
+async def test_a_bug_in_the_callback_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(batch: list[Any]) -> None:
+        raise KeyError("the secret prompt")
+
+    stream, script, _ = scripted(on_messages=broken)
+    async with stream:
+        stream.send(new_open(1))
+        script.incoming.put_nowait(events(1, Commit(1, 3, (5,))))
+        with pytest.raises(OutriderError, match="unexpected KeyError") as caught:
+            await stream.wait_closed()
+    assert "secret" not in str(caught.value) and "unexpected error" in caplog.text
+
+
+class Echo(target_pb2_grpc.TargetServiceServicer):
+    """Commits one token per credit; fails sequence 13; goes mute when told."""
+
+    mute = False
+
+    def __init__(self) -> None:
+        self.streams: list[FrameStream] = []
+        self.released: list[tuple[int, ...]] = []
+
+    async def Verify(self, requests: Any, context: Any) -> None:
+        if self.mute:
+            await context.read()
+            await asyncio.sleep(30)
+        stream = server_stream(TARGET_STREAM, context, config=QUICK)
+        self.streams.append(stream)
+        try:
+            async with stream:
+                async for batch in stream:
+                    for message in batch:
+                        stream.send(*self.answer(message))
+        finally:
+            self.released.append(stream.active_ids())
+
+    def answer(self, message: Any) -> tuple[Any, ...]:
+        if isinstance(message, Credit):
+            return (Commit(message.sequence_id, message.until, (5,)),)
+        if isinstance(message, Close):
+            return (Closed(message.sequence_id),)
+        return (Failure(13, 5, "unlucky"),) if message.sequence_id == 13 else ()
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[tuple[Echo, Any]]:
+    servicer = Echo()
+    server = build_server(
+        "localhost:0", [], lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
+    )
+    await server.start()
+    channel: grpc.aio.Channel = connect(server.address)
+    yield servicer, target_pb2_grpc.TargetServiceStub(channel)
+    await channel.close()
+    await server.stop()
+
+
+async def test_messages_cross_a_real_stream(echo: tuple[Echo, Any]) -> None:
+    servicer, stub = echo
+    long = new_open(2, 100_000)
+    async with client_stream(TARGET_STREAM, stub.Verify(), config=QUICK) as stream:
+        stream.send(new_open(1), long, new_open(13), Credit(2, 100_000, 4), Credit(1, 3, 4))
+        got: list[Any] = []
+        while len(got) < 3:
+            got += await asyncio.wait_for(anext(stream), 5)
+        assert {type(message) for message in got} == {Failure, Commit}
+        stream.send(Close(1))
+        assert await anext(stream) == [Closed(1)]
+        await asyncio.sleep(0.2)  # idle: heartbeats flow
+        assert stream.num_sequences == 1 and servicer.streams[0].num_sequences == 1
+        assert 50 < stream.round_trip.min_us < 100_000
+        assert 50 < servicer.streams[0].round_trip.min_us < 100_000
+    await asyncio.sleep(0.1)
+    assert servicer.released == [(2,)]  # the end of a stream releases what it opened
+
+
+async def test_a_mute_service_is_noticed(echo: tuple[Echo, Any]) -> None:
+    servicer, stub = echo
+    servicer.mute = True
+    async with client_stream(TARGET_STREAM, stub.Verify(), config=QUICK) as stream:
+        with pytest.raises(Unavailable, match=r"no frame for 0\.3 s"):
+            await asyncio.wait_for(stream.wait_closed(), 5)
+
+
+async def test_a_mute_client_is_noticed_and_told_why(echo: tuple[Echo, Any]) -> None:
+    servicer, stub = echo
+    call = stub.Verify()
+    await call.write(commands(1, new_open(1)))
+    with pytest.raises(grpc.aio.AioRpcError, match="no frame") as caught:
+        while True:  # the status arrives behind the frames
+            await asyncio.wait_for(call.read(), 5)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE and servicer.released == [(1,)]
+
+
+async def test_a_protocol_error_reaches_the_peer_with_its_reason(echo: tuple[Echo, Any]) -> None:
+    _, stub = echo
+    async with client_stream(TARGET_STREAM, stub.Verify(), config=QUICK) as stream:
+        stream._number = 5
+        with pytest.raises(ProtocolError, match="frame 6 after frame 0"):
+            await asyncio.wait_for(stream.wait_closed(), 5)
+
+
+async def test_a_cancelled_call_is_noticed_by_both(echo: tuple[Echo, Any]) -> None:
+    servicer, stub = echo
+    call = stub.Verify()
+    async with client_stream(TARGET_STREAM, call, config=QUICK) as stream:
+        stream.send(new_open(1), Credit(1, 3, 4))
+        await anext(stream)
+        call.cancel()
+        with pytest.raises(OutriderError):
+            await asyncio.wait_for(stream.wait_closed(), 5)
+    await asyncio.sleep(0.1)
+    assert servicer.released == [(1,)]
+
+
+async def test_a_draining_server_ends_the_stream_cleanly(echo: tuple[Echo, Any]) -> None:
+    servicer, stub = echo
+    changed = asyncio.Event()
+    async with client_stream(TARGET_STREAM, stub.Verify(), config=QUICK, on_peer_change=changed.set) as stream:
+        stream.send(new_open(1), Credit(1, 3, 4))
+        await anext(stream)
+        servicer.streams[0].drain()
+        await asyncio.wait_for(changed.wait(), 5)
+        assert stream.peer_draining
+        stream.send(Close(1))
+        assert [batch async for batch in stream] == [[Closed(1)]]
+        assert stream.error is None
+
+
+SMALL = replace(TARGET_STREAM, events=replace(TARGET_STREAM.events, max_lone_bytes=1000))
+
+
+class Peer:
+    """A transport whose peer opens two sequences and then only listens."""
+
+    def __init__(self) -> None:
+        opens = [TARGET_STREAM.commands.encode(Open(number, (1, 2), SamplingParams())) for number in (1, 2)]
+        self._frames = [TARGET_STREAM.commands.build(FrameHeader(1), opens)]
+        self.heard: list[Any] = []
+
+    async def read(self) -> Any | None:
+        if not self._frames:
+            await asyncio.Event().wait()
+        return self._frames.pop()
+
+    async def write(self, frame: Any) -> None:
+        self.heard += [TARGET_STREAM.events.decode(entry) for entry in frame.messages]
+
+    def abort(self) -> None:
+        pass
+
+
+async def test_what_takes_long_is_encoded_where_it_is_put() -> None:
+    threads: list[int] = []
+
+    def encode(message: Commit) -> Any:
+        threads.append(get_ident())
+        return encode_commit(message)
+
+    row = replace(TARGET_STREAM.events.rows[Commit], encode=encode)
+    watched = replace(TARGET_STREAM.events, rows={**TARGET_STREAM.events.rows, Commit: row})
+    peer = Peer()
+    long = Commit(1, 2, (3,), logprobs=(tuple(TokenLogprob(token, -0.5, 1) for token in range(9_000)),))
+    async with FrameStream(replace(TARGET_STREAM, events=watched), peer, client=False) as stream:
+        await anext(stream)
+        boxes = Outboxes(asyncio.get_running_loop())
+        await asyncio.to_thread(boxes.put, stream, long)
+        await asyncio.to_thread(boxes.put, stream, Commit(1, 3, (8,)))
+        boxes.flush()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    assert peer.heard == [long, Commit(1, 3, (8,))]
+    beside, here = threads
+    assert beside != get_ident() == here
+
+
+async def test_a_message_that_no_frame_can_hold_fails_its_sequence_and_the_others_leave() -> None:
+    peers = Peer(), Peer()
+    row = tuple(TokenLogprob(token, -1.0, 1) for token in range(1000))
+    async with FrameStream(SMALL, peers[0], client=False) as first, FrameStream(SMALL, peers[1], client=False) as other:
+        await anext(first)
+        await anext(other)
+        boxes = Outboxes(asyncio.get_running_loop())
+        boxes.put(first, Commit(1, 2, (3,), logprobs=(row,)))
+        boxes.put(first, Commit(2, 2, (7,)))
+        boxes.put(other, Commit(1, 2, (8,)))
+        boxes.flush()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not first.closed and not other.closed
+    failure, commit = peers[0].heard
+    assert isinstance(failure, Failure) and failure.sequence_id == 1 and "allowed: at most 1000" in failure.message
+    assert commit == Commit(2, 2, (7,)) and peers[1].heard == [Commit(1, 2, (8,))]

@@ -1,0 +1,287 @@
+"""A draft engine and a target engine in hand, without threads or gRPC: messages in, steps until they rest, events
+out; and what a naive draft would have drawn."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from support.models import tiny_config, tiny_hf_model, tiny_state
+
+from outrider.draft_service.admission import make_methods
+from outrider.draft_service.boot import build_model_method
+from outrider.draft_service.engine import Attach, Deliver, DraftEngine
+from outrider.engine.batch import BatchEntry
+from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.model_runner import ModelRunner, RunnerOptions
+from outrider.engine.sampler import SamplingRows, SequenceSampler, process, process_greedy
+from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
+from outrider.kernels.sampling.reference import draft_sample
+from outrider.kernels.verify.reference import coupled_choice
+from outrider.proposers.ngram import NgramProposer
+from outrider.rpc.messages import (
+    Commit,
+    Credit,
+    DraftEvent,
+    Failure,
+    Open,
+    Piece,
+    PromptLogprobs,
+    TargetEvent,
+    TokenWeights,
+)
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.target_service.engine import StreamCommand, TargetEngine
+from outrider.target_service.outputs import StepReport
+from outrider.target_service.sequence import TargetLimits
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
+SAMPLED = SamplingParams(temperature=0.8, max_tokens=400)
+STREAM = 1
+
+
+@cache
+def tiny_draft(max_model_len: int | None = None, batch_invariant: bool = True) -> LoadedModel:
+    """A tiny model, by default one whose rows are bit-identical in every batch."""
+    state = tiny_state(tiny_hf_model())
+    return build_decoder(tiny_config(), state, batch_invariant=batch_invariant, max_model_len=max_model_len)
+
+
+def new_open(sequence_id: int, prompt: Sequence[int], sampling: SamplingParams = GREEDY, **options: Any) -> Open:
+    return Open(sequence_id, tuple(prompt), sampling, **options)
+
+
+class DraftHarness:
+    """One engine, one stream. `computed` holds the whole context of every row that was ever computed."""
+
+    def __init__(
+        self, num_blocks: int = 64, max_model_len: int | None = None, batch_invariant: bool = True, **options: Any
+    ) -> None:
+        self.loaded = tiny_draft(max_model_len, batch_invariant)
+        self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks))
+        self.engine = DraftEngine(make_methods([self.method, NgramProposer(2, 4)]), **options)
+        self.events: list[DraftEvent] = []
+        self.flushes: list[list[DraftEvent]] = []
+        self.batches: list[list[BatchEntry]] = []
+        self.computed: list[tuple[int, ...]] = []
+        self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.engine.handle(Attach(STREAM, self._sink))
+        self._forward = self.method.proposer.runner.forward
+        self.method.proposer.runner.forward = self._watch  # type: ignore[method-assign]
+        grower = self.engine._grower
+        assert grower is not None
+        self._copy_blocks, grower._copy_blocks = grower._copy_blocks, self._copy
+
+    def send(self, *messages: Any) -> None:
+        self.engine.handle(Deliver(STREAM, messages))
+
+    def run(self, *messages: Any) -> list[DraftEvent]:
+        """Sends one frame and steps until the engine rests; what it answered."""
+        self.send(*messages)
+        first = len(self.events)
+        for _ in range(2000):
+            if self.engine.step(time.monotonic()) != 0.0:
+                break
+        return self.events[first:]
+
+    def ids(self, *messages: Any) -> list[tuple[int, ...]]:
+        return [event.ids for event in self.run(*messages) if isinstance(event, Piece)]
+
+    def check(self) -> None:
+        drafts = self.engine.sequences.values()
+        lines = [line for draft in drafts for line in (draft.sequence, *(b.sequence for b in draft.branches))]
+        tables = [line.block_table for line in lines]
+        self.method.cache.pool.check_integrity(tables)
+
+    def _sink(self, events: Sequence[DraftEvent]) -> None:
+        self.events.extend(events)
+        self.flushes.append(list(events))
+
+    def _watch(self, entries: Sequence[BatchEntry]) -> torch.Tensor:
+        self.batches.append(list(entries))
+        for entry in entries:
+            for offset, token in enumerate(entry.token_ids):
+                position = entry.start + offset
+                before = self._slots[self._slot(entry, position - 1)] if position else ()
+                self.computed.append((*before, token))
+                self._slots[self._slot(entry, position)] = (*before, token)
+        return self._forward(entries)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for offset in range(16):
+                self._slots[target, offset] = self._slots.get((source, offset), ())
+        self._copy_blocks(pairs)
+
+    @staticmethod
+    def _slot(entry: BatchEntry, position: int) -> tuple[int, int]:
+        return entry.block_table[position // 16], position % 16
+
+
+def commit(sequence_id: int, position: int, *ids: int, **options: Any) -> Commit:
+    return Commit(sequence_id, position, ids, **options)
+
+
+def credit(sequence_id: int, until: int, max_window: int = 4, max_branches: int = 0) -> Credit:
+    return Credit(sequence_id, until, max_window, max_branches=max_branches)
+
+
+def naive(request: Open, tokens: Sequence[int], loaded: LoadedModel) -> tuple[int, TokenWeights | None]:
+    """The next token after `tokens`, everything computed afresh for one sequence."""
+    runner = ModelRunner(loaded.model, 32)
+    logits = runner.forward([BatchEntry(list(tokens), 0, list(range(32)), 1)])
+    prompt_len = len(request.prompt_ids)
+    sampler = SequenceSampler(
+        request.sampling, tokens[:prompt_len], tokens[prompt_len:], loaded.eos_token_ids, loaded.vocab_size
+    )
+    plan = [SamplingRows(sampler)]
+    if request.sampling.greedy or (request.one_hot and request.acceptance == AcceptanceRule.REJECTION):
+        return int(process_greedy(logits, plan)[0]), None
+    probs, _ = process(logits, plan)
+    place = [torch.tensor([n]) for n in (as_int64(request.seed), len(tokens), request.completion)]
+    if request.acceptance == AcceptanceRule.COUPLED:
+        return int(coupled_choice(probs, exponential_noise(*place, loaded.vocab_size))), None
+    samples = draft_sample(probs, words(place[0], place[1], Purpose.DRAFT, place[2]))
+    return int(samples.token_ids), TokenWeights.of(samples.entry_ids.tolist(), samples.entry_weights.tolist())
+
+
+VOCAB = 97
+
+
+def tiny_model(seed: int = 0, batch_invariant: bool = True, **options: Any) -> tuple[Any, LoadedModel]:
+    """A transformers model and our decoder with the same weights."""
+    hf = tiny_hf_model("llama", seed, **options)
+    model = build_decoder(tiny_config("llama", **options), tiny_state(hf), batch_invariant=batch_invariant)
+    return hf, model
+
+
+@dataclass
+class TargetHarness:
+    """One engine and what it sent."""
+
+    engine: TargetEngine
+    now: float = 0.0
+    num_steps: int = 0  # that ran
+    events: dict[int, list[TargetEvent]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, num_blocks: int = 64, eos_ids: tuple[int, ...] = (), **options: Any
+    ) -> TargetHarness:
+        limits = TargetLimits(loaded.vocab_size, loaded.max_model_len, eos_ids, num_blocks)
+        harness: TargetHarness
+
+        def count(_: StepReport) -> None:
+            harness.num_steps += 1
+
+        runner, clock = ModelRunner(loaded.model, num_blocks), lambda: harness.now
+        engine = TargetEngine(runner, limits, clock=clock, **{"on_step": count} | options)
+        harness = cls(engine)
+        return harness
+
+    def send(self, *messages: Any) -> None:
+        for message in messages:
+            sink = self.events.setdefault(message.sequence_id, []).append
+            self.engine.handle(StreamCommand(1, message, sink))
+
+    def run(self, max_steps: int = 10_000) -> float | None:
+        """Steps until nothing is due; returns what the engine would wait for."""
+        for _ in range(max_steps):
+            wait = self.engine.step(self.now)
+            tables = [t.sequence.block_table for t in self.engine.scheduler.sequences.values()]
+            self.engine.cache.pool.check_integrity(tables)
+            if wait != 0.0:
+                return wait
+        raise RuntimeError("the engine never became idle")
+
+    def commits(self, sequence_id: int) -> list[Commit]:
+        return [event for event in self.events.get(sequence_id, []) if isinstance(event, Commit)]
+
+    def failures(self, sequence_id: int) -> list[Failure]:
+        return [event for event in self.events.get(sequence_id, []) if isinstance(event, Failure)]
+
+    def prompt_logprobs(self, sequence_id: int) -> list[PromptLogprobs]:
+        return [event for event in self.events.get(sequence_id, []) if isinstance(event, PromptLogprobs)]
+
+    def output(self, sequence_id: int) -> list[int]:
+        return [token for commit in self.commits(sequence_id) for token in commit.ids]
+
+    def decode_plain(self, sequence_id: int, request: Open) -> list[int]:
+        """The whole output with unlimited credit and no draft."""
+        self.send(request, Credit(sequence_id, 1 << 20, 0))
+        self.run()
+        return self.output(sequence_id)
+
+
+def opened(sequence_id: int, prompt: Sequence[int], **sampling: Any) -> Open:
+    """An Open with the given sampling fields; `seed`, `acceptance` and other Open fields are taken out of them."""
+    names = {
+        "output_ids",
+        "fork_of",
+        "completion",
+        "acceptance",
+        "seed",
+        "timeout_ms",
+        "priority",
+        "suspect",
+        "salt",
+        "model_digest",
+    }
+    own = {name: sampling.pop(name) for name in names & sampling.keys()}
+    sampling.setdefault("temperature", 0.0)
+    return Open(sequence_id, tuple(prompt), SamplingParams(**sampling), **own)
+
+
+DraftFn = Callable[[list[int], int], tuple[list[int], list[TokenWeights | None]]]
+
+
+def speculate(harness: TargetHarness, request: Open, k: int, draft: DraftFn, chain: int = 0) -> list[int]:
+    """A sequential loop by hand: propose k from the committed tokens, verify, repeat."""
+    sequence_id = request.sequence_id
+    tokens = [*request.prompt_ids, *request.output_ids]
+    harness.send(request, Credit(sequence_id, len(tokens) + 1, 0))
+    seen = 0
+    while True:
+        harness.run()
+        fresh = harness.commits(sequence_id)[seen:]
+        seen += len(fresh)
+        for commit in fresh:
+            tokens += commit.ids
+            if commit.finish_reason is not None:
+                return tokens[len(request.prompt_ids) :]
+        ids, weights = draft(tokens, k)
+        chain += 1
+        harness.send(
+            Piece(sequence_id, chain, len(tokens), tuple(ids), tuple(weights)),
+            Credit(sequence_id, len(tokens) + k + 1, k, 60_000),
+        )
+
+
+def oracle(reference: Sequence[int], prompt_len: int, rng: random.Random, hit: float = 0.7) -> DraftFn:
+    """Drafts the reference's own continuation, each token wrong with probability 1 - hit."""
+
+    def draft(tokens: list[int], k: int) -> tuple[list[int], list[TokenWeights | None]]:
+        ids = []
+        for position in range(len(tokens) - prompt_len, len(tokens) - prompt_len + k):
+            right = reference[position] if position < len(reference) else rng.randrange(VOCAB)
+            ids.append(right if rng.random() < hit else rng.randrange(VOCAB))
+        return ids, []
+
+    return draft
+
+
+def hf_greedy(hf: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own generate gives."""
+    with torch.inference_mode():
+        ids = hf.generate(
+            torch.tensor([list(prompt)]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return [int(token) for token in ids[0, len(prompt) :]]
+
+
+REJECTION, COUPLED = AcceptanceRule.REJECTION, AcceptanceRule.COUPLED

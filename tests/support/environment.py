@@ -1,0 +1,16 @@
+"""What every test process runs under: few threads, no network, and a seed that a failure shows. tests/conftest.py
+imports it first."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch, transformers or tokenizers; children of the tests inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+for variable in [name for name in os.environ if name.startswith(("OUTRIDER_", "OTEL_"))]:
+    del os.environ[variable]  # what the caller's shell sets is no part of a test
+
+SEED = int(os.environ.get("TEST_SEED", "0"))

@@ -1,0 +1,190 @@
+"""Gateways with toy backends in this process: over gRPC and HTTP at once, so that what is asked of one can be asked
+of the other; and with streams that break where a test says, read by either client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import httpx
+from openai import AsyncOpenAI
+from support.fakes import ToyDraft, ToyTarget
+from support.models import train_byte_level
+
+from outrider.client import Client, Part, Retry, SyncClient
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http.app import HttpServer
+from outrider.gateway.http.protocol import HttpOptions
+from outrider.gateway.metrics import MeteredEngine
+from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.gateway.text.detokenizer import make_detokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import OutriderError, Unavailable
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.server import build_server
+from outrider.v1 import generation_pb2 as pb
+
+PROMPT = [11, 12, 13]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@cache
+def toy_tokenizer() -> Tokenizer:
+    with TemporaryDirectory() as name:
+        save_toy_tokenizer(Path(name))
+        return Tokenizer.load(name)
+
+
+def save_toy_tokenizer(folder: Path) -> Path:
+    train_byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}))
+    return folder
+
+
+@dataclass
+class Gateway:
+    """One engine behind two servers."""
+
+    engine: MeteredEngine
+    http: HttpServer
+    grpc_address: str
+    target: ToyTarget
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.http.address}"
+
+    def openai(self, **options: Any) -> AsyncOpenAI:
+        options = {"max_retries": 0, "timeout": 20, **options}
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", **options)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=20)
+
+
+@asynccontextmanager
+async def gateway(
+    target: ToyTarget | None = None,
+    draft: ToyDraft | None = None,
+    *,
+    ready: bool = True,
+    options: HttpOptions | None = None,
+    **config: Any,
+) -> AsyncIterator[Gateway]:
+    target = target or ToyTarget()
+    engine = MeteredEngine(toy_tokenizer(), target, draft, EngineConfig(**config))
+    http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options)
+    server = build_server("127.0.0.1:0", [SERVICE_NAME], GenerationServicer(engine).register)
+    await server.start()
+    await http.start()
+    try:
+        yield Gateway(engine, http, server.address, target)
+    finally:
+        await http.stop()
+        await server.stop(0)
+    assert engine.admission.num_active == 0
+
+
+def text_of(ids: Sequence[int], prompt: Sequence[int] = PROMPT) -> str:
+    """The text of generated ids, as the gateway gives it after a prompt."""
+    detokenizer = make_detokenizer(toy_tokenizer(), SamplingParams(), prompt)
+    return "".join(map(detokenizer.step, ids))
+
+
+async def stream_events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[str]:
+    """The data of every event of a streamed answer."""
+    async with client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+
+
+Kind = Literal["aio", "sync"]
+KINDS: tuple[Kind, ...] = ("aio", "sync")
+QUICK = Retry(first_wait_s=0.001, most_wait_s=0.004)
+
+
+AT_THE_END = -1  # after the last response, instead of a status that says that all is well
+
+
+class _CutContext:
+    """A call's context that raises instead of the write after `writes`."""
+
+    def __init__(self, context: Any, writes: int, error: OutriderError) -> None:
+        self._context, self._left, self._error = context, writes, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        if not self._left:
+            raise self._error
+        self._left -= 1
+        await self._context.write(message)
+
+
+class CuttingServicer(GenerationServicer):
+    """Serves, and breaks the first streams after as many responses as `cuts` says, one entry for each stream."""
+
+    def __init__(self, engine: GenerationEngine, cuts: list[int], error: OutriderError) -> None:
+        super().__init__(engine)
+        self.cuts, self.error = cuts, error
+        self.requests: list[pb.GenerateRequest] = []
+        self.address = ""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        self.requests.append(request)
+        cut = self.cuts.pop(0) if self.cuts else None
+        if cut is not None:
+            context = _CutContext(context, cut, self.error)
+        await super().Generate(request, context)
+        if cut == AT_THE_END:
+            raise self.error
+
+
+@asynccontextmanager
+async def serving(
+    *cuts: int, error: OutriderError | None = None, target: ToyTarget | None = None, **config: Any
+) -> AsyncIterator[CuttingServicer]:
+    """One gateway on the loopback."""
+    engine = GenerationEngine(toy_tokenizer(), target or ToyTarget(), ToyDraft(wrong_every=3), EngineConfig(**config))
+    servicer = CuttingServicer(engine, list(cuts), error or Unavailable("gone"))
+    server = build_server("127.0.0.1:0", [SERVICE_NAME], servicer.register)
+    servicer.address = server.address
+    await server.start()
+    try:
+        yield servicer
+    finally:
+        await server.stop(0)
+
+
+async def ask(kind: Kind, *gateways: CuttingServicer, retry: Retry = QUICK, **options: Any) -> list[Part]:
+    """All parts of a request, by either client."""
+    addresses = [gateway.address for gateway in gateways]
+    if kind == "aio":
+        async with Client(addresses, retry=retry) as client:
+            return [part async for part in client.generate(**options)]
+
+    def read() -> list[Part]:
+        with SyncClient(addresses, retry=retry) as client:
+            return list(client.generate(**options))
+
+    return await asyncio.to_thread(read)
+
+
+def ids_of(parts: list[Part], index: int = 0) -> list[int]:
+    return [token for part in parts if part.index == index for token in part.token_ids]
+
+
+def text_of_parts(parts: list[Part], index: int = 0) -> str:
+    return "".join(part.text for part in parts if part.index == index)

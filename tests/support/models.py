@@ -1,0 +1,163 @@
+"""Small random Hugging Face checkpoints and tokenizers, for tests of every part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.kernels.cpu.library import cpu_library
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "gemma": {"model_type": "gemma"},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,  # low enough to show
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 24},
+}
+
+
+SMALLEST: dict[str, Any] = {  # for what is interpreted
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+KERNELS = ("c", "pytorch")  # what computes on the CPU
+
+
+@contextmanager
+def cpu_kernels(which: str) -> Iterator[None]:
+    """Decoders built meanwhile compute by C kernels where they take the model, or by PyTorch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if which == "pytorch":
+            patch.setattr("outrider.kernels.cpu.decoder.cpu_library", lambda: None)
+        elif cpu_library() is None:
+            pytest.skip("no C compiler")
+        yield
+
+
+def tiny_config(family: str = "llama", **options: Any) -> dict[str, Any]:
+    """The contents of a config.json; options override any key."""
+    return {**TINY, **FAMILIES[family], **options}
+
+
+def tiny_hf_model(family: str = "llama", seed: int = 0, **options: Any) -> Any:
+    """A random transformers model (float32, eager attention) whose norms and biases are no identities."""
+    config = tiny_config(family, **options)
+    hf = AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(hf, attn_implementation="eager", dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.3)
+                else:
+                    parameter.normal_(0.0, 0.12)
+    return model.eval()
+
+
+def tiny_state(model: Any) -> dict[str, Tensor]:
+    """The state dict as a checkpoint would hold it: without a tied head."""
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    return state
+
+
+def save_tiny(
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    shard_size: str = "5GB",
+    generation: dict[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Writes a checkpoint (config.json, safetensors, generation_config.json) and returns its folder."""
+    model = tiny_hf_model(family, seed, **options)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def hf_logits(model: Any, token_ids: list[int]) -> Tensor:  # [tokens, vocab] float32
+    """What transformers itself computes for one whole sequence."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits.float()
+
+
+LINES = [
+    "the quick brown fox jumps over the lazy dog",
+    "def main(): return 42  # naïve café, 你好世界 🙂",
+    "stop words, stop signs; the end.\n\nUser: hello",
+] * 3
+SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>"]
+
+
+def train_byte_level(vocab_size: int = 400) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(LINES, trainer)
+    return backend
+
+
+def train_byte_fallback() -> Backend:
+    """In the style of Llama 2: spaces as ▁, unknown characters as bytes, the first space stripped."""
+    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=tokens, show_progress=False)
+    backend.train_from_iterator([line.replace("🙂", "").replace("世", "") for line in LINES], trainer)
+    data = json.loads(backend.to_str())
+    data["added_tokens"] = [token for token in data["added_tokens"] if token["id"] < 3]  # the bytes are plain tokens
+    return Backend.from_str(json.dumps(data))

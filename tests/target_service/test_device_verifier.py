@@ -1,0 +1,129 @@
+"""A target on a GPU that is not here: what it commits is what the host's commits, and it waits once a step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.devices import PretendedDevice, Replayed, gpu
+from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened
+from support.kernels import interpreter
+from support.models import SMALLEST, tiny_config, tiny_hf_model, tiny_state
+
+from outrider.engine import cuda_graphs
+from outrider.engine.batch import StepLimits
+from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.model_runner import ModelRunner
+from outrider.rpc.messages import Commit, Credit, Open, Piece, TokenWeights
+from outrider.rpc.sampling_params import LogprobsMode
+from outrider.target_service.device_verifier import verifier_of
+
+__all__ = ["gpu", "interpreter"]
+
+LIMITS = StepLimits(max_rows=8, max_sequences=4, max_query_len=2)
+MAX_TOKENS = 7
+PLAIN: dict[str, dict[str, Any]] = {  # what columns say
+    "greedy": {"temperature": 0.0},
+    "coupled": {"temperature": 1.0, "acceptance": COUPLED, "seed": (1 << 64) - 3, "top_p": 0.9},
+    "rejection": {"temperature": 1.3, "acceptance": REJECTION, "seed": 11, "min_p": 0.01},
+    "rejection, cut": {"temperature": 0.8, "acceptance": REJECTION, "seed": 12, "top_k": 40},
+}
+CHANGED: dict[str, dict[str, Any]] = {  # what they do not
+    "penalties": {"temperature": 1.0, "acceptance": COUPLED, "seed": 5, "repetition_penalty": 1.4, "min_tokens": 4},
+    "bias": {"temperature": 0.0, "logit_bias": {3: 2.5}, "bad_words_ids": ((7,),), "stop_token_ids": (9,)},
+}
+
+
+def requests_of(kinds: dict[str, dict[str, Any]], **sampling: Any) -> list[Open]:
+    return [
+        opened(number, [number, *range(10, 10 + 3 * number)], max_tokens=MAX_TOKENS, **options, **sampling)
+        for number, options in enumerate(kinds.values(), start=1)
+    ]
+
+
+def window(rng: random.Random, request: Open, tokens: list[int], right: list[int], chain: int, k: int) -> Piece:
+    """Drafted tokens, mostly the right ones, and their weights: fitting, none, or broken ones."""
+    ids, weights = [], []
+    for place in range(len(tokens) - len(request.prompt_ids), len(tokens) - len(request.prompt_ids) + k):
+        ids.append(right[place] if place < len(right) and rng.random() < 0.8 else rng.randrange(VOCAB))
+        others = sorted([*rng.sample(range(VOCAB), 6), ids[-1]])
+        vector = TokenWeights.of(others, [rng.randint(1, 32767) for _ in others])
+        broken = replace(vector, weights=vector.weights[:-4])
+        weights.append(rng.choice((vector, vector, vector, None, broken)))
+    return Piece(request.sequence_id, chain, len(tokens), tuple(ids), tuple(weights))
+
+
+def run(harness: TargetHarness, requests: list[Open], right: dict[int, list[int]], k: int) -> dict[int, list[Commit]]:
+    """All at once, window after window."""
+    rng = random.Random(3)
+    for request in requests:
+        harness.send(request, Credit(request.sequence_id, len(request.prompt_ids) + 1, 0))
+    for chain in range(1, 2 * MAX_TOKENS):
+        harness.run()
+        for request in requests:
+            commits = harness.commits(request.sequence_id)
+            assert not harness.failures(request.sequence_id)
+            if commits[-1].finish_reason is None:
+                tokens = [*request.prompt_ids, *harness.output(request.sequence_id)]
+                piece = window(rng, request, tokens, right.get(request.sequence_id, []), chain, k)
+                harness.send(piece, Credit(request.sequence_id, len(tokens) + k + 1, k, 60_000))
+    return {request.sequence_id: harness.commits(request.sequence_id) for request in requests}
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> tuple[Any, dict[str, torch.Tensor]]:
+    return tiny_config("llama", **SMALLEST), tiny_state(tiny_hf_model("llama", **SMALLEST))
+
+
+@pytest.fixture(scope="module")
+def on_host(checkpoint: Any) -> LoadedModel:
+    return build_decoder(*checkpoint, dtype="float32", device="cpu")
+
+
+def on_device(checkpoint: Any, *, captured: bool) -> TargetHarness:
+    loaded = build_decoder(*checkpoint, dtype="float32", device="cuda")
+    harness = TargetHarness.of(loaded)
+    if captured:
+        runner: ModelRunner = harness.engine._runner
+        runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
+        harness.engine._computer.verifier = verifier_of(runner, VOCAB)
+    return harness
+
+
+def check_equal(ours: dict[int, list[Commit]], theirs: dict[int, list[Commit]]) -> None:
+    for number, commits in theirs.items():
+        judged = [(c.ids, c.num_drafted, c.num_accepted, c.origins, c.finish_reason) for c in ours[number]]
+        assert judged == [(c.ids, c.num_drafted, c.num_accepted, c.origins, c.finish_reason) for c in commits], number
+        for mine, other in zip(ours[number], commits, strict=True):
+            for my_row, row in zip(mine.logprobs, other.logprobs, strict=True):
+                assert [(entry.id, entry.rank) for entry in my_row] == [(e.id, e.rank) for e in row]
+                assert [entry.logprob for entry in my_row] == pytest.approx([e.logprob for e in row], abs=1e-4)
+
+
+@pytest.mark.parametrize(("captured", "k"), [(False, 3), (True, 1)])
+def test_all_rules_in_one_step(
+    captured: bool, k: int, checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None
+) -> None:
+    requests = requests_of(PLAIN)
+    plain = {r.sequence_id: TargetHarness.of(on_host).decode_plain(r.sequence_id, r) for r in requests}
+    expected = run(TargetHarness.of(on_host), requests, plain, k)
+    harness = on_device(checkpoint, captured=captured)
+    steps = harness.engine._runner.captured
+    waits_before = len(gpu.waits) if gpu is not None else 0
+    check_equal(run(harness, requests, plain, k), expected)
+    assert sum(c.num_accepted for commits in expected.values() for c in commits) > 4
+    if gpu is not None:
+        assert len(gpu.waits) - waits_before == harness.num_steps
+    if steps is not None and isinstance(steps.graphs, Replayed):
+        assert steps.graphs.replayed == 2 * (harness.num_steps - 1)  # all but the prompts
+
+
+def test_requests_that_change_logits(checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None) -> None:
+    """Beside captured steps, which do not hold them; with log probabilities, which are read for themselves."""
+    mode = LogprobsMode.PROCESSED_LOGPROBS
+    requests = requests_of(CHANGED | {"greedy": PLAIN["greedy"]}, logprobs=2, logprobs_mode=mode)
+    expected = run(TargetHarness.of(on_host), requests, {}, 1)
+    check_equal(run(on_device(checkpoint, captured=True), requests, {}, 1), expected)
