@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from support.services import START_S, Trio, outrider, succeed
 
-from outrider.bench.load import HttpServer, choose, read_texts
+from outrider.bench.load import HttpClient, choose, read_texts
 from outrider.bench.load_report import (
-    Ask,
+    BenchRequest,
     BenchServeSettings,
     Delivery,
     Record,
@@ -37,7 +37,7 @@ from outrider.cli.local_services import Services, wait_for_draft
 from outrider.cli.terminal import parse
 from outrider.rpc.errors import Unavailable
 
-ASK = Ask("x", chat=False, max_tokens=4, ignore_eos=False, temperature=0.0, seed=0)
+ASK = BenchRequest("x", chat=False, max_tokens=4, ignore_eos=False, temperature=0.0, seed=0)
 MODELS = b'{"data": [{"id": "toy"}]}'
 
 
@@ -113,7 +113,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 async def test_what_a_server_may_answer(answer: bytes, error: str) -> None:
     async with toy_server(answer) as url:
-        server = HttpServer(settings("--base-url", url))
+        server = HttpClient(settings("--base-url", url))
         assert await server.describe() == "toy"
         found = await measure(server, ASK, Record(0, 0.0), 5.0, nobody)
     assert found.error == error
@@ -123,7 +123,7 @@ async def test_what_a_server_may_answer(answer: bytes, error: str) -> None:
 async def test_a_list_of_models_that_is_none() -> None:
     async with toy_server(b"", models=b"[]") as url:
         with pytest.raises(ValueError, match="is no list of models"):
-            await HttpServer(settings("--base-url", url)).describe()
+            await HttpClient(settings("--base-url", url)).describe()
 
 
 class Toy:
@@ -133,7 +133,7 @@ class Toy:
         self.wait, self.error = wait, error
         self.now = self.most = 0
 
-    async def send(self, ask: Ask) -> AsyncGenerator[Delivery, None]:
+    async def send(self, request: BenchRequest) -> AsyncGenerator[Delivery, None]:
         self.now += 1
         self.most = max(self.most, self.now)
         try:

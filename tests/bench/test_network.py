@@ -20,8 +20,18 @@ from xml.etree import ElementTree
 import pytest
 from support.environment import SEED
 
-from outrider.bench.network import NetworkSettings, after_ms, interval, judge
-from outrider.bench.network_fleet import Costs, Direction, Network, Stalls, branches, chains, digest, floor, sequential
+from outrider.bench.network import NetworkSettings, after_ms, check_aims, interval
+from outrider.bench.network_fleet import (
+    Costs,
+    LinkDirection,
+    Network,
+    Stalls,
+    branches,
+    chains,
+    floor,
+    sequential,
+    summarise_rounds,
+)
 from outrider.bench.network_proxy import DelayProxy, new_loop
 from outrider.bench.network_report import draw, render
 from outrider.planner.policy import Round
@@ -104,10 +114,10 @@ def test_aims_compare_repeat_by_repeat_and_name_the_best() -> None:
 
     cells = [cell("plain", 10.0, 20.0, 10.0), cell("chains", 8.0, 8.0, 8.0), cell("auto", 16.0, 8.0, 8.0)]
     block = {"batch": 32, "temperature": 0.0, "cost": 0.0, "cells": cells}
-    (aim,) = judge({"blocks": [block], "kills": None})
+    (aim,) = check_aims({"blocks": [block], "kills": None})
     assert aim["name"] == "32 streams, greedy, draft cost 0: auto over the best of the others (chains)"
     assert aim["value"] == 1.0 and aim["met"]
-    assert not list(judge({"blocks": [block | {"batch": 16}]}))
+    assert not list(check_aims({"blocks": [block | {"batch": 16}]}))
 
 
 @pytest.mark.parametrize(("count", "cut"), [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (20, 5)])
@@ -119,7 +129,7 @@ def test_the_interval_of_a_median(count: int, cut: int) -> None:
 
 @pytest.mark.parametrize(("kept", "met"), [((0.8, 0.9, 1.1), True), ((0.8, 0.9, 0.94), False), ((1.0, 1.1, 1.2), True)])
 def test_never_below_is_judged_by_the_interval(kept: tuple[float, ...], met: bool) -> None:
-    (aim,) = judge({"blocks": [], "kills": {"kept": {"values": list(kept)}}})
+    (aim,) = check_aims({"blocks": [], "kills": {"kept": {"values": list(kept)}}})
     assert (aim["value"], aim["low"], aim["high"], aim["met"]) == (kept[1], kept[0], kept[2], met)
 
 
@@ -205,15 +215,15 @@ def rounds_of(*parts: tuple[int | None, int, int]) -> list[Round]:
 
 def test_a_digest_leaves_out_the_prompt_and_counts_hits() -> None:
     rounds = rounds_of((0, 4, 4), (0, 4, 2), (5, 4, 0), (7, 4, 1), (None, 0, 0))
-    found = digest([rounds], [{5}])
+    found = summarise_rounds([rounds], [{5}])
     assert found.ms_per_token == pytest.approx(1e3 * 0.1 / 12)
     assert found.tokens_per_round == pytest.approx((5 + 3 + 1 + 2) / 4)  # the last round is cut
     assert (found.accepted, found.tested) == (7, 4 + 3 + 1 + 2)
     assert found.verify_ms == 10.0 and found.pass_ms == 1.0
     assert found.hits == 2 / 4  # after the prompt: the same chain, then a branch; 7 is new, the last has none
-    assert digest([rounds]).hits is None
+    assert summarise_rounds([rounds]).hits is None
     with pytest.raises(ValueError, match="more tokens"):
-        digest([rounds[:1]])
+        summarise_rounds([rounds[:1]])
 
 
 def test_what_follows_a_kill_is_timed_from_the_kill() -> None:
@@ -239,7 +249,7 @@ def test_networks_by_name() -> None:
 
 
 def test_jitter_keeps_the_order_and_the_mean() -> None:
-    link = Direction(0.010, 0.004, Stalls(0.0, 0.0, SEED), SEED)
+    link = LinkDirection(0.010, 0.004, Stalls(0.0, 0.0, SEED), SEED)
     entered = [index * 0.02 for index in range(2000)]
     late = [link.due(when) - when for when in entered]
     assert 0.006 <= min(late) < 0.0065 and 0.0135 < max(late) <= 0.014

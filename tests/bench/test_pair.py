@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from outrider.bench.measure import Run, rows_of_step, steady
 from outrider.bench.report import last_result, moved, render, store
-from outrider.bench.worker import Worker, WorkerFailed
+from outrider.bench.worker import BenchWorker, BenchWorkerFailed
 from outrider.client import SpeculationStats
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -129,7 +129,7 @@ def test_a_pausing_worker_stands_still_between_questions() -> None:
         "threading.Thread(target=tick, daemon=True).start()\n"
         "sys.exit(answer_questions(lambda: lambda question: {'ticks': len(ticks)}))"
     )
-    with Worker("ticking", [sys.executable, "-c", code], pauses=True) as worker:
+    with BenchWorker("ticking", [sys.executable, "-c", code], pauses=True) as worker:
         worker.receive(TIMEOUT_S)
         before = worker.ask({})["ticks"]
         time.sleep(0.5)
@@ -138,9 +138,12 @@ def test_a_pausing_worker_stands_still_between_questions() -> None:
 
 @pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])
 def test_a_peer_that_is_not_installed_says_so(repository: Path, tmp_path: Path, peer: str) -> None:
-    script = repository / "bench" / "peers.py"
+    script = repository / "bench/outrider/bench/peers.py"
     command = [sys.executable, str(script), peer, "plain", str(tmp_path), str(tmp_path), "1", "4"]
-    with Worker(peer, command) as worker, pytest.raises(WorkerFailed, match=f"{peer}: ModuleNotFoundError: No module"):
+    with (
+        BenchWorker(peer, command) as worker,
+        pytest.raises(BenchWorkerFailed, match=f"{peer}: ModuleNotFoundError: No module"),
+    ):
         worker.receive(TIMEOUT_S)
 
 

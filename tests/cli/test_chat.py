@@ -18,7 +18,7 @@ import pytest
 from support.services import TIMEOUT_S, Trio, outrider
 
 from outrider.cli.chat import progress, summary
-from outrider.cli.generate import Answer
+from outrider.cli.generate import CollectedCompletion
 from outrider.client import generate
 
 CHAT = [sys.executable, "-m", "outrider.cli", "chat", "--temperature", "0", "--mode", "sequential"]
@@ -187,8 +187,8 @@ def test_a_terminal_is_told_what_was_refused_and_goes_on(trio: Trio) -> None:
 
 
 def test_numbers_of_nothing() -> None:
-    assert progress(Answer(0), 0).startswith("0 tokens, 0% of them")
-    assert summary(Answer(0)) == "[0 tokens, 0.0 tokens/s, then None]"
+    assert progress(CollectedCompletion(0), 0).startswith("0 tokens, 0% of them")
+    assert summary(CollectedCompletion(0)) == "[0 tokens, 0.0 tokens/s, then None]"
 
 
 @pytest.mark.parametrize("text", ["/etc/hosts", "/New", "// a comment"])

@@ -15,7 +15,7 @@ import pytest
 from support.services import outrider, succeed
 
 from outrider.bench.load_report import BenchServeSettings
-from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, complaint
+from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, unknown_command
 from outrider.cli.chat import ChatSettings
 from outrider.cli.serve import ServeSettings
 from outrider.cli.trace import TraceSettings
@@ -65,7 +65,7 @@ def test_the_version() -> None:
     ("name", "meant"), [("targte", "target"), ("check_pair", "check-pair"), ("generat", "generate"), ("demos", "demo")]
 )
 def test_an_unknown_command_names_the_near_miss(name: str, meant: str) -> None:
-    assert complaint(name) == f"unknown command {name}: did you mean {meant}?"
+    assert unknown_command(name) == f"unknown command {name}: did you mean {meant}?"
 
 
 def test_an_unknown_command_ends_with_status_2() -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.models import train_byte_level
 
 from outrider.cli import demo
-from outrider.cli.generate import Answer, GenerateSettings
+from outrider.cli.generate import CollectedCompletion, GenerateSettings
 from outrider.cli.terminal import Painter, TokenWriter, make_painter, name_bare, parse
 from outrider.client import Part, SpeculationStats, Usage
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -109,9 +109,11 @@ def test_no_terminal_has_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not make_painter(plain=False).colours
 
 
-def answer(ids: Sequence[int], seconds: float, acceptance: AcceptanceRule = AcceptanceRule.REJECTION) -> Answer:
+def answer(
+    ids: Sequence[int], seconds: float, acceptance: AcceptanceRule = AcceptanceRule.REJECTION
+) -> CollectedCompletion:
     """A completion that took so long after its first token."""
-    made = Answer(0)
+    made = CollectedCompletion(0)
     made.add(part("x", ids[:1], (P,)))
     made.add(part("y", ids[1:], (A,) * (len(ids) - 1), stats(acceptance)))
     made.first_at, made.last_at = 1.0, 1.0 + seconds
@@ -132,7 +134,7 @@ def test_an_answer_is_json() -> None:
 
 def test_the_speed_leaves_the_first_response_out() -> None:
     assert answer((1, 2, 3), 0.5).tokens_per_s == pytest.approx(4.0)
-    assert Answer(0).tokens_per_s == 0.0
+    assert CollectedCompletion(0).tokens_per_s == 0.0
 
 
 def test_the_figures_of_a_completion() -> None:

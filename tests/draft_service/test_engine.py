@@ -17,8 +17,8 @@ from outrider.draft_service.engine import Deliver, Detach
 from outrider.draft_service.sequence import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
-from outrider.proposers.draft_rows import Drafted
-from outrider.rpc.messages import Close, Closed, Failure, Open, Piece, TokenWeights
+from outrider.proposers.draft_rows import DraftedToken
+from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 PENALISED = SamplingParams(
@@ -45,7 +45,7 @@ class Follower:
         self.chains: dict[int, list[int]] = {}
         self.latest = -1
 
-    def take(self, piece: Piece, harness: DraftHarness) -> None:
+    def take(self, piece: DraftTokens, harness: DraftHarness) -> None:
         assert piece.chain >= self.latest
         if piece.chain not in self.chains:
             assert piece.position == len(self.committed)
@@ -79,7 +79,7 @@ def test_drafts_equal_a_naive_draft_and_nothing_is_computed_twice(seed: int) -> 
         messages += [request, credit(request.sequence_id, len(followers[request.sequence_id].committed) + 5, 3)]
     for _ in range(5):
         for event in harness.run(*messages):
-            assert isinstance(event, Piece), event
+            assert isinstance(event, DraftTokens), event
             followers[event.sequence_id].take(event, harness)
         harness.check()
         messages = []
@@ -109,13 +109,13 @@ def test_the_cache_after_rollback_equals_a_fresh_one() -> None:
 def test_pieces_go_by_count_and_credit_end() -> None:
     harness = DraftHarness()
     pieces = harness.run(new_open(1, [1, 2, 3]), credit(1, 13, 4))
-    assert [(p.position, len(p.ids), p.more) for p in pieces if isinstance(p, Piece)] == [
+    assert [(p.position, len(p.ids), p.more) for p in pieces if isinstance(p, DraftTokens)] == [
         (3, 4, True), (7, 4, True), (11, 2, False),
     ]  # fmt: skip
-    assert all(p.draft_us > 0 for p in pieces if isinstance(p, Piece))
+    assert all(p.draft_us > 0 for p in pieces if isinstance(p, DraftTokens))
     assert harness.run(credit(1, 9)) == []  # credit never falls
     later = harness.run(credit(1, 15))
-    assert [(p.chain, p.position, p.more) for p in later if isinstance(p, Piece)] == [(0, 13, False)]
+    assert [(p.chain, p.position, p.more) for p in later if isinstance(p, DraftTokens)] == [(0, 13, False)]
 
 
 def test_a_drafted_eos_does_not_end_a_piece() -> None:
@@ -142,7 +142,7 @@ def test_a_fork_takes_the_prompt_and_waits_for_its_blocks() -> None:
     harness = DraftHarness()
     child = Open(2, (), GREEDY, fork_of=1, completion=1)
     pieces = harness.run(new_open(1, range(33)), child, credit(1, 37), credit(2, 37))
-    ids = {piece.sequence_id: piece.ids for piece in pieces if isinstance(piece, Piece)}
+    ids = {piece.sequence_id: piece.ids for piece in pieces if isinstance(piece, DraftTokens)}
     assert ids[1] == ids[2]
     assert len(harness.computed) == 33 + 3 + 1 + 3
     failed = harness.run(Close(1), Close(2), Open(3, (), GREEDY, fork_of=1))
@@ -153,8 +153,8 @@ def test_a_full_context_is_told_and_a_long_prompt_refused() -> None:
     harness = DraftHarness(max_model_len=20)
     assert harness.ids(new_open(1, range(16)), credit(1, 40, 8)) == [(*_chain(harness, 16),)]
     chain = harness.events[-1].ids  # type: ignore[union-attr]
-    assert harness.run(commit(1, 16, *chain)) == [Piece(1, 0, 20, ())]
-    assert harness.run(commit(1, 20, 5)) == [Piece(1, 1, 21, ())]
+    assert harness.run(commit(1, 16, *chain)) == [DraftTokens(1, 0, 20, ())]
+    assert harness.run(commit(1, 20, 5)) == [DraftTokens(1, 1, 21, ())]
     (failure,) = harness.run(new_open(2, range(20)))
     assert isinstance(failure, Failure) and (failure.code, failure.reason) == (11, "CONTEXT_TOO_SHORT")
     small = DraftHarness(num_blocks=1)
@@ -182,7 +182,7 @@ def test_of_those_with_credit_the_oldest_advances() -> None:
     requests = [new_open(i, range(i, i + 24)) for i in (1, 2, 3)]
     expected = {r.sequence_id: alone.ids(r, credit(r.sequence_id, 40)) for r in requests}
     pieces = harness.run(*requests, *(credit(r.sequence_id, 40) for r in requests))
-    got = {i: [p.ids for p in pieces if isinstance(p, Piece) and p.sequence_id == i] for i in expected}
+    got = {i: [p.ids for p in pieces if isinstance(p, DraftTokens) and p.sequence_id == i] for i in expected}
     assert got == expected
     assert [p.sequence_id for p in pieces if not getattr(p, "more", True)] == [1, 2, 3]
     harness.check()
@@ -201,26 +201,26 @@ def test_a_row_that_is_not_finite_ends_the_chain_only() -> None:
     harness.method.proposer.runner.forward = broken  # type: ignore[method-assign]
     for sequence_id, sampling in enumerate((GREEDY, SAMPLED)):
         pieces = harness.run(new_open(sequence_id, [1, 2, 3], sampling), credit(sequence_id, 20))
-        assert [len(piece.ids) for piece in pieces if isinstance(piece, Piece)] == [3]
+        assert [len(piece.ids) for piece in pieces if isinstance(piece, DraftTokens)] == [3]
         ids = pieces[0].ids  # type: ignore[union-attr]
-        assert harness.run(commit(sequence_id, 3, *ids)) == [Piece(sequence_id, 0, 6, ())]
+        assert harness.run(commit(sequence_id, 3, *ids)) == [DraftTokens(sequence_id, 0, 6, ())]
         assert [len(i) for i in harness.ids(commit(sequence_id, 6, 9), credit(sequence_id, 12))] == [4, 4, 4, 1]
 
 
 def test_ngrams_need_no_forward() -> None:
     harness = DraftHarness()
     pieces = harness.run(new_open(1, [1, 2, 3, 4, 1, 2], method="ngram"), credit(1, 12))
-    assert [(p.position, p.ids, p.weights, p.more) for p in pieces if isinstance(p, Piece)] == [
+    assert [(p.position, p.ids, p.weights, p.more) for p in pieces if isinstance(p, DraftTokens)] == [
         (6, (3, 4, 1, 2), (), True), (10, (3, 4), (), False),
     ]  # fmt: skip
-    assert harness.run(commit(1, 6, 3, 9), credit(1, 14)) == [Piece(1, 1, 8, ())]
+    assert harness.run(commit(1, 6, 3, 9), credit(1, 14)) == [DraftTokens(1, 1, 8, ())]
     assert harness.run(credit(1, 15)) == []  # told once per commit
-    assert harness.run(commit(1, 8, 8)) == [Piece(1, 2, 9, ())]
+    assert harness.run(commit(1, 8, 8)) == [DraftTokens(1, 2, 9, ())]
     assert harness.ids(commit(1, 9, 1, 2), credit(1, 15)) == [(3, 9, 8, 1)]
     assert not harness.batches
     far = harness.run(credit(1, 2**32 - 1, 128))
-    assert sum(len(piece.ids) for piece in far if isinstance(piece, Piece)) == MAX_AHEAD - 4
-    assert [piece.more for piece in far if isinstance(piece, Piece)][-1] is False
+    assert sum(len(piece.ids) for piece in far if isinstance(piece, DraftTokens)) == MAX_AHEAD - 4
+    assert [piece.more for piece in far if isinstance(piece, DraftTokens)][-1] is False
 
 
 def failure_of(harness: DraftHarness, *messages: Any) -> Failure:
@@ -304,7 +304,7 @@ def test_of_a_failed_step_only_the_sequence_that_fails_alone_ends() -> None:
         assert failed == ([bad - 10] if bad else [])
         drafted: dict[int, list[tuple[int, ...]]] = {number: [] for number in range(1, 6)}
         for event in harness.events:
-            if isinstance(event, Piece):
+            if isinstance(event, DraftTokens):
                 drafted[event.sequence_id].append(event.ids)
         return drafted
 
@@ -320,14 +320,14 @@ def test_a_step_that_fails_before_all_weights_are_noted_is_rolled_back(
     """Every token leaves with the weights that it was drawn from."""
     calls, wire_weights = 0, engine._wire_weights
 
-    def fragile(drafted: Drafted) -> TokenWeights | None:
+    def fragile(drafted: DraftedToken) -> TokenWeights | None:
         nonlocal calls
         calls += 1
         if calls == call:
             raise RuntimeError("injected")
         return wire_weights(drafted)
 
-    def pieces(harness: DraftHarness) -> list[Piece]:
+    def pieces(harness: DraftHarness) -> list[DraftTokens]:
         harness.send(*(new_open(number, [10 + number, 3, 4], SAMPLED, seed=number) for number in (1, 2, 3)))
         harness.send(*(credit(number, 11) for number in (1, 2, 3)))
         wait: float | None = 0.0
@@ -337,7 +337,7 @@ def test_a_step_that_fails_before_all_weights_are_noted_is_rolled_back(
             except RuntimeError as error:
                 harness.engine.on_error(error)
         harness.check()
-        found = [replace(event, draft_us=0) for event in harness.events if isinstance(event, Piece)]
+        found = [replace(event, draft_us=0) for event in harness.events if isinstance(event, DraftTokens)]
         return sorted(found, key=lambda piece: (piece.sequence_id, piece.position))
 
     clean = pieces(DraftHarness())

@@ -13,22 +13,22 @@ import pytest
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
 from support.environment import SEED
 
-from outrider.draft_service.engine import MAX_GROWING
+from outrider.draft_service.engine import MAX_BRANCH_STEPS
 from outrider.draft_service.sequence import (
     LEAST_CHANCE,
     Branch,
     DraftSequence,
     Outcome,
     OutcomeRates,
-    appraise,
+    matching_branch,
+    outcome_probs,
     rank_of,
-    winner,
 )
-from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.kv_cache_manager import CachedSequence as EngineSequence
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.messages import Commit, Failure, Open, Piece
+from outrider.rpc.messages import Commit, DraftTokens, Failure, Open
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -37,9 +37,9 @@ CHAIN = [10, 11, 12, 13]
 
 def drafted(
     ids: list[int], until: int = 100, max_window: int = 100, **options: Any
-) -> tuple[DraftSequence, SequenceCache]:
+) -> tuple[DraftSequence, KVCacheManager]:
     """A sequence after PROMPT that has drafted `ids`; all but the last token are computed."""
-    cache = SequenceCache(BlockPool(8), 4)
+    cache = KVCacheManager(BlockPool(8), 4)
     matcher = NgramProposer(1, 1).open(PROMPT)
     options = {"chain": 3, "capacity": 1000, **options}
     draft = DraftSequence((1, 7), CachedSequence(list(PROMPT)), len(PROMPT), method=matcher, **options)
@@ -48,7 +48,7 @@ def drafted(
     return draft, cache
 
 
-def extend(draft: DraftSequence, cache: SequenceCache, ids: list[int]) -> None:
+def extend(draft: DraftSequence, cache: KVCacheManager, ids: list[int]) -> None:
     cache.extend(draft.sequence)
     draft.sequence.tokens.extend(ids)
     draft.method.append(ids)  # type: ignore[union-attr]
@@ -161,12 +161,12 @@ def test_pieces_leave_when_full_or_at_the_end_of_credit(
 
 def test_the_end_of_the_context_is_told_once_per_commit() -> None:
     draft, cache = drafted([10, 11], capacity=7)
-    assert list(draft.take_pieces()) == [Piece(7, 3, 5, (10, 11))]
+    assert list(draft.take_pieces()) == [DraftTokens(7, 3, 5, (10, 11))]
     draft.on_commit(commit(7, 5, 10, 11), cache)
-    assert list(draft.take_pieces()) == [Piece(7, 3, 7, ())]
+    assert list(draft.take_pieces()) == [DraftTokens(7, 3, 7, ())]
     assert not list(draft.take_pieces())
     draft.on_commit(commit(7, 7, 30), cache)
-    assert list(draft.take_pieces()) == [Piece(7, 4, 8, ())]
+    assert list(draft.take_pieces()) == [DraftTokens(7, 4, 8, ())]
 
 
 def test_a_finished_sequence_drafts_nothing_more() -> None:
@@ -194,10 +194,10 @@ REQUESTS = {
 }
 
 
-def branching(request: Open, **options: int) -> tuple[DraftHarness, list[Piece]]:
+def branching(request: Open, **options: int) -> tuple[DraftHarness, list[DraftTokens]]:
     harness = DraftHarness(**options)
     ahead = credit(1, len(BRANCHES_PROMPT) + 2 * (K + 1), K, BRANCHES)
-    pieces = [event for event in harness.run(request, ahead) if isinstance(event, Piece)]
+    pieces = [event for event in harness.run(request, ahead) if isinstance(event, DraftTokens)]
     harness.check()
     return harness, pieces
 
@@ -240,11 +240,11 @@ def test_the_outcome_that_comes_takes_the_chains_place(name: str, index: int) ->
     told = commit(1, len(BRANCHES_PROMPT), *new, chain=0, num_drafted=K, num_accepted=held)
     later = harness.run(told, credit(1, length + 2 * (K + 1), K, BRANCHES))
     harness.check()
-    ahead = [event for event in later if isinstance(event, Piece) and event.chain == chosen.chain]
+    ahead = [event for event in later if isinstance(event, DraftTokens) and event.chain == chosen.chain]
     assert ahead and ahead[0].position == chosen.position + len(chosen.ids)  # it goes on where it rested
     drafted = [*chosen.ids[1:], *(token for piece in ahead for token in piece.ids)]
     assert drafted == continuation(harness, request, [*BRANCHES_PROMPT, *new], len(drafted))
-    assert all(event.chain >= chosen.chain for event in later if isinstance(event, Piece))
+    assert all(event.chain >= chosen.chain for event in later if isinstance(event, DraftTokens))
 
 
 def test_an_outcome_without_a_branch_starts_a_chain_of_a_new_number() -> None:
@@ -253,7 +253,7 @@ def test_an_outcome_without_a_branch_starts_a_chain_of_a_new_number() -> None:
     other = next(token for token in range(3, 90) if token not in taken)
     later = harness.run(commit(1, len(BRANCHES_PROMPT), other), credit(1, len(BRANCHES_PROMPT) + 11, K, BRANCHES))
     harness.check()
-    first = next(event for event in later if isinstance(event, Piece))
+    first = next(event for event in later if isinstance(event, DraftTokens))
     assert first.chain > max(piece.chain for piece in pieces) and first.position == len(BRANCHES_PROMPT) + 1
 
 
@@ -270,8 +270,8 @@ def test_sequences_share_the_rows_of_a_pass() -> None:
     harness.run(*opened, *(credit(number, len(BRANCHES_PROMPT) + 2 * (K + 1), K, MANY) for number in numbers))
     harness.check()
     held = [len(harness.engine.sequences[STREAM, number].branches) for number in numbers]
-    assert min(held) > MAX_GROWING // 8 and max(held) <= MAX_GROWING // 4 < MANY
-    assert max(len(batch) for batch in harness.batches) <= MAX_GROWING + len(numbers)
+    assert min(held) > MAX_BRANCH_STEPS // 8 and max(held) <= MAX_BRANCH_STEPS // 4 < MANY
+    assert max(len(batch) for batch in harness.batches) <= MAX_BRANCH_STEPS + len(numbers)
 
 
 def test_branches_yield_their_blocks() -> None:
@@ -281,7 +281,7 @@ def test_branches_yield_their_blocks() -> None:
     harness.run(new_open(2, list(range(4, 70))), credit(2, 66 + K, K))
     harness.check()
     assert not harness.engine.sequences[STREAM, 1].branches
-    assert [event.ids for event in harness.events if isinstance(event, Piece) and event.sequence_id == 2]
+    assert [event.ids for event in harness.events if isinstance(event, DraftTokens) and event.sequence_id == 2]
 
 
 def test_what_has_survived_but_not_left_leaves_at_once() -> None:
@@ -298,7 +298,7 @@ def test_what_has_survived_but_not_left_leaves_at_once() -> None:
     harness.send(commit(1, len(BRANCHES_PROMPT), *chain[: K + 1], chain=0, num_drafted=K, num_accepted=K))
     harness.engine.step(0.0)
     first = harness.flushes[before][0]
-    assert isinstance(first, Piece) and first.position == len(BRANCHES_PROMPT) + K and len(first.ids) >= 2
+    assert isinstance(first, DraftTokens) and first.position == len(BRANCHES_PROMPT) + K and len(first.ids) >= 2
 
 
 def test_rates_and_ranks() -> None:
@@ -307,10 +307,10 @@ def test_rates_and_ranks() -> None:
         rates.observe(4, 1, 2)  # always the second is refused, and the third alternative is right
     assert rates.acceptance(0) > 0.9 and rates.acceptance(1) < 0.1
     assert rates.chance(2) > 0.8 > rates.chance(0)
-    alternatives = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
-    chances = appraise(rates.table(2), 0, 10, alternatives, [])
+    top_tokens = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
+    chances = outcome_probs(rates.table(2), 0, 10, top_tokens, [])
     assert max(chances, key=chances.__getitem__) == Outcome(0, 11, 6)
-    assert [rank_of(alternatives, 11, token) for token in (5, 99)] == [1, -1] and rank_of(alternatives, 20, 5) is None
+    assert [rank_of(top_tokens, 11, token) for token in (5, 99)] == [1, -1] and rank_of(top_tokens, 20, 5) is None
 
 
 def test_an_outcome_of_a_branch_is_as_likely_as_both_together() -> None:
@@ -318,7 +318,7 @@ def test_an_outcome_of_a_branch_is_as_likely_as_both_together() -> None:
     chances = [column[:2] for column in table.chances]  # after 2 tokens and the one that follows, another window
     branch = Branch(4, 0, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (8, 9), 13: (10,)})
     orphan = Branch(5, 3, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (11,)})  # its parent has gone
-    found = appraise(table, 0, 10, {10: (1, 2), 11: (3, 4), 12: (5,), 13: (6,)}, [branch, orphan])
+    found = outcome_probs(table, 0, 10, {10: (1, 2), 11: (3, 4), 12: (5,), 13: (6,)}, [branch, orphan])
     expected = {
         Outcome(0, 10, 1): chances[0][0],
         Outcome(0, 10, 2): chances[0][1],
@@ -340,7 +340,7 @@ def test_branches_of_a_branch_are_there_when_its_outcome_comes() -> None:
     request = REQUESTS["greedy"]
     harness = DraftHarness(num_blocks=256)
     ahead = credit(1, len(BRANCHES_PROMPT) + 3 * (K + 1), K, MANY)
-    pieces = [event for event in harness.run(request, ahead) if isinstance(event, Piece)]
+    pieces = [event for event in harness.run(request, ahead) if isinstance(event, DraftTokens)]
     harness.check()
     draft = harness.engine.sequences[STREAM, 1]
     assert {piece.parent for piece in pieces if piece.chain > 0 and piece.parent is not None} == {0}
@@ -351,7 +351,7 @@ def test_branches_of_a_branch_are_there_when_its_outcome_comes() -> None:
     harness.send(commit(1, len(BRANCHES_PROMPT), *new, chain=0, num_drafted=K, num_accepted=len(new) - 1))
     harness.engine.step(0.0)
     assert draft.chain == first.chain and len(harness.batches) <= passes + 1
-    sent = {event.chain: event for event in harness.flushes[flushes] if isinstance(event, Piece)}
+    sent = {event.chain: event for event in harness.flushes[flushes] if isinstance(event, DraftTokens)}
     assert sent[second.chain].position == second.position and sent[second.chain].parent == first.chain
     assert all(branch.sequence.tokens[:length] == [*BRANCHES_PROMPT, *new] for branch in draft.branches)
     again = second.sequence.tokens[length : second.position + 1]
@@ -374,10 +374,10 @@ def test_what_the_target_does_not_hold_is_not_gone_on_with() -> None:
 
 def test_the_lowest_number_wins() -> None:
     branches = [Branch(number, 0, 2, EngineSequence([1, 2, 9, 8])) for number in (5, 3)]
-    chosen = winner(branches, 2, [9])
-    assert chosen is not None and chosen.chain == 3 and winner(branches, 2, [7]) is None
+    chosen = matching_branch(branches, 2, [9])
+    assert chosen is not None and chosen.chain == 3 and matching_branch(branches, 2, [7]) is None
     orphan = Branch(4, 3, 3, EngineSequence([1, 2, 9, 8]))  # of a branch that had to go: its own guess is still one
-    assert winner([orphan], 2, [9]) is None and winner([orphan], 2, [9, 8]) is orphan
+    assert matching_branch([orphan], 2, [9]) is None and matching_branch([orphan], 2, [9, 8]) is orphan
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -387,7 +387,7 @@ def test_rounds_of_every_kind(name: str) -> None:
     harness, chains, committed = DraftHarness(num_blocks=256), dict[int, list[int]](), list(BRANCHES_PROMPT)
     events = harness.run(request, credit(1, len(committed) + 3 * (K + 1), K, MANY))
     for _ in range(25):
-        for piece in (event for event in events if isinstance(event, Piece) and event.ids):
+        for piece in (event for event in events if isinstance(event, DraftTokens) and event.ids):
             start = chains.setdefault(piece.chain, list(committed) if piece.parent is None else chains[piece.parent])
             prefix = start[: piece.position]
             guess = piece.parent is not None
@@ -415,7 +415,9 @@ def test_credit_for_branches_without_a_window_harms_no_neighbour() -> None:
     own = [7, 8, 9]
     events = harness.run(credit(1, len(BRANCHES_PROMPT) + 4 * K, 0, 3), new_open(2, own), credit(2, len(own) + K, K))
     harness.check()
-    drafted = [token for event in events if isinstance(event, Piece) and event.sequence_id == 2 for token in event.ids]
+    drafted = [
+        token for event in events if isinstance(event, DraftTokens) and event.sequence_id == 2 for token in event.ids
+    ]
     assert drafted == continuation(harness, new_open(2, own), own, K)
     assert not any(isinstance(event, Failure) for event in events)
 

@@ -25,17 +25,17 @@ from support.models import save_tiny
 from outrider.draft_service.__main__ import main
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_health, build_model_method, load_methods
-from outrider.draft_service.engine import DraftEngine, EngineCommand
+from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
 from outrider.draft_service.servicer import SERVICE, DraftServicer, register
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.model_runner import RunnerOptions
-from outrider.engine.worker import DeviceThread
+from outrider.engine.worker import Worker
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import decode_draft_info
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.frames import DRAFT_STREAM
-from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, Failure, ModelInfo, Piece
+from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, DraftTokens, Failure, ModelInfo
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import build_server
 from outrider.rpc.stream import FrameStream, Outboxes, client_stream
@@ -51,7 +51,7 @@ class Service:
         model = tiny_draft.__wrapped__()  # its own: a model is one thread's, and the test has a harness, too
         method = build_model_method(model, RunnerOptions(num_blocks=64))
         self.engine = DraftEngine(make_methods([method, NgramProposer()]))
-        self.thread: DeviceThread[EngineCommand] = DeviceThread(self.engine, "test-device", 1)
+        self.thread: Worker[DraftEngineCommand] = Worker(self.engine, "test-device", 1)
         self.servicer = DraftServicer(self.thread, Outboxes(asyncio.get_running_loop()), INFO)
         health = build_health(self.engine, self.thread)
         self.server = build_server("localhost:0", [SERVICE], lambda s: register(self.servicer, s), health=health)
@@ -109,7 +109,7 @@ async def test_bad_messages_fail_their_sequence_alone(service: tuple[Service, gr
         failures = {event.sequence_id: event for event in events if isinstance(event, Failure)}
         assert {i: failure.code for i, failure in failures.items()} == {1: 3, 2: 3, 4: 3, 5: 9}
         assert "temperature" in failures[1].message
-        assert [event.sequence_id for event in events if isinstance(event, Piece)] == [3]
+        assert [event.sequence_id for event in events if isinstance(event, DraftTokens)] == [3]
         assert await service[0].num_sequences() == 1
 
 

@@ -57,7 +57,7 @@ async def test_targets_that_are_full_die_and_change(folders: dict[str, Path], gr
         services = [await stack.enter_async_context(target(folders["old"])) for stack in stacks]
         places = [service.server.address for service in services]
         targets = await targets_stack.enter_async_context(RemoteTargets(places))
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         old = targets.info.model
 
         read_on = asyncio.Event()  # until then a client leaves unread what has come
@@ -73,7 +73,7 @@ async def test_targets_that_are_full_die_and_change(folders: dict[str, Path], gr
             return ids
 
         running = [asyncio.create_task(collect(LONG)) for _ in range(2)]
-        await until(lambda: all(peer.num_sequences == 1 for peer in targets.peers))
+        await until(lambda: all(replica.num_sequences == 1 for replica in targets.replicas))
         with pytest.raises(ResourceExhausted, match="1 sequences are open") as refused:
             await collect(SHORT)
         assert refused.value.retry_after_ms == 1000
@@ -82,7 +82,7 @@ async def test_targets_that_are_full_die_and_change(folders: dict[str, Path], gr
         await first.enter_async_context(target(folders["new"], places[0]))
         read_on.set()
         assert await asyncio.gather(*running) == [greedy["old"]] * 2
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         assert targets.info.model == old  # half is not more than half
         assert await collect(SHORT) == greedy["old"][:SHORT]
 

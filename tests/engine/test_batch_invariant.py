@@ -8,7 +8,7 @@ from support.models import FAMILIES, KERNELS, cpu_kernels, tiny_config, tiny_hf_
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.loader import build_decoder
 from outrider.engine.model_runner import ModelRunner
 
@@ -73,7 +73,7 @@ def test_neighbours_change_no_bit(runner: ModelRunner, others: int) -> None:
 
 
 def test_warm_prefix_cache_changes_no_bit(runner: ModelRunner) -> None:
-    cache = SequenceCache(BlockPool(44))
+    cache = KVCacheManager(BlockPool(44))
     logits = []
     for _ in range(2):  # cold, then warm
         sequence = CachedSequence(tokens())

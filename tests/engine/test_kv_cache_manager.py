@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, OutOfBlocks, SequenceCache, chain_key, root_key
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager, OutOfBlocks, chain_key, root_key
 
 
 def test_all_or_nothing() -> None:
@@ -98,7 +98,7 @@ class SequenceMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
-        self.cache = SequenceCache(self.pool, BLOCK)
+        self.cache = KVCacheManager(self.pool, BLOCK)
         self.sequences: list[CachedSequence] = []
         self.committed: dict[int, list[int]] = {}  # by id(sequence)
         self.slots: dict[tuple[int, int], Content] = {}
@@ -224,7 +224,7 @@ TestSequenceMachine = SequenceMachine.TestCase
 TestSequenceMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def admitted(cache: SequenceCache, tokens: list[int], salt: str = "") -> CachedSequence:
+def admitted(cache: KVCacheManager, tokens: list[int], salt: str = "") -> CachedSequence:
     sequence = CachedSequence(list(tokens), salt=salt)
     cache.admit(sequence)
     cache.extend(sequence)
@@ -235,30 +235,30 @@ def admitted(cache: SequenceCache, tokens: list[int], salt: str = "") -> CachedS
 
 @pytest.mark.parametrize(("length", "found"), [(2, 0), (3, 2), (4, 2), (5, 4), (9, 4)])
 def test_a_hit_covers_whole_blocks_and_at_most_all_but_one(length: int, found: int) -> None:
-    cache = SequenceCache(BlockPool(20), BLOCK)
+    cache = KVCacheManager(BlockPool(20), BLOCK)
     admitted(cache, [0, 1, 2, 3, 4])
     assert cache.admit(CachedSequence(list(range(length)))) == found
 
 
 def test_salt_and_cache_dtype_separate() -> None:
     pool = BlockPool(20)
-    admitted(SequenceCache(pool, BLOCK), [1, 2, 3], salt="a")
-    assert SequenceCache(pool, BLOCK).admit(CachedSequence([1, 2, 3], salt="b")) == 0
-    assert SequenceCache(pool, BLOCK, cache_dtype="fp8").admit(CachedSequence([1, 2, 3], salt="a")) == 0
-    assert SequenceCache(pool, BLOCK).admit(CachedSequence([1, 2, 3], salt="a")) == 2
+    admitted(KVCacheManager(pool, BLOCK), [1, 2, 3], salt="a")
+    assert KVCacheManager(pool, BLOCK).admit(CachedSequence([1, 2, 3], salt="b")) == 0
+    assert KVCacheManager(pool, BLOCK, cache_dtype="fp8").admit(CachedSequence([1, 2, 3], salt="a")) == 0
+    assert KVCacheManager(pool, BLOCK).admit(CachedSequence([1, 2, 3], salt="a")) == 2
 
 
 def test_prefix_is_not_read_where_it_must_not_be() -> None:
-    cache = SequenceCache(BlockPool(20), BLOCK)
+    cache = KVCacheManager(BlockPool(20), BLOCK)
     admitted(cache, [1, 2, 3])
     assert cache.admit(CachedSequence([1, 2, 3]), use_prefix=False) == 0
-    off = SequenceCache(BlockPool(20), BLOCK, prefix_cache=False)
+    off = KVCacheManager(BlockPool(20), BLOCK, prefix_cache=False)
     admitted(off, [1, 2, 3])
     assert off.admit(CachedSequence([1, 2, 3])) == 0
 
 
 def test_tokens_committed_but_not_computed_are_not_published() -> None:
-    cache = SequenceCache(BlockPool(20), BLOCK)
+    cache = KVCacheManager(BlockPool(20), BLOCK)
     sequence = CachedSequence([1, 2, 3, 4])
     cache.extend(sequence)
     sequence.num_computed_tokens = 3

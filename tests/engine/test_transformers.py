@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
-from outrider.engine.kv_cache_manager import BLOCK_SIZE, BlockPool, CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import BLOCK_SIZE, BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.models import transformers
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.transformers import (
@@ -190,7 +190,7 @@ class Engine:
 
     def __init__(self, model: RegistryModel) -> None:
         self.model = model
-        self.caches = SequenceCache(BlockPool(32))
+        self.caches = KVCacheManager(BlockPool(32))
         self.cache = KVCache.allocate(model.layers, 32, torch.float32, "cpu")
 
     def step(self, *work: tuple[CachedSequence, list[int]]) -> list[Tensor]:  # of each [new rows, vocab]

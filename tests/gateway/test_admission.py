@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
-from outrider.gateway.admission import Admission, Party, Work
+from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGroup
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
 
-ONE = Work(1, 10)
+ONE = AdmissionCost(1, 10)
 
 
 async def test_cancelled_waits_leave_nothing_and_the_one_that_stays_gets_its_place() -> None:
@@ -33,8 +33,8 @@ async def test_cancelled_waits_leave_nothing_and_the_one_that_stays_gets_its_pla
 
 async def test_sequences_are_counted_not_requests() -> None:
     admission = Admission(max_active=4, max_waiting=4)
-    await admission.enter(Work(3, 30))
-    large = asyncio.create_task(admission.enter(Work(2, 20)))
+    await admission.enter(AdmissionCost(3, 30))
+    large = asyncio.create_task(admission.enter(AdmissionCost(2, 20)))
     small = asyncio.create_task(admission.enter(ONE))
     await asyncio.sleep(0)
     assert (admission.num_active, admission.num_waiting) == (3, 3), "who came later has overtaken"
@@ -42,17 +42,17 @@ async def test_sequences_are_counted_not_requests() -> None:
     await large
     assert (admission.num_active, admission.num_waiting) == (4, 1)
     with pytest.raises(ResourceExhausted, match=r"9 sequences .* at most 8 sequences \(max_active and max_") as busy:
-        admission.require_room(Work(4, 1))
+        admission.require_room(AdmissionCost(4, 1))
     assert busy.value.retry_after_ms > 0 and busy.value.reason == "TOO_MANY_SEQUENCES"
     with pytest.raises(InvalidArgument, match="n: asks for 9 completions; allowed: at most 8"):
-        admission.require_room(Work(9, 1))
+        admission.require_room(AdmissionCost(9, 1))
     small.cancel()
 
 
 async def test_a_request_of_more_sequences_than_may_run_runs_alone() -> None:
     admission = Admission(max_active=2, max_waiting=6)
     await admission.enter(ONE)
-    large = asyncio.create_task(admission.enter(Work(5, 5)))
+    large = asyncio.create_task(admission.enter(AdmissionCost(5, 5)))
     await asyncio.sleep(0)
     assert admission.num_active == 1
     admission.leave(ONE)
@@ -62,46 +62,46 @@ async def test_a_request_of_more_sequences_than_may_run_runs_alone() -> None:
 
 async def test_tokens_are_counted() -> None:
     admission = Admission(max_active=8, max_waiting=8, max_tokens=lambda: 100)
-    await admission.enter(Work(1, 60))
+    await admission.enter(AdmissionCost(1, 60))
     with pytest.raises(ResourceExhausted, match=r"110 tokens running.*100 tokens \(max_admitted_tokens\)") as busy:
-        await admission.enter(Work(1, 50))
+        await admission.enter(AdmissionCost(1, 50))
     assert busy.value.retry_after_ms > 0 and busy.value.reason == "TOO_MANY_TOKENS"
     with pytest.raises(InvalidArgument, match=r"sampling\.max_tokens: asks for 101 tokens in all"):
-        await admission.enter(Work(1, 101))
-    admission.leave(Work(1, 60))
-    await admission.enter(Work(1, 100))
+        await admission.enter(AdmissionCost(1, 101))
+    admission.leave(AdmissionCost(1, 60))
+    await admission.enter(AdmissionCost(1, 100))
 
 
-async def together(admission: Admission, works: Sequence[Work]) -> list[OutriderError | None]:
-    party = Party(admission, len(works))
-    return await asyncio.gather(*map(party.enter, works), return_exceptions=True)  # type: ignore[return-value]
+async def together(admission: Admission, works: Sequence[AdmissionCost]) -> list[OutriderError | None]:
+    group = AdmissionGroup(admission, len(works))
+    return await asyncio.gather(*map(group.enter, works), return_exceptions=True)  # type: ignore[return-value]
 
 
 async def test_a_party_is_admitted_or_refused_as_one() -> None:
     admission = Admission(max_active=4, max_waiting=2, max_tokens=lambda: 100)
     assert await together(admission, [ONE] * 3) == [None] * 3
-    refusals = await together(admission, [Work(1, 1)] * 4)
+    refusals = await together(admission, [AdmissionCost(1, 1)] * 4)
     assert all(isinstance(refusal, ResourceExhausted) for refusal in refusals) and admission.num_waiting == 0
-    refusals = await together(admission, [Work(1, 40)] * 3)
+    refusals = await together(admission, [AdmissionCost(1, 40)] * 3)
     assert all(isinstance(refusal, InvalidArgument) for refusal in refusals) and admission.num_tokens == 30
 
 
 async def test_who_leaves_a_party_before_its_decision_is_not_reserved_for() -> None:
     admission = Admission(max_active=4, max_waiting=4)
-    party = Party(admission, 2)
-    leaves = asyncio.create_task(party.enter(ONE))
+    group = AdmissionGroup(admission, 2)
+    leaves = asyncio.create_task(group.enter(ONE))
     await asyncio.sleep(0)
     leaves.cancel()
     await asyncio.gather(leaves, return_exceptions=True)
-    await asyncio.wait_for(party.enter(Work(1, 5)), 1)
+    await asyncio.wait_for(group.enter(AdmissionCost(1, 5)), 1)
     assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (1, 0, 5)
 
 
 async def test_who_leaves_a_party_gives_its_place_back() -> None:
     for turns in range(4):
         admission = Admission(max_active=1, max_waiting=2)
-        party = Party(admission, 3)
-        tasks = [asyncio.create_task(party.enter(ONE)) for _ in range(3)]
+        group = AdmissionGroup(admission, 3)
+        tasks = [asyncio.create_task(group.enter(ONE)) for _ in range(3)]
         for _ in range(turns):
             await asyncio.sleep(0)
         for task in tasks:

@@ -11,9 +11,9 @@ from math import ceil
 import pytest
 from support.environment import SEED
 
-from outrider.gateway.speculation.contest import Contests
+from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
-from outrider.planner.forecast import Experience
+from outrider.planner.forecast import SharedStats
 from outrider.planner.policy import OFF, Limits, Mode, Plan, Policy, Round
 from outrider.planner.step_costs import VerifyCosts
 from outrider.rpc.messages import Commit, StepTimings
@@ -95,11 +95,11 @@ def us_per_token(rounds: list[tuple[Plan, Round]]) -> float:
 
 
 def new(profile: Iterable[tuple[int, float]] = (), **limits: object) -> Controller:
-    return alone(Limits(BASE, 8, **limits), Experience(VerifyCosts(profile)))  # type: ignore[arg-type]
+    return alone(Limits(BASE, 8, **limits), SharedStats(VerifyCosts(profile)))  # type: ignore[arg-type]
 
 
-def alone(limits: Limits, known: Experience, contests: Contests | None = None) -> Controller:
-    return Controller(limits, known, contests or Contests(), lambda: 500.0)
+def alone(limits: Limits, known: SharedStats, trials: SharedTrials | None = None) -> Controller:
+    return Controller(limits, known, trials or SharedTrials(), lambda: 500.0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_it_settles_at_the_cheapest_mode(world: World, modes: set[Mode]) -> None
 def test_a_target_that_would_wait_long_decodes_meanwhile() -> None:
     def four_in_branches() -> Controller:
         limits = Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,))
-        return alone(limits, Experience(VerifyCosts()))
+        return alone(limits, SharedStats(VerifyCosts()))
 
     far = play(World(verify=25_000, per_row=1_500, between=23_000, hits=0.0), four_in_branches())
     near = play(World(), four_in_branches())
@@ -137,7 +137,7 @@ def test_a_target_that_would_wait_long_decodes_meanwhile() -> None:
 def test_what_one_request_learned_the_next_one_starts_with() -> None:
     controller = new()
     play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), controller)
-    after = alone(controller.limits, controller.known, controller.contests)
+    after = alone(controller.limits, controller.stats, controller.shared_trials)
     assert after.plan is OFF and after.forecast.acceptance.at(0) < 0.2
     looks = play(World(acceptance=0.02, hits=0.2, draft_pass=9_000), after, 300)
     assert sum(plan is OFF for plan in looks) > 240
@@ -158,11 +158,11 @@ def test_a_window_that_the_target_cuts_is_worth_what_it_verified() -> None:
 
 def test_it_counts_on_those_who_run_now() -> None:
     """One stream after sixteen, or sixteen after one: what a step will hold is not what it held last."""
-    known, contests = Experience(VerifyCosts([(1, 4_000.0), (16, 30_000.0), (64, 120_000.0)])), Contests()
+    known, trials = SharedStats(VerifyCosts([(1, 4_000.0), (16, 30_000.0), (64, 120_000.0)])), SharedTrials()
     running = [16]
 
     def one_more() -> Controller:
-        return Controller(Limits(BASE, 4), known, contests, lambda: 500.0, lambda: running[0])
+        return Controller(Limits(BASE, 4), known, trials, lambda: 500.0, lambda: running[0])
 
     play(World(per_row=1_900, verify=2_100, sequences=16), one_more(), 600)
     assert one_more().plan is OFF
@@ -185,26 +185,26 @@ def test_what_is_tried_is_compared_with_the_leader_at_that_time() -> None:
 
 def test_all_try_a_plan_together() -> None:
     """Of four requests that share their steps each follows the others' trial at its next round."""
-    known, contests, dice = Experience(VerifyCosts([(1, 40_000.0), (32, 44_000.0)])), Contests(), random.Random(SEED)
-    four = [Controller(Limits(BASE, 4), known, contests, lambda: 500.0, lambda: 4) for _ in range(4)]
+    known, trials, dice = SharedStats(VerifyCosts([(1, 40_000.0), (32, 44_000.0)])), SharedTrials(), random.Random(SEED)
+    four = [Controller(Limits(BASE, 4), known, trials, lambda: 500.0, lambda: 4) for _ in range(4)]
     together = []
     for index in range(1, 120):
         for controller in four:
             controller.on_round(World(sequences=4).round(controller.plan, index, dice))
         together.append(len({controller.plan for controller in four}) == 1)
-    assert sum(together) > 80 and len(four[0].league.at(four[0].common)._tried) >= 3
+    assert sum(together) > 80 and len(four[0].trials.at(four[0].common)._tried) >= 3
 
 
 def test_a_number_of_sequences_that_goes_up_and_down_ends_no_trial() -> None:
-    known, contests, dice = Experience(VerifyCosts([(1, 40_000.0), (64, 44_000.0)])), Contests(), random.Random(SEED)
+    known, trials, dice = SharedStats(VerifyCosts([(1, 40_000.0), (64, 44_000.0)])), SharedTrials(), random.Random(SEED)
     running = [4]
-    four = [Controller(Limits(BASE, 4), known, contests, lambda: 500.0, lambda: running[0]) for _ in range(4)]
+    four = [Controller(Limits(BASE, 4), known, trials, lambda: 500.0, lambda: running[0]) for _ in range(4)]
     for index in range(1, 160):
         running[0] = 4 + index // 10 % 2
         for controller in four:
             controller.on_round(World(sequences=4).round(controller.plan, index, dice))
     running[0] = 4
-    assert len(four[0].league.at(four[0].common)._tried) >= 3
+    assert len(four[0].trials.at(four[0].common)._tried) >= 3
 
 
 def test_a_draft_that_never_has_anything_is_left() -> None:
@@ -219,9 +219,9 @@ def test_a_draft_that_never_has_anything_is_left() -> None:
 
 def test_a_request_whose_drafts_fail_goes_its_own_way() -> None:
     """Seven are accepted often, one hardly ever: it is decoded off, with a look at the others' plan now and then."""
-    known, contests, dice = Experience(VerifyCosts([(1, 40_000.0), (64, 60_000.0)])), Contests(), random.Random(SEED)
+    known, trials, dice = SharedStats(VerifyCosts([(1, 40_000.0), (64, 60_000.0)])), SharedTrials(), random.Random(SEED)
     limits = Limits(BASE, 4, modes=(Mode.OFF, Mode.SEQUENTIAL))
-    eight = [Controller(limits, known, contests, lambda: 500.0, lambda: 8) for _ in range(8)]
+    eight = [Controller(limits, known, trials, lambda: 500.0, lambda: 8) for _ in range(8)]
     own: list[Plan] = []
     for index in range(1, 400):
         for number, controller in enumerate(eight):
@@ -235,7 +235,7 @@ def test_a_request_whose_drafts_fail_goes_its_own_way() -> None:
 
 def test_plain_rounds_between_windows_are_counted_where_none_waits() -> None:
     """Each window here is followed by one plain token, whatever the clocks of the links say."""
-    known = Experience(VerifyCosts([(1, 20_000.0), (8, 20_000.0)]))
+    known = SharedStats(VerifyCosts([(1, 20_000.0), (8, 20_000.0)]))
     known.between.add(500_000.0)
     controller = alone(Limits(BASE, 4, fixed=True, modes=(Mode.CHAINS,)), known)
     controller.plan = plan = Plan(Mode.CHAINS, 4, waits=False)
@@ -252,7 +252,7 @@ def test_plain_rounds_between_windows_are_counted_where_none_waits() -> None:
         and controller.forecast.us_per_token(plan) < 0.6 * far
     )
     for _ in range(300):
-        known.fade()
+        known.decay()
     assert known.plain_tokens(Mode.CHAINS) is None
 
 
@@ -286,7 +286,7 @@ def test_what_a_request_fixes_stays() -> None:
 @pytest.mark.parametrize(("between", "deep"), [(5_000, False), (40_000, False), (70_000, True), (150_000, True)])
 def test_branches_go_deep_where_they_come_late(between: float, deep: bool) -> None:
     """A verification takes 40 ms, five passes of the draft 3.5."""
-    controller = alone(Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,)), Experience(VerifyCosts()))
+    controller = alone(Limits(BASE, 4, fixed=True, modes=(Mode.BRANCHES,)), SharedStats(VerifyCosts()))
     dice, world = random.Random(SEED), World(between=between, hits=0.5)
     changes = [controller.on_round(world.round(controller.plan, index, dice)) for index in range(1, 100)]
     policy = controller.policy
@@ -310,14 +310,14 @@ def test_what_promises_more_than_it_did_is_tried_at_once() -> None:
 
 def test_a_window_that_the_end_of_a_request_cuts_says_nothing_of_its_plan() -> None:
     """Short answers: every fourth window holds one token for want of room."""
-    limits, known, contests = Limits(BASE, 4, modes=(Mode.SEQUENTIAL,)), Experience(VerifyCosts()), Contests()
+    limits, known, trials = Limits(BASE, 4, modes=(Mode.SEQUENTIAL,)), SharedStats(VerifyCosts()), SharedTrials()
     dice, world = random.Random(SEED), World()
-    controller = alone(limits, known, contests)
+    controller = alone(limits, known, trials)
     for index in range(1, 400):
         closed = world.round(controller.plan, index, dice)
         if index % 4 == 0:
             short = replace(closed.commit, ids=(1,), num_drafted=1, num_accepted=0)
             closed = replace(closed, commit=short, at_end=True)
         controller.on_round(closed)
-    rounds = controller.league.at(controller.common)._recent
+    rounds = controller.trials.at(controller.common)._recent
     assert set(rounds.windows) == {controller.plan.num_draft_tokens}

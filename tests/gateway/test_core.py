@@ -19,7 +19,7 @@ from outrider.gateway.speculation.core import (
     ToTarget,
 )
 from outrider.planner.policy import Policy, Round
-from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs, TokenLogprob, TokenWeights
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, PromptLogprobs, TokenLogprob, TokenWeights
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.validate import MAX_PIECE_IDS, MAX_WEIGHTS
 
@@ -27,15 +27,15 @@ PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)
 TOO_MANY_BYTES = b"\0" * (4 * MAX_WEIGHTS + 4)
 REFUSED = {
-    "weights": Piece(0, 0, 3, (7,), (TokenWeights(TOO_MANY_BYTES, TOO_MANY_BYTES),)),
-    "parent": Piece(0, 3, 3, (7,), parent=3),
-    "ids": Piece(0, 1, 3, tuple(range(MAX_PIECE_IDS + 1))),
+    "weights": DraftTokens(0, 0, 3, (7,), (TokenWeights(TOO_MANY_BYTES, TOO_MANY_BYTES),)),
+    "parent": DraftTokens(0, 3, 3, (7,), parent=3),
+    "ids": DraftTokens(0, 1, 3, tuple(range(MAX_PIECE_IDS + 1))),
 }
 
 
 @dataclass
 class Watching:
-    """A Chooser that keeps its choice and notes what it is shown."""
+    """A PolicyController that keeps its choice and notes what it is shown."""
 
     policy: Policy = K4
     rounds: list[Round] = field(default_factory=list)
@@ -51,8 +51,8 @@ class Watching:
         return False
 
 
-def core(chooser: Watching | None = None, policy: Policy = K4, **sampling: int) -> SpeculationCore:
-    made = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=50, **sampling)), policy, chooser=chooser)  # type: ignore[arg-type]
+def core(controller: Watching | None = None, policy: Policy = K4, **sampling: int) -> SpeculationCore:
+    made = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=50, **sampling)), policy, controller=controller)  # type: ignore[arg-type]
     made.start(0.0)
     return made
 
@@ -63,23 +63,23 @@ def sent(effects: list[Effect]) -> list[object]:
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_rounds_without_the_chosen_draft_are_not_shown_to_the_chooser(returns: bool) -> None:
-    chooser = Watching()
-    made = core(chooser)
+    controller = Watching()
+    made = core(controller)
     made.on_target(Commit(0, 3, (1,)), 0.1)
     made.stop_drafting("gone", may_return=returns)
     for position in range(4, 9):
         made.on_target(Commit(0, position, (1,)), 0.1)
-    assert [closed.index for closed in chooser.rounds] == [0]
+    assert [closed.index for closed in controller.rounds] == [0]
     if returns:
         made.resume_drafting()
         made.on_target(Commit(0, 9, (1,)), 0.1)
-        assert [closed.index for closed in chooser.rounds] == [0, 6]
+        assert [closed.index for closed in controller.rounds] == [0, 6]
 
 
 def test_rounds_without_a_draft_by_choice_are_shown() -> None:
-    chooser = Watching(policy=Policy(0))
-    core(chooser).on_target(Commit(0, 3, (1,)), 0.1)
-    assert len(chooser.rounds) == 1
+    controller = Watching(policy=Policy(0))
+    core(controller).on_target(Commit(0, 3, (1,)), 0.1)
+    assert len(controller.rounds) == 1
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -87,21 +87,21 @@ def test_a_piece_that_the_target_would_refuse_ends_the_drafting_alone(name: str)
     made = core()
     effects = made.on_draft(REFUSED[name])
     assert [effect.may_return for effect in effects if isinstance(effect, CloseDraft)] == [False]
-    assert not any(isinstance(message, Piece) for message in sent(effects)) and not made.drafting
+    assert not any(isinstance(message, DraftTokens) for message in sent(effects)) and not made.drafting
     plain = made.on_target(Commit(0, 3, (1, 2)), 0.1)
     assert any(isinstance(effect, Emit) for effect in plain) and not made.finished
     (credit,) = sent(effects)
     assert isinstance(credit, Credit) and credit.max_window == credit.patience_ms == 0
     (again,) = made.on_target(Lost("died"), 0.2)
-    assert isinstance(again, OpenTarget) and not any(isinstance(message, Piece) for message in again.messages)
+    assert isinstance(again, OpenTarget) and not any(isinstance(message, DraftTokens) for message in again.messages)
 
 
 def test_a_piece_past_the_drafts_credit_is_dropped() -> None:
     made = core()  # its credit reaches to position 7
-    assert made.on_draft(Piece(0, 0, 8, (7,))) == [] and made.drafting
+    assert made.on_draft(DraftTokens(0, 0, 8, (7,))) == [] and made.drafting
     (again,) = made.on_target(Lost("died"), 0.1)
-    assert isinstance(again, OpenTarget) and not any(isinstance(message, Piece) for message in again.messages)
-    assert sent(made.on_draft(Piece(0, 0, 3, (7,)))) == [Piece(0, 0, 3, (7,))]
+    assert isinstance(again, OpenTarget) and not any(isinstance(message, DraftTokens) for message in again.messages)
+    assert sent(made.on_draft(DraftTokens(0, 0, 3, (7,)))) == [DraftTokens(0, 0, 3, (7,))]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_targets_that_are_full_are_no_failed_attempts() -> None:
 
 def test_the_number_of_a_dropped_piece_is_not_given_again() -> None:
     made = core()
-    assert made.on_draft(Piece(0, 6, 8, (7,))) == []
+    assert made.on_draft(DraftTokens(0, 6, 8, (7,))) == []
     made.stop_drafting("gone", may_return=True)
     (opened,) = [effect for effect in made.resume_drafting() if isinstance(effect, OpenDraft)]
     assert opened.request.first_chain == 7

@@ -18,7 +18,7 @@ from support.fakes import EOS, ToyDraft, ToyTarget, draft_info, expected, script
 from support.models import train_byte_level
 
 from outrider.gateway import engine as gateway_engine
-from outrider.gateway.admission import Work
+from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.local_ngram import LocalNgramDrafter
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
@@ -336,19 +336,19 @@ async def test_each_completion_counts_until_it_ends(tokenizer: Tokenizer) -> Non
 
 async def test_who_waits_may_go_and_the_lowest_priority_number_is_first(tokenizer: Tokenizer) -> None:
     engine = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(max_active=1))
-    await engine.admission.enter(Work(1))
+    await engine.admission.enter(AdmissionCost(1))
     order: list[int] = []
 
     async def wait(priority: int) -> None:
-        await engine.admission.enter(Work(1), priority)
+        await engine.admission.enter(AdmissionCost(1), priority)
         order.append(priority)
-        engine.admission.leave(Work(1))
+        engine.admission.leave(AdmissionCost(1))
 
     tasks = [asyncio.create_task(wait(priority)) for priority in (5, 1, 3, -2)]
     await asyncio.sleep(0)
     tasks[1].cancel()
     await asyncio.sleep(0)
-    engine.admission.leave(Work(1))
+    engine.admission.leave(AdmissionCost(1))
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == [-2, 3, 5] and engine.admission.num_active == 0
 

@@ -33,7 +33,7 @@ from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.planner.policy import Policy, Round, SpeculationTally
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import Internal, OutriderError, ResourceExhausted, Unavailable
-from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece, PromptLogprobs
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, PromptLogprobs
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
@@ -410,8 +410,8 @@ def test_a_commit_and_its_credit_travel_in_one_frame_before_the_client_sees_it()
 def test_the_targets_credit_travels_with_the_next_piece() -> None:
     made = core()
     made.on_target(commit(3, 1, 2), 0.1)
-    effects = made.on_draft(Piece(0, 0, 5, (3, 4)))
-    assert effects == [ToTarget((Piece(0, 0, 5, (3, 4)), Credit(0, 25, 4, 50)))]
+    effects = made.on_draft(DraftTokens(0, 0, 5, (3, 4)))
+    assert effects == [ToTarget((DraftTokens(0, 0, 5, (3, 4)), Credit(0, 25, 4, 50)))]
 
 
 def test_a_target_without_a_whole_windows_credit_is_credited_at_once() -> None:
@@ -432,31 +432,31 @@ def test_the_journal_is_append_only() -> None:
 
 def test_pieces_past_the_committed_length_follow_a_target_that_dies() -> None:
     made = core()
-    made.on_draft(Piece(0, 0, 3, (1, 2)))
-    made.on_draft(Piece(0, 0, 5, (3, 4)))
-    made.on_draft(Piece(0, 2, 6, (8,), parent=0))
+    made.on_draft(DraftTokens(0, 0, 3, (1, 2)))
+    made.on_draft(DraftTokens(0, 0, 5, (3, 4)))
+    made.on_draft(DraftTokens(0, 2, 6, (8,), parent=0))
     made.on_target(commit(3, 1, 2), 0.1)
     effects = made.on_target(Lost("x"), 0.2)
     assert isinstance(effects[0], OpenTarget)
-    pieces = [message for message in effects[0].messages if isinstance(message, Piece)]
+    pieces = [message for message in effects[0].messages if isinstance(message, DraftTokens)]
     assert [(piece.chain, piece.position) for piece in pieces][-2:] == [(0, 5), (2, 6)]
 
 
 def test_the_journal_keeps_what_a_branch_of_a_branch_rests_on() -> None:
     made = core()
-    made.on_draft(Piece(0, 0, 3, (1,)))
-    made.on_draft(Piece(0, 1, 4, (2,), parent=0))
-    made.on_draft(Piece(0, 3, 4, (9,), parent=0))
-    made.on_draft(Piece(0, 2, 5, (8, 8), parent=1))
+    made.on_draft(DraftTokens(0, 0, 3, (1,)))
+    made.on_draft(DraftTokens(0, 1, 4, (2,), parent=0))
+    made.on_draft(DraftTokens(0, 3, 4, (9,), parent=0))
+    made.on_draft(DraftTokens(0, 2, 5, (8, 8), parent=1))
     made.on_target(commit(3, 1, 2), 0.1)
     (effect,) = made.on_target(Lost("x"), 0.2)
     assert isinstance(effect, OpenTarget)
-    assert [message.chain for message in effect.messages if isinstance(message, Piece)] == [0, 1, 2]
+    assert [message.chain for message in effect.messages if isinstance(message, DraftTokens)] == [0, 1, 2]
 
 
 def test_chain_numbers_are_never_reused() -> None:
     made = core()
-    made.on_draft(Piece(0, 6, 3, (1, 2)))
+    made.on_draft(DraftTokens(0, 6, 3, (1, 2)))
     made.stop_drafting("gone", may_return=True)
     effects = made.resume_drafting()
     assert isinstance(effects[0], OpenDraft) and effects[0].request.first_chain == 7
@@ -477,7 +477,7 @@ def test_what_remains_of_the_deadline_is_sent() -> None:
 def test_nothing_follows_the_end() -> None:
     made = core()
     assert [type(effect) for effect in made.give_up(Failure(0, 4, "late"))] == [CloseDraft, Fail]
-    assert not made.on_target(commit(3, 1), 0.1) and not made.on_draft(Piece(0, 0, 3, (1,)))
+    assert not made.on_target(commit(3, 1), 0.1) and not made.on_draft(DraftTokens(0, 0, 3, (1,)))
     assert not made.on_read(9, 0.0) and not made.give_up(Failure(0, 4, "late"))
 
 

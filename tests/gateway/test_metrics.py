@@ -182,7 +182,7 @@ async def test_replicas_tell_what_computes_there() -> None:
     async with AsyncExitStack() as stack:
         addresses = [(await stack.enter_async_context(serving(servicer))).address for servicer in named]
         targets = await stack.enter_async_context(RemoteTargets(addresses, stream_config=QUICK))
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         text = MeteredEngine(toy_tokenizer(), targets).metrics.render("")[0].decode()
     (family,) = (found for found in text_string_to_metric_families(text) if found.name == "outrider_replica_info")
     told = {sample.labels["address"]: sample.labels["kernels"] for sample in family.samples}

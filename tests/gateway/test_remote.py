@@ -57,8 +57,8 @@ async def test_speculates_over_the_loopback() -> None:
             assert results == [whole] * 8
             assert len(draft.opens) == 8 and len(target.streams) == len(draft.streams) == 1
             await until(lambda: len(draft.closes) == 8)
-            assert targets.peers[0].num_sequences == drafts.peers[0].num_sequences == 0
-            assert targets.peers[0].round_trip_us > 0
+            assert targets.replicas[0].num_sequences == drafts.replicas[0].num_sequences == 0
+            assert targets.replicas[0].round_trip_us > 0
 
 
 async def test_reconnects_and_the_sequence_goes_on() -> None:
@@ -66,7 +66,7 @@ async def test_reconnects_and_the_sequence_goes_on() -> None:
     async with serving(target) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
         await targets.wait_usable()
         task = asyncio.create_task(generate(None, targets, request()))
-        await until(lambda: targets.peers[0].num_sequences == 1)
+        await until(lambda: targets.replicas[0].num_sequences == 1)
         await asyncio.sleep(0.05)
         await target.streams[0].close()
         assert await asyncio.wait_for(task, 10) == expected(PROMPT, 200)
@@ -86,7 +86,7 @@ async def test_a_request_goes_where_all_that_it_sets_is_known() -> None:
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
         RemoteDrafts([third.address], stream_config=QUICK) as drafts,
     ):
-        await until(lambda: all(peer.usable for peer in (*targets.peers, *drafts.peers)))
+        await until(lambda: all(replica.usable for replica in (*targets.replicas, *drafts.replicas)))
         salts = [str(number) for number in range(12)]
         for salt in salts:
             wanted = replace(request(8, salt=salt), acceptance=AcceptanceRule.COUPLED)
@@ -127,7 +127,7 @@ async def test_a_lost_target_is_replaced_by_another_with_the_same_model() -> Non
         serving(two) as second,
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
     ):
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         task = asyncio.create_task(generate(None, targets, request()))
         await until(lambda: one.opens or two.opens)
         await asyncio.sleep(0.05)
@@ -144,15 +144,15 @@ async def test_prompts_that_begin_alike_meet_while_there_is_room() -> None:
         serving(two) as second,
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
     ):
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         for _ in range(4):  # one after the other: always the same
             link = targets.open(request(), lambda event: None)
             assert link is not None
-            chosen = [peer.num_sequences for peer in targets.peers]
+            chosen = [replica.num_sequences for replica in targets.replicas]
             link.close()
         links = [targets.open(request(), lambda event: None) for _ in range(16)]
         assert None not in links
-        spread = [peer.num_sequences for peer in targets.peers]
+        spread = [replica.num_sequences for replica in targets.replicas]
         assert spread == [10, 6] if chosen == [1, 0] else [6, 10]
         assert len({targets.open(replace(request(), prompt_ids=(token,)), print) is None for token in range(20)}) == 1
 
@@ -180,7 +180,7 @@ async def test_a_full_target_is_passed_over_and_two_are_a_refusal_at_once() -> N
         serving(two) as second,
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
     ):
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         for one.refuse, two.refuse in ((full, None), (None, full)):  # one of them is what the prompt would choose
             assert await generate(None, targets, request(20)) == expected(PROMPT, 20)
         assert len(one.opens) + len(two.opens) == 3
@@ -197,7 +197,7 @@ async def test_a_fork_goes_beside_its_parent_while_that_lives() -> None:
         serving(two) as second,
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
     ):
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         parent = targets.open(request(), lambda event: None)
         child = targets.open(request(completion=1), lambda event: None, parent)
         assert parent is not None and child is not None
@@ -223,7 +223,7 @@ async def test_two_gateways_share_two_targets_and_two_drafts() -> None:
             )
             for _ in range(2)
         ]
-        await until(lambda: all(peer.usable for pair in gateways for side in pair for peer in side.peers))
+        await until(lambda: all(replica.usable for pair in gateways for side in pair for replica in side.replicas))
         prompts = [(number, 5, 9) for number in range(1, 17)]
         results = await asyncio.gather(
             *(generate(*pair, replace(request(60), prompt_ids=prompt)) for pair in gateways for prompt in prompts)
@@ -296,7 +296,7 @@ async def test_nothing_follows_a_close_and_stale_links_are_mute() -> None:
         old.send(Credit(0, 99, 0))
         new.send(Credit(0, 5, 0))
         await until(lambda: any(isinstance(event, Commit) for event in events))
-        assert targets.peers[0].num_sequences == 1 and not target.closes
+        assert targets.replicas[0].num_sequences == 1 and not target.closes
 
 
 async def test_another_protocol_or_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -311,7 +311,7 @@ async def test_another_protocol_or_another_model_is_refused(caplog: pytest.LogCa
         RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
     ):
         assert await asyncio.wait_for(targets.wait_attempted(), 5) is None
-        assert targets.info.model.name == "toy" and targets.peers[1].usable  # for requests under way with its model
+        assert targets.info.model.name == "toy" and targets.replicas[1].usable  # for requests under way with its model
 
 
 async def test_a_draft_that_does_not_fit_counts_as_absent(caplog: pytest.LogCaptureFixture) -> None:

@@ -37,13 +37,13 @@ from outrider.gateway.peers.addresses import Addresses, look_up
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import (
     AFFINITY_TOKENS,
-    FIRST_REST_S,
+    FIRST_OPEN_S,
     MAX_FAILURES,
-    MAX_REST_S,
+    MAX_OPEN_S,
     Breaker,
     affinity_key,
     choose,
-    elect,
+    choose_model,
 )
 from outrider.rpc.errors import Internal, InvalidArgument
 from outrider.rpc.messages import Failure
@@ -98,14 +98,14 @@ def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:
         breaker.failed(0.0)
     assert breaker.allows(0.0)
     breaker.failed(0.0)
-    assert breaker.open and not breaker.allows(0.9 * FIRST_REST_S) and breaker.allows(FIRST_REST_S)
-    breaker.started(FIRST_REST_S)
-    assert not breaker.allows(1.5 * FIRST_REST_S)  # one trial at a time
-    breaker.failed(1.5 * FIRST_REST_S)
-    assert not breaker.allows(3.4 * FIRST_REST_S) and breaker.allows(3.5 * FIRST_REST_S)
+    assert breaker.open and not breaker.allows(0.9 * FIRST_OPEN_S) and breaker.allows(FIRST_OPEN_S)
+    breaker.started(FIRST_OPEN_S)
+    assert not breaker.allows(1.5 * FIRST_OPEN_S)  # one trial at a time
+    breaker.failed(1.5 * FIRST_OPEN_S)
+    assert not breaker.allows(3.4 * FIRST_OPEN_S) and breaker.allows(3.5 * FIRST_OPEN_S)
     for _ in range(20):
         breaker.failed(100.0)
-    assert breaker.allows(100.0 + MAX_REST_S)
+    assert breaker.allows(100.0 + MAX_OPEN_S)
     breaker.started(200.0)
     breaker.succeeded()
     assert breaker.allows(200.0) and not breaker.open
@@ -116,7 +116,7 @@ def test_a_trial_that_shows_nothing_is_followed_by_another() -> None:
     for _ in range(MAX_FAILURES):
         breaker.failed(0.0)
     breaker.started(5.0)
-    assert not breaker.allows(5.5) and breaker.allows(5.0 + FIRST_REST_S)
+    assert not breaker.allows(5.5) and breaker.allows(5.0 + FIRST_OPEN_S)
 
 
 def test_one_break_of_many_sequences_is_one_rest_and_only_a_trial_doubles_it() -> None:
@@ -125,11 +125,11 @@ def test_one_break_of_many_sequences_is_one_rest_and_only_a_trial_doubles_it() -
         breaker.started(0.0)
     for _ in range(10):
         breaker.failed(0.0)
-    assert breaker.open and not breaker.allows(0.9 * FIRST_REST_S) and breaker.allows(FIRST_REST_S)
-    breaker.started(FIRST_REST_S)
+    assert breaker.open and not breaker.allows(0.9 * FIRST_OPEN_S) and breaker.allows(FIRST_OPEN_S)
+    breaker.started(FIRST_OPEN_S)
     for _ in range(10):  # the trial, and what else was still there
-        breaker.failed(2 * FIRST_REST_S)
-    assert not breaker.allows(3.9 * FIRST_REST_S) and breaker.allows(4 * FIRST_REST_S)
+        breaker.failed(2 * FIRST_OPEN_S)
+    assert not breaker.allows(3.9 * FIRST_OPEN_S) and breaker.allows(4 * FIRST_OPEN_S)
 
 
 def answers(text: str) -> list[tuple[str, bool]]:
@@ -158,13 +158,13 @@ def answers(text: str) -> list[tuple[str, bool]]:
     ],
 )
 def test_the_model_that_is_served(current: str | None, targets: str, chosen: str | None) -> None:
-    assert elect(current, answers(targets)) == chosen
+    assert choose_model(current, answers(targets)) == chosen
 
 
 def test_a_rolling_change_changes_over_once() -> None:
     served: list[str | None] = ["A"]
     for number in range(6):
-        served += [elect(served[-1], answers("B" * number + "A" * (5 - number) + "a"))]
+        served += [choose_model(served[-1], answers("B" * number + "A" * (5 - number) + "a"))]
     assert served == ["A", "A", "A", "A", "A", "B", "B"]
 
 
@@ -261,7 +261,7 @@ async def two_behind_a_name(
         port = address.rpartition(":")[2]
         await stack.enter_async_context(serving(two, f"{HOSTS[1]}:{port}"))
         made = RemoteTargets([f"dns:///targets:{port}"], stream_config=QUICK, lookup=resolver)
-        assert made.peers == []
+        assert made.replicas == []
         yield await stack.enter_async_context(made), resolver
 
 
@@ -269,7 +269,7 @@ async def test_every_address_of_a_name_is_a_replica(monkeypatch: pytest.MonkeyPa
     one, two = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
     async with two_behind_a_name(monkeypatch, one, two) as (targets, _):
         assert await asyncio.wait_for(targets.wait_attempted(), 5) is None
-        assert [peer.address.rpartition(":")[0] for peer in targets.peers if peer.usable] == HOSTS
+        assert [replica.address.rpartition(":")[0] for replica in targets.replicas if replica.usable] == HOSTS
         for _ in range(4):
             assert targets.open(request(), print) is not None
         await until(lambda: len(one.opens) + len(two.opens) == 4)
@@ -284,11 +284,11 @@ async def test_a_gone_address_keeps_its_sequences_and_a_new_one_gets_some(monkey
         task = asyncio.create_task(generate(None, targets, request(120)))
         await until(lambda: one.opens)
         resolver.hosts["targets"] = HOSTS[1:]
-        await until(lambda: len(targets.peers) == 2 and targets.peers[0].usable)  # in the order of the addresses
-        assert [peer.retired for peer in targets.peers] == [False, True]
+        await until(lambda: len(targets.replicas) == 2 and targets.replicas[0].usable)  # in the order of the addresses
+        assert [replica.retired for replica in targets.replicas] == [False, True]
         assert await generate(None, targets, request(20)) == expected(PROMPT, 20) and len(two.opens) == 1
         assert await asyncio.wait_for(task, 5) == expected(PROMPT, 120) and len(one.opens) == 1
-        await until(lambda: len(targets.peers) == 1 and one.streams[0].closed)
+        await until(lambda: len(targets.replicas) == 1 and one.streams[0].closed)
         assert targets.usable and not two.streams[0].closed
 
 
@@ -299,12 +299,12 @@ async def test_an_address_that_returns_before_its_last_sequence_stays(monkeypatc
         await asyncio.wait_for(targets.wait_usable(), 5)
         task = asyncio.create_task(generate(None, targets, request(120)))
         await until(lambda: one.opens)
-        (peer,) = targets.peers
+        (replica,) = targets.replicas
         resolver.hosts["targets"] = []
         await until(lambda: not targets.usable)
         del resolver.hosts["targets"]  # no answer changes nothing
         await asyncio.sleep(0.05)
-        assert targets.peers == [peer] and peer.retired
+        assert targets.replicas == [replica] and replica.retired
         resolver.hosts["targets"] = HOSTS[:1]
         await until(lambda: targets.usable)
         assert await asyncio.wait_for(task, 5) == expected(PROMPT, 120) and len(one.streams) == 1
@@ -334,11 +334,11 @@ async def test_a_name_with_a_slow_answer_holds_up_no_other(monkeypatch: pytest.M
             await asyncio.wait_for(targets.wait_usable(), 2)
             assert await asyncio.wait_for(targets.wait_attempted(), 2) is None
             resolver.hosts["targets"] = HOSTS[1:]
-            await until(lambda: [peer.address for peer in targets.peers] == [f"{HOSTS[1]}:{port}"], 2)
+            await until(lambda: [replica.address for replica in targets.replicas] == [f"{HOSTS[1]}:{port}"], 2)
             resolver.hosts["targets"] = []
-            await until(lambda: not targets.peers, 2)
+            await until(lambda: not targets.replicas, 2)
             resolver.let.set()
-            await until(lambda: targets.peers, 2)
+            await until(lambda: targets.replicas, 2)
 
 
 async def test_targets_may_be_met_before_the_last_name_is_looked_up() -> None:
@@ -347,7 +347,7 @@ async def test_targets_may_be_met_before_the_last_name_is_looked_up() -> None:
         server = await stack.enter_async_context(serving(TargetServicer(ToyTarget())))
         given = [server.address, "slow:5"]
         targets = await stack.enter_async_context(RemoteTargets(given, stream_config=QUICK, lookup=resolver))
-        await until(lambda: targets.peers[0].usable)
+        await until(lambda: targets.replicas[0].usable)
         assert not targets.usable  # the name may stand for more targets of another model
         resolver.let.set()
         await until(lambda: targets.usable, 1)
@@ -360,10 +360,10 @@ async def test_nobody_waits_for_an_attempt_at_an_address_that_is_gone(monkeypatc
         name = f"targets:{mute.getsockname()[1]}"
         async with RemoteTargets([name], stream_config=QUICK, lookup=resolver) as targets:
             waiting = asyncio.create_task(targets.wait_attempted())
-            await until(lambda: targets.peers)
+            await until(lambda: targets.replicas)
             await asyncio.sleep(0.01)
             resolver.hosts["targets"] = []
-            assert await asyncio.wait_for(waiting, 2) is None and not targets.peers
+            assert await asyncio.wait_for(waiting, 2) is None and not targets.replicas
 
 
 async def test_drafts_have_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ async def test_a_target_that_fails_again_and_again_is_passed_over_while_there_is
     async with AsyncExitStack() as stack:
         places = [(await stack.enter_async_context(serving(servicer))).address for servicer in servicers]
         targets = await stack.enter_async_context(RemoteTargets(places, stream_config=QUICK))
-        await until(lambda: all(peer.usable for peer in targets.peers))
+        await until(lambda: all(replica.usable for replica in targets.replicas))
         await generate(None, targets, request(5))
         bad, good = servicers if servicers[0].opens else servicers[::-1]  # where the prompt sends it
         bad.refuse = Failure(0, 13, "NaN in a row")
@@ -392,6 +392,6 @@ async def test_a_target_that_fails_again_and_again_is_passed_over_while_there_is
             assert await generate(None, targets, request(5)) == expected(PROMPT, 5)
         assert len(good.opens) == 3
         good.streams[0].drain()
-        await until(lambda: sum(peer.usable for peer in targets.peers) == 1)
+        await until(lambda: sum(replica.usable for replica in targets.replicas) == 1)
         bad.refuse = None
         assert await generate(None, targets, request(5)) == expected(PROMPT, 5)  # better than none

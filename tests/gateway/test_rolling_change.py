@@ -99,7 +99,12 @@ class Fleet:
 async def all_up(fleet: Fleet, targets: RemoteTargets) -> None:
     """Every target has been met as it is now, not as it was before it was replaced."""
     infos = [servicer.toy.info for servicer in fleet.servicers]
-    await until(lambda: all(peer.present for peer in targets.peers) and infos == [peer.info for peer in targets.peers])
+    await until(
+        lambda: (
+            all(replica.present for replica in targets.replicas)
+            and infos == [replica.info for replica in targets.replicas]
+        )
+    )
 
 
 async def test_new_requests_change_over_with_the_majority() -> None:
@@ -133,13 +138,13 @@ async def test_a_request_under_way_keeps_its_model_while_a_target_has_it() -> No
         RemoteTargets(fleet.addresses, stream_config=QUICK) as targets,
     ):
         await all_up(fleet, targets)
-        for peer in targets.peers[2:]:
-            peer.retired = True  # so that it begins at a slow one
+        for replica in targets.replicas[2:]:
+            replica.retired = True  # so that it begins at a slow one
         task = asyncio.create_task(generate(None, targets, request(150, model_digest="d1")))
         await until(lambda: slow[0].opens or slow[1].opens)
         for index in (2, 3):
             await fleet.replace(index, new())
-            targets.peers[index].retired = False
+            targets.replicas[index].retired = False
         await all_up(fleet, targets)
         assert targets.info.model.name == "old"  # half is not more than half
         busy = 0 if slow[0].opens else 1
@@ -180,9 +185,13 @@ async def test_a_model_of_another_tokenizer_counts_as_absent() -> None:
     async with Fleet(new(), new(), old()) as fleet, RemoteTargets(fleet.addresses, check, QUICK) as targets:
         assert await asyncio.wait_for(targets.wait_admitted(), 5) is None
         assert await asyncio.wait_for(targets.wait_attempted(), 5) is None
-        assert targets.info.model.name == "old" and [peer.usable for peer in targets.peers] == [False, False, True]
+        assert targets.info.model.name == "old" and [replica.usable for replica in targets.replicas] == [
+            False,
+            False,
+            True,
+        ]
         await fleet.replace(2, new())
-        await until(lambda: targets.peers[2].refusal is not None)
+        await until(lambda: targets.replicas[2].refusal is not None)
         assert not targets.usable and targets.info.model.name == "old"
 
 
@@ -261,7 +270,7 @@ EXACT = {"engine": "outrider", "kernels": "c-avx512", "batch_invariant": True}
 async def connected(stack: AsyncExitStack, *servicers: TargetServicer) -> RemoteTargets:
     addresses = [(await stack.enter_async_context(serving(servicer))).address for servicer in servicers]
     targets = await stack.enter_async_context(RemoteTargets(addresses, stream_config=QUICK))
-    await until(lambda: all(peer.usable for peer in targets.peers))
+    await until(lambda: all(replica.usable for replica in targets.replicas))
     return targets
 
 

@@ -60,9 +60,9 @@ def rejection_round(logits: Tensor, seeds: Tensor, draft_ids: Tensor) -> tuple[T
     probs, invalid = logits_to_probs(logits, SAMPLING[device.type])
     zeros = torch.zeros_like(seeds)
     positions = torch.arange(len(draft_ids), device=device)
-    coins = accept_uniforms(words(seeds[: len(draft_ids)], positions, Purpose.ACCEPT, zeros[: len(draft_ids)]))
+    uniforms = accept_uniforms(words(seeds[: len(draft_ids)], positions, Purpose.ACCEPT, zeros[: len(draft_ids)]))
     windows = WINDOWS[device.type]
-    accepted, weights = accept(probs, windows, draft_ids, WEIGHTS[device.type], coins)
+    accepted, weights = accept(probs, windows, draft_ids, WEIGHTS[device.type], uniforms)
     purposes = torch.where(accepted == windows.num_drafted, int(Purpose.BONUS), int(Purpose.RECOVERED))
     count = len(accepted)
     return invalid, accepted, draw(weights, words(seeds[:count], accepted, purposes, zeros[:count]))

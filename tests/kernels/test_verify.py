@@ -41,14 +41,14 @@ def one_thread() -> Iterator[None]:
 
 
 def accept_one(
-    rows: list[list[float]], drafted: list[int], vectors: list[Vector], coins: list[float]
+    rows: list[list[float]], drafted: list[int], vectors: list[Vector], uniforms: list[float]
 ) -> tuple[int, list[float]]:
     num_accepted, weights = accept(
         torch.tensor(rows),
         Windows.of([len(drafted)], [len(rows)]),
         torch.tensor(drafted, dtype=torch.int64),
         DraftWeights.of(packed(vectors)),
-        torch.tensor(coins, dtype=torch.float64),
+        torch.tensor(uniforms, dtype=torch.float64),
     )
     return int(num_accepted), weights[0].tolist()
 
@@ -96,11 +96,11 @@ def test_an_unusable_vector_is_one_hot(bad: str) -> None:
     for vectors in ([BAD_VECTORS[bad]], [BAD_VECTORS[bad], good], [good, BAD_VECTORS[bad]]):
         drafted, place = [1] * len(vectors), vectors.index(BAD_VECTORS[bad])
         window_rows = [rows[0]] * len(vectors) + [rows[1]]
-        coins = [0.0] * len(vectors)
-        coins[place] = 0.5
-        assert accept_one(window_rows, drafted, vectors, coins) == (place, [0.25, 0.0, 0.25])
-        coins[place] = 0.5 - 2.0**-24
-        assert accept_one(window_rows, drafted, vectors, coins) == (len(vectors), rows[1])
+        uniforms = [0.0] * len(vectors)
+        uniforms[place] = 0.5
+        assert accept_one(window_rows, drafted, vectors, uniforms) == (place, [0.25, 0.0, 0.25])
+        uniforms[place] = 0.5 - 2.0**-24
+        assert accept_one(window_rows, drafted, vectors, uniforms) == (len(vectors), rows[1])
 
 
 def test_the_greatest_usable_total_is_exact() -> None:
@@ -139,13 +139,13 @@ def test_a_batch_of_windows_equals_each_alone() -> None:
     num_drafted, vocab_size = [3, 1, 0, 4, 2], 7
     probs = torch.rand(sum(num_drafted) + 5, vocab_size, generator=generator).softmax(dim=-1)
     drafted = torch.randint(vocab_size, (sum(num_drafted),), generator=generator)
-    coins = torch.rand(sum(num_drafted), generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(sum(num_drafted), generator=generator, dtype=torch.float64)
     vectors: list[Vector] = [
         None if draft % 3 == 2 else (torch.arange(vocab_size).tolist(), torch.randint(1, 9, (vocab_size,)).tolist())
         for draft in range(len(drafted))
     ]
     windows = Windows.of(num_drafted)
-    num_accepted, weights = accept(probs, windows, drafted, DraftWeights.of(packed(vectors)), coins)
+    num_accepted, weights = accept(probs, windows, drafted, DraftWeights.of(packed(vectors)), uniforms)
     for window, count in enumerate(num_drafted):
         row, start = int(windows.row_starts[window]), int(windows.draft_starts[window])
         alone = accept(
@@ -153,7 +153,7 @@ def test_a_batch_of_windows_equals_each_alone() -> None:
             Windows.of([count]),
             drafted[start : start + count],
             DraftWeights.of(packed(vectors[start : start + count])),
-            coins[start : start + count],
+            uniforms[start : start + count],
         )
         assert alone[0].tolist() == num_accepted[window : window + 1].tolist()
         assert torch.equal(alone[1][0], weights[window])
@@ -233,11 +233,13 @@ def rejection_round(
         context = samples.token_ids
     draft_ids = torch.stack(drafted, dim=1)  # [n, 2]
     contexts = torch.cat((committed[:, -1:], draft_ids), dim=1)  # [n, 3]
-    coins = [accept_uniforms(words(seeds, position + step, Purpose.ACCEPT, completion)) for step in range(2)]
+    uniforms = [accept_uniforms(words(seeds, position + step, Purpose.ACCEPT, completion)) for step in range(2)]
     windows = Windows.of([2] * num)
     packed = DraftWeights(*(torch.cat(column) for column in zip(*vectors, strict=True)))
     target_probs = logits[contexts.flatten()].softmax(dim=-1)
-    num_accepted, weights = accept(target_probs, windows, draft_ids.flatten(), packed, torch.stack(coins, 1).flatten())
+    num_accepted, weights = accept(
+        target_probs, windows, draft_ids.flatten(), packed, torch.stack(uniforms, 1).flatten()
+    )
     purposes = torch.where(num_accepted < 2, int(recovered), int(Purpose.BONUS))
     next_ids = draw(weights, words(seeds, position + num_accepted, purposes, completion))
     return draft_ids, num_accepted, next_ids

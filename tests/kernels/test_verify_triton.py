@@ -26,16 +26,16 @@ NAN = float("nan")
 
 
 def check(
-    probs: Tensor, windows: Windows, draft_ids: Tensor, vectors: list[Vector], coins: Tensor, device: torch.device
+    probs: Tensor, windows: Windows, draft_ids: Tensor, vectors: list[Vector], uniforms: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Both give the same bits; returns them."""
     weights = DraftWeights.of(packed(vectors))
-    expected = accept(probs, windows, draft_ids, weights, coins)
+    expected = accept(probs, windows, draft_ids, weights, uniforms)
     on_device = Windows(*(getattr(windows, name).to(device) for name in Windows.__slots__))
     entries = DraftWeights(*(poisoned(getattr(weights, name), device) for name in DraftWeights.__slots__))
     with poisoned_allocations():
         got = rejection_triton.accept(
-            poisoned(probs, device), on_device, poisoned(draft_ids, device), entries, poisoned(coins, device), 16, 16
+            poisoned(probs, device), on_device, poisoned(draft_ids, device), entries, poisoned(uniforms, device), 16, 16
         )
     assert got[0].tolist() == expected[0].tolist()
     assert torch.equal(got[1].cpu().nan_to_num(nan=-1.0), expected[1].nan_to_num(nan=-1.0))
@@ -75,8 +75,8 @@ def test_ragged_windows_equal_the_reference(triton_device: torch.device, vocab_s
         draft_ids[astray] = torch.tensor([-1, vocab_size, 2**40])[torch.randint(3, (int(astray.sum()),))]
         kinds = torch.randint(5, (len(draft_ids),), generator=generator).tolist()
         vectors = [random_vector(vocab_size, t, k, generator) for t, k in zip(draft_ids.tolist(), kinds, strict=True)]
-        coins = torch.rand(len(draft_ids), generator=generator, dtype=torch.float64) ** 3
-        num_accepted, weights = check(probs, windows, draft_ids, vectors, coins, triton_device)
+        uniforms = torch.rand(len(draft_ids), generator=generator, dtype=torch.float64) ** 3
+        num_accepted, weights = check(probs, windows, draft_ids, vectors, uniforms, triton_device)
         seen.update(num_accepted.tolist())
         table = torch.randint(1 << 32, (4, 4), generator=generator)
         got = rejection_triton.draw(weights, poisoned(table, triton_device), 16)
@@ -95,8 +95,8 @@ def test_an_unusable_vector_is_one_hot(triton_device: torch.device, name: str) -
     rows = torch.tensor([[0.25, 0.5, 0.25]] * 3 + [[1.0, 0.0, 0.0]])
     vectors: list[Vector] = [((0, 1), (1, 1)), BAD_VECTORS[name], ((0, 1), (1, 1))]
     for coin, expected in ((0.5, 1), (0.5 - 2.0**-24, 3)):
-        coins = torch.tensor([0.0, coin, 0.0], dtype=torch.float64)
-        num_accepted, _ = check(rows, Windows.of([3]), torch.tensor([1, 1, 1]), vectors, coins, triton_device)
+        uniforms = torch.tensor([0.0, coin, 0.0], dtype=torch.float64)
+        num_accepted, _ = check(rows, Windows.of([3]), torch.tensor([1, 1, 1]), vectors, uniforms, triton_device)
         assert num_accepted.tolist() == [expected]
 
 
@@ -110,8 +110,8 @@ def test_duplicates_in_vectors_of_several_tiles(triton_device: torch.device) -> 
         vector: Vector = (ids, [2] * 40)
         drafted = torch.tensor([ids[25]])
         # Accepted below 80 / (2 x 50) by its weights, and below 1 / 50 as one-hot.
-        coins = torch.tensor([0.5], dtype=torch.float64)
-        num_accepted, _ = check(rows, Windows.of([1]), drafted, [vector], coins, triton_device)
+        uniforms = torch.tensor([0.5], dtype=torch.float64)
+        num_accepted, _ = check(rows, Windows.of([1]), drafted, [vector], uniforms, triton_device)
         assert num_accepted.tolist() == [int(is_usable)]
 
 
@@ -119,8 +119,8 @@ def test_edges_of_acceptance(triton_device: torch.device) -> None:
     """Strictly less at the threshold, a target of zero, the greatest usable total, an empty residual."""
     rows = torch.tensor([[0.5, 0.5], [0.5, 0.5], [1.0, 0.0]])
     for coin, expected in ((0.5, 0), (0.5 - 2.0**-24, 1)):
-        coins = torch.tensor([coin, 0.9], dtype=torch.float64)
-        got = check(rows, Windows.of([2]), torch.tensor([0, 0]), [((0,), (1,)), None], coins, triton_device)
+        uniforms = torch.tensor([coin, 0.9], dtype=torch.float64)
+        got = check(rows, Windows.of([2]), torch.tensor([0, 0]), [((0,), (1,)), None], uniforms, triton_device)
         assert got[0].tolist() == [expected]
     zero = torch.tensor([0.0], dtype=torch.float64)
     wide: Vector = ((0, 1), (2**24 - 2, 1))
@@ -134,8 +134,8 @@ def test_edges_of_acceptance(triton_device: torch.device) -> None:
 
 def test_a_nan_row_gives_no_token(triton_device: torch.device) -> None:
     rows = torch.tensor([[NAN, 0.5], [0.5, 0.5], [NAN, 0.25], [0.5, 0.5]])
-    coins = torch.tensor([0.25, 0.25], dtype=torch.float64)
-    _, weights = check(rows, Windows.of([0, 0, 1], [1, 1, 2]), torch.tensor([1]), [None], coins[:1], triton_device)
+    uniforms = torch.tensor([0.25, 0.25], dtype=torch.float64)
+    _, weights = check(rows, Windows.of([0, 0, 1], [1, 1, 2]), torch.tensor([1]), [None], uniforms[:1], triton_device)
     table = torch.zeros(3, 4, dtype=torch.int64, device=triton_device)
     assert rejection_triton.draw(weights, table).tolist() == [-1, 0, -1]
 
@@ -176,12 +176,12 @@ def test_a_large_vocabulary(triton_device: torch.device) -> None:
     draft_ids = probs[windows.row_of_draft].argmax(-1)
     vectors = [random_vector(151_936, int(token), 1 + kind % 4, generator) for kind, token in enumerate(draft_ids)]
     on_device = Windows(*(getattr(windows, name).to(triton_device) for name in Windows.__slots__))
-    coins = torch.rand(7, generator=generator, dtype=torch.float64) / 4
+    uniforms = torch.rand(7, generator=generator, dtype=torch.float64) / 4
     weights = DraftWeights.of(packed(vectors))
-    expected = accept(probs, windows, draft_ids, weights, coins)
+    expected = accept(probs, windows, draft_ids, weights, uniforms)
     entries = DraftWeights(*(getattr(weights, name).to(triton_device) for name in DraftWeights.__slots__))
     got = rejection_triton.accept(
-        probs.to(triton_device), on_device, draft_ids.to(triton_device), entries, coins.to(triton_device)
+        probs.to(triton_device), on_device, draft_ids.to(triton_device), entries, uniforms.to(triton_device)
     )
     assert got[0].tolist() == expected[0].tolist() and torch.equal(got[1].cpu(), expected[1])
     table = torch.randint(1 << 32, (2, 4), generator=generator)

@@ -26,7 +26,7 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
-from outrider.llm.backends import LocalBackend, spoken
+from outrider.llm.backends import LocalBackend, speculation_options
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.server import build_server
@@ -136,12 +136,12 @@ def test_who_asks_a_gateway_loads_no_torch() -> None:
 
 
 def test_the_ngram_names_of_the_old_keywords() -> None:
-    assert spoken({"model": "[ngram]", "num_speculative_tokens": 3}).method == "ngram"
-    assert spoken({"method": "[ngram]"}, "chains").mode == "chains"
+    assert speculation_options({"model": "[ngram]", "num_speculative_tokens": 3}).method == "ngram"
+    assert speculation_options({"method": "[ngram]"}, "chains").mode == "chains"
     with pytest.raises(ValueError, match="num_speculative_tokens must be 0 to 128, got '3'"):
-        spoken({"num_speculative_tokens": "3"})
+        speculation_options({"num_speculative_tokens": "3"})
     with pytest.raises(Unsupported, match="draft service decides prompt_lookup_max"):
-        spoken({"model": "ngram", "prompt_lookup_max": 4})
+        speculation_options({"model": "ngram", "prompt_lookup_max": 4})
 
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
@@ -159,7 +159,7 @@ def threads() -> list[threading.Thread]:
 
 def peers_of(made: LLM) -> Any:
     assert isinstance(made._backend, LocalBackend)
-    return made._backend.peers
+    return made._backend.services
 
 
 def test_close_ends_the_threads(tiny_pair: TinyPair) -> None:

@@ -14,10 +14,10 @@ import pytest
 from support.pairs import TinyPair
 
 from outrider.llm import LLM, SamplingParams, Unsupported
-from outrider.llm.backends import spoken
+from outrider.llm.backends import speculation_options
 from outrider.llm.config import FIXED, METHODS_NOT_THERE, REFUSED, EngineArguments, SpeculativeConfig, take_speculation
 from outrider.llm.inputs import conversations_of, parse_prompts
-from outrider.llm.sampling_params import one_each
+from outrider.llm.sampling_params import params_per_prompt
 from outrider.rpc.sampling_params import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
@@ -191,7 +191,7 @@ def test_an_accelerator_may_be_named_with_its_config(tmp_path: Path) -> None:
     assert SpeculativeConfig(model=named_so, num_speculative_tokens=3).method == "draft_model"
 
 
-@pytest.mark.parametrize("read", [SpeculativeConfig.supported, spoken])
+@pytest.mark.parametrize("read", [SpeculativeConfig.supported, speculation_options])
 def test_the_method_may_be_a_list_of_one(read: Any) -> None:
     assert read({"method": ["ngram"], "num_speculative_tokens": 5}).method == "ngram"
     for method, problem in (
@@ -379,10 +379,10 @@ def test_sampling_params_of_a_call() -> None:
     given: Any
     for given in ({"temperature": 0}, [{"temperature": 0}], "a", 5, [None]):
         with pytest.raises(TypeError, match="sampling_params must be a SamplingParams, or a list of one for each"):
-            one_each(given, 1)
+            params_per_prompt(given, 1)
     with pytest.raises(TypeError, match=r"write SamplingParams\(\.\.\.\)"):
-        one_each({"temperature": 0}, 1)
-    assert one_each((SamplingParams(seed=3),), 1)[0].seed == 3
+        params_per_prompt({"temperature": 0}, 1)
+    assert params_per_prompt((SamplingParams(seed=3),), 1)[0].seed == 3
 
 
 @pytest.mark.parametrize(

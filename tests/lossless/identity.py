@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from collections.abc import Sequence as Many
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -26,22 +25,22 @@ from support.fakes import until
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_health, build_model_method
 from outrider.draft_service.engine import Attach, Deliver, DraftEngine, Sink
-from outrider.draft_service.engine import EngineCommand as DraftCommand
+from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
 from outrider.draft_service.servicer import SERVICE, DraftServicer, register
-from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence, KVCacheManager
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
-from outrider.engine.worker import DeviceThread
+from outrider.engine.worker import Worker
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.proposers.ngram import NgramProposer
-from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, ModelInfo, Piece
+from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
 from outrider.rpc.sampling_params import TokenOrigin
 from outrider.rpc.server import Server, build_server
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.boot import TargetService, build
-from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.settings import TargetSettings
 
 Level = tuple[str, Any]  # a factor and its value
@@ -162,7 +161,7 @@ class CacheWatch:
         """Counts anew."""
         self.cached_ids = self.preemptions = 0
 
-    def watch(self, cache: SequenceCache) -> None:
+    def watch(self, cache: KVCacheManager) -> None:
         """Puts itself in front of the cache's two verbs that say it."""
         admit, release = cache.admit, cache.release
 
@@ -197,7 +196,7 @@ class StepWatch:
         scheduler = service.engine.scheduler
         plan = scheduler.plan
 
-        def watched_plan(now: float) -> list[StepEntry]:
+        def watched_plan(now: float) -> list[ScheduledSequence]:
             self.most_open = max(self.most_open, len(scheduler.sequences))
             entries = plan(now)
             self.most_in_step = max(self.most_in_step, len(entries))
@@ -245,9 +244,9 @@ class DraftWatch:
         engine.handle, engine.step = watched, watched_step  # type: ignore[method-assign]
 
     def _counting(self, command: Attach) -> Sink:
-        def sink(events: Many[DraftEvent]) -> None:
+        def sink(events: Sequence[DraftEvent]) -> None:
             for event in events:
-                if isinstance(event, Piece) and event.parent is not None:
+                if isinstance(event, DraftTokens) and event.parent is not None:
                     self._sent.add((command.stream, event.sequence_id, event.chain))
             command.sink(events)
 
@@ -260,8 +259,8 @@ class Draft:
 
     server: Server
     engine: DraftEngine
-    thread: DeviceThread[DraftCommand]
-    cache: SequenceCache
+    thread: Worker[DraftCommand]
+    cache: KVCacheManager
     watch: CacheWatch
     pieces: DraftWatch
     killed: bool = False
@@ -279,7 +278,7 @@ def build_draft(loaded: LoadedModel, num_blocks: int) -> Draft:
     method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks))
     engine, pieces = DraftEngine(make_methods([method, NgramProposer(*NGRAM)])), DraftWatch()
     pieces.watch(engine)
-    thread: DeviceThread[DraftCommand] = DeviceThread(engine, "draft-device", 1)
+    thread: Worker[DraftCommand] = Worker(engine, "draft-device", 1)
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
     info = DraftInfo(model, (DraftMethod("draft_model"), DraftMethod("ngram")))
     servicer = DraftServicer(thread, Outboxes(asyncio.get_running_loop()), info)

@@ -47,7 +47,7 @@ class Proposal:
     vectors: tuple[Vector, ...]
     context: Tokens = ()  # committed before it
     takes_next: bool = True  # whether the token after a full window is drawn
-    coins: tuple[float, ...] | None = None  # None: all of them
+    uniforms: tuple[float, ...] | None = None  # None: all of them
     origin: int = 0  # tells apart what is equal otherwise
 
 
@@ -56,7 +56,7 @@ class Ending:
     """What acceptance says of a proposal for one cell of coins."""
 
     proposal: Proposal
-    coins: tuple[float, ...]
+    uniforms: tuple[float, ...]
     mass: Fraction
     num_accepted: int
     weights: tuple[float, ...]  # of the next draw; all 0 where there is none
@@ -139,8 +139,8 @@ def num_cells(vector: Vector, token: int) -> int:
 
 def coins_of(proposal: Proposal) -> Iterable[tuple[float, ...]]:
     """The least coin of every cell; all cells of a proposal are equally likely."""
-    if proposal.coins is not None:
-        return [proposal.coins]
+    if proposal.uniforms is not None:
+        return [proposal.uniforms]
     counts = map(num_cells, proposal.vectors, proposal.ids)
     return product(*([cell / count for cell in range(count)] for count in counts))
 
@@ -150,7 +150,7 @@ def endings_of(proposals: Iterable[Proposal], rule: AcceptRule = accept, target:
     cases: list[tuple[Proposal, tuple[float, ...], Fraction]] = []
     for proposal in merged(proposals):
         cells = list(coins_of(proposal))
-        cases += [(proposal, coins, proposal.mass / len(cells)) for coins in cells]
+        cases += [(proposal, uniforms, proposal.mass / len(cells)) for uniforms in cells]
     num_drafted = [len(proposal.ids) for proposal, _, _ in cases]
     num_rows = [len(proposal.ids) + proposal.takes_next for proposal, _, _ in cases]
     rows = cache(lambda context: [float(part) for part in target(context)])
@@ -162,7 +162,7 @@ def endings_of(proposals: Iterable[Proposal], rule: AcceptRule = accept, target:
         Windows.of(num_drafted, num_rows),
         torch.tensor([token for proposal, _, _ in cases for token in proposal.ids], dtype=torch.int64),
         DraftWeights.of(packed([vector for proposal, _, _ in cases for vector in proposal.vectors])),
-        torch.tensor([coin for _, coins, _ in cases for coin in coins], dtype=torch.float64),
+        torch.tensor([coin for _, uniforms, _ in cases for coin in uniforms], dtype=torch.float64),
     )
     results = zip(cases, num_accepted.tolist(), weights.tolist(), strict=True)
     return [Ending(*case, count, tuple(row)) for case, count, row in results]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft_service.sequence import DraftSequence
-from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.models import decoder
 from outrider.engine.sampler import SequenceSampler
 from outrider.kernels.cpu.decoder import CpuDecoder, RaggedRows
@@ -25,14 +25,14 @@ Bug = Callable[[pytest.MonkeyPatch], None]
 
 def rollback_keeps_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of the token that was refused counts as the recovered token's."""
-    truncate = SequenceCache.truncate
+    truncate = KVCacheManager.truncate
 
-    def wrong(self: SequenceCache, sequence: CachedSequence, length: int) -> None:
+    def wrong(self: KVCacheManager, sequence: CachedSequence, length: int) -> None:
         computed = sequence.num_computed_tokens
         truncate(self, sequence, length)
         sequence.num_computed_tokens = min(computed, length)
 
-    monkeypatch.setattr(SequenceCache, "truncate", wrong)
+    monkeypatch.setattr(KVCacheManager, "truncate", wrong)
 
 
 def slots_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,15 +69,15 @@ def committed_blocks_are_published_before_they_are_computed(monkeypatch: pytest.
 
 def drafted_tokens_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks become findable when a window is appended, before it is verified."""
-    extend, publish = SequenceCache.extend, SequenceCache.publish
+    extend, publish = KVCacheManager.extend, KVCacheManager.publish
 
-    def wrong(self: SequenceCache, sequence: CachedSequence, ids: Any = (), num_tokens: int | None = None) -> None:
+    def wrong(self: KVCacheManager, sequence: CachedSequence, ids: Any = (), num_tokens: int | None = None) -> None:
         extend(self, sequence, ids, num_tokens)
         computed, sequence.num_computed_tokens = sequence.num_computed_tokens, len(sequence)
         publish(self, sequence, len(sequence))
         sequence.num_computed_tokens = computed
 
-    monkeypatch.setattr(SequenceCache, "extend", wrong)
+    monkeypatch.setattr(KVCacheManager, "extend", wrong)
 
 
 def accepted_tokens_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,36 +86,36 @@ def accepted_tokens_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _publish_to(monkeypatch: pytest.MonkeyPatch, counts: Callable[[CachedSequence, int], tuple[int, int]]) -> None:
-    publish = SequenceCache.publish
+    publish = KVCacheManager.publish
 
-    def wrong(self: SequenceCache, sequence: CachedSequence, num_committed: int) -> None:
+    def wrong(self: KVCacheManager, sequence: CachedSequence, num_committed: int) -> None:
         computed = sequence.num_computed_tokens
         num_committed, sequence.num_computed_tokens = counts(sequence, num_committed)
         publish(self, sequence, num_committed)
         sequence.num_computed_tokens = computed
 
-    monkeypatch.setattr(SequenceCache, "publish", wrong)
+    monkeypatch.setattr(KVCacheManager, "publish", wrong)
 
 
 def a_prefix_hit_claims_a_block_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of a warm prompt is taken as computed, and never is."""
-    admit = SequenceCache.admit
+    admit = KVCacheManager.admit
 
-    def wrong(self: SequenceCache, sequence: CachedSequence, use_prefix: bool = True) -> int:
+    def wrong(self: KVCacheManager, sequence: CachedSequence, use_prefix: bool = True) -> int:
         found = admit(self, sequence, use_prefix)
         if found:
             self.extend(sequence)
             sequence.num_computed_tokens = len(sequence) - 1
         return found
 
-    monkeypatch.setattr(SequenceCache, "admit", wrong)
+    monkeypatch.setattr(KVCacheManager, "admit", wrong)
 
 
 def the_row_before_a_bonus_token_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a full window the draft computes the bonus token alone, not the last one it drafted."""
     restart = DraftSequence._restart
 
-    def wrong(self: DraftSequence, length: int, ids: Sequence[int], cache: SequenceCache) -> None:
+    def wrong(self: DraftSequence, length: int, ids: Sequence[int], cache: KVCacheManager) -> None:
         restart(self, length, ids, cache)
         self.sequence.num_computed_tokens = len(self.sequence) - 1
         cache.extend(self.sequence)

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from outrider.engine import random as engine_random
 from outrider.engine.batch import BatchEntry
-from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache, chain_key, root_key
+from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager, chain_key, root_key
 from outrider.engine.loader import LoadedModel, build_decoder
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import CausalLM
 from outrider.kernels.random import reference as philox
 from outrider.kernels.random.reference import Purpose
 from outrider.proposers import draft_model
-from outrider.rpc.messages import Commit, Credit, Open, Piece
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Open
 from outrider.target_service import verifier
 from outrider.target_service.sequence import TargetSequence
 
@@ -79,7 +79,7 @@ def check_kv(runner: ModelRunner, sequence: CachedSequence, fresh: FreshPrefill,
 class PrefixLedger:
     """The committed prefixes that a prefix cache may hold, by key."""
 
-    def __init__(self, cache: SequenceCache) -> None:
+    def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._prefixes: dict[bytes, tuple[int, ...]] = {}
         self._mirror: list[Tensor] = []  # per layer keys, then values, as they should be in findable blocks
@@ -120,7 +120,7 @@ def watch_forward(runner: ModelRunner, wrap: Callable[[Forward, Sequence[BatchEn
     runner.forward = lambda entries: wrap(forward, entries)  # type: ignore[method-assign]
 
 
-def poison(runner: ModelRunner, cache: SequenceCache, sequences: Callable[[], Iterable[CachedSequence]]) -> list[int]:
+def poison(runner: ModelRunner, cache: KVCacheManager, sequences: Callable[[], Iterable[CachedSequence]]) -> list[int]:
     """Before every pass, writes NaN wherever nothing may be read: blocks that are free and not findable, and the slots
     of tables past what is computed. Returns the numbers of blocks poisoned, a list that grows."""
     num_poisoned: list[int] = []
@@ -141,7 +141,7 @@ def poison(runner: ModelRunner, cache: SequenceCache, sequences: Callable[[], It
     return num_poisoned
 
 
-def check_writes(runner: ModelRunner, cache: SequenceCache) -> list[int]:
+def check_writes(runner: ModelRunner, cache: KVCacheManager) -> list[int]:
     """Checks from now on that a pass writes the slots of its own rows alone, in blocks that nobody shares or can find.
     Returns the numbers of slots written, a list that grows."""
     num_written: list[int] = []
@@ -269,7 +269,7 @@ def run_rounds(
         for number in sorted(waiting):
             ids, weights = drafts[number](tokens[number], k)
             length = len(tokens[number])
-            piece = Piece(number, chain, length, tuple(ids), tuple(weights))
+            piece = DraftTokens(number, chain, length, tuple(ids), tuple(weights))
             harness.send(piece, Credit(number, length + k + 1, k, 60_000))
         harness.run()
         commits, waiting = [], set()
@@ -312,7 +312,7 @@ class Pair:
         self.k = k
         self.draft = DraftHarness(num_blocks=128)
         self.target = TargetHarness.of(target_model(noise=noise), **{"num_blocks": 128, **target})
-        self.pieces: list[Piece] = []
+        self.pieces: list[DraftTokens] = []
         self.commits: list[Commit] = []
         self.num_draft_rows = 0
         # Not the harness's own watch: it stops at the first slot that is read and was never written.
@@ -330,7 +330,7 @@ class Pair:
             if not lengths:
                 return {r.sequence_id: [*r.output_ids, *self.target.output(r.sequence_id)] for r in requests}
             news += [Credit(number, lengths[number] + self.k, self.k) for number in sorted(waiting)]
-            pieces = [event for event in self.draft.run(*news) if isinstance(event, Piece)]
+            pieces = [event for event in self.draft.run(*news) if isinstance(event, DraftTokens)]
             assert {piece.sequence_id for piece in pieces} == waiting, "a sequence was not drafted for"
             self.pieces += pieces
             credits = [Credit(number, lengths[number] + self.k + 1, self.k, 60_000) for number in sorted(waiting)]

@@ -26,7 +26,7 @@ from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import Unavailable
-from outrider.rpc.messages import Arithmetic, Credit, ModelInfo, Open, Piece, TargetEvent, TargetInfo
+from outrider.rpc.messages import Arithmetic, Credit, DraftTokens, ModelInfo, Open, TargetEvent, TargetInfo
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, TokenOrigin
 from outrider.target_service.boot import build, load
 from outrider.target_service.settings import TargetSettings
@@ -220,16 +220,16 @@ class DraftedFirst:
 class _HeldLink:
     def __init__(self, link: VerifierLink) -> None:
         self._link = link
-        self._held: list[Piece | Credit] | None = []
+        self._held: list[DraftTokens | Credit] | None = []
 
     @property
     def model(self) -> ModelInfo:
         return self._link.model
 
-    def send(self, *messages: Piece | Credit) -> None:
+    def send(self, *messages: DraftTokens | Credit) -> None:
         if self._held is not None:
             self._held += messages
-            if not any(isinstance(message, Piece) for message in messages):
+            if not any(isinstance(message, DraftTokens) for message in messages):
                 return
             messages = tuple(sorted(self._held, key=lambda message: isinstance(message, Credit)))
             self._held = None

@@ -30,9 +30,9 @@ from outrider.kernels.verify.reference import (
 from outrider.rpc.messages import TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.target_service.draft_buffer import Window
-from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
-from outrider.target_service.verifier import Judged, Verdict, Verifier
+from outrider.target_service.verifier import HostVerifier, Verdict, VerifyRows
 
 LEAST, GREATEST = 0, 0xFFFFFFFF
 VOCAB_SIZE = 4
@@ -69,12 +69,12 @@ def verdict_of(
     target = admit(opened(1, [0, 1], acceptance=acceptance, **sampling), None, (1, 1), print, limits, 0, 0.0)
     weights = tuple(TokenWeights(*entry) if entry is not None else None for entry in packed(vectors))
     window = Window(0, tuple(drafted), weights, False)
-    entry = StepEntry(target, 2, 1, len(logits), window, True, len(logits))
-    verifier = Verifier(VOCAB_SIZE)
+    entry = ScheduledSequence(target, 2, 1, len(logits), window, True, len(logits))
+    verifier = HostVerifier(VOCAB_SIZE)
     table = torch.tensor([(word,) * 3] * len(logits) if isinstance(word, int) else word)  # [positions, 3]
     verifier._words = Forced(table[:, :, None].repeat(1, 1, 4))
     verifier._noise = Forced(torch.ones(len(logits), VOCAB_SIZE))
-    (verdict,) = verifier.verify(torch.tensor(logits), [Judged(entry, range(len(logits)))])
+    (verdict,) = verifier.verify(torch.tensor(logits), [VerifyRows(entry, range(len(logits)))])
     return verdict
 
 
@@ -194,9 +194,9 @@ def flat_probs(vocab_size: int, rows: int = 1) -> Tensor:
 
 def judge(vocab_size: int, token: int, vector: tuple[list[int], list[int]] | None, word: int) -> tuple[int, Tensor]:
     """One drafted token and the row after it; the coin is taken from `word`."""
-    coins = accept_uniforms(torch.tensor([[word, 0, 0, 0]]))
+    uniforms = accept_uniforms(torch.tensor([[word, 0, 0, 0]]))
     windows, sent = Windows.of([1]), DraftWeights.of(packed([vector]))
-    num_accepted, weights = accept(flat_probs(vocab_size, 2), windows, torch.tensor([token]), sent, coins)
+    num_accepted, weights = accept(flat_probs(vocab_size, 2), windows, torch.tensor([token]), sent, uniforms)
     return int(num_accepted), weights
 
 

@@ -324,24 +324,24 @@ def replayed(num_accepted: Tensor, windows: Windows) -> Tensor:
     return torch.where(windows.offset_of_draft < num_accepted[windows.window_of_draft], -1.0, 1e9).double()
 
 
-def truncated_everywhere(raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, coins: Tensor) -> Verdict:
-    return accept(truncated(raw), windows, ids, sent, coins)
+def truncated_everywhere(raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, uniforms: Tensor) -> Verdict:
+    return accept(truncated(raw), windows, ids, sent, uniforms)
 
 
-def raw_in_the_ratio(raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, coins: Tensor) -> Verdict:
-    num_accepted, _ = accept(raw, windows, ids, sent, coins)
+def raw_in_the_ratio(raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, uniforms: Tensor) -> Verdict:
+    num_accepted, _ = accept(raw, windows, ids, sent, uniforms)
     return accept(truncated(raw), windows, ids, sent, replayed(num_accepted, windows))
 
 
-def raw_in_the_next_draw(raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, coins: Tensor) -> Verdict:
-    num_accepted, _ = accept(truncated(raw), windows, ids, sent, coins)
+def raw_in_the_next_draw(raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, uniforms: Tensor) -> Verdict:
+    num_accepted, _ = accept(truncated(raw), windows, ids, sent, uniforms)
     return accept(raw, windows, ids, sent, replayed(num_accepted, windows))
 
 
 def truncated_but_not_renormalised(
-    raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, coins: Tensor
+    raw: Tensor, windows: Windows, ids: Tensor, sent: DraftWeights, uniforms: Tensor
 ) -> Verdict:
-    return accept(truncated(raw) * TOP_P, windows, ids, sent, coins)
+    return accept(truncated(raw) * TOP_P, windows, ids, sent, uniforms)
 
 
 def law_under(rule: AcceptRule) -> Law:

@@ -53,7 +53,7 @@ from torch import Tensor
 from outrider.kernels.random.reference import Purpose, exponential_noise
 from outrider.kernels.sampling.reference import draw_integer
 from outrider.kernels.verify.reference import accept_uniforms, coupled_choice
-from outrider.rpc.messages import Piece, TokenWeights
+from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.draft_buffer import ChainBuffer
 
 Stretch = tuple[Fraction, Fraction]  # of the unit interval
@@ -89,8 +89,8 @@ def drafts_by_words(share: bool) -> list[Proposal]:
             starts = torch.tensor([0, len(weights)])
             ids = (*ids, int(draw_integer(torch.arange(len(weights)), weights, starts, words[place : place + 1])))
         vectors = tuple(sparse(weights_at(ids[:place])) for place in range(NUM_DRAFTED))
-        coins = tuple(accept_uniforms(words).tolist()) if share else None
-        proposals.append(Proposal(Fraction(1, PARTS**NUM_DRAFTED), ids, vectors, coins=coins))
+        uniforms = tuple(accept_uniforms(words).tolist()) if share else None
+        proposals.append(Proposal(Fraction(1, PARTS**NUM_DRAFTED), ids, vectors, uniforms=uniforms))
     return proposals
 
 
@@ -103,7 +103,7 @@ def coin_and_recovered_share_a_word() -> Law:
         law, place = proportional(end), end.num_accepted
         if end.refused is None:
             return law
-        low = Fraction(end.coins[place])
+        low = Fraction(end.uniforms[place])
         return drawn_within((low, low + Fraction(1, num_cells(end.proposal.vectors[place], end.refused))), law)
 
     return law_of(endings_of(proposals_of(FULL_WEIGHTS)), next_law)
@@ -240,7 +240,7 @@ class State:
         if end > start:
             more = step.more and end < len(self.chain.ids)
             weights = tuple(map(as_sent, self.chain.vectors[start:end]))
-            self.buffer.add(Piece(1, 0, start, self.chain.ids[start:end], weights, more=more))
+            self.buffer.add(DraftTokens(1, 0, start, self.chain.ids[start:end], weights, more=more))
             self.num_arrived = end
 
     def window(self, step: Round, origin: int) -> Proposal:
@@ -488,7 +488,7 @@ def retried(is_lost: Callable[[Ending], bool], again: Callable[[Proposal, tuple[
     """A tenth of the answers that may be lost are, and the window is verified again."""
     endings = endings_of(proposals_of(FULL_WEIGHTS))
     kept = [replace(end, mass=end.mass * (1 - LOST)) if is_lost(end) else end for end in endings]
-    second = [replace(again(end.proposal, end.coins), mass=end.mass * LOST) for end in endings if is_lost(end)]
+    second = [replace(again(end.proposal, end.uniforms), mass=end.mass * LOST) for end in endings if is_lost(end)]
     return law_of(kept + endings_of(second))
 
 
@@ -497,25 +497,25 @@ def is_full(end: Ending) -> bool:
 
 
 def retried_with_fresh_randomness() -> Law:
-    return retried(is_full, lambda window, coins: window)
+    return retried(is_full, lambda window, uniforms: window)
 
 
 def retried_in_a_shorter_window() -> Law:
     """Even with the same coins: the second token is now drawn where the first time it was accepted."""
-    return retried(is_full, lambda w, coins: replace(w, ids=w.ids[:1], vectors=w.vectors[:1], coins=coins[:1]))
+    return retried(is_full, lambda w, uniforms: replace(w, ids=w.ids[:1], vectors=w.vectors[:1], uniforms=uniforms[:1]))
 
 
 def retried_without_the_draft() -> Law:
-    return retried(is_full, lambda window, coins: Proposal(window.mass, (), ()))
+    return retried(is_full, lambda window, uniforms: Proposal(window.mass, (), ()))
 
 
 def retried_with_the_same_randomness() -> Law:
-    return retried(is_full, lambda window, coins: replace(window, coins=coins))
+    return retried(is_full, lambda window, uniforms: replace(window, uniforms=uniforms))
 
 
 def retried_with_fresh_randomness_whatever_was_accepted() -> Law:
     """A loss that does not depend on the answer does no harm."""
-    return retried(lambda end: True, lambda window, coins: window)
+    return retried(lambda end: True, lambda window, uniforms: window)
 
 
 # Whether a refused token is forgotten

@@ -26,13 +26,13 @@ from outrider.kernels.sampling.reference import draft_sample, draw_integer, logi
 from outrider.kernels.types import DraftWeights, RowSampling, Windows
 from outrider.kernels.verify.reference import coupled_accept
 from outrider.rpc.codec import decode_piece, encode_piece
-from outrider.rpc.messages import Piece, TokenWeights
+from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service import verifier
 from outrider.target_service import verifier as verifier_module
 from outrider.target_service.draft_buffer import Window
-from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
-from outrider.target_service.verifier import Judged, Verifier
+from outrider.target_service.verifier import HostVerifier, VerifyRows
 
 VOCAB, K, LENGTH, CELLS = 4, 2, 3, 8
 PROMPT = (0,)
@@ -97,7 +97,7 @@ class Toy:
             drawn_from = [self.draft(ids[:place]) for place in range(K)]
             mass = Fraction(drawn_from[0][ids[0]] * drawn_from[1][ids[1]], 16 * CELLS**K)
             weights = tuple(send(drawn_from[place], ids[place]) for place in range(K)) if mass else ()
-            cases += [(ids, weights, coins, mass) for coins in product(range(CELLS), repeat=K) if mass]
+            cases += [(ids, weights, uniforms, mass) for uniforms in product(range(CELLS), repeat=K) if mass]
         outcomes: dict[tuple[Ids, tuple[Fraction, ...]], Fraction] = defaultdict(Fraction)
         for case, (num_accepted, row) in zip(cases, self.judge(monkeypatch, [case[:3] for case in cases]), strict=True):
             outcomes[case[0][:num_accepted], row] += case[3]
@@ -112,9 +112,11 @@ class Toy:
 
     def judge(self, monkeypatch: pytest.MonkeyPatch, cases: Sequence[Any]) -> list[tuple[int, tuple[Fraction, ...]]]:
         """One call of the verifier: accepted tokens and the law of the next one, of every case."""
-        judged = [_judged(index, ids, weights, self.sampling) for index, (ids, weights, _) in enumerate(cases)]
+        verify_rows = [
+            _verify_rows(index, ids, weights, self.sampling) for index, (ids, weights, _) in enumerate(cases)
+        ]
         logits = torch.tensor([self.logits(ids[:row]) for ids, _, _ in cases for row in range(K + 1)])
-        coins = [(cell + 0.5) / CELLS for _, _, cells in cases for cell in cells]
+        uniforms = [(cell + 0.5) / CELLS for _, _, cells in cases for cell in cells]
         drawn_from: list[Tensor] = []
 
         def draw(weights: Tensor, words: Tensor) -> Tensor:
@@ -122,9 +124,9 @@ class Toy:
             return weights.argmax(-1)
 
         with monkeypatch.context() as patch:
-            patch.setattr(verifier_module, "accept_uniforms", lambda words: torch.tensor(coins).double())
+            patch.setattr(verifier_module, "accept_uniforms", lambda words: torch.tensor(uniforms).double())
             patch.setattr(verifier_module, "draw", draw)
-            verdicts = Verifier(VOCAB).verify(logits.float(), judged)
+            verdicts = HostVerifier(VOCAB).verify(logits.float(), verify_rows)
         rows = [[Fraction(round(64 * weight), 64) for weight in row] for row in drawn_from[0].tolist()]
         return [
             (verdict.num_accepted, tuple(weight / sum(row) for weight in row))
@@ -136,13 +138,15 @@ def _index(context: Ids, count: int) -> int:
     return sum((token + 1) * 7**place for place, token in enumerate(context)) % count
 
 
-def _judged(index: int, ids: Ids, weights: tuple[TokenWeights | None, ...], sampling: dict[str, Any]) -> Judged:
+def _verify_rows(
+    index: int, ids: Ids, weights: tuple[TokenWeights | None, ...], sampling: dict[str, Any]
+) -> VerifyRows:
     """A window as it stands in a step of many sequences."""
     limits = TargetLimits(VOCAB, 64, (), 64)
     target = admit(opened(index, PROMPT, **sampling), None, (1, index), lambda _: None, limits, index, 0.0)
     window = Window(0, ids, weights, False)
-    entry = StepEntry(target, len(PROMPT), len(PROMPT) - 1, K + 1, window, True, K + 1)
-    return Judged(entry, range(index * (K + 1), (index + 1) * (K + 1)))
+    entry = ScheduledSequence(target, len(PROMPT), len(PROMPT) - 1, K + 1, window, True, K + 1)
+    return VerifyRows(entry, range(index * (K + 1), (index + 1) * (K + 1)))
 
 
 ACCEPT = verifier.accept
@@ -195,7 +199,7 @@ def test_scenario_06_tokens_are_drawn_from_what_crosses_the_wire(bug: bool, monk
     probs = torch.tensor([[0.4, 0.3, 0.1234, 0.1, 0.0766]]).bfloat16().float()
     samples = draft_sample(probs, torch.zeros(1, 4, dtype=torch.int64))
     ids, weights, total = samples.entry_ids, samples.entry_weights, int(samples.entry_weights.sum())
-    piece = Piece(1, 0, 1, (int(samples.token_ids),), (TokenWeights.of(ids.tolist(), weights.tolist()),))
+    piece = DraftTokens(1, 0, 1, (int(samples.token_ids),), (TokenWeights.of(ids.tolist(), weights.tolist()),))
     assert decode_piece(encode_piece(piece)) == piece
     points = [-(-(index << 64) // total) for index in range(total)]
     words = torch.tensor([[point >> 32, point & 0xFFFFFFFF] for point in points])
@@ -207,8 +211,10 @@ def test_scenario_06_tokens_are_drawn_from_what_crosses_the_wire(bug: bool, monk
     assert (torch.bincount(drawn, minlength=len(ids)).tolist() == weights.tolist()) == (not bug)
 
 
-def at_most_instead_of_below(probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, coins: Tensor) -> Any:
-    return ACCEPT(probs, windows, ids, weights, coins - 2.0**-30)
+def at_most_instead_of_below(
+    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor
+) -> Any:
+    return ACCEPT(probs, windows, ids, weights, uniforms - 2.0**-30)
 
 
 @BUG
@@ -225,8 +231,8 @@ def test_scenario_07_the_least_coin_accepts_no_impossible_token(
     assert (max(counts) > 0) == bug and len(counts) == 4
 
 
-def one_hot_residual(probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, coins: Tensor) -> Any:
-    num_accepted, _ = ACCEPT(probs, windows, ids, weights, coins)
+def one_hot_residual(probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor) -> Any:
+    num_accepted, _ = ACCEPT(probs, windows, ids, weights, uniforms)
     left = probs[windows.next_rows(num_accepted)].double()
     refused = (num_accepted < windows.num_drafted).nonzero().squeeze(1)
     left[refused, ids[(windows.draft_starts + num_accepted)[refused]]] = 0
@@ -241,9 +247,9 @@ def test_scenario_08_the_residual_fits_the_acceptance(bug: bool, monkeypatch: py
     assert Toy().distance(monkeypatch, lambda *_: None) == 0  # for a one-hot draft that residual is right
 
 
-def accept_by_equality(probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, coins: Tensor) -> Any:
+def accept_by_equality(probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor) -> Any:
     """The target's own token decides, drawn by the coin; where it differs, the residual is drawn instead of it."""
-    own = torch.searchsorted(probs[windows.row_of_draft].double().cumsum(1), coins[:, None]).squeeze(1)
+    own = torch.searchsorted(probs[windows.row_of_draft].double().cumsum(1), uniforms[:, None]).squeeze(1)
     return ACCEPT(probs, windows, ids, weights, torch.where(own == ids, 0.0, 1e9).double())
 
 
@@ -258,10 +264,10 @@ def test_scenario_09_acceptance_by_equality_has_no_residual(bug: bool, monkeypat
 
 
 def residual_of_the_row_after(
-    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, coins: Tensor
+    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor
 ) -> Any:
-    num_accepted, right = ACCEPT(probs, windows, ids, weights, coins)
-    all_refused = torch.full_like(coins, 1e9)
+    num_accepted, right = ACCEPT(probs, windows, ids, weights, uniforms)
+    all_refused = torch.full_like(uniforms, 1e9)
     _, wrong = ACCEPT(probs.roll(-1, 0), windows, ids, weights, all_refused)
     return num_accepted, torch.where((num_accepted == 0)[:, None], wrong, right)
 

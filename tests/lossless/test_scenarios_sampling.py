@@ -32,10 +32,10 @@ from outrider.kernels.verify import reference as verify
 from outrider.kernels.verify.reference import accept, accept_uniforms, draw
 from outrider.proposers import draft_model
 from outrider.rpc.codec import decode_piece, encode_piece
-from outrider.rpc.messages import Close, Credit, Open, Piece, PositionLogprobs, TokenWeights
+from outrider.rpc.messages import Close, Credit, DraftTokens, Open, PositionLogprobs, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, LogprobsMode, StructuredOutput
 from outrider.target_service import verifier
-from outrider.target_service.verifier import Verifier
+from outrider.target_service.verifier import HostVerifier
 
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])
 COUPLING: dict[str, Any] = {"temperature": 0.8, "acceptance": COUPLED}
@@ -196,15 +196,15 @@ def test_scenario_25_a_grammars_state_moves_and_rolls_back_with_the_draft() -> N
 SAMPLED = {"temperature": 0.8, "max_tokens": 20}
 
 
-def proposals(requests: list[Open], k: int, batch_invariant: bool = True) -> dict[int, Piece]:
+def proposals(requests: list[Open], k: int, batch_invariant: bool = True) -> dict[int, DraftTokens]:
     """What a draft proposes first for each request, through the wire."""
     draft = DraftHarness(num_blocks=256, batch_invariant=batch_invariant)
     credits = [Credit(r.sequence_id, len(r.prompt_ids) + k, k) for r in requests]
-    pieces = [event for event in draft.run(*requests, *credits) if isinstance(event, Piece)]
+    pieces = [event for event in draft.run(*requests, *credits) if isinstance(event, DraftTokens)]
     return {piece.sequence_id: through_the_wire(piece) for piece in pieces}
 
 
-def through_the_wire(piece: Piece) -> Piece:
+def through_the_wire(piece: DraftTokens) -> DraftTokens:
     return decode_piece(type(encode_piece(piece)).FromString(encode_piece(piece).SerializeToString()))
 
 
@@ -233,7 +233,7 @@ def test_scenario_02_draft_probs_reach_the_acceptance(bug: bool, prove: bool) ->
     assert 0.2 < expected < 0.9 and (abs(num_accepted - total * expected) > 5 * sigma) == bug
 
 
-def sum_of_minima(target_probs: torch.Tensor, piece: Piece) -> float:
+def sum_of_minima(target_probs: torch.Tensor, piece: DraftTokens) -> float:
     (weights,) = piece.weights
     assert weights is not None
     ids, values = (
@@ -305,15 +305,15 @@ def test_scenario_04_draft_probs_are_not_changed_before_their_use(bug: bool, mon
 
     monkeypatch.setattr(draft_engine, "_wire_weights", note_sent)
     monkeypatch.setattr(verifier, "DraftWeights", SimpleNamespace(of=note_used))
-    verify = Verifier.verify
+    verify = HostVerifier.verify
 
-    def unchanged(self: Verifier, logits: torch.Tensor, judged: Any) -> Any:
+    def unchanged(self: HostVerifier, logits: torch.Tensor, verify_rows: Any) -> Any:
         before = logits.clone()
-        verdicts = verify(self, logits, judged)
+        verdicts = verify(self, logits, verify_rows)
         assert torch.equal(logits, before), "judging changed the logits"
         return verdicts
 
-    monkeypatch.setattr(Verifier, "verify", unchanged)
+    monkeypatch.setattr(HostVerifier, "verify", unchanged)
     Pair(4, noise=0.01).generate([opened(number, prompt_of(number), seed=number, **SAMPLED) for number in range(5)])
     assert len(used) > 50 and any(before != now for before, now in used) == bug
 
@@ -342,9 +342,9 @@ def test_scenario_05_draft_and_residual_share_no_noise(bug: bool, monkeypatch: p
     )
     starts = torch.diff(samples.entry_starts)
     weights = DraftWeights(samples.entry_ids, samples.entry_weights, torch.arange(num_draws).repeat_interleave(starts))
-    coins = accept_uniforms(words(seeds, zeros, Purpose.ACCEPT, zeros))
+    uniforms = accept_uniforms(words(seeds, zeros, Purpose.ACCEPT, zeros))
     accepted, left = accept(
-        target_probs, Windows.of([1] * num_draws, [1] * num_draws), samples.token_ids, weights, coins
+        target_probs, Windows.of([1] * num_draws, [1] * num_draws), samples.token_ids, weights, uniforms
     )
     drawn = draw(left, words(seeds, zeros, recovered, zeros))
     committed = torch.where(accepted == 1, samples.token_ids, drawn)
@@ -395,7 +395,7 @@ def verify_with(rule: dict[str, Any], kept: int, bad: int, value: float) -> tupl
     options = {"max_tokens": 4, "allowed_token_ids": (ONLY,), **rule}
     drafted = tuple(ONLY if index < kept else OTHER for index in range(K))
     for number, first in ((1, 40), (2, 41)):
-        harness.send(opened(number, (first, 3), **options), Piece(number, 0, 2, drafted))
+        harness.send(opened(number, (first, 3), **options), DraftTokens(number, 0, 2, drafted))
         harness.send(Credit(number, 2 + K + 1, K, 60_000))
     harness.run()
     failures = [failure.reason for failure in harness.failures(1)]
@@ -424,7 +424,7 @@ def outcomes_with(weights: TokenWeights | None) -> list[tuple[tuple[int, ...], i
     harness = TargetHarness.of(target_model(batch_invariant=False), num_blocks=64)
     for seed in range(60):
         request = opened(seed, (3, 4, 5), temperature=1.0, logit_bias={DRAFTED: 5.5}, max_tokens=2, seed=seed)
-        piece = through_the_wire(Piece(seed, 0, 3, (DRAFTED,), (weights,)))
+        piece = through_the_wire(DraftTokens(seed, 0, 3, (DRAFTED,), (weights,)))
         harness.send(request, piece, Credit(seed, 5, 1, 60_000))
     harness.run()
     return [(commit.ids, commit.num_accepted) for seed in range(60) for commit in harness.commits(seed)[:1]]

@@ -51,10 +51,10 @@ from support.engines import (
 )
 from support.environment import SEED
 
-from outrider.draft_service.scheduler import Grower
+from outrider.draft_service.scheduler import BranchPlanner
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine import random as engine_random
-from outrider.engine.kv_cache_manager import SequenceCache
+from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.kernels.random import reference as philox
 from outrider.kernels.random.reference import Purpose, as_int64, words
 from outrider.rpc.messages import Open
@@ -285,19 +285,19 @@ SAMPLING = {"greedy": (GREEDY, AcceptanceRule.REJECTION), "coupled": (SAMPLED, A
 
 def blocks_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch that parts in the middle of a block gets an empty one."""
-    init = Grower.__init__
-    monkeypatch.setattr(Grower, "__init__", lambda self, cache, _: init(self, cache, lambda pairs: None))
+    init = BranchPlanner.__init__
+    monkeypatch.setattr(BranchPlanner, "__init__", lambda self, cache, _: init(self, cache, lambda pairs: None))
 
 
 def all_that_is_adopted_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a branch become findable at once, the drafted tokens behind its guess included."""
-    adopt = DraftSequence._adopt
+    adopt = DraftSequence._promote
 
-    def wrong(self: DraftSequence, branch: object, cache: SequenceCache) -> None:
+    def wrong(self: DraftSequence, branch: object, cache: KVCacheManager) -> None:
         adopt(self, branch, cache)  # type: ignore[arg-type]
         cache.publish(self.sequence, len(self.sequence))
 
-    monkeypatch.setattr(DraftSequence, "_adopt", wrong)
+    monkeypatch.setattr(DraftSequence, "_promote", wrong)
 
 
 @pytest.mark.parametrize("bug", [None, blocks_are_not_copied, all_that_is_adopted_is_published])

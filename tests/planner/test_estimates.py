@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.planner.acceptance import Acceptance, Mean
+from outrider.planner.acceptance import Acceptance, RunningMean
 from outrider.planner.policy import Round
 from outrider.planner.step_costs import StepCosts, VerifyCosts
 from outrider.rpc.messages import Commit, StepTimings
@@ -41,10 +41,10 @@ def test_estimates() -> None:
     costs.add(9, 50.0)
     costs.add(5, 8.0)  # less than fewer rows: both are 9
     assert costs.at(1) == 9.0 and costs.at(5) == 9.0 and costs.at(7) == 29.5 and costs.at(500) > 50.0
-    mean = Mean(memory=4)
+    mean = RunningMean(memory=4)
     for value in (1.0, 3.0):
         mean.add(value)
-    assert mean.value == 2.0 and Mean().or_else(7.0) == 7.0
+    assert mean.value == 2.0 and RunningMean().or_else(7.0) == 7.0
 
 
 def test_overhead_is_what_no_forward_pass_explains() -> None:

@@ -18,7 +18,7 @@ from support.models import SMALLEST, tiny_config, tiny_hf_model, tiny_state
 from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel, build_decoder
 from outrider.engine.model_runner import RunnerOptions
-from outrider.rpc.messages import DraftEvent, Open, Piece, TokenWeights
+from outrider.rpc.messages import DraftEvent, DraftTokens, Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 __all__ = ["gpu", "interpreter"]
@@ -47,7 +47,7 @@ def lines_of(events: list[DraftEvent]) -> dict[int, dict[int, Line]]:
     """By sequence and chain. How they are cut into pieces is a matter of time."""
     found: dict[int, dict[int, Line]] = defaultdict(dict)
     for event in events:
-        if isinstance(event, Piece) and event.ids:
+        if isinstance(event, DraftTokens) and event.ids:
             line = found[event.sequence_id].setdefault(event.chain, Line(event.position, event.parent))
             assert event.position == line.position + len(line.ids)
             line.ids += event.ids

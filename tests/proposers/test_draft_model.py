@@ -6,13 +6,13 @@ import pytest
 import torch
 from support.models import tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.loader import build_decoder
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
+from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.rpc.sampling_params import SamplingParams
 
 LOADED = build_decoder(tiny_config(), tiny_state(tiny_hf_model()), batch_invariant=True)
@@ -23,7 +23,7 @@ class Drafts:
     """Sequences over one proposer."""
 
     def __init__(self) -> None:
-        self.cache = SequenceCache(BlockPool(32))
+        self.cache = KVCacheManager(BlockPool(32))
         self.proposer = DraftModelProposer(ModelRunner(LOADED.model, 32))
 
     def rows(self, tokens: list[int], rule: DraftRule, num_rows: int | None = None, seed: int = 1) -> DraftRows:
@@ -31,8 +31,8 @@ class Drafts:
         sampler = SequenceSampler(params, tokens, [], [], VOCAB_SIZE)
         sequence = CachedSequence(list(tokens))
         self.cache.extend(sequence)
-        law = DraftLaw(rule, RandomKey(seed, 0))
-        return DraftRows(sequence, num_rows or len(tokens), len(tokens), sampler, law, len(tokens) + 8)
+        draft_sampling = DraftSampling(rule, RandomKey(seed, 0))
+        return DraftRows(sequence, num_rows or len(tokens), len(tokens), sampler, draft_sampling, len(tokens) + 8)
 
 
 PROMPTS = [[1, 2, 3], [9, 8], [30, 31, 32, 33], [50], [60, 61, 62]]
@@ -84,8 +84,8 @@ def held(ahead: RandomAhead) -> list[int]:
 def test_a_prepared_window_draws_nothing_new() -> None:
     drafts = Drafts()
     row = drafts.rows([1, 2, 3], DraftRule.COUPLED)
-    assert drafts.proposer.prepare(row.law, 3, 12) and not drafts.proposer.prepare(row.law, 3, 12)
-    assert not drafts.proposer.prepare(drafts.rows([1], DraftRule.ARGMAX).law, 3, 12)
+    assert drafts.proposer.prepare(row.draft_sampling, 3, 12) and not drafts.proposer.prepare(row.draft_sampling, 3, 12)
+    assert not drafts.proposer.prepare(drafts.rows([1], DraftRule.ARGMAX).draft_sampling, 3, 12)
     expected = Drafts()
     assert drafts.proposer.step([row]) == expected.proposer.step([expected.rows([1, 2, 3], DraftRule.COUPLED)])
-    assert held(row.law.ahead) == list(range(3, 12))
+    assert held(row.draft_sampling.ahead) == list(range(3, 12))

@@ -28,10 +28,10 @@ from outrider.rpc.messages import (
     Closed,
     Commit,
     Credit,
+    DraftTokens,
     Failure,
     FrameHeader,
     Open,
-    Piece,
     PromptLogprobs,
     TokenLogprob,
 )
@@ -86,7 +86,7 @@ def service_side() -> tuple[FramePacker, SequenceTable]:
 
 def test_short_messages_of_one_turn_share_a_frame_in_order() -> None:
     pair = Pair()
-    sent = [new_open(1), Credit(1, 9, 4), new_open(2), Piece(1, 0, 4, (7, 8)), Close(2)]
+    sent = [new_open(1), Credit(1, 9, 4), new_open(2), DraftTokens(1, 0, 4, (7, 8)), Close(2)]
     pair.push(*sent[:4])
     assert pair.frame() == sent[:4]
     pair.push(sent[4])
@@ -119,8 +119,8 @@ def test_long_prompts_share_the_wire_round_robin() -> None:
 
 def test_a_credit_waits_behind_the_last_slice_of_its_open() -> None:
     pair = Pair()
-    pair.push(new_open(1, 50_000), Credit(1, 50_010, 4), Piece(1, 0, 50_000, (5,)))
-    assert [type(message) for message in pair.pump()] == [Open, Credit, Piece]
+    pair.push(new_open(1, 50_000), Credit(1, 50_010, 4), DraftTokens(1, 0, 50_000, (5,)))
+    assert [type(message) for message in pair.pump()] == [Open, Credit, DraftTokens]
 
 
 def test_a_close_amid_slices_discards_the_rest_and_is_answered() -> None:
@@ -245,8 +245,8 @@ def test_the_draft_hears_of_finished_sequences_without_losing_them() -> None:
     packer.push(Commit(1, 4, (5,), finish_reason=FinishReason.STOP))
     packer.push(Credit(1, 9, 4))
     assert len(packer.next_frame() or []) == 3
-    with pytest.raises(TypeError, match="Piece does not travel"):
-        packer.push(Piece(1, 0, 4, (5,)))
+    with pytest.raises(TypeError, match="DraftTokens does not travel"):
+        packer.push(DraftTokens(1, 0, 4, (5,)))
 
 
 def frame_of(*entries: target_pb2.TargetCommand, number: int = 1) -> target_pb2.VerifyRequest:

@@ -20,7 +20,7 @@ from outrider.rpc import sampling_params as s
 from outrider.rpc import validate as v
 from outrider.rpc.codec import decode_draft_info, decode_target_info
 from outrider.rpc.errors import InvalidArgument
-from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece, TokenLogprob, TokenWeights
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenLogprob, TokenWeights
 from outrider.rpc.sampling_params import (
     BASELINE,
     SAMPLING_FIELDS,
@@ -116,7 +116,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         m.Failure, UINT32, st.integers(0, 16), TEXTS, reason=TEXTS, retry_after_ms=st.integers(0, 10**9)
     ),
     "piece": st.builds(
-        m.Piece,
+        m.DraftTokens,
         sequence_id=UINT32,
         chain=UINT32,
         position=UINT32,
@@ -395,21 +395,21 @@ def test_a_bad_open_is_refused_by_name(field: str, change: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("field", "piece"),
     [
-        ("piece.ids", Piece(1, 0, 4, (1,) * 1025)),
-        ("piece.weights", Piece(1, 0, 4, (1,), (None, None))),
-        ("piece.weights[0]", Piece(1, 0, 4, (1,), (TokenWeights.of((1,) * 5000, (1,) * 5000),))),
-        ("piece.parents", Piece(1, 0, 4, (1, 2), parents=(0,))),
-        ("piece.parents[1]", Piece(1, 0, 4, (1, 2), parents=(0, 2))),
-        ("piece.parent", Piece(1, 3, 4, (1,), parent=3)),
-        ("piece.position", Piece(1, 0, 2**31, ())),
+        ("piece.ids", DraftTokens(1, 0, 4, (1,) * 1025)),
+        ("piece.weights", DraftTokens(1, 0, 4, (1,), (None, None))),
+        ("piece.weights[0]", DraftTokens(1, 0, 4, (1,), (TokenWeights.of((1,) * 5000, (1,) * 5000),))),
+        ("piece.parents", DraftTokens(1, 0, 4, (1, 2), parents=(0,))),
+        ("piece.parents[1]", DraftTokens(1, 0, 4, (1, 2), parents=(0, 2))),
+        ("piece.parent", DraftTokens(1, 3, 4, (1,), parent=3)),
+        ("piece.position", DraftTokens(1, 0, 2**31, ())),
     ],
 )
-def test_a_bad_piece_is_refused_by_name(field: str, piece: Piece) -> None:
+def test_a_bad_piece_is_refused_by_name(field: str, piece: DraftTokens) -> None:
     assert fields(lambda: v.validate_piece(piece)) == [field]
 
 
 def test_ids_and_weights_of_a_piece_are_not_judged() -> None:
-    v.validate_piece(Piece(1, 0, 4, (2**32 - 1, 5), (TokenWeights.of((1, 1), (0,)), None), parents=(0, 1)))
+    v.validate_piece(DraftTokens(1, 0, 4, (2**32 - 1, 5), (TokenWeights.of((1, 1), (0,)), None), parents=(0, 1)))
 
 
 def test_credits_commits_and_requests() -> None:

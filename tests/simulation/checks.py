@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outrider.rpc.messages import Commit, Credit, Failure, Open, Piece
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open
 from outrider.rpc.sampling_params import TokenOrigin
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Watch:
             self.target_len = prompt_len + len(message.output_ids)
             resumed = self.seen[prompt_len : self.target_len]
             require(list(message.output_ids) == resumed, f"{self.name}: opened with {message.output_ids}")
-        elif isinstance(message, Piece):
+        elif isinstance(message, DraftTokens):
             self.notes["piece taken"] += 1
             self._delivered.update((message.chain, message.position + index) for index in range(len(message.ids)))
 
@@ -77,7 +77,7 @@ class Watch:
         """A service says something."""
         if not link.alive:
             return
-        if isinstance(event, Piece):
+        if isinstance(event, DraftTokens):
             self._check_piece(link, event, engine.sequences[(link.stream.number, link.sequence_id)])
         elif isinstance(event, Commit):
             self._check_commit(link, event, engine.scheduler.sequences[link.stream.number, link.sequence_id])
@@ -85,7 +85,7 @@ class Watch:
 
     def on_arrival(self, link: SimLink, event: Any) -> None:
         """The gateway is about to hear of something."""
-        if isinstance(event, Piece):
+        if isinstance(event, DraftTokens):
             chain = self._chains.setdefault(event.chain, {})
             for position, token in enumerate(event.ids, event.position):
                 require(chain.setdefault(position, token) == token, f"{self.name}: chain {event.chain} used twice")
@@ -107,7 +107,7 @@ class Watch:
             plain = list(self.reference[: len(output)])
             require(output == plain, f"{self.name}: output {output}, plain decoding gives {plain}")
 
-    def _check_piece(self, link: SimLink, piece: Piece, draft: Any) -> None:
+    def _check_piece(self, link: SimLink, piece: DraftTokens, draft: Any) -> None:
         end = piece.position + len(piece.ids)
         require(end <= max(link.until, piece.position), f"{self.name}: drafted to {end}, credit ends at {link.until}")
         guesses = piece.parent is not None  # a branch's first token is not drawn, and its window follows

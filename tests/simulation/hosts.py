@@ -14,10 +14,10 @@ from simulation.tables import MAX_LEN, Table, TableRunner
 
 from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import Attach, Deliver, Detach, DraftEngine
-from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.proposers.device_draft import MOST_PASSES
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.draft_rows import Drafted, DraftRows
+from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.target_service.engine import StreamCommand, StreamEnded, TargetEngine
 from outrider.target_service.sequence import TargetLimits
 
@@ -207,7 +207,7 @@ class SeveralAtOnce(DraftModelProposer):
         """As many as are wanted, if no prompt is among them."""
         return max(1, min(wanted, MOST_PASSES)) if all(row.draws for row in rows) else 1
 
-    def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[Drafted]]:
+    def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[DraftedToken]]:
         """Pass after pass."""
         drafted = [[] if token is None else [token] for token in self.step(rows)]
         for _ in range(num_passes - 1):
@@ -237,7 +237,7 @@ class DraftHost(EngineHost):
         self.engine.handle(Attach(stream.number, lambda events: self._send(stream, events)))
 
     def _new_engine(self) -> DraftEngine:
-        self._cache = SequenceCache(BlockPool(self.num_blocks))
+        self._cache = KVCacheManager(BlockPool(self.num_blocks))
         proposer = self.proposer_type(self.runner)  # type: ignore[arg-type]
         return DraftEngine(make_methods([ModelMethod(proposer, self._cache, (0,))]), max_rows=self.max_rows)
 

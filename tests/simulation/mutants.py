@@ -11,13 +11,13 @@ from unittest.mock import patch
 from simulation.campaign import Mode
 
 from outrider.draft_service.sequence import DraftSequence
-from outrider.engine.kv_cache_manager import SequenceCache
+from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.target_service import verifier
 from outrider.target_service.draft_buffer import ChainBuffer
 from outrider.target_service.engine import StreamEnded, TargetEngine
-from outrider.target_service.scheduler import Scheduler
+from outrider.target_service.scheduler import TargetScheduler
 from outrider.target_service.sequence import TargetSequence
 
 
@@ -53,7 +53,7 @@ def _grants_more(grant: Any, target: TargetSequence, credit: Any) -> None:
     grant(target, replace(credit, until=credit.until + 2))
 
 
-def _forgets_blocks(remove: Any, scheduler: Scheduler, target: TargetSequence) -> None:
+def _forgets_blocks(remove: Any, scheduler: TargetScheduler, target: TargetSequence) -> None:
     del scheduler.sequences[target.key]
 
 
@@ -71,7 +71,7 @@ def _takes_gaps(add: Any, chains: ChainBuffer, piece: Any) -> None:
     add(chains, replace(piece, position=min(piece.position, end)))
 
 
-def _publishes_all(publish: Any, cache: SequenceCache, sequence: Any, num_committed: int) -> None:
+def _publishes_all(publish: Any, cache: KVCacheManager, sequence: Any, num_committed: int) -> None:
     computed, sequence.num_computed_tokens = sequence.num_computed_tokens, num_committed
     publish(cache, sequence, min(num_committed, len(sequence.block_table) * cache.block_size))
     sequence.num_computed_tokens = computed
@@ -120,16 +120,16 @@ def _ignore_stream_end(handle: Any, engine: TargetEngine, command: Any) -> None:
 
 
 MUTANTS = (
-    Mutant("the target forgets to kill a chain", Mode.GREEDY, _wrapped(ChainBuffer, "_bury", lambda *_: None)),
+    Mutant("the target forgets to kill a chain", Mode.GREEDY, _wrapped(ChainBuffer, "_mark_dead", lambda *_: None)),
     Mutant("a commit is repeated after a reopening", Mode.COUPLED, _commit_twice),
     Mutant("fresh randomness after a reopening", Mode.COUPLED, _wrapped(SpeculationCore, "_open_request", _fresh_seed)),
     Mutant("the target goes past its credit", Mode.GREEDY, _wrapped(TargetSequence, "grant", _grants_more)),
     Mutant("a slow reader is forgotten", Mode.GREEDY, _wrapped(SpeculationCore, "_reader_bound", lambda *_: 1 << 20)),
     Mutant("the draft relabels a refused chain", Mode.GREEDY, _wrapped(DraftSequence, "_restart", _keeps_tail)),
     Mutant("a piece after a gap is held", Mode.GREEDY, _wrapped(ChainBuffer, "add", _takes_gaps)),
-    Mutant("a block is cached before it is computed", Mode.GREEDY, _wrapped(SequenceCache, "publish", _publishes_all)),
+    Mutant("a block is cached before it is computed", Mode.GREEDY, _wrapped(KVCacheManager, "publish", _publishes_all)),
     Mutant("chain numbers are used again", Mode.GREEDY, _wrapped(SpeculationCore, "_open_draft", _first_chain_again)),
-    Mutant("a removed sequence keeps its blocks", Mode.GREEDY, _wrapped(Scheduler, "remove", _forgets_blocks)),
+    Mutant("a removed sequence keeps its blocks", Mode.GREEDY, _wrapped(TargetScheduler, "remove", _forgets_blocks)),
     Mutant("a broken stream's sequences stay", Mode.GREEDY, _wrapped(TargetEngine, "handle", _ignore_stream_end)),
     Mutant("patience has no end", Mode.GREEDY, _wrapped(TargetSequence, "due", _waits)),
     Mutant("k is cut after the token was seen", Mode.LAW, _wrapped(DraftModelProposer, "_draw_weighted", _cuts)),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from simulation.checks import Watch
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.rpc.messages import Arithmetic, Close, Closed, Commit, Credit, Failure, ModelInfo, Open, Piece
+from outrider.rpc.messages import Arithmetic, Close, Closed, Commit, Credit, DraftTokens, Failure, ModelInfo, Open
 
 Action = Callable[[], None]
 
@@ -191,7 +191,7 @@ class Stream:
         dice, weather = self.peer.dice, self.peer.weather
         frame: list[Any] = []
         for message in messages:
-            if not (isinstance(message, Piece) and dice.random() < weather.disturbed):
+            if not (isinstance(message, DraftTokens) and dice.random() < weather.disturbed):
                 frame.append(message)
                 continue
             watch.disturbed = True

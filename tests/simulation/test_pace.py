@@ -19,9 +19,9 @@ from simulation.world import Climate, Plan, Setting, World
 
 from outrider.draft_service import engine as draft_engine
 from outrider.gateway.speculation import loop
-from outrider.gateway.speculation.contest import Contests
+from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
-from outrider.planner.forecast import Experience
+from outrider.planner.forecast import SharedStats
 from outrider.planner.policy import Limits, Policy
 from outrider.planner.step_costs import StepCosts, VerifyCosts
 from outrider.rpc.messages import Open
@@ -122,14 +122,14 @@ PASS_MS, ROW_MS = 0.6, 0.08  # of the draft
 
 def bursts(profile: Sequence[tuple[int, float]], num_requests: int, *, speculates: bool) -> list[float]:
     """The tokens a second of each burst."""
-    known = Experience(VerifyCosts([(rows, 1e3 * ms) for rows, ms in profile]))
-    contests = Contests()
-    return [burst(known, contests, profile, num_requests, number, speculates) for number in range(BURSTS)]
+    known = SharedStats(VerifyCosts([(rows, 1e3 * ms) for rows, ms in profile]))
+    trials = SharedTrials()
+    return [burst(known, trials, profile, num_requests, number, speculates) for number in range(BURSTS)]
 
 
 def burst(
-    known: Experience,
-    contests: Contests,
+    known: SharedStats,
+    trials: SharedTrials,
     profile: Sequence[tuple[int, float]],
     num_requests: int,
     number: int,
@@ -137,7 +137,7 @@ def burst(
 ) -> float:
     """Tokens a second of requests that come together, to the end of the last."""
     costs = StepCosts(profile)
-    world = crowd_of(known, contests, num_requests, number, speculates)
+    world = crowd_of(known, trials, num_requests, number, speculates)
     clock = world.clock
     world.target.seconds = lambda rows: 1e-3 * costs.at(rows)
     world.draft.seconds = lambda rows: 1e-3 * (PASS_MS + ROW_MS * rows)
@@ -152,7 +152,7 @@ def burst(
     return num_requests * CROWD_TOKENS / clock.now
 
 
-def crowd_of(known: Experience, contests: Contests, num_requests: int, number: int, speculates: bool) -> World:
+def crowd_of(known: SharedStats, trials: SharedTrials, num_requests: int, number: int, speculates: bool) -> World:
     """Coupled requests; about three quarters of the drafted tokens are accepted."""
     target = Table.random(number, 40, 2.0)
     sampling = SamplingParams(max_tokens=CROWD_TOKENS, ignore_eos=True)
@@ -169,7 +169,9 @@ def crowd_of(known: Experience, contests: Contests, num_requests: int, number: i
             arrives=ARRIVALS_S * index,
             think_s=0.0,
             stretch=Stretch(),
-            new_chooser=(lambda: Controller(limits, known, contests, lambda: 1e3, num_running)) if speculates else None,
+            new_controller=(lambda: Controller(limits, known, trials, lambda: 1e3, num_running))
+            if speculates
+            else None,
         )
         for index in range(num_requests)
     ]

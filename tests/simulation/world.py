@@ -18,7 +18,7 @@ from simulation.tables import MAX_LEN, Table, TableRunner, honesty_of
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.gateway.speculation.loop import SpeculationDriver
-from outrider.planner.policy import Chooser, Policy, Round, SpeculationTally
+from outrider.planner.policy import Policy, PolicyController, Round, SpeculationTally
 from outrider.rpc.messages import Commit, Credit, Failure, Open, TargetEvent
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.target_service.engine import StreamCommand, TargetEngine
@@ -39,7 +39,7 @@ class Plan:
     min_read: int = 0  # not before it has read so many tokens
     fork_of: int | None = None  # index of the request whose prompt it shares
     may_fail: bool = False
-    new_chooser: Callable[[], Chooser] | None = None
+    new_controller: Callable[[], PolicyController] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +66,8 @@ class Client:
             self.clock.call_later(0.01, lambda: self.start(parent))
             return
         plan = self.plan
-        chooser = None if plan.new_chooser is None else plan.new_chooser()
-        core = SpeculationCore(plan.request, plan.policy, plan.examines_text, chooser)
+        controller = None if plan.new_controller is None else plan.new_controller()
+        core = SpeculationCore(plan.request, plan.policy, plan.examines_text, controller)
         self.watch.gateway, self.watch.seen = core.committed, list(core.committed)
         fork_of = parent.driver if parent is not None and not parent.over else None
         doors = [Door(peer, self.watch, plan.stretch) for peer in (self.drafter, self.verifier)]

@@ -28,9 +28,9 @@ from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftEvent,
+    DraftTokens,
     Failure,
     Open,
-    Piece,
     PromptLogprobs,
     TargetEvent,
     TokenWeights,
@@ -73,9 +73,9 @@ class DraftHarness:
         self.engine.handle(Attach(STREAM, self._sink))
         self._forward = self.method.proposer.runner.forward
         self.method.proposer.runner.forward = self._watch  # type: ignore[method-assign]
-        grower = self.engine._grower
-        assert grower is not None
-        self._copy_blocks, grower._copy_blocks = grower._copy_blocks, self._copy
+        branch_planner = self.engine._branch_planner
+        assert branch_planner is not None
+        self._copy_blocks, branch_planner._copy_blocks = branch_planner._copy_blocks, self._copy
 
     def send(self, *messages: Any) -> None:
         self.engine.handle(Deliver(STREAM, messages))
@@ -90,7 +90,7 @@ class DraftHarness:
         return self.events[first:]
 
     def ids(self, *messages: Any) -> list[tuple[int, ...]]:
-        return [event.ids for event in self.run(*messages) if isinstance(event, Piece)]
+        return [event.ids for event in self.run(*messages) if isinstance(event, DraftTokens)]
 
     def check(self) -> None:
         drafts = self.engine.sequences.values()
@@ -257,7 +257,7 @@ def speculate(harness: TargetHarness, request: Open, k: int, draft: DraftFn, cha
         ids, weights = draft(tokens, k)
         chain += 1
         harness.send(
-            Piece(sequence_id, chain, len(tokens), tuple(ids), tuple(weights)),
+            DraftTokens(sequence_id, chain, len(tokens), tuple(ids), tuple(weights)),
             Credit(sequence_id, len(tokens) + k + 1, k, 60_000),
         )
 

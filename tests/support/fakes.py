@@ -22,10 +22,10 @@ from outrider.rpc.messages import (
     Credit,
     DraftInfo,
     DraftMethod,
+    DraftTokens,
     Failure,
     ModelInfo,
     Open,
-    Piece,
     PromptLogprobs,
     StepTimings,
     TargetInfo,
@@ -98,7 +98,7 @@ class TargetSequence:
         if isinstance(message, Credit):
             assert message.until >= self.until, "credit fell"
             self.until, self.max_window, self.patience_ms = message.until, message.max_window, message.patience_ms
-        elif isinstance(message, Piece):
+        elif isinstance(message, DraftTokens):
             self.patient = True
             if message.ids:
                 start, ids = self.chains.setdefault(message.chain, (message.position, []))
@@ -225,7 +225,7 @@ class DraftSequence:
             ids.append(token)
             self.drafted.append(token)
         if ids:
-            self.emit(Piece(0, self.chain, position, tuple(ids), draft_us=100))
+            self.emit(DraftTokens(0, self.chain, position, tuple(ids), draft_us=100))
 
 
 @dataclass(eq=False)

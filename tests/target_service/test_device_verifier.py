@@ -17,7 +17,7 @@ from outrider.engine import cuda_graphs
 from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel, build_decoder
 from outrider.engine.model_runner import ModelRunner
-from outrider.rpc.messages import Commit, Credit, Open, Piece, TokenWeights
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Open, TokenWeights
 from outrider.rpc.sampling_params import LogprobsMode
 from outrider.target_service.device_verifier import verifier_of
 
@@ -44,7 +44,7 @@ def requests_of(kinds: dict[str, dict[str, Any]], **sampling: Any) -> list[Open]
     ]
 
 
-def window(rng: random.Random, request: Open, tokens: list[int], right: list[int], chain: int, k: int) -> Piece:
+def window(rng: random.Random, request: Open, tokens: list[int], right: list[int], chain: int, k: int) -> DraftTokens:
     """Drafted tokens, mostly the right ones, and their weights: fitting, none, or broken ones."""
     ids, weights = [], []
     for place in range(len(tokens) - len(request.prompt_ids), len(tokens) - len(request.prompt_ids) + k):
@@ -53,7 +53,7 @@ def window(rng: random.Random, request: Open, tokens: list[int], right: list[int
         vector = TokenWeights.of(others, [rng.randint(1, 32767) for _ in others])
         broken = replace(vector, weights=vector.weights[:-4])
         weights.append(rng.choice((vector, vector, vector, None, broken)))
-    return Piece(request.sequence_id, chain, len(tokens), tuple(ids), tuple(weights))
+    return DraftTokens(request.sequence_id, chain, len(tokens), tuple(ids), tuple(weights))
 
 
 def run(harness: TargetHarness, requests: list[Open], right: dict[int, list[int]], k: int) -> dict[int, list[Commit]]:

@@ -8,12 +8,12 @@ import pytest
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, tiny_model
 
 from outrider.engine.loader import LoadedModel
-from outrider.rpc.messages import Close, Closed, Credit, Piece, TokenWeights
+from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeights
 from outrider.target_service.draft_buffer import ChainBuffer
 
 
-def piece(chain: int, position: int, *ids: int, **options: Any) -> Piece:
-    return Piece(1, chain, position, ids, **options)
+def piece(chain: int, position: int, *ids: int, **options: Any) -> DraftTokens:
+    return DraftTokens(1, chain, position, ids, **options)
 
 
 class Committed:
@@ -131,7 +131,7 @@ def test_a_branchs_first_id_is_one_hot_whatever_its_weights() -> None:
     c.buffer.add(piece(0, 4, 1, 2))
     c.buffer.add(piece(1, 4, 3, 4, parent=0, weights=(TokenWeights.of((3,), (1,)), TokenWeights.of((4,), (1,)))))
     c.buffer.add(piece(0, 4, 1, 2))
-    c.buffer._bury(0, 4)
+    c.buffer._mark_dead(0, 4)
     assert c.buffer.window(8).ids == (3, 4) and c.buffer.window(8).weights[0] is None
 
 
@@ -186,7 +186,7 @@ def test_a_wait_that_ran_out_is_not_repeated_until_a_piece_arrives(loaded: Loade
     count = len(harness.output(1))
     assert count == 26
     wrong = (harness.output(1)[-1] + 1) % VOCAB
-    harness.send(Piece(1, 3, 4 + count, (wrong,)), Credit(1, 34, 4, 400))
+    harness.send(DraftTokens(1, 3, 4 + count, (wrong,)), Credit(1, 34, 4, 400))
     harness.run()
     assert len(harness.output(1)) == count + 1  # verified, refused; and now it waits again
     assert harness.run() == pytest.approx(0.4)
@@ -194,9 +194,9 @@ def test_a_wait_that_ran_out_is_not_repeated_until_a_piece_arrives(loaded: Loade
 
 def test_an_empty_piece_ends_the_wait_only_at_the_committed_length(loaded: LoadedModel) -> None:
     harness = lock_step(loaded)
-    harness.send(Piece(1, 0, 4, ()))
+    harness.send(DraftTokens(1, 0, 4, ()))
     assert harness.run() == pytest.approx(0.4) and len(harness.output(1)) == 1
-    harness.send(Piece(1, 0, 5, ()))
+    harness.send(DraftTokens(1, 0, 5, ()))
     assert harness.run() == pytest.approx(0.4) and len(harness.output(1)) == 2
 
 
@@ -209,14 +209,14 @@ def test_credit_applies_to_a_wait_under_way_and_never_falls(loaded: LoadedModel)
 
 def test_credit_is_never_exceeded(loaded: LoadedModel) -> None:
     harness = TargetHarness.of(loaded)
-    harness.send(opened(1, PROMPT, max_tokens=50), Credit(1, 6, 8, 0), Piece(1, 0, 4, tuple(range(20, 28))))
+    harness.send(opened(1, PROMPT, max_tokens=50), Credit(1, 6, 8, 0), DraftTokens(1, 0, 4, tuple(range(20, 28))))
     harness.run()
     assert len(harness.output(1)) == 2
 
 
 def test_close_is_answered_and_later_messages_are_ignored(loaded: LoadedModel) -> None:
     harness = lock_step(loaded)
-    harness.send(Close(1), Credit(1, 40, 4, 0), Piece(1, 0, 5, (1, 2)))
+    harness.send(Close(1), Credit(1, 40, 4, 0), DraftTokens(1, 0, 5, (1, 2)))
     harness.run()
     assert harness.events[1][-1] == Closed(1) and len(harness.output(1)) == 1
     assert harness.engine.cache.pool.num_free == harness.engine.limits.num_blocks
@@ -224,7 +224,7 @@ def test_close_is_answered_and_later_messages_are_ignored(loaded: LoadedModel) -
 
 def test_a_dropped_piece_is_named_without_ids(loaded: LoadedModel) -> None:
     harness = lock_step(loaded)
-    harness.send(Piece(1, 4, 9, (1,)))
+    harness.send(DraftTokens(1, 4, 9, (1,)))
     assert harness.commits(1)[-1].ids == () and harness.commits(1)[-1].dropped == (4,)
 
 
@@ -232,7 +232,7 @@ def test_a_dropped_piece_is_named_without_ids(loaded: LoadedModel) -> None:
 def test_tokens_without_credit_are_stored(loaded: LoadedModel, acceptance: Any) -> None:
     harness = TargetHarness.of(loaded)
     request = opened(1, PROMPT, max_tokens=4, acceptance=acceptance)
-    harness.send(request, Piece(1, 0, 4, (1, 2, 3)))
+    harness.send(request, DraftTokens(1, 0, 4, (1, 2, 3)))
     assert harness.run() is None and not harness.commits(1)
     harness.send(Credit(1, 8, 3, 0))
     harness.run()

@@ -24,7 +24,7 @@ from support.models import tiny_config, tiny_hf_model, tiny_state
 from outrider.engine.loader import LoadedModel, build_decoder
 from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import draft_sample
-from outrider.rpc.messages import Close, Closed, Credit, Piece, TokenWeights
+from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.target_service import verifier
 from outrider.target_service.goodput import Goodput
@@ -117,7 +117,7 @@ def test_rejection_window_takes_no_bonus_while_the_chain_goes_on(models: tuple[A
         harness = TargetHarness.of(loaded)
         request = opened(1, prompt, temperature=0.01, max_tokens=8, acceptance=acceptance, seed=5)
         harness.send(
-            request, Piece(1, 0, len(prompt), tuple(plain[:3]), more=more), Credit(1, len(prompt) + 4, 3, 1000)
+            request, DraftTokens(1, 0, len(prompt), tuple(plain[:3]), more=more), Credit(1, len(prompt) + 4, 3, 1000)
         )
         harness.run(max_steps=3 if last != TokenOrigin.ACCEPTED else 10)
         commit = harness.commits(1)[0]
@@ -357,7 +357,7 @@ def test_committed_tokens_follow_the_targets_law(model: Any, kind: str) -> None:
         for seed in range(start + 1, start + BATCH + 1):
             request = opened(seed, PROMPT, acceptance=acceptance, seed=seed, **SAMPLING)
             ids, weights = drafted(draft, seed) if kind != "plain" else ((), ())
-            piece = Piece(seed, 0, len(PROMPT), ids, weights if "weights" in kind else ())
+            piece = DraftTokens(seed, 0, len(PROMPT), ids, weights if "weights" in kind else ())
             harness.send(request, piece, Credit(seed, 100, K, 0))
         for sequence in harness.engine.scheduler.sequences.values():
             sequence.acceptance.add(1, 1)  # its first window would be whole

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, tiny_model
 
 from outrider.engine.loader import LoadedModel
-from outrider.rpc.messages import Commit, Credit, Piece, TokenWeights
+from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
-from outrider.target_service.goodput import MARGIN, PROBE_SHARE, Acceptance, Goodput, StepTime, Wish, best_rows
+from outrider.target_service.goodput import (
+    MARGIN,
+    PROBE_SHARE,
+    Goodput,
+    GoodputRequest,
+    StepTime,
+    WindowAcceptance,
+    best_rows,
+)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FLAT = tuple((rows, 10_000) for rows in ROWS)
@@ -24,13 +32,13 @@ HALF = tuple((rows, 10_000 + 1_000 * rows) for rows in ROWS)
 LIKELY, UNLIKELY = 0.9, 0.2
 
 
-def acceptance_of(*chances: float) -> Acceptance:
+def acceptance_of(*chances: float) -> WindowAcceptance:
     """So many verdicts that the prior does not count."""
-    return Acceptance(tested=[1e9] * len(chances), accepted=[1e9 * chance for chance in chances])
+    return WindowAcceptance(tested=[1e9] * len(chances), accepted=[1e9 * chance for chance in chances])
 
 
-def wishes_of(*chances: float, further: int = 4) -> list[Wish]:
-    return [Wish(acceptance_of(*[chance] * further), 1, 0, further) for chance in chances]
+def wishes_of(*chances: float, further: int = 4) -> list[GoodputRequest]:
+    return [GoodputRequest(acceptance_of(*[chance] * further), 1, 0, further) for chance in chances]
 
 
 # The choice itself
@@ -48,9 +56,9 @@ def test_cost_in_proportion_to_rows_takes_none() -> None:
 def test_some_cost_takes_the_likely_tokens() -> None:
     """Two sequences, 10 ms + 1 ms a row: 2 tokens in 12 ms to begin with; 0.9 makes it 2.9 in 13, and so on up to
     2 + 0.9 + 0.81 + 0.729 + 0.6561 in 16. The other's first token would make 5.295 in 17, its second 5.335 in 18."""
-    wishes = wishes_of(LIKELY, UNLIKELY)
+    requests = wishes_of(LIKELY, UNLIKELY)
     assert 5.0951 / 16 > 5.2951 / 17 > 5.3351 / 18 > MARGIN * 5.3447 / 20
-    assert Goodput(HALF).choose(wishes, 512) == [4, 0]
+    assert Goodput(HALF).choose(requests, 512) == [4, 0]
     gains = [[LIKELY**j for j in range(1, 5)], [UNLIKELY**j for j in range(1, 5)]]
     assert best_rows(gains, 2.0, 100, lambda n: 12.0 + n) == [4, 0]
     assert best_rows(gains, 2.0, 3, lambda n: 12.0 + n) == [3, 0]
@@ -69,10 +77,10 @@ def test_the_pause_between_steps_counts() -> None:
     in 8."""
     goodput = Goodput(STEEP)
     for _ in range(200):
-        goodput.ran(2, 2_000, 10_000_000)  # nobody was there: it counts as one step
+        goodput.add_step(2, 2_000, 10_000_000)  # nobody was there: it counts as one step
     assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 512) == [4, 0]
     for _ in range(200):
-        goodput.ran(2, 2_000, 0)
+        goodput.add_step(2, 2_000, 0)
     assert goodput.choose(wishes_of(LIKELY, UNLIKELY), 512) == [0, 0]
 
 
@@ -95,7 +103,7 @@ def test_rows_of_a_prompt_make_no_others_cheap(loaded: LoadedModel) -> None:
         harness.send(opened(index, PROMPTS[index], max_tokens=LENGTH), Credit(index, len(PROMPTS[index]) + 1, 0))
     harness.run()
     for index in range(1, 5):
-        harness.send(Piece(index, 0, len(PROMPTS[index]) + 1, (40, 41, 42, 43)), Credit(index, 1 << 20, 4))
+        harness.send(DraftTokens(index, 0, len(PROMPTS[index]) + 1, (40, 41, 42, 43)), Credit(index, 1 << 20, 4))
     learn_a_little(harness)
     harness.send(opened(9, [7] * 200, max_tokens=2), Credit(9, 1 << 20, 0))
     entries = harness.engine.scheduler.plan(harness.engine.scheduler.runnable(0.0))
@@ -109,7 +117,7 @@ def test_a_prompt_adds_its_share_of_the_time() -> None:
     assert Goodput(FLAT).rows_beside(1, 0.0) > 512
     goodput = Goodput(STEEP)
     for _ in range(200):
-        goodput.ran(32, 32_000, 16_000)
+        goodput.add_step(32, 32_000, 16_000)
     assert goodput.rows_beside(32, 0.5) == 23  # half of 32 ms and of a pause of nearly 16
 
 
@@ -138,8 +146,8 @@ def test_no_other_windows_give_more(chances: list[list[float]], steps: list[floa
 
 def test_whole_windows_are_tried_again_now_and_then() -> None:
     """Ten rows where two are best: for every share of the time that this takes."""
-    goodput, wishes, every = Goodput(STEEP), wishes_of(UNLIKELY, UNLIKELY), math.ceil(10 / 2 / PROBE_SHARE)
-    choices = [goodput.choose(wishes, 512) for _ in range(3 * every)]
+    goodput, requests, every = Goodput(STEEP), wishes_of(UNLIKELY, UNLIKELY), math.ceil(10 / 2 / PROBE_SHARE)
+    choices = [goodput.choose(requests, 512) for _ in range(3 * every)]
     whole = [index for index, choice in enumerate(choices, start=1) if choice == [4, 4]]
     assert whole == [every, 2 * every, 3 * every]
     assert all(choice == [0, 0] for index, choice in enumerate(choices, start=1) if index not in whole)
@@ -149,7 +157,7 @@ def test_whole_windows_are_tried_again_now_and_then() -> None:
 
 
 def test_acceptance_is_by_position_under_a_prior() -> None:
-    known = Acceptance()
+    known = WindowAcceptance()
     assert known.all(3) == pytest.approx([0.7] * 3) and known.at(0, 0.4) == 0.4
     for _ in range(400):
         known.add(4, 1)
@@ -162,14 +170,14 @@ def test_acceptance_is_by_position_under_a_prior() -> None:
 
 def test_acceptance_of_the_target_is_the_prior_of_a_sequence() -> None:
     goodput = Goodput(HALF)
-    known, fresh = Acceptance(), Acceptance()
+    known, fresh = WindowAcceptance(), WindowAcceptance()
     for _ in range(300):
-        goodput.judged(known, 4, 0)
-    goodput.judged(fresh, 0, 0)
-    assert fresh == Acceptance()  # a plain token says nothing
-    wish = Wish(fresh, 1, 0, 4)
-    assert goodput.choose([wish, wish], 512) == [0, 0]
-    assert Goodput(HALF).choose([wish, wish], 512) != [0, 0]
+        goodput.add_verified(known, 4, 0)
+    goodput.add_verified(fresh, 0, 0)
+    assert fresh == WindowAcceptance()  # a plain token says nothing
+    request = GoodputRequest(fresh, 1, 0, 4)
+    assert goodput.choose([request, request], 512) == [0, 0]
+    assert Goodput(HALF).choose([request, request], 512) != [0, 0]
 
 
 def test_step_time_between_and_beyond_what_was_measured() -> None:
@@ -249,7 +257,7 @@ def run(
     for index, draft in enumerate(drafts):
         rng = random.Random(index)
         weights = tuple(weights_of(rng) for _ in draft) if acceptance == REJECTION else ()
-        piece = Piece(index, 0, len(PROMPTS[index]) + 1, tuple(draft), weights)
+        piece = DraftTokens(index, 0, len(PROMPTS[index]) + 1, tuple(draft), weights)
         harness.send(piece, Credit(index, 1 << 20, max_window))
     if not fresh:
         learn_a_little(harness)
@@ -310,7 +318,7 @@ def test_plain_tokens_of_a_cut_window_teach(loaded: LoadedModel) -> None:
     harness.run()
     for index, tokens in enumerate(plain):
         draft = tokens[1:] if index % 2 else [(token + 1) % VOCAB for token in tokens[1:]]
-        harness.send(Piece(index, 0, len(PROMPTS[index]) + 1, tuple(draft)), Credit(index, 1 << 20, 6))
+        harness.send(DraftTokens(index, 0, len(PROMPTS[index]) + 1, tuple(draft)), Credit(index, 1 << 20, 6))
     learn_a_little(harness)
     for _ in range(8):
         harness.engine.step(0.0)
@@ -336,9 +344,9 @@ def windows_of(loaded: LoadedModel, tokens: random.Random, acceptance: Acceptanc
         for index, target in enumerate(harness.engine.scheduler.sequences.values()):
             ids = [tokens.randrange(3, VOCAB) for _ in range(6)]
             weights = tuple(weights_of(tokens) for _ in ids) if acceptance == REJECTION else ()
-            target.chains.add(Piece(index, 100 * len(chosen), target.committed, tuple(ids), weights))
+            target.chains.add(DraftTokens(index, 100 * len(chosen), target.committed, tuple(ids), weights))
             for _ in range(3):
-                harness.engine.scheduler.goodput.judged(target.acceptance, 6, past.randrange(index + 1))
+                harness.engine.scheduler.goodput.add_verified(target.acceptance, 6, past.randrange(index + 1))
         limits = harness.engine.scheduler._cut(list(harness.engine.scheduler.sequences.values()), 512)
         chosen.append(list(limits.values()))
         for target in harness.engine.scheduler.sequences.values():

@@ -38,7 +38,7 @@ class SlowRunner:
         self.now += self.seconds(len(entry.token_ids))
         return torch.zeros(entry.num_logits, VOCAB)
 
-    def measure(self, num_blocks: int = 64, max_rows: int = 512, max_model_len: int = 4096) -> profile.StepCosts:
+    def measure(self, num_blocks: int = 64, max_rows: int = 512, max_model_len: int = 4096) -> profile.StepProfile:
         pool = BlockPool(num_blocks)
         return measure_steps(self, pool, max_rows, max_model_len, clock=lambda: self.now)  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ def test_both_are_tried_and_the_faster_stays(contention: float, chosen: int) -> 
     for index in range(2 * TURN * TURNS + 50):
         num_rows, profiled_us = (5, 20_000) if index % 3 else (64, 100_000)
         slower = contention if used[-1] == 4 else 4 / 3
-        split.ran(num_rows, 1e-6 * profiled_us * slower)
+        split.add_step(num_rows, 1e-6 * profiled_us * slower)
     assert used[-1] == chosen and used[:4] == [4, 3, 4, 3] and len(used) == 2 * TURNS + 1
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, tiny_model
 
-from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
-from outrider.rpc.messages import Credit, Piece
+from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
+from outrider.rpc.messages import Credit, DraftTokens
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.target_service.goodput import Goodput
-from outrider.target_service.scheduler import PROMPT_SHARE, Gathering, Scheduler, StepEntry
+from outrider.target_service.scheduler import PROMPT_SHARE, BatchingDelay, ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import TargetLimits, TargetSequence, admit
 
 LIMITS = TargetLimits(VOCAB, 1 << 20, (), num_blocks=20_000)
@@ -30,12 +30,12 @@ K = 4
 class Crowd:
     """Sequences under a scheduler, of which every round commits a window and finds the next one there."""
 
-    scheduler: Scheduler
+    scheduler: TargetScheduler
     chains: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, costs: tuple[tuple[int, int], ...] | None, max_rows: int = 512, cut_windows: bool = True) -> Crowd:
-        scheduler = Scheduler(SequenceCache(BlockPool(LIMITS.num_blocks)), max_rows, 32, cut_windows)
+        scheduler = TargetScheduler(KVCacheManager(BlockPool(LIMITS.num_blocks)), max_rows, 32, cut_windows)
         scheduler.goodput = None if costs is None else Goodput(costs)
         return cls(scheduler)
 
@@ -62,7 +62,7 @@ class Crowd:
             self._ran(entry)
         return {entry.target.open.sequence_id: entry.num_rows for entry in entries}
 
-    def _ran(self, entry: StepEntry) -> None:
+    def _ran(self, entry: ScheduledSequence) -> None:
         target, sequence = entry.target, entry.target.sequence
         sequence.num_computed_tokens = entry.start + entry.num_rows
         if not entry.samples:
@@ -74,7 +74,7 @@ class Crowd:
         target.chains.advance()
         number = target.open.sequence_id
         self.chains[number] += 1
-        target.chains.add(Piece(number, self.chains[number], target.committed, (5,) * K))
+        target.chains.add(DraftTokens(number, self.chains[number], target.committed, (5,) * K))
 
 
 @pytest.mark.parametrize("costs", [None, FLAT, HALF])
@@ -179,9 +179,9 @@ class Waiting(TargetSequence):
         return self.at
 
 
-def gathering() -> Gathering:
-    made = Gathering()
-    made.ran(STEP_S, chunked=False)
+def gathering() -> BatchingDelay:
+    made = BatchingDelay()
+    made.add_step(STEP_S, chunked=False)
     return made
 
 
@@ -200,7 +200,7 @@ def test_the_limit_is_what_it_could_save(dues: list[float | None], limit: float)
     assert made.hold(sequences, 1.0) == pytest.approx(limit)
     assert made.hold(sequences, 1.0 + limit / 2) == pytest.approx(limit / 2)  # counted from the first time
     assert made.hold(sequences, 1.0 + limit + 1e-9) == 0.0
-    made.ran(STEP_S, chunked=False)
+    made.add_step(STEP_S, chunked=False)
     assert made.hold(sequences, 2.0) == pytest.approx(limit)
 
 
@@ -214,7 +214,7 @@ def test_it_ends_when_the_last_one_comes() -> None:
 
 def test_prompts_say_nothing_of_other_steps() -> None:
     made = gathering()
-    made.ran(100 * STEP_S, chunked=True)
+    made.add_step(100 * STEP_S, chunked=True)
     assert made.hold([Waiting(0.0), Waiting(9.0)], 1.0) == pytest.approx(STEP_S / 2)
 
 
@@ -224,10 +224,10 @@ def test_two_windows_share_a_step() -> None:
     for index in (1, 2):
         harness.send(opened(index, (1, 2, 3)), Credit(index, 50, 2, 10_000))
     harness.run()
-    harness.engine._gathering.ran(STEP_S, chunked=False)
-    harness.send(Piece(1, 0, 3 + len(harness.output(1)), (5, 6)))
+    harness.engine._batching_delay.add_step(STEP_S, chunked=False)
+    harness.send(DraftTokens(1, 0, 3 + len(harness.output(1)), (5, 6)))
     assert harness.engine.step(harness.now) == pytest.approx(STEP_S / 2, rel=0.5)
-    harness.send(Piece(2, 0, 3 + len(harness.output(2)), (5, 6)))
+    harness.send(DraftTokens(2, 0, 3 + len(harness.output(2)), (5, 6)))
     harness.run()
     last = [harness.commits(index)[-1] for index in (1, 2)]
     assert [commit.timings.num_sequences for commit in last] == [2, 2]

@@ -22,7 +22,7 @@ from outrider.cli.local_services import Services
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import decode_target_info
 from outrider.rpc.frames import TARGET_STREAM
-from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, Piece
+from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure
 from outrider.rpc.stream import FrameStream, client_stream
 from outrider.target_service.boot import TargetService, build, load
 from outrider.target_service.servicer import SERVICE
@@ -75,7 +75,7 @@ async def test_bad_messages_fail_one_sequence(service: TargetService) -> None:
     stub = target_pb2_grpc.TargetServiceStub(channel)
     async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
         stream.send(opened(1, [VOCAB + 3], max_tokens=6))
-        stream.send(opened(2, [5, 6], max_tokens=6), Piece(2, 0, 2, (7,) * 5000), Credit(2, 100, 4))
+        stream.send(opened(2, [5, 6], max_tokens=6), DraftTokens(2, 0, 2, (7,) * 5000), Credit(2, 100, 4))
         failures = {m.sequence_id: m for m in await receive(stream, 2) if isinstance(m, Failure)}
         assert failures[1].code == 3 and "prompt_ids" in failures[1].message
         assert failures[2].code == 3 and "ids" in failures[2].message

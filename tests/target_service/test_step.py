@@ -14,11 +14,11 @@ from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, ti
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.engine.worker import DeviceLost
-from outrider.rpc.messages import Credit, Open, Piece
+from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.target_service import step
 from outrider.target_service.sequence import TargetSequence
-from outrider.target_service.step import run_apart
-from outrider.target_service.verifier import Judged
+from outrider.target_service.step import run_isolated
+from outrider.target_service.verifier import VerifyRows
 
 BAD_TOKEN = 96  # nobody may generate it
 NUMBERS, CULPRIT, NUM_BLOCKS = range(1, 7), 4, 128
@@ -47,7 +47,7 @@ def start(loaded: LoadedModel, culprit_draft: tuple[int, ...] = (40, 41, 42)) ->
     for number in NUMBERS:
         draft = culprit_draft if number == CULPRIT else (40, 41, 42)
         position = len(request_of(number).prompt_ids) + 1
-        harness.send(Piece(number, 0, position, draft), Credit(number, 1 << 20, 3))
+        harness.send(DraftTokens(number, 0, position, draft), Credit(number, 1 << 20, 3))
     return harness
 
 
@@ -79,10 +79,10 @@ def model_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
 def verifier_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
     verify = harness.engine._computer.verifier.verify
 
-    def fragile(logits: torch.Tensor, judged: Sequence[Judged]) -> Any:
-        if any(member.entry.target.key == (1, CULPRIT) for member in judged):
+    def fragile(logits: torch.Tensor, verify_rows: Sequence[VerifyRows]) -> Any:
+        if any(member.entry.target.key == (1, CULPRIT) for member in verify_rows):
             raise RuntimeError("injected")
-        return verify(logits, judged)
+        return verify(logits, verify_rows)
 
     patch.setattr(harness.engine._computer.verifier, "verify", fragile)
 
@@ -210,7 +210,7 @@ def test_a_command_that_raises_costs_one_sequence(
     if kind == "piece":
         target = harness.engine.scheduler.sequences[1, 2]
         monkeypatch.setattr(target.chains, "add", raising)
-        harness.send(Piece(2, 0, 5, (1, 2)))
+        harness.send(DraftTokens(2, 0, 5, (1, 2)))
         assert target.finished
     elif kind == "open":
         with monkeypatch.context() as patch:
@@ -235,10 +235,10 @@ def test_halves_run_until_the_ones_that_fail_are_alone() -> None:
             raise ValueError
         return items
 
-    for result in run_apart(range(16), run, lambda item, error: gone.append(item), nobody):
+    for result in run_isolated(range(16), run, lambda item, error: gone.append(item), nobody):
         ran.extend(result)
     assert gone == [3, 12] and ran == [number for number in range(16) if number not in gone]
-    assert list(run_apart([], run, nobody, nobody)) == []
+    assert list(run_isolated([], run, nobody, nobody)) == []
 
 
 @pytest.mark.parametrize("bad", [{0}, {0, 1}, {0, 1, 2, 3}, {2, 3, 15}, set(range(8))])
@@ -250,7 +250,7 @@ def test_all_that_can_run_does_though_several_fail_alone(bad: set[int]) -> None:
             raise ValueError
         return items
 
-    for result in run_apart(range(16), run, lambda item, error: gone.append(item), nobody):
+    for result in run_isolated(range(16), run, lambda item, error: gone.append(item), nobody):
         ran.extend(result)
     assert sorted(gone) == sorted(bad) and sorted(ran) == sorted(set(range(16)) - bad)
 
@@ -262,7 +262,7 @@ def test_where_nothing_runs_all_are_handed_over_after_few_tries() -> None:
         tries.append(len(items))
         raise MemoryError
 
-    assert list(run_apart(range(256), run, nobody, lambda item, error: handed.append(item))) == []
+    assert list(run_isolated(range(256), run, nobody, lambda item, error: handed.append(item))) == []
     assert handed == list(range(256)) and len(tries) <= 20 and tries.count(1) == 2
 
 

@@ -42,7 +42,7 @@ STREAM = 1
 LONGEST_WAIT_S = 1.0  # a side that has nothing to do for longer will never have
 
 
-class Stuck(RuntimeError):
+class NoProgress(RuntimeError):
     """Neither side has anything to do, and sequences are open."""
 
 
@@ -112,7 +112,7 @@ class Colocated:
             wait = self._target.step(time.monotonic())
         if not self._commits:
             if wait is None or wait > LONGEST_WAIT_S:
-                raise Stuck("neither the draft nor the target has anything to do")
+                raise NoProgress("neither the draft nor the target has anything to do")
             time.sleep(wait)
         commits, self._commits[:] = list(self._commits), []
         for event in commits:

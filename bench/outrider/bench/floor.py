@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.bench.worker import answer_questions
+from outrider.bench.worker import serve_requests
 from outrider.engine.checkpoint import read_tensors, weight_files
 from outrider.engine.models.base import NotForDecoder
 from outrider.engine.models.decoder import KEEP_PLAIN_BYTES
@@ -133,4 +133,4 @@ def _random_linear(outputs: int, inputs: int, keep_plain: bool) -> Linear:
 
 
 if __name__ == "__main__":
-    sys.exit(answer_questions(lambda: make_handler(Path(sys.argv[1]), int(sys.argv[2]))))
+    sys.exit(serve_requests(lambda: make_handler(Path(sys.argv[1]), int(sys.argv[2]))))

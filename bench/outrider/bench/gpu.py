@@ -41,14 +41,14 @@ from outrider.engine.models.weights import expected_shapes
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
+from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.rpc.messages import Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.draft_buffer import Window
-from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
-from outrider.target_service.verifier import Judged, Rule
+from outrider.target_service.verifier import VerifyRows, VerifyRule
 
 WARM_UP = 3
 
@@ -162,7 +162,7 @@ def _wall_us(place: Place, call: Callable[[], object]) -> float:
 
 ENTRIES = 64  # of a drafted token's weights
 
-Ways = dict[str, Callable[[], object]]
+Timed = dict[str, Callable[[], object]]
 
 
 def measure_rounds(shape: Shape, runner: ModelRunner, repeats: int) -> Json:
@@ -170,10 +170,10 @@ def measure_rounds(shape: Shape, runner: ModelRunner, repeats: int) -> Json:
     verifier, proposer = verifier_of(runner, shape.vocab_size), DraftModelProposer(runner)
     judging, drafting = [], []
     for batch in shape.batches:
-        for rule in Rule:
-            members = [_judged(shape, index, rule) for index in range(batch)]
+        for rule in VerifyRule:
+            members = [_verify_rows(shape, index, rule) for index in range(batch)]
             entries = [member.entry.batch_entry() for member in members]
-            ways: Ways = {
+            ways: Timed = {
                 "pass_us": lambda entries=entries: runner.forward(entries)[-1, 0].item(),  # type: ignore[misc]
                 "round_us": lambda entries=entries, members=members: verifier.verify(  # type: ignore[misc]
                     runner.forward(entries), members
@@ -201,7 +201,7 @@ def render_rounds(result: Json) -> Iterator[str]:
             yield f"| {row['batch']} | {row['rule']} | {times} |"
 
 
-def _medians(ways: Ways, repeats: int) -> Json:
+def _medians(ways: Timed, repeats: int) -> Json:
     found: dict[str, list[float]] = defaultdict(list)
     for repeat in range(WARM_UP + repeats):
         for name, way in ways.items():
@@ -212,11 +212,11 @@ def _medians(ways: Ways, repeats: int) -> Json:
     return {name: spread(values) for name, values in found.items()}
 
 
-def _judged(shape: Shape, index: int, rule: Rule) -> Judged:
+def _verify_rows(shape: Shape, index: int, rule: VerifyRule) -> VerifyRows:
     """A window of K tokens after a long context."""
     prompt = tuple(7919 * place % shape.vocab_size for place in range(shape.context + 1))
-    acceptance = AcceptanceRule.COUPLED if rule == Rule.COUPLED else AcceptanceRule.REJECTION
-    sampling = SamplingParams(temperature=0.0 if rule == Rule.GREEDY else 1.0, max_tokens=2 * K)
+    acceptance = AcceptanceRule.COUPLED if rule == VerifyRule.COUPLED else AcceptanceRule.REJECTION
+    sampling = SamplingParams(temperature=0.0 if rule == VerifyRule.GREEDY else 1.0, max_tokens=2 * K)
     limits = TargetLimits(shape.vocab_size, 8192, (), 1 << 20)
     request = Open(index, prompt, sampling, acceptance=acceptance, seed=index)
     target = admit(request, None, (1, index), print, limits, index, 0.0)
@@ -224,8 +224,10 @@ def _judged(shape: Shape, index: int, rule: Rule) -> Judged:
     vector = TokenWeights.of(range(ENTRIES), [32767] * ENTRIES)
     target.sequence.tokens += ids
     target.sequence.block_table = _table(shape, index)
-    entry = StepEntry(target, shape.context + 1, shape.context, ROWS, Window(0, ids, (vector,) * K, False), True, ROWS)
-    return Judged(entry, range(index * ROWS, (index + 1) * ROWS))
+    entry = ScheduledSequence(
+        target, shape.context + 1, shape.context, ROWS, Window(0, ids, (vector,) * K, False), True, ROWS
+    )
+    return VerifyRows(entry, range(index * ROWS, (index + 1) * ROWS))
 
 
 def _draft(shape: Shape, proposer: DraftModelProposer, batch: int, rule: DraftRule, at_once: int) -> None:
@@ -236,8 +238,8 @@ def _draft(shape: Shape, proposer: DraftModelProposer, batch: int, rule: DraftRu
         prompt = [7919 * place % shape.vocab_size for place in range(shape.context)]
         sequence = CachedSequence(prompt, "", shape.context - 1, _table(shape, index))
         sampler = SequenceSampler(sampling, prompt, (), (), shape.vocab_size)
-        law = DraftLaw(rule, RandomKey(index, 0))
-        rows.append(DraftRows(sequence, 1, shape.context, sampler, law, shape.context + K))
+        draft_sampling = DraftSampling(rule, RandomKey(index, 0))
+        rows.append(DraftRows(sequence, 1, shape.context, sampler, draft_sampling, shape.context + K))
     for _ in range(K // at_once):
         proposer.run(rows, proposer.passes_for(rows, at_once))
 

@@ -32,8 +32,8 @@ from outrider.bench.kernels_cases import (
     WITHOUT_ROW,
     Case,
     K,
+    KernelWork,
     Place,
-    Work,
     layer_cases,
     sampling_cases,
     window_cases,
@@ -145,11 +145,11 @@ class Rates:
     read_gb_s: float  # above the copy's where a processor reads what it is about to write
     product_gflop_s: float
 
-    def floor_us(self, work: Work) -> float:
+    def floor_us(self, work: KernelWork) -> float:
         """The time below which nothing is possible at these rates."""
         return max(self.memory_us(work), work.flops / self.product_gflop_s / 1e3)
 
-    def memory_us(self, work: Work) -> float:
+    def memory_us(self, work: KernelWork) -> float:
         """For its bytes alone."""
         return work.num_bytes / max(self.copy_gb_s, self.read_gb_s) / 1e3
 
@@ -189,7 +189,7 @@ class Probe:
 
 
 @torch.inference_mode()
-def measure(place: Place, probe: Probe, make: Callable[[], Work], repeats: int, seed: int) -> Json:
+def measure(place: Place, probe: Probe, make: Callable[[], KernelWork], repeats: int, seed: int) -> Json:
     """The numbers of one row. Raises Differs."""
     torch.manual_seed(seed)
     work, order = make(), random.Random(seed)
@@ -244,7 +244,7 @@ def timed(place: Place, call: Callable[[], Any]) -> Callable[[], float]:
     return read
 
 
-def _compare(work: Work, tolerance: float) -> None:
+def _compare(work: KernelWork, tolerance: float) -> None:
     mine, theirs = _tensors(work.kernel()), _tensors(work.against())
     for own, other in zip(mine[: work.compared], theirs[: work.compared], strict=True):
         if own.shape != other.shape:

@@ -77,7 +77,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """Both sides on the same inputs, and what no implementation can do without."""
 
     kernel: Callable[[], Any]
@@ -94,7 +94,7 @@ class Case:
     function: str  # module.function
     shape: str
     against: str
-    make: Callable[[], Work]
+    make: Callable[[], KernelWork]
 
 
 SMALL = Model("1B-like", 2048, 32, 8, 64, 8192)
@@ -180,7 +180,7 @@ def layer_cases(place: Place) -> Iterator[Case]:
                     )
 
 
-def _attention(place: Place, model: Model, batch: int, context: int, *, planned: bool = True) -> Work:
+def _attention(place: Place, model: Model, batch: int, context: int, *, planned: bool = True) -> KernelWork:
     """Against one call over keys and values that lie in a row, which no paged cache has: nothing to gather."""
     rows, heads, kv_heads, dim = batch * ROWS, model.heads, model.kv_heads, model.head_dim
     num_blocks = batch * -(-context // BLOCK_SIZE)
@@ -208,10 +208,10 @@ def _attention(place: Place, model: Model, batch: int, context: int, *, planned:
         return attended.transpose(1, 2).flatten(0, 1)
 
     elements = 2 * batch * context * kv_heads * dim + 2 * query.numel()
-    return Work(kernel, against, elements * place.dtype.itemsize, flops=4 * query.numel() * context)
+    return KernelWork(kernel, against, elements * place.dtype.itemsize, flops=4 * query.numel() * context)
 
 
-def _store(place: Place, model: Model, batch: int) -> Work:
+def _store(place: Place, model: Model, batch: int) -> KernelWork:
     rows, kv_heads, dim = batch * ROWS, model.kv_heads, model.head_dim
     new = randn(place, 2, rows, kv_heads, dim)
     mine, theirs, slots = _caches(place, model, rows)
@@ -225,10 +225,10 @@ def _store(place: Place, model: Model, batch: int) -> Work:
         theirs[1].flatten(0, 1)[slots] = new[1]
         return theirs
 
-    return Work(kernel, against, 2 * new.numel() * place.dtype.itemsize)
+    return KernelWork(kernel, against, 2 * new.numel() * place.dtype.itemsize)
 
 
-def _store_rotary(place: Place, model: Model, batch: int) -> Work:
+def _store_rotary(place: Place, model: Model, batch: int) -> KernelWork:
     rows, heads, kv_heads, dim = batch * ROWS, model.heads, model.kv_heads, model.head_dim
     qkv = randn(place, rows, heads + 2 * kv_heads, dim)
     mine, theirs, slots = _caches(place, model, rows)
@@ -247,16 +247,16 @@ def _store_rotary(place: Place, model: Model, batch: int) -> Work:
         return query, theirs
 
     elements = 2 * qkv.numel() + cos.numel() + sin.numel()
-    return Work(kernel, against, elements * place.dtype.itemsize, compared=2)
+    return KernelWork(kernel, against, elements * place.dtype.itemsize, compared=2)
 
 
-def _norm(place: Place, model: Model, batch: int) -> Work:
+def _norm(place: Place, model: Model, batch: int) -> KernelWork:
     x, weight = randn(place, batch * ROWS, model.hidden), randn(place, model.hidden)
     work = partial(_formula if place.name == "cpu" else _fused, x, weight)
-    return Work(lambda: rms_norm(x, weight, EPS), work, (2 * x.numel() + model.hidden) * place.dtype.itemsize)
+    return KernelWork(lambda: rms_norm(x, weight, EPS), work, (2 * x.numel() + model.hidden) * place.dtype.itemsize)
 
 
-def _add_norm(place: Place, model: Model, batch: int) -> Work:
+def _add_norm(place: Place, model: Model, batch: int) -> KernelWork:
     x, residual = randn(place, 2, batch * ROWS, model.hidden)
     weight = randn(place, model.hidden)
     norm = _formula if place.name == "cpu" else _fused
@@ -266,30 +266,30 @@ def _add_norm(place: Place, model: Model, batch: int) -> Work:
         return norm(total, weight), total
 
     num_bytes = (4 * x.numel() + model.hidden) * place.dtype.itemsize
-    return Work(lambda: add_rms_norm(x, residual, weight, EPS), against, num_bytes, compared=2)
+    return KernelWork(lambda: add_rms_norm(x, residual, weight, EPS), against, num_bytes, compared=2)
 
 
-def _silu(place: Place, model: Model, batch: int) -> Work:
+def _silu(place: Place, model: Model, batch: int) -> KernelWork:
     both = randn(place, batch * ROWS, 2 * model.intermediate)
     gate, up = both.chunk(2, dim=-1)
-    return Work(lambda: gated_silu(both), lambda: F.silu(gate) * up, 3 * gate.numel() * place.dtype.itemsize)
+    return KernelWork(lambda: gated_silu(both), lambda: F.silu(gate) * up, 3 * gate.numel() * place.dtype.itemsize)
 
 
-def _gelu(place: Place, model: Model, batch: int) -> Work:
+def _gelu(place: Place, model: Model, batch: int) -> KernelWork:
     both = randn(place, batch * ROWS, 2 * model.intermediate)
     gate, up = both.chunk(2, dim=-1)
     num_bytes = 3 * gate.numel() * place.dtype.itemsize
-    return Work(lambda: gated_gelu(both), lambda: F.gelu(gate, approximate="tanh") * up, num_bytes)
+    return KernelWork(lambda: gated_gelu(both), lambda: F.gelu(gate, approximate="tanh") * up, num_bytes)
 
 
-def _linear(place: Place, model: Model, batch: int, *, batch_invariant: bool = False) -> Work:
+def _linear(place: Place, model: Model, batch: int, *, batch_invariant: bool = False) -> KernelWork:
     """The largest product of a layer: gate and up."""
     rows, inputs, outputs = batch * ROWS, model.hidden, 2 * model.intermediate
     x, weight = randn(place, rows, inputs), randn(place, outputs, inputs) * inputs**-0.5
     linear = Linear(weight, batch_invariant=batch_invariant)
     num_bytes = (weight.numel() + x.numel() + rows * outputs) * place.dtype.itemsize
     flops = 2 * rows * weight.numel()
-    return Work(lambda: linear(x), lambda: F.linear(x, weight), num_bytes, flops)
+    return KernelWork(lambda: linear(x), lambda: F.linear(x, weight), num_bytes, flops)
 
 
 LAYER = (
@@ -352,17 +352,17 @@ def sampling_cases(place: Place) -> Iterator[Case]:
         yield Case("random.words", f"batch {batch}", "torch.randint", partial(_words, place, batch))
 
 
-def _temperature(place: Place, batch: int, vocab_size: int) -> Work:
+def _temperature(place: Place, batch: int, vocab_size: int) -> KernelWork:
     logits, temperature = _target_rows(place, batch, vocab_size)
     sampling = RowSampling(temperature=temperature)
 
     def against() -> Tensor:
         return torch.softmax(logits / temperature[:, None], -1)
 
-    return Work(lambda: logits_to_probs(logits, sampling), against, 2 * logits.nbytes)
+    return KernelWork(lambda: logits_to_probs(logits, sampling), against, 2 * logits.nbytes)
 
 
-def _truncated(place: Place, batch: int, vocab_size: int) -> Work:
+def _truncated(place: Place, batch: int, vocab_size: int) -> KernelWork:
     """Against what transformers' warpers do."""
     logits, temperature = _target_rows(place, batch, vocab_size)
     rows = torch.arange(len(logits), device=place.device)
@@ -377,10 +377,10 @@ def _truncated(place: Place, batch: int, vocab_size: int) -> Work:
         removed[:, -1] = False
         return scores.masked_fill(removed.scatter(1, order, removed), -torch.inf).softmax(-1)
 
-    return Work(lambda: logits_to_probs(logits, sampling), against, 2 * logits.nbytes)
+    return KernelWork(lambda: logits_to_probs(logits, sampling), against, 2 * logits.nbytes)
 
 
-def _adjusted(place: Place, batch: int, vocab_size: int) -> Work:
+def _adjusted(place: Place, batch: int, vocab_size: int) -> KernelWork:
     """Penalties and a packed mask, against gather, scatter and a mask of booleans that is at hand."""
     logits, _ = _target_rows(place, batch, vocab_size)
     num_rows, device = len(logits), place.device
@@ -399,50 +399,50 @@ def _adjusted(place: Place, batch: int, vocab_size: int) -> Work:
         seen = seen - FREQUENCY * counts - PRESENCE * (counts > 0)
         return logits.scatter(1, ids, seen).masked_fill_(hidden, -torch.inf)
 
-    return Work(lambda: adjust_logits(logits, sampling), against, 2 * logits.nbytes + mask.nbytes)
+    return KernelWork(lambda: adjust_logits(logits, sampling), against, 2 * logits.nbytes + mask.nbytes)
 
 
-def _greedy(place: Place, batch: int, vocab_size: int) -> Work:
+def _greedy(place: Place, batch: int, vocab_size: int) -> KernelWork:
     logits, _ = _target_rows(place, batch, vocab_size)
     sampling = RowSampling()
-    return Work(lambda: greedy_choice(logits, sampling), lambda: logits.argmax(-1), logits.nbytes)
+    return KernelWork(lambda: greedy_choice(logits, sampling), lambda: logits.argmax(-1), logits.nbytes)
 
 
-def _best(place: Place, batch: int, vocab_size: int) -> Work:
+def _best(place: Place, batch: int, vocab_size: int) -> KernelWork:
     logits, _ = _target_rows(place, batch, vocab_size)
-    return Work(lambda: best_ids(logits, BEST), lambda: logits.topk(BEST, dim=-1).indices, logits.nbytes)
+    return KernelWork(lambda: best_ids(logits, BEST), lambda: logits.topk(BEST, dim=-1).indices, logits.nbytes)
 
 
-def _choice(place: Place, batch: int, vocab_size: int) -> Work:
+def _choice(place: Place, batch: int, vocab_size: int) -> KernelWork:
     probs = _target_rows(place, batch, vocab_size)[0].softmax(-1)
     noise = exponential_noise(*_counters(place, len(probs)), vocab_size)  # [rows, vocab]
-    return Work(lambda: coupled_choice(probs, noise), lambda: (noise / probs).argmin(-1), 2 * probs.nbytes)
+    return KernelWork(lambda: coupled_choice(probs, noise), lambda: (noise / probs).argmin(-1), 2 * probs.nbytes)
 
 
-def _draw(place: Place, batch: int, vocab_size: int) -> Work:
+def _draw(place: Place, batch: int, vocab_size: int) -> KernelWork:
     probs = _target_rows(place, batch, vocab_size)[0].softmax(-1)
     counters = _counters(place, len(probs))
 
     def against() -> Tensor:
         return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
 
-    return Work(lambda: coupled_draw(probs, *counters), against, probs.nbytes, compared=0)
+    return KernelWork(lambda: coupled_draw(probs, *counters), against, probs.nbytes, compared=0)
 
 
-def _noise(place: Place, batch: int, vocab_size: int) -> Work:
+def _noise(place: Place, batch: int, vocab_size: int) -> KernelWork:
     rows = batch * ROWS
     counters = _counters(place, rows)
 
     def against() -> Tensor:
         return torch.empty(rows, vocab_size, device=place.device).exponential_()
 
-    return Work(lambda: exponential_noise(*counters, vocab_size), against, rows * vocab_size * 4, compared=0)
+    return KernelWork(lambda: exponential_noise(*counters, vocab_size), against, rows * vocab_size * 4, compared=0)
 
 
-def _vocabulary_words(place: Place, batch: int, vocab_size: int) -> Work:
+def _vocabulary_words(place: Place, batch: int, vocab_size: int) -> KernelWork:
     rows = batch * ROWS
     seeds, positions, completions = _counters(place, rows)
-    return Work(
+    return KernelWork(
         lambda: vocabulary_words(seeds, positions, Purpose.BONUS, completions, vocab_size),
         lambda: random_ids(place, WORD, rows, vocab_size),
         rows * vocab_size * 8,
@@ -450,7 +450,7 @@ def _vocabulary_words(place: Place, batch: int, vocab_size: int) -> Work:
     )
 
 
-def _drafted(place: Place, batch: int, vocab_size: int) -> Work:
+def _drafted(place: Place, batch: int, vocab_size: int) -> KernelWork:
     """Against a draw from the same ids, without the integers that the wire needs."""
     probs = zipf_logits(place, batch, vocab_size).softmax(-1)
     seeds, positions, completions = _counters(place, batch)
@@ -462,12 +462,12 @@ def _drafted(place: Place, batch: int, vocab_size: int) -> Work:
         kept = torch.where(top.cumsum(-1) - top < DEFAULT_MASS, top, 0)
         return ids.gather(1, torch.multinomial(kept, 1))
 
-    return Work(lambda: draft_sample(probs, drawn), against, probs.nbytes, compared=0)
+    return KernelWork(lambda: draft_sample(probs, drawn), against, probs.nbytes, compared=0)
 
 
-def _words(place: Place, batch: int) -> Work:
+def _words(place: Place, batch: int) -> KernelWork:
     seeds, positions, completions = _counters(place, batch * ROWS)
-    return Work(
+    return KernelWork(
         lambda: words(seeds, positions, Purpose.ACCEPT, completions),
         lambda: random_ids(place, WORD, len(seeds), 4),
         len(seeds) * 7 * 8,
@@ -520,7 +520,7 @@ def window_cases(place: Place) -> Iterator[Case]:
         yield Case("attention.tree_mask", tree, "row by row, booleans", partial(_tree_mask, place, batch))
 
 
-def _accept(place: Place, batch: int, vocab_size: int) -> Work:
+def _accept(place: Place, batch: int, vocab_size: int) -> KernelWork:
     """Against the same rule over dense vectors, which a draft beside the target would have at hand."""
     logits = zipf_logits(place, batch * ROWS, vocab_size)
     target_probs = logits.softmax(-1)
@@ -529,7 +529,7 @@ def _accept(place: Place, batch: int, vocab_size: int) -> Work:
     samples = draft_sample(draft_logits.softmax(-1), _some_words(place, batch * K))
     owners = torch.arange(batch * K, device=place.device).repeat_interleave(samples.entry_starts.diff())
     weights = DraftWeights(samples.entry_ids, samples.entry_weights, owners)
-    ids, coins = samples.token_ids, torch.rand(batch * K, dtype=torch.float64, device=place.device)
+    ids, uniforms = samples.token_ids, torch.rand(batch * K, dtype=torch.float64, device=place.device)
     dense = torch.zeros(batch * K, vocab_size, device=place.device)  # of the same law
     dense[owners, weights.ids] = weights.weights.float()
     dense = dense / dense.sum(-1, keepdim=True)
@@ -539,22 +539,22 @@ def _accept(place: Place, batch: int, vocab_size: int) -> Work:
     def against() -> tuple[Tensor, Tensor]:
         target, drafted = target_probs.view(batch, ROWS, -1), ids.view(batch, K, 1)
         target_prob, draft_prob = (probs[:, :K].gather(2, drafted).squeeze(2) for probs in (target, dense))
-        accepted = coins.view(batch, K) * draft_prob < target_prob
+        accepted = uniforms.view(batch, K) * draft_prob < target_prob
         num_accepted = accepted.cumprod(1).sum(1)
         left = (target[every, num_accepted] - dense[every, num_accepted]).clamp_(min=0)
         return num_accepted, left / left.sum(-1, keepdim=True)
 
     num_bytes = batch * vocab_size * (4 + 8)  # a row of the target is read, and its rest written in float64
-    return Work(lambda: accept(target_probs, windows, ids, weights, coins), against, num_bytes)
+    return KernelWork(lambda: accept(target_probs, windows, ids, weights, uniforms), against, num_bytes)
 
 
-def _draw_windows(place: Place, batch: int, vocab_size: int) -> Work:
+def _draw_windows(place: Place, batch: int, vocab_size: int) -> KernelWork:
     weights = zipf_logits(place, batch, vocab_size).double().softmax(-1)
     drawn = _some_words(place, batch)
-    return Work(lambda: draw(weights, drawn), lambda: torch.multinomial(weights, 1), weights.nbytes, compared=0)
+    return KernelWork(lambda: draw(weights, drawn), lambda: torch.multinomial(weights, 1), weights.nbytes, compared=0)
 
 
-def _chain(place: Place, batch: int) -> Work:
+def _chain(place: Place, batch: int) -> KernelWork:
     choices = random_ids(place, 1000, batch * ROWS)
     windows = Windows.of([K] * batch, device=place.device)
     differs = random_ids(place, 4, batch * K) == 0
@@ -566,10 +566,10 @@ def _chain(place: Place, batch: int) -> Work:
         return num_accepted, own.gather(1, num_accepted[:, None]).squeeze(1)
 
     num_bytes = 8 * (choices.numel() + ids.numel() + 2 * batch)
-    return Work(lambda: coupled_accept(choices, windows, ids), against, num_bytes, compared=2)
+    return KernelWork(lambda: coupled_accept(choices, windows, ids), against, num_bytes, compared=2)
 
 
-def _tree(place: Place, batch: int) -> Work:
+def _tree(place: Place, batch: int) -> KernelWork:
     drafted_of_tree = TREE - 1
     choices, ids = random_ids(place, 3, batch * TREE), random_ids(place, 3, batch * drafted_of_tree)
     windows = Windows.of([drafted_of_tree] * batch, device=place.device)
@@ -586,10 +586,10 @@ def _tree(place: Place, batch: int) -> Work:
         return num_accepted, own.gather(1, node[:, None]).squeeze(1)
 
     num_bytes = 8 * (choices.numel() + 2 * ids.numel() + 2 * batch) + ids.numel()
-    return Work(lambda: coupled_accept_tree(choices, windows, ids, parents), against, num_bytes, compared=2)
+    return KernelWork(lambda: coupled_accept_tree(choices, windows, ids, parents), against, num_bytes, compared=2)
 
 
-def _tree_mask(place: Place, batch: int) -> Work:
+def _tree_mask(place: Place, batch: int) -> KernelWork:
     one = torch.tensor([ROOT, *((row - 1) // 2 for row in range(1, TREE))], dtype=torch.int32)
     parents = one.repeat(batch).to(place.device)  # [batch * TREE]
     starts = (torch.arange(batch + 1, dtype=torch.int32) * TREE).to(place.device)
@@ -603,7 +603,7 @@ def _tree_mask(place: Place, batch: int) -> Work:
         return sees[:, :TREE]
 
     num_bytes = parents.numel() * (4 + 8 + 4)  # parents, bits, depths
-    return Work(lambda: tree_mask(parents, starts), against, num_bytes, compared=0)
+    return KernelWork(lambda: tree_mask(parents, starts), against, num_bytes, compared=0)
 
 
 def _some_words(place: Place, rows: int) -> Tensor:  # [rows, 4] int64

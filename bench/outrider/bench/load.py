@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from outrider.bench.load_report import (
-    Ask,
+    BenchRequest,
     BenchServeSettings,
     Delivery,
     Json,
@@ -86,7 +86,7 @@ LINE_BYTES = 16 * 2**20  # the longest line of a stream
 MAX_BODY_BYTES = 2**20  # read of an answer that is no stream
 
 
-class HttpServer:
+class HttpClient:
     """A server below a URL. What goes beyond OpenAI's fields is sent only to those that know it."""
 
     def __init__(self, settings: BenchServeSettings) -> None:
@@ -102,10 +102,10 @@ class HttpServer:
 
     async def describe(self) -> str:
         """The model; raises OSError or ValueError where there is no such server."""
-        async with self._exchange("GET", "/models") as answer:
-            if answer.status != 200:
-                raise ValueError(await answer.complaint())
-            named = _cards(await answer.body())
+        async with self._exchange("GET", "/models") as response:
+            if response.status != 200:
+                raise ValueError(await response.error_text())
+            named = _cards(await response.body())
         self._model = self._model or next(iter(named), "")
         if self._model not in named:
             raise ValueError(f"there is no model {self._model!r}; there are: {', '.join(named) or 'none'}")
@@ -114,13 +114,13 @@ class HttpServer:
             raise ValueError("this server says nothing of speculation: leave those settings out")
         return self._model
 
-    async def send(self, ask: Ask) -> AsyncGenerator[Delivery, None]:
+    async def send(self, request: BenchRequest) -> AsyncGenerator[Delivery, None]:
         """One completion, streamed."""
-        path = "/chat/completions" if ask.chat else "/completions"
-        async with self._exchange("POST", path, self._body(ask)) as answer:
-            if answer.status != 200:
-                raise ValueError(await answer.complaint())
-            async with aclosing(answer.lines()) as lines:
+        path = "/chat/completions" if request.chat else "/completions"
+        async with self._exchange("POST", path, self._body(request)) as response:
+            if response.status != 200:
+                raise ValueError(await response.error_text())
+            async with aclosing(response.lines()) as lines:
                 async for line in lines:
                     if not line.startswith(b"data:"):
                         continue
@@ -132,17 +132,19 @@ class HttpServer:
     async def close(self) -> None:
         """There is nothing to close."""
 
-    def _body(self, ask: Ask) -> dict[str, Any]:
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.temperature,
-            "seed": ask.seed,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        body |= {"messages": [{"role": "user", "content": ask.prompt}]} if ask.chat else {"prompt": ask.prompt}
-        if ask.ignore_eos:
+        body |= (
+            {"messages": [{"role": "user", "content": request.prompt}]} if request.chat else {"prompt": request.prompt}
+        )
+        if request.ignore_eos:
             body["ignore_eos"] = True
         if self._is_ours:
             settings = self._settings
@@ -155,7 +157,7 @@ class HttpServer:
         return body
 
     @asynccontextmanager
-    async def _exchange(self, method: str, path: str, body: Any = None) -> AsyncGenerator[Answer, None]:
+    async def _exchange(self, method: str, path: str, body: Any = None) -> AsyncGenerator[HttpResponse, None]:
         """A request on a new connection, and its answer up to the end of the headers."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls or None, limit=LINE_BYTES)
         try:
@@ -180,7 +182,7 @@ class HttpServer:
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-class Answer:
+class HttpResponse:
     """An answer whose body is still to be read."""
 
     def __init__(self, status: int, chunked: bool, reader: asyncio.StreamReader) -> None:
@@ -207,7 +209,7 @@ class Answer:
                 raise ValueError("the server's answer is too long")
         return body
 
-    async def complaint(self) -> str:
+    async def error_text(self) -> str:
         """What a refusal says, in one line."""
         body = await self.body()
         try:
@@ -230,7 +232,7 @@ class Answer:
             await self._reader.readline()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> Answer:
+async def _read_head(reader: asyncio.StreamReader) -> HttpResponse:
     """The status and how the body is framed."""
     first = await reader.readline()
     version, _, rest = first.decode("latin-1").partition(" ")
@@ -240,7 +242,7 @@ async def _read_head(reader: asyncio.StreamReader) -> Answer:
     while line := (await reader.readline()).strip():
         name, _, value = line.decode("latin-1").partition(":")
         chunked |= name.lower() == "transfer-encoding" and "chunked" in value.lower()
-    return Answer(int(rest[:3]), chunked, reader)
+    return HttpResponse(int(rest[:3]), chunked, reader)
 
 
 def _cards(body: bytes) -> dict[str, Any]:
@@ -280,7 +282,7 @@ def _delivery(chunk: dict[str, Any]) -> Delivery:
 INFO_S = 10.0
 
 
-class GrpcServer:
+class GrpcClient:
     """One connection. Nothing is tried again: what fails is to be seen."""
 
     def __init__(self, settings: BenchServeSettings) -> None:
@@ -297,15 +299,15 @@ class GrpcServer:
         info = await self._client.info(timeout=INFO_S)
         return f"{info.target.name} with {info.draft.name if info.draft else 'no draft'}"
 
-    async def send(self, ask: Ask) -> AsyncGenerator[Delivery, None]:
+    async def send(self, request: BenchRequest) -> AsyncGenerator[Delivery, None]:
         """One completion."""
-        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": ask.prompt}]} if ask.chat else {}
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]} if request.chat else {}
         parts = self._client.generate(
-            None if ask.chat else ask.prompt,
-            max_tokens=ask.max_tokens,
-            ignore_eos=ask.ignore_eos,
-            temperature=ask.temperature,
-            seed=ask.seed,
+            None if request.chat else request.prompt,
+            max_tokens=request.max_tokens,
+            ignore_eos=request.ignore_eos,
+            temperature=request.temperature,
+            seed=request.seed,
             **prompt,
             **self._options,
         )
@@ -360,22 +362,26 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench serve") 
 async def _run(settings: BenchServeSettings) -> tuple[str, list[Record]]:
     """What was loaded, and what was seen."""
     texts = read_texts(settings.prompts)
-    server = HttpServer(settings) if settings.base_url else GrpcServer(settings)
+    load_client = HttpClient(settings) if settings.base_url else GrpcClient(settings)
     try:
-        name = await server.describe()
-        asks = [
+        name = await load_client.describe()
+        requests = [
             _ask(settings, index, text) for index, text in enumerate(choose(texts, settings.requests, settings.seed))
         ]
         for index in range(settings.warmup):
-            record = await measure(server, asks[index % len(asks)], Record(index, 0.0), settings.timeout, _ignore)
+            record = await measure(
+                load_client, requests[index % len(requests)], Record(index, 0.0), settings.timeout, _ignore
+            )
             if record.error:
                 raise ValueError(f"a request to warm up failed: {record.error}")
         with _progress(settings) as tick:
             if settings.rate is not None:
-                return name, await open_loop(server, asks, settings.rate, settings.seed, settings.timeout, tick)
-            return name, await closed_loop(server, asks, settings.num_at_once, settings.timeout, tick)
+                return name, await open_loop(
+                    load_client, requests, settings.rate, settings.seed, settings.timeout, tick
+                )
+            return name, await closed_loop(load_client, requests, settings.num_at_once, settings.timeout, tick)
     finally:
-        await server.close()
+        await load_client.close()
 
 
 def _finish(settings: BenchServeSettings, server: str, records: Sequence[Record]) -> int:
@@ -390,8 +396,8 @@ def _finish(settings: BenchServeSettings, server: str, records: Sequence[Record]
     return 0 if result["completed"] else 1
 
 
-def _ask(settings: BenchServeSettings, index: int, text: str) -> Ask:
-    return Ask(
+def _ask(settings: BenchServeSettings, index: int, text: str) -> BenchRequest:
+    return BenchRequest(
         prompt=text,
         chat=settings.chat,
         max_tokens=settings.max_tokens,

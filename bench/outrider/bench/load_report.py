@@ -109,7 +109,7 @@ class BenchServeSettings(ServiceSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BenchRequest:
     """One request, as both protocols send it."""
 
     prompt: str
@@ -131,10 +131,10 @@ class Delivery:
     speculation: dict[str, Any] | None = None
 
 
-class Server(Protocol):
+class LoadClient(Protocol):
     """Whom requests are sent to."""
 
-    def send(self, ask: Ask) -> AsyncGenerator[Delivery, None]:
+    def send(self, request: BenchRequest) -> AsyncGenerator[Delivery, None]:
         """Yields what comes, as it comes. Raises OutriderError, OSError or ValueError where the request fails."""
 
 
@@ -195,39 +195,41 @@ class Record:
 
 
 async def open_loop(
-    server: Server, asks: Sequence[Ask], rate: float, seed: int, limit: float, tick: Tick
+    load_client: LoadClient, requests: Sequence[BenchRequest], rate: float, seed: int, limit: float, tick: Tick
 ) -> list[Record]:
     """Requests arrive by a Poisson process, however many are under way."""
     started = time.monotonic()
-    dues = [started + offset for offset in arrivals(len(asks), rate, seed)]
+    dues = [started + offset for offset in arrivals(len(requests), rate, seed)]
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for index, (ask, due) in enumerate(zip(asks, dues, strict=True)):
+        for index, (request, due) in enumerate(zip(requests, dues, strict=True)):
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            tasks.append(group.create_task(measure(server, ask, Record(index, due), limit, tick)))
+            tasks.append(group.create_task(measure(load_client, request, Record(index, due), limit, tick)))
     return [task.result() for task in tasks]
 
 
-async def closed_loop(server: Server, asks: Sequence[Ask], num_at_once: int, limit: float, tick: Tick) -> list[Record]:
+async def closed_loop(
+    load_client: LoadClient, requests: Sequence[BenchRequest], num_at_once: int, limit: float, tick: Tick
+) -> list[Record]:
     """As many clients, each of which sends its next request when its last one has ended."""
-    waiting = iter(enumerate(asks))
+    waiting = iter(enumerate(requests))
     records: list[Record] = []
 
     async def client() -> None:
-        for index, ask in waiting:
-            records.append(await measure(server, ask, Record(index, time.monotonic()), limit, tick))
+        for index, request in waiting:
+            records.append(await measure(load_client, request, Record(index, time.monotonic()), limit, tick))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(num_at_once, len(asks))):
+        for _ in range(min(num_at_once, len(requests))):
             group.create_task(client())
     return sorted(records, key=lambda record: record.index)
 
 
-async def measure(server: Server, ask: Ask, record: Record, limit: float, tick: Tick) -> Record:
+async def measure(load_client: LoadClient, request: BenchRequest, record: Record, limit: float, tick: Tick) -> Record:
     """Sends one request and follows it to its end. One that fails says why."""
     record.sent = time.monotonic()
     try:
-        async with asyncio.timeout(limit), aclosing(server.send(ask)) as deliveries:
+        async with asyncio.timeout(limit), aclosing(load_client.send(request)) as deliveries:
             async for delivery in deliveries:
                 record.take(delivery)
         if record.finish is None:

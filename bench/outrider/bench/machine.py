@@ -136,14 +136,14 @@ while os.getppid() == parent:
 """
 
 
-class CoresAwake:
-    """`with CoresAwake(wanted):`; where the system cannot do it, or it is not wanted, nothing happens."""
+class CoreSpinner:
+    """`with CoreSpinner(wanted):`; where the system cannot do it, or it is not wanted, nothing happens."""
 
     def __init__(self, wanted: bool = True) -> None:
         self._wanted = wanted and hasattr(os, "SCHED_IDLE")
         self._spinners: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> CoresAwake:
+    def __enter__(self) -> CoreSpinner:
         for core in sorted(os.sched_getaffinity(0)) if self._wanted else ():
             command = [sys.executable, "-S", "-E", "-c", SPIN, str(core), str(os.getpid())]
             self._spinners.append(subprocess.Popen(command, start_new_session=True))

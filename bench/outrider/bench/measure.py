@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from outrider.bench.worker import Worker
+from outrider.bench.worker import BenchWorker
 from outrider.cli.local_services import POLL_S, Folders, Service, Services, has_draft
 from outrider.cli.terminal import split_ids
 from outrider.client import Client, SpeculationStats
@@ -66,7 +66,7 @@ class Run:
         return self.steady_tokens_per_s * self.products_ms / (1e3 * batch * self.tokens_per_round)
 
 
-class Way(Protocol):
+class BenchBackend(Protocol):
     """A way of decoding."""
 
     @property
@@ -81,7 +81,7 @@ class Way(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayWay:
+class GatewayBackend:
     """Through our gateway, as a client sees it."""
 
     name: str
@@ -144,11 +144,11 @@ class GatewayWay:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerWay:
+class WorkerBackend:
     """Through a process that answers questions (see bench_worker)."""
 
     name: str
-    worker: Worker
+    worker: BenchWorker
     mode: str
     max_batch: int | None = None
 
@@ -239,7 +239,7 @@ class BenchSettings(ServiceSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
+class ServiceAddresses:
     """Where the services listen."""
 
     target: str
@@ -247,7 +247,7 @@ class Addresses:
     gateway: str
 
 
-def start_fleet(services: Services, folders: Folders, num_draft_tokens: int, timeout_s: float) -> Addresses:
+def start_fleet(services: Services, folders: Folders, num_draft_tokens: int, timeout_s: float) -> ServiceAddresses:
     """Starts target, draft and gateway, each with the threads that it takes by itself. The target keeps no prompts:
     nobody else does between runs."""
     target, draft = str(folders.target), str(folders.draft)
@@ -260,7 +260,7 @@ def start_fleet(services: Services, folders: Folders, num_draft_tokens: int, tim
         "--tokenizer", target, "--num-draft-tokens", str(num_draft_tokens), "--mode", "sequential",
     )  # fmt: skip
     services.wait(gateway, timeout_s)
-    return Addresses(verifier.address, drafter.address, gateway.address)
+    return ServiceAddresses(verifier.address, drafter.address, gateway.address)
 
 
 async def wait_for_draft(address: str, timeout_s: float) -> None:
@@ -279,7 +279,7 @@ START_S = 30.0
 
 
 async def measure_rounds(
-    addresses: Addresses,
+    addresses: ServiceAddresses,
     cell: Cell,
     prompts: Sequence[Sequence[int]],
     policy: Policy,
@@ -324,7 +324,7 @@ def summarise(rounds: Sequence[Round], gateway_ms: float) -> dict[str, float]:
     return parts
 
 
-async def _drive(addresses: Addresses, opens: Sequence[Open], policy: Policy) -> tuple[list[Round], float]:
+async def _drive(addresses: ServiceAddresses, opens: Sequence[Open], policy: Policy) -> tuple[list[Round], float]:
     """All rounds of all streams, and this process's computing time in seconds."""
     async with RemoteTargets([addresses.target]) as targets, RemoteDrafts([addresses.draft]) as drafts:
         end = time.monotonic() + START_S

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from outrider.bench.machine import CoresAwake, describe, share_cores
+from outrider.bench.machine import CoreSpinner, describe, share_cores
 from outrider.bench.network_draft import DraftWorker
 from outrider.bench.network_fleet import (
     AUTO,
@@ -34,10 +34,10 @@ from outrider.bench.network_fleet import (
     COLOCATED_ALL,
     PLAIN,
     SERVICES,
-    Batch,
     Network,
+    NetworkBatch,
     NetworkFleet,
-    ServicesWay,
+    ServicesBackend,
     Setup,
     batch_of,
     connect,
@@ -46,7 +46,7 @@ from outrider.bench.network_fleet import (
 )
 from outrider.bench.network_report import LOOPBACK, Block, Note, draw, measure_block, render
 from outrider.bench.report import PROMPTS, Json, dump, read_prompts, spread, store, title
-from outrider.bench.worker import WorkerFailed
+from outrider.bench.worker import BenchWorkerFailed
 from outrider.cli.local_services import Folders, ServiceFailed
 from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.pairs import pair_path
@@ -55,7 +55,7 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
-Mode = Literal["plain", "sequential", "chains", "branches", "auto", "colocated", "colocated-all"]
+NetworkMode = Literal["plain", "sequential", "chains", "branches", "auto", "colocated", "colocated-all"]
 FULL: dict[str, Any] = {
     "networks": ("0", "0v", "0.2v", "1", "5", "20", "5~2", "5!200"),
     "temperatures": (0.0, 0.7, 1.0),
@@ -80,7 +80,7 @@ class NetworkSettings(ServiceSettings):
         min_length=1,
         description="each way on each link: 5 (ms), 0.2v (of a verification; 0v: none), 5~2 (jitter), 5!200 (stalls)",
     )
-    modes: Annotated[tuple[Mode, ...], BeforeValidator(split_ids)] = Field(
+    modes: Annotated[tuple[NetworkMode, ...], BeforeValidator(split_ids)] = Field(
         ("plain", "sequential", "chains", "branches", "colocated", "colocated-all"),
         min_length=1,
         description="plain, sequential, chains, branches, auto, colocated (on the target's cores), colocated-all",
@@ -125,7 +125,7 @@ WITHIN_S = 0.05  # of the round that ends next: the moment has nothing to do wit
 
 
 @dataclass(slots=True)
-class Killer:
+class DraftKiller:
     """Kills the draft a while after a number of tokens."""
 
     draft: DraftWorker
@@ -155,7 +155,7 @@ async def measure_kills(
     for number in range(kills):
         k = fleet.setup.num_draft_tokens
         batch = batch_of([prompts[number % len(prompts)]], 1, 0.0, max_tokens, k, seed + number)
-        plain.append((await fleet.way(PLAIN, LOOPBACK, 0.0).run(batch)).ms_per_token)
+        plain.append((await fleet.backend(PLAIN, LOOPBACK, 0.0).run(batch)).ms_per_token)
         moment = rng.randint(max_tokens // 8, max_tokens // 2)
         after.append(await _after_kill(fleet, batch, moment, rng.uniform(0.0, WITHIN_S)))
         note(f"  {number + 1} of {kills}: plain {plain[-1]:.1f}, after the draft's end {after[-1]:.1f} ms a token")
@@ -166,14 +166,14 @@ async def measure_kills(
     }
 
 
-async def _after_kill(fleet: NetworkFleet, batch: Batch, after_tokens: int, wait_s: float) -> float:
+async def _after_kill(fleet: NetworkFleet, batch: NetworkBatch, after_tokens: int, wait_s: float) -> float:
     """A draft of its own is started, used and killed. Raises ValueError if the completion ended too early."""
     with start_draft(fleet.setup) as draft:
         await asyncio.to_thread(draft.wait, fleet.setup.timeout_s)
         async with connect(fleet.setup, fleet.target.address, draft.address) as gateway:
-            killer = Killer(draft, after_tokens, wait_s)
-            way = ServicesWay(gateway.engine, gateway.watcher, BRANCHES)
-            rounds = await way.stream(batch, 0, killer.on_round)
+            killer = DraftKiller(draft, after_tokens, wait_s)
+            backend = ServicesBackend(gateway.engine, gateway.watcher, BRANCHES)
+            rounds = await backend.stream(batch, 0, killer.on_round)
     return after_ms(rounds, killer.killed_at)
 
 
@@ -191,18 +191,18 @@ KEPT_AIM, FORM_AIM, COLOCATED_AIM, KILL_AIM, LOAD_AIM = 0.9, 0.9, 1.15, 0.95, 0.
 COLOCATED_COST, LOAD_STREAMS = 0.2, 32
 
 
-def judge(result: Json) -> Iterator[Json]:
+def check_aims(result: Json) -> Iterator[Json]:
     """Every aim that the result has the cells for: {"name", "value", "low", "high", "aim", "met"}."""
     for block in result["blocks"]:
         where = f"{title(block)}, draft cost {block['cost']:g}"
         for name, values, aim, never_below in _of_block(block):
-            yield _judged(f"{where}: {name}", values, aim, never_below)
+            yield _checked(f"{where}: {name}", values, aim, never_below)
     if result.get("kills"):
         values = result["kills"]["kept"]["values"]
-        yield _judged("speed after the draft was killed, over plain", values, KILL_AIM, never_below=True)
+        yield _checked("speed after the draft was killed, over plain", values, KILL_AIM, never_below=True)
 
 
-def _judged(name: str, values: Sequence[float], aim: float, never_below: bool) -> Json:
+def _checked(name: str, values: Sequence[float], aim: float, never_below: bool) -> Json:
     value, (low, high) = median(values), interval(values)
     return {
         "name": name,
@@ -261,7 +261,7 @@ DESCRIPTION = (
     "for each mode, beside plain decoding, co-located speculation and the closed forms."
 )
 MAX_TOKENS = 900  # of the completions in which a draft is killed
-FAILURES = (ServiceFailed, WorkerFailed, OutriderError, OSError, ValueError)
+FAILURES = (ServiceFailed, BenchWorkerFailed, OutriderError, OSError, ValueError)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider bench network") -> int:
@@ -314,11 +314,11 @@ async def _run(settings: NetworkSettings) -> Json:
         "blocks": [],
         "kills": None,
     }
-    with CoresAwake(settings.keep_awake):
+    with CoreSpinner(settings.keep_awake):
         _note("starting the services ...")
         async with start_network_fleet(setup, settings.modes, map(Network.parse, settings.networks)) as fleet:
             await _measure(settings, fleet, prompts, result)
-    result["aims"] = list(judge(result))
+    result["aims"] = list(check_aims(result))
     return result
 
 

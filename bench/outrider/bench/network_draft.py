@@ -16,14 +16,14 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from outrider.bench.worker import Send, Worker, take_output
+from outrider.bench.worker import BenchWorker, Send, take_output
 from outrider.cli.__main__ import main as run_command
 from outrider.cli.local_services import LISTENING
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.draft_rows import Drafted, DraftRows
+from outrider.proposers.draft_rows import DraftedToken, DraftRows
 
 
-class Pace:
+class PassPacer:
     """How long a pass takes at least. Set from any thread."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Pace:
         rows, as on a device whose memory is the limit."""
         run = DraftModelProposer.run
 
-        def paced(proposer: DraftModelProposer, rows: Sequence[DraftRows], num_passes: int) -> list[list[Drafted]]:
+        def paced(proposer: DraftModelProposer, rows: Sequence[DraftRows], num_passes: int) -> list[list[DraftedToken]]:
             end = time.perf_counter() + self.pass_s * num_passes
             drafted = run(proposer, rows, num_passes)
             time.sleep(max(0.0, end - time.perf_counter()))
@@ -43,7 +43,7 @@ class Pace:
         setattr(DraftModelProposer, "run", paced)  # noqa: B010  # for this process, on purpose
 
 
-class DraftWorker(Worker):
+class DraftWorker(BenchWorker):
     """This module as a process, seen from the bench."""
 
     def __init__(self, arguments: Sequence[str], cores: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class DraftWorker(Worker):
         self.address = ""
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when it listens. Raises WorkerFailed."""
+        """Returns when it listens. Raises BenchWorkerFailed."""
         self.address = self.receive(timeout_s)["address"]
 
     def set_pass_ms(self, pass_ms: float) -> None:
@@ -84,14 +84,14 @@ class Announcement(io.StringIO):
 def main(argv: Sequence[str]) -> int:
     """Serves until the input ends."""
     send = take_output()
-    pace = Pace()
+    pace = PassPacer()
     pace.stretch_passes()
     threading.Thread(target=_take_orders, args=(pace, send), daemon=True).start()
     with redirect_stdout(Announcement(send)):
         return run_command(["draft", *argv])
 
 
-def _take_orders(pace: Pace, send: Send) -> None:
+def _take_orders(pace: PassPacer, send: Send) -> None:
     for line in sys.stdin:
         pace.pass_s = json.loads(line)["pass_ms"] / 1e3
         send({"pass_ms": pace.pass_s * 1e3})

@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from outrider.bench.machine import Cores
 from outrider.bench.network_draft import DraftWorker
-from outrider.bench.worker import Worker, on_cores
+from outrider.bench.worker import BenchWorker, on_cores
 from outrider.cli.local_services import Folders, Service, Services
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
@@ -41,12 +41,12 @@ from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round
-from outrider.rpc.messages import DraftEvent, DraftInfo, Open, Piece
+from outrider.rpc.messages import DraftEvent, DraftInfo, DraftTokens, Open
 from outrider.rpc.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class RoundSummary:
     """One run, without each stream's first round, which holds the prompt."""
 
     ms_per_token: float  # of a stream
@@ -58,7 +58,7 @@ class Digest:
     hits: float | None  # share of rounds whose window had been drafted before the round began; None without drafts
 
 
-def digest(streams: Sequence[Sequence[Round]], branches: Sequence[Collection[int]] = ()) -> Digest:
+def summarise_rounds(streams: Sequence[Sequence[Round]], branches: Sequence[Collection[int]] = ()) -> RoundSummary:
     """Sums up all streams; `branches` are the chains of each that began as a branch. Raises ValueError where no
     stream has two rounds."""
     later = [closed for rounds in streams for closed in rounds[1:]]
@@ -70,7 +70,7 @@ def digest(streams: Sequence[Sequence[Round]], branches: Sequence[Collection[int
     tested = sum(min(closed.commit.num_accepted + 1, closed.commit.num_drafted) for closed in drafted)
     timed = [closed for closed in drafted if closed.draft_us]
     passes = sum(closed.commit.num_drafted for closed in timed)
-    return Digest(
+    return RoundSummary(
         ms_per_token=1e3 * sum(span for span, _ in spans) / sum(num for _, num in spans),
         tokens_per_round=_num_tokens(whole) / len(whole),
         accepted=sum(closed.commit.num_accepted for closed in drafted),
@@ -102,7 +102,7 @@ OnRound = Callable[[Round], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class NetworkBatch:
     """What is decoded in one run."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -111,29 +111,29 @@ class Batch:
     num_draft_tokens: int
 
 
-class Way(Protocol):
+class NetworkBackend(Protocol):
     """A way of decoding."""
 
-    async def run(self, batch: Batch) -> Digest:
+    async def run(self, batch: NetworkBatch) -> RoundSummary:
         """Decodes every prompt at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServicesWay:
+class ServicesBackend:
     """Through the gateway's engine and both services."""
 
     engine: GenerationEngine
     watcher: BranchWatcher
     mode: str
 
-    async def run(self, batch: Batch) -> Digest:
+    async def run(self, batch: NetworkBatch) -> RoundSummary:
         """All completions at once."""
         self.watcher.begun.clear()
         streams = await asyncio.gather(*(self.stream(batch, index) for index in range(len(batch.prompts))))
         ahead = self.mode not in (PLAIN, SEQUENTIAL)
-        return digest(streams, [self.watcher.begun.get(seed, set()) for seed in batch.seeds] if ahead else ())
+        return summarise_rounds(streams, [self.watcher.begun.get(seed, set()) for seed in batch.seeds] if ahead else ())
 
-    async def stream(self, batch: Batch, index: int, on_round: OnRound = lambda closed: None) -> list[Round]:
+    async def stream(self, batch: NetworkBatch, index: int, on_round: OnRound = lambda closed: None) -> list[Round]:
         """One completion's rounds. `auto` chooses the number of drafted tokens, too."""
         k = None if self.mode == AUTO else batch.num_draft_tokens
         speculation = SpeculationOptions(num_draft_tokens=k, mode=self.mode)
@@ -152,13 +152,13 @@ class ServicesWay:
 
 
 @dataclass(frozen=True, slots=True)
-class ColocatedWay:
+class ColocatedBackend:
     """In one process, in turn."""
 
-    worker: Worker
+    worker: BenchWorker
     pass_ms: float
 
-    async def run(self, batch: Batch) -> Digest:
+    async def run(self, batch: NetworkBatch) -> RoundSummary:
         """One question, one answer."""
         question = {
             "prompts": batch.prompts,
@@ -167,13 +167,13 @@ class ColocatedWay:
             "k": batch.num_draft_tokens,
             "pass_ms": self.pass_ms,
         }
-        return Digest(**await asyncio.to_thread(self.worker.ask, question))
+        return RoundSummary(**await asyncio.to_thread(self.worker.ask, question))
 
 
 CROSSING = ("temperature", "max_tokens", "ignore_eos")  # of the sampling parameters
 
 
-def sampling_of(batch: Batch, index: int) -> SamplingParams:
+def sampling_of(batch: NetworkBatch, index: int) -> SamplingParams:
     """A stream's own parameters."""
     fields: dict[str, Any] = {name: getattr(batch.sampling, name) for name in CROSSING}
     return SamplingParams(**fields, seed=batch.seeds[index])
@@ -201,7 +201,7 @@ class BranchWatcher:
         begun = self.begun.setdefault(request.seed, set())
 
         def listen(event: DraftEvent | Lost) -> None:
-            if isinstance(event, Piece) and event.parent is not None:
+            if isinstance(event, DraftTokens) and event.parent is not None:
                 begun.add(event.chain)
             on_event(event)
 
@@ -210,9 +210,9 @@ class BranchWatcher:
 
 def batch_of(
     prompts: Sequence[Sequence[int]], streams: int, temperature: float, max_tokens: int, k: int, seed: int
-) -> Batch:
+) -> NetworkBatch:
     """Prompts are used again where there are more streams."""
-    return Batch(
+    return NetworkBatch(
         prompts=tuple(tuple(prompts[index % len(prompts)]) for index in range(streams)),
         seeds=tuple(seed * 1000 + index for index in range(streams)),
         sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True),
@@ -284,7 +284,7 @@ class Stalls:
         return self._rng.expovariate(1 / STALL_EVERY_S)
 
 
-class Direction:
+class LinkDirection:
     """One direction of a link, as of one change of its conditions."""
 
     def __init__(self, delay_s: float, jitter_s: float, stalls: Stalls, seed: int) -> None:
@@ -329,10 +329,10 @@ class NetworkFleet:
     setup: Setup
     target: Service
     draft: DraftWorker
-    proxy: Worker
+    proxy: BenchWorker
     direct: Gateway
     proxied: dict[str, Gateway]  # one for each network, since its controller learns what it is like
-    colocated: dict[str, Worker]
+    colocated: dict[str, BenchWorker]
 
     async def set_network(self, network: Network, verify_ms: float, seed: int) -> None:
         """From now on between the proxied services."""
@@ -348,19 +348,19 @@ class NetworkFleet:
         """How long a pass of the draft service takes at least."""
         await asyncio.to_thread(self.draft.set_pass_ms, pass_ms)
 
-    def way(self, mode: str, network: Network, pass_ms: float) -> Way:
+    def backend(self, mode: str, network: Network, pass_ms: float) -> NetworkBackend:
         """A mode over a network; loopback alone goes around the proxies."""
         if mode in self.colocated:
-            return ColocatedWay(self.colocated[mode], pass_ms)
+            return ColocatedBackend(self.colocated[mode], pass_ms)
         gateway = self.direct if network.is_direct else self.proxied[network.name]
-        return ServicesWay(gateway.engine, gateway.watcher, mode)
+        return ServicesBackend(gateway.engine, gateway.watcher, mode)
 
 
 @asynccontextmanager
 async def start_network_fleet(
     setup: Setup, modes: Sequence[str], networks: Iterable[Network]
 ) -> AsyncIterator[NetworkFleet]:
-    """Starts all that the modes and networks need, and ends it. Raises ServiceFailed or WorkerFailed."""
+    """Starts all that the modes and networks need, and ends it. Raises ServiceFailed or BenchWorkerFailed."""
     async with AsyncExitStack() as stack:
         services = stack.enter_context(Services())
         target = _start_target(services, setup)
@@ -409,17 +409,17 @@ def _start_target(services: Services, setup: Setup) -> Service:
         return services.start("target", [*arguments, *(["--expand"] if setup.expand else [])])
 
 
-def _colocated(setup: Setup, name: str) -> Worker:
+def _colocated(setup: Setup, name: str) -> BenchWorker:
     """On the target's cores, as where both models share the large device, or on all that the services have."""
     cores = setup.cores.target if name == COLOCATED else ()
     threads = setup.cores.target_threads if name == COLOCATED else setup.cores.num_all
     folders = [str(setup.folders.target), str(setup.folders.draft)]
     command = [sys.executable, "-m", "outrider.bench.network_colocated", *folders, str(threads)]
-    return Worker(name, [*command, *(["expand"] if setup.expand else [])], cores)
+    return BenchWorker(name, [*command, *(["expand"] if setup.expand else [])], cores)
 
 
-def _start_proxy(*upstreams: str) -> Worker:
-    return Worker("proxy", [sys.executable, "-m", "outrider.bench.network_proxy", *upstreams])
+def _start_proxy(*upstreams: str) -> BenchWorker:
+    return BenchWorker("proxy", [sys.executable, "-m", "outrider.bench.network_proxy", *upstreams])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from outrider.bench.network_fleet import Direction, Stalls
-from outrider.bench.worker import answer_questions
+from outrider.bench.network_fleet import LinkDirection, Stalls
+from outrider.bench.worker import serve_requests
 
 CHUNK = 1 << 16
 START_S = 10.0
@@ -35,7 +35,9 @@ class DelayProxy:
     def set_conditions(self, delay_ms: float, jitter_ms: float, stall_ms: float, seed: int) -> None:
         """For all that enters from now on. Both directions stall together. Called from any thread."""
         stalls = Stalls(stall_ms / 1e3, time.monotonic(), seed)
-        self._directions = tuple(Direction(delay_ms / 1e3, jitter_ms / 1e3, stalls, 2 * seed + way) for way in range(2))
+        self._directions = tuple(
+            LinkDirection(delay_ms / 1e3, jitter_ms / 1e3, stalls, 2 * seed + direction) for direction in range(2)
+        )
 
     async def start(self) -> str:
         """Listens on a free port; returns the address."""
@@ -56,14 +58,14 @@ class DelayProxy:
         except OSError:  # nobody listens there (any more)
             writer.close()
             return
-        for way, (source, sink) in enumerate(((reader, back), (there, writer))):
+        for direction, (source, sink) in enumerate(((reader, back), (there, writer))):
             queue: Queue = asyncio.Queue()
-            for pump in (self._take(source, queue, way), _give(queue, sink)):
+            for pump in (self._take(source, queue, direction), _give(queue, sink)):
                 task = asyncio.create_task(pump)
                 self._pumps.add(task)
                 task.add_done_callback(self._pumps.discard)
 
-    async def _take(self, source: asyncio.StreamReader, queue: Queue, way: int) -> None:
+    async def _take(self, source: asyncio.StreamReader, queue: Queue, direction: int) -> None:
         """Stamps what arrives with when it may leave; nothing at all is the end."""
         data = b"."
         while data:
@@ -71,7 +73,7 @@ class DelayProxy:
                 data = await source.read(CHUNK)
             except OSError:
                 data = b""
-            queue.put_nowait((self._directions[way].due(time.monotonic()), data))
+            queue.put_nowait((self._directions[direction].due(time.monotonic()), data))
 
 
 async def _give(queue: Queue, sink: asyncio.StreamWriter) -> None:
@@ -125,4 +127,4 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 if __name__ == "__main__":
-    sys.exit(answer_questions(lambda: make_handler(sys.argv[1:])))
+    sys.exit(serve_requests(lambda: make_handler(sys.argv[1:])))

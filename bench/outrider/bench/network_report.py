@@ -21,11 +21,11 @@ from outrider.bench.network_fleet import (
     COLOCATED_ALL,
     PLAIN,
     SEQUENTIAL,
-    Batch,
     Costs,
-    Digest,
     Network,
+    NetworkBatch,
     NetworkFleet,
+    RoundSummary,
     batch_of,
     branches,
     chains,
@@ -93,7 +93,7 @@ def _number(value: float | None) -> str:
 SETTLING = 3  # runs before a block
 
 Note = Callable[[str], None]
-Cell = tuple[str, Network]
+NetworkCell = tuple[str, Network]
 LOOPBACK = Network.parse("0")
 ON_NO_NETWORK = (PLAIN, COLOCATED, COLOCATED_ALL)  # what a network changes nothing about, or hides in credit
 
@@ -110,18 +110,18 @@ class Block:
     num_draft_tokens: int
     max_tokens: int
 
-    def cells(self) -> Iterator[Cell]:
+    def cells(self) -> Iterator[NetworkCell]:
         """Every mode over every network that matters to it."""
         for mode in self.modes:
             yield from ((mode, network) for network in ((LOOPBACK,) if mode in ON_NO_NETWORK else self.networks))
 
-    def batch(self, prompts: Sequence[Sequence[int]], seed: int) -> Batch:
+    def batch(self, prompts: Sequence[Sequence[int]], seed: int) -> NetworkBatch:
         """The runs of one repeat."""
         return batch_of(prompts, self.streams, self.temperature, self.max_tokens, self.num_draft_tokens, seed)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MeasuredPace:
     """What a verification took before the block, and how long that makes a draft's pass."""
 
     verify_ms: float
@@ -134,33 +134,35 @@ async def measure_block(
     """All repeats of a block."""
     pace = await _settle(fleet, block, prompts, seed)
     cells, order, foreign = list(block.cells()), random.Random(seed), ForeignLoad()
-    runs: dict[Cell, list[Digest]] = {cell: [] for cell in cells}
+    runs: dict[NetworkCell, list[RoundSummary]] = {cell: [] for cell in cells}
     for repeat in range(repeats):
         for mode, network in order.sample(cells, len(cells)):
             if not network.is_direct:
                 await fleet.set_network(network, pace.verify_ms, seed + repeat)
-            way = fleet.way(mode, network, pace.pass_ms)
-            runs[mode, network].append(await way.run(block.batch(prompts, seed + repeat)))
+            backend = fleet.backend(mode, network, pace.pass_ms)
+            runs[mode, network].append(await backend.run(block.batch(prompts, seed + repeat)))
         done = ", ".join(f"{mode} {network.name}: {own[-1].ms_per_token:.1f}" for (mode, network), own in runs.items())
         note(f"  {repeat + 1} of {repeats}: {done} ms a token")
     return describe(block, pace, runs, foreign.cpus())
 
 
-async def _settle(fleet: NetworkFleet, block: Block, prompts: Sequence[Sequence[int]], seed: int) -> Pace:
+async def _settle(fleet: NetworkFleet, block: Block, prompts: Sequence[Sequence[int]], seed: int) -> MeasuredPace:
     """Warms everything up, and stretches the draft's passes to their length."""
     batch = block.batch(prompts, seed)
     await fleet.set_pass_ms(0.0)
-    way = fleet.way(SEQUENTIAL, LOOPBACK, 0.0)
-    await way.run(batch)
-    verify_ms = min([(await way.run(batch)).verify_ms for _ in range(SETTLING)])  # no pace is set by a busy moment
-    pace = Pace(verify_ms, block.cost * verify_ms)
+    backend = fleet.backend(SEQUENTIAL, LOOPBACK, 0.0)
+    await backend.run(batch)
+    verify_ms = min([(await backend.run(batch)).verify_ms for _ in range(SETTLING)])  # no pace is set by a busy moment
+    pace = MeasuredPace(verify_ms, block.cost * verify_ms)
     await fleet.set_pass_ms(pace.pass_ms)
     for name in fleet.colocated.keys() & block.modes:
-        await fleet.way(name, LOOPBACK, pace.pass_ms).run(batch)
+        await fleet.backend(name, LOOPBACK, pace.pass_ms).run(batch)
     return pace
 
 
-def describe(block: Block, pace: Pace, runs: dict[Cell, list[Digest]], foreign_cpus: float | None) -> Json:
+def describe(
+    block: Block, pace: MeasuredPace, runs: dict[NetworkCell, list[RoundSummary]], foreign_cpus: float | None
+) -> Json:
     """A block as JSON holds it."""
     pass_ms = _pass_ms(runs) or pace.pass_ms
     plain = [run.ms_per_token for (mode, _), own in runs.items() if mode == PLAIN for run in own]
@@ -182,7 +184,13 @@ def describe(block: Block, pace: Pace, runs: dict[Cell, list[Digest]], foreign_c
 
 
 def _describe_cell(
-    mode: str, network: Network, runs: Sequence[Digest], pace: Pace, pass_ms: float, plain_ms: float, k: int
+    mode: str,
+    network: Network,
+    runs: Sequence[RoundSummary],
+    pace: MeasuredPace,
+    pass_ms: float,
+    plain_ms: float,
+    k: int,
 ) -> Json:
     tested = sum(run.tested for run in runs)
     costs = Costs(
@@ -215,7 +223,7 @@ def form_ms(mode: str, costs: Costs, round_trip_ms: float, hits: float, plain_ms
     return branches(costs, round_trip_ms, hits, plain_ms) if mode == BRANCHES else None
 
 
-def _pass_ms(runs: dict[Cell, list[Digest]]) -> float:
+def _pass_ms(runs: dict[NetworkCell, list[RoundSummary]]) -> float:
     """A draft's pass where nothing else is drafted beside the chain."""
     known = [run.pass_ms for (mode, _), own in runs.items() if mode in (SEQUENTIAL, COLOCATED) for run in own]
     return median(known) if known else 0.0

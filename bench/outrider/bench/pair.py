@@ -16,14 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from outrider.bench.machine import CoresAwake, ForeignLoad, Machine, describe
+from outrider.bench.machine import CoreSpinner, ForeignLoad, Machine, describe
 from outrider.bench.measure import (
-    Addresses,
+    BenchBackend,
     BenchSettings,
     Cell,
-    GatewayWay,
+    GatewayBackend,
     Run,
-    Way,
+    ServiceAddresses,
     measure_rounds,
     start_fleet,
     wait_for_draft,
@@ -45,7 +45,7 @@ from outrider.bench.report import (
     store,
     title,
 )
-from outrider.bench.worker import Worker, WorkerFailed
+from outrider.bench.worker import BenchWorker, BenchWorkerFailed
 from outrider.bench.workers import start_floor, start_peers
 from outrider.cli.local_services import Folders, ServiceFailed, Services
 from outrider.cli.terminal import load_tokenizer, parse
@@ -62,9 +62,16 @@ class Schedule:
     """Measures cells. `floor` answers what bench_floor's worker does."""
 
     def __init__(
-        self, ways: Sequence[Way], floor: Worker, *, repeats: int, max_tokens: int, floor_passes: int, seed: int
+        self,
+        backends: Sequence[BenchBackend],
+        floor: BenchWorker,
+        *,
+        repeats: int,
+        max_tokens: int,
+        floor_passes: int,
+        seed: int,
     ) -> None:
-        self._ways = ways
+        self._backends = backends
         self._floor = floor
         self._repeats = repeats
         self._max_tokens = max_tokens
@@ -74,25 +81,27 @@ class Schedule:
 
     def measure(self, cell: Cell, prompts: Sequence[Sequence[int]], note: Note) -> Json:
         """All repeats of a cell, after one of each way that counts for nothing."""
-        ways = [way for way in self._ways if way.fits(cell)]
+        backends = [backend for backend in self._backends if backend.fits(cell)]
         batch = prompts[: cell.batch]
-        rows = {way.name: way.decode(cell, batch, self._max_tokens, self._seed).rows for way in ways}
+        rows = {backend.name: backend.decode(cell, batch, self._max_tokens, self._seed).rows for backend in backends}
         before, foreign = self._floor.ask({}), ForeignLoad()
-        runs: dict[str, list[Run]] = {way.name: [] for way in ways}
+        runs: dict[str, list[Run]] = {backend.name: [] for backend in backends}
         for repeat in range(self._repeats):
-            for way in self._order.sample(ways, len(ways)):
-                run = self._run(way, cell, batch, self._seed + repeat, rows[way.name])
-                runs[way.name].append(run)
-                rows[way.name] = run.rows
+            for backend in self._order.sample(backends, len(backends)):
+                run = self._run(backend, cell, batch, self._seed + repeat, rows[backend.name])
+                runs[backend.name].append(run)
+                rows[backend.name] = run.rows
             speeds = ", ".join(f"{name} {own[-1].tokens_per_s:.1f}" for name, own in runs.items())
             note(f"  {repeat + 1} of {self._repeats}: {speeds} tokens/s")
         others = foreign.cpus()
         return describe_block(cell, runs, before, self._floor.ask({}), others)
 
-    def _run(self, way: Way, cell: Cell, prompts: Sequence[Sequence[int]], seed: int, last_rows: int) -> Run:
+    def _run(
+        self, backend: BenchBackend, cell: Cell, prompts: Sequence[Sequence[int]], seed: int, last_rows: int
+    ) -> Run:
         """One run, between two measurements of its floor: with the rows of the way's last run, and with its own."""
         times = self._products(last_rows)
-        run = way.decode(cell, prompts, self._max_tokens, seed)
+        run = backend.decode(cell, prompts, self._max_tokens, seed)
         times += self._products(run.rows)
         run.products_ms = median(times) if times else None
         return run
@@ -110,7 +119,7 @@ DESCRIPTION = (
     "server that runs: outrider bench serve."
 )
 ROUND_REPEATS = 3  # batches of which every round is looked at
-FAILURES = (ServiceFailed, WorkerFailed, OutriderError, OSError, ValueError)
+FAILURES = (ServiceFailed, BenchWorkerFailed, OutriderError, OSError, ValueError)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int:
@@ -130,7 +139,7 @@ def run(settings: BenchSettings) -> Json:
     """Every cell."""
     machine = describe()
     with ExitStack() as stack:
-        stack.enter_context(CoresAwake(settings.keep_awake))
+        stack.enter_context(CoreSpinner(settings.keep_awake))
         folders, pair = _folders(settings, stack)
         prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
         services = stack.enter_context(Services())
@@ -139,28 +148,28 @@ def run(settings: BenchSettings) -> Json:
         floor = start_floor(stack, folders.target, settings.start_timeout)
         peers = start_peers(stack, settings, folders)
         fleet = start_fleet(services, folders, settings.num_draft_tokens, settings.start_timeout)
-        ways = [*our_ways(runner, fleet.gateway, settings), *peers]
+        backends = [*our_backends(runner, fleet.gateway, settings), *peers]
         runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
         result = _result(settings, machine, pair, len(prompts[0]))
         for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
             _note(title(asdict(cell)))
-            result["blocks"].append(_block(settings, cell, ways, floor, fleet, runner, prompts))
+            result["blocks"].append(_block(settings, cell, backends, floor, fleet, runner, prompts))
     return result
 
 
-def our_ways(runner: asyncio.Runner, address: str, settings: BenchSettings) -> list[Way]:
+def our_backends(runner: asyncio.Runner, address: str, settings: BenchSettings) -> list[BenchBackend]:
     """Those that are asked for: the loop in turn under both rules, ahead of the verification, and what a gateway does
     unless told otherwise."""
     k = settings.num_draft_tokens
-    ways = {
-        "plain": GatewayWay(PLAIN, runner, address, 0),
-        "rejection": GatewayWay(REJECTION, runner, address, k, AcceptanceRule.REJECTION),
-        "coupled": GatewayWay(COUPLED, runner, address, k, AcceptanceRule.COUPLED),
-        "chains": GatewayWay(CHAINS, runner, address, k, AcceptanceRule.AUTO, mode="chains"),
-        "branches": GatewayWay(BRANCHES, runner, address, k, AcceptanceRule.AUTO, mode="branches"),
-        "auto": GatewayWay(AUTO, runner, address, k, AcceptanceRule.AUTO, mode="auto"),
+    backends = {
+        "plain": GatewayBackend(PLAIN, runner, address, 0),
+        "rejection": GatewayBackend(REJECTION, runner, address, k, AcceptanceRule.REJECTION),
+        "coupled": GatewayBackend(COUPLED, runner, address, k, AcceptanceRule.COUPLED),
+        "chains": GatewayBackend(CHAINS, runner, address, k, AcceptanceRule.AUTO, mode="chains"),
+        "branches": GatewayBackend(BRANCHES, runner, address, k, AcceptanceRule.AUTO, mode="branches"),
+        "auto": GatewayBackend(AUTO, runner, address, k, AcceptanceRule.AUTO, mode="auto"),
     }
-    return [ways[mode] for mode in settings.modes]
+    return [backends[mode] for mode in settings.modes]
 
 
 def finish(settings: BenchSettings, result: Json) -> None:
@@ -182,15 +191,15 @@ def finish(settings: BenchSettings, result: Json) -> None:
 def _block(
     settings: BenchSettings,
     cell: Cell,
-    ways: Sequence[Way],
-    floor: Worker,
-    fleet: Addresses,
+    backends: Sequence[BenchBackend],
+    floor: BenchWorker,
+    fleet: ServiceAddresses,
     runner: asyncio.Runner,
     prompts: Sequence[Sequence[int]],
 ) -> Json:
     """One cell, and where our rounds' time goes."""
     schedule = Schedule(
-        ways,
+        backends,
         floor,
         repeats=settings.repeats,
         max_tokens=settings.max_tokens,
@@ -198,18 +207,18 @@ def _block(
         seed=settings.seed,
     )
     block = schedule.measure(cell, prompts, _note)
-    for way in ways:
-        if isinstance(way, GatewayWay) and way.mode == "sequential" and way.name in block["ways"]:
+    for backend in backends:
+        if isinstance(backend, GatewayBackend) and backend.mode == "sequential" and backend.name in block["ways"]:
             measured = measure_rounds(
                 fleet,
                 cell,
                 prompts[: cell.batch],
-                Policy(way.num_draft_tokens),
-                way.acceptance,
+                Policy(backend.num_draft_tokens),
+                backend.acceptance,
                 settings.max_tokens,
                 range(settings.seed, settings.seed + min(ROUND_REPEATS, settings.repeats)),
             )
-            block["ways"][way.name]["round_ms"] = runner.run(measured)
+            block["ways"][backend.name]["round_ms"] = runner.run(measured)
     return block
 
 

@@ -22,7 +22,7 @@ from outrider.bench.machine import describe
 from outrider.bench.report import Json, dump
 from outrider.engine.model_runner import build_runner
 from outrider.pairs import pair_path
-from outrider.rpc.messages import Close, Commit, Credit, Open, Piece, TargetCommand, TargetEvent
+from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Open, TargetCommand, TargetEvent
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.boot import limits_of, load, new_engine, runner_options
 from outrider.target_service.engine import StreamCommand, StreamEnded, TargetEngine
@@ -49,7 +49,7 @@ class Driver:
     times: dict[int, list[float]] = field(default_factory=dict)  # of each stream's commits
     references: dict[int, list[int]] = field(default_factory=dict)
     num_prompts: int = 0
-    drafted: list[Piece | Credit] = field(default_factory=list)  # for the next step
+    drafted: list[DraftTokens | Credit] = field(default_factory=list)  # for the next step
 
     def ids(self, count: int) -> tuple[int, ...]:
         """A text of its own, which no prefix cache knows."""
@@ -118,7 +118,7 @@ class Driver:
         done, k = len(self.texts[number]), self.num_draft_tokens
         right = self.references[number][done : done + k]
         ids = tuple(token if self.rng.random() < HIT else self.rng.randrange(1, self.vocab_size) for token in right)
-        piece = Piece(number, done, STREAM_PROMPT + done, ids)
+        piece = DraftTokens(number, done, STREAM_PROMPT + done, ids)
         self.drafted += [piece, Credit(number, STREAM_PROMPT + done + k + 1, k, PATIENCE_MS)]
 
 

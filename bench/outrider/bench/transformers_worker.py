@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.bench.worker import answer_questions
+from outrider.bench.worker import serve_requests
 
 LOOKUP_NGRAM = 2
 
@@ -62,4 +62,4 @@ def _load(folder: Path) -> Any:
 
 if __name__ == "__main__":
     target_folder, draft_folder, num_threads, k = sys.argv[1:5]
-    sys.exit(answer_questions(lambda: make_handler(Path(target_folder), Path(draft_folder), int(num_threads), int(k))))
+    sys.exit(serve_requests(lambda: make_handler(Path(target_folder), Path(draft_folder), int(num_threads), int(k))))

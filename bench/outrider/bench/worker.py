@@ -20,7 +20,7 @@ END_S = 10.0
 Send = Callable[[dict[str, Any]], None]
 
 
-class WorkerFailed(Exception):
+class BenchWorkerFailed(Exception):
     """A worker ended, said nothing in time, or answered with an error."""
 
 
@@ -38,7 +38,7 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-class Worker:
+class BenchWorker:
     """One process. It ends when its input does, so it never outlives this one. With `pauses` it and what it starts
     stand still between questions: some engines poll while they are idle."""
 
@@ -70,31 +70,31 @@ class Worker:
         self.close()
 
     def receive(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """The next answer. Raises WorkerFailed."""
+        """The next answer. Raises BenchWorkerFailed."""
         out = self._process.stdout
         if out is None:
-            raise WorkerFailed(f"{self.name} has no output")
+            raise BenchWorkerFailed(f"{self.name} has no output")
         with selectors.DefaultSelector() as selector:
             selector.register(out, selectors.EVENT_READ)
             line = out.readline() if selector.select(timeout_s) else b""
         if not line:
-            raise WorkerFailed(f"{self.name} did not answer. Its last lines:\n{self._tail()}")
+            raise BenchWorkerFailed(f"{self.name} did not answer. Its last lines:\n{self._tail()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise WorkerFailed(f"{self.name}: {answer['error']}")
+            raise BenchWorkerFailed(f"{self.name}: {answer['error']}")
         self._signal(signal.SIGSTOP)
         return answer
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a question and waits for the answer."""
         if self._process.stdin is None:
-            raise WorkerFailed(f"{self.name} has no input")
+            raise BenchWorkerFailed(f"{self.name} has no input")
         self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise WorkerFailed(f"{self.name} has ended. Its last lines:\n{self._tail()}") from error
+            raise BenchWorkerFailed(f"{self.name} has ended. Its last lines:\n{self._tail()}") from error
         return self.receive()
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ def take_output() -> Send:
     return send
 
 
-def answer_questions(make: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> int:
+def serve_requests(make: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> int:
     """The worker's side: makes the handler, says that it is ready, answers until the input ends."""
     send = take_output()
     try:

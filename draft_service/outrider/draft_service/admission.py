@@ -15,12 +15,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Link, Tracer
 
 from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey
-from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.base import ProposerState, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.draft_rows import DraftLaw, DraftRule
+from outrider.proposers.draft_rows import DraftRule, DraftSampling
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
@@ -70,7 +70,7 @@ class ModelMethod:
     """The draft model, and what bounds the sequences that it drafts for."""
 
     proposer: DraftModelProposer
-    cache: SequenceCache
+    cache: KVCacheManager
     eos_token_ids: tuple[int, ...] = ()
 
     @property
@@ -156,7 +156,7 @@ def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod) -> M
         )
     except ValueError as error:
         raise InvalidArgument(str(error)) from error
-    return ModelState(sampler, DraftLaw(_rule(request), RandomKey(request.seed, request.completion)))
+    return ModelState(sampler, DraftSampling(_rule(request), RandomKey(request.seed, request.completion)))
 
 
 def _rule(request: Open) -> DraftRule:

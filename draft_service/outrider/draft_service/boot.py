@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 
 from outrider.draft_service.admission import ModelMethod, installed_tracer, make_methods
-from outrider.draft_service.engine import DraftEngine, EngineCommand
+from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import SERVICE, DraftServicer, register
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.batch import StepLimits
-from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions, build_runner
-from outrider.engine.worker import DeviceThread, set_switch_interval
+from outrider.engine.worker import Worker, set_switch_interval
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.ngram import NgramProposer
@@ -45,7 +45,7 @@ async def serve(settings: DraftSettings) -> None:
     settings = await asyncio.to_thread(located, settings)
     methods, info = await asyncio.to_thread(load_methods, settings)
     engine = DraftEngine(make_methods(methods), settings.max_sequences, settings.max_rows, tracer=installed_tracer())
-    thread: DeviceThread[EngineCommand] = DeviceThread(engine, "draft-device", threads, settings.device)
+    thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
     servicer = DraftServicer(thread, Outboxes(asyncio.get_running_loop()), info)
     try:
         server = build_server(
@@ -63,7 +63,7 @@ async def serve(settings: DraftSettings) -> None:
         await asyncio.to_thread(stop_tracing)
 
 
-def build_health(engine: DraftEngine, thread: DeviceThread[EngineCommand]) -> HealthMonitor:
+def build_health(engine: DraftEngine, thread: Worker[DraftEngineCommand]) -> HealthMonitor:
     """SERVING once the model answered a forward, and while no step hangs."""
 
     async def probe() -> None:
@@ -114,7 +114,7 @@ def runner_options(settings: DraftSettings) -> RunnerOptions:
 def build_model_method(loaded: LoadedModel, options: RunnerOptions) -> ModelMethod:
     """The model over a cache of its own."""
     runner = build_runner(loaded.model, options)
-    cache = SequenceCache(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
+    cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
     return ModelMethod(DraftModelProposer(runner), cache, loaded.eos_token_ids)
 
 

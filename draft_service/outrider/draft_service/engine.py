@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from opentelemetry.trace import Tracer
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, record_step
-from outrider.draft_service.scheduler import Grower, Growth, Scheduler, note_alternatives, rows_of
+from outrider.draft_service.scheduler import BranchPlanner, BranchStep, DraftScheduler, note_top_tokens, rows_of
 from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey
-from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.worker import require_device
-from outrider.proposers.draft_rows import Drafted, DraftRows
+from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
 from outrider.rpc.messages import (
     Close,
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[Sequence[DraftEvent]], None]  # called on the device thread
 RETRY_AFTER_MS = 1000
-MAX_GROWING = 64  # branches in one pass, over all sequences
+MAX_BRANCH_STEPS = 64  # branches in one pass, over all sequences
 STALLED_S = 0.01  # pause when nothing could run though something wants to
 
 
@@ -63,11 +63,11 @@ class Deliver:
     messages: Sequence[DraftCommand]
 
 
-EngineCommand = Attach | Detach | Deliver
+DraftEngineCommand = Attach | Detach | Deliver
 
 
 class DraftEngine:
-    """The worker of a DeviceThread; every method runs on that thread."""
+    """Run by a Worker: every method runs on its thread."""
 
     def __init__(
         self, methods: Methods, max_sequences: int = 256, max_rows: int = 512, tracer: Tracer | None = None
@@ -75,10 +75,10 @@ class DraftEngine:
         self._methods = methods
         self._model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
         # Token-only methods hold no blocks.
-        self._cache = self._model.cache if self._model else SequenceCache(BlockPool(0), prefix_cache=False)
-        self._scheduler = Scheduler(self._cache, max_rows)
+        self._cache = self._model.cache if self._model else KVCacheManager(BlockPool(0), prefix_cache=False)
+        self._scheduler = DraftScheduler(self._cache, max_rows)
         copy_blocks = self._model.proposer.runner.copy_blocks if self._model else None
-        self._grower = Grower(self._cache, copy_blocks) if copy_blocks else None
+        self._branch_planner = BranchPlanner(self._cache, copy_blocks) if copy_blocks else None
         self._max_sequences = max_sequences
         self._tracer = tracer
         self._sinks: dict[int, Sink] = {}
@@ -93,7 +93,7 @@ class DraftEngine:
         """The open sequences."""
         return self._sequences
 
-    def handle(self, command: EngineCommand) -> None:
+    def handle(self, command: DraftEngineCommand) -> None:
         """Applies a command; what it answers leaves with the next step."""
         match command:
             case Attach():
@@ -111,11 +111,11 @@ class DraftEngine:
         self._match_tokens()
         drafts = [self._suspects.pop(0)] if self._suspects else list(self._sequences.values())
         steps = self._scheduler.plan(drafts) if self._model else []
-        growing = self._grower.plan(drafts, MAX_GROWING) if self._grower else []
-        if self._model and (steps or growing):
-            self._draft(self._model, steps, growing)
+        branch_steps = self._branch_planner.plan(drafts, MAX_BRANCH_STEPS) if self._branch_planner else []
+        if self._model and (steps or branch_steps):
+            self._draft(self._model, steps, branch_steps)
         self._flush()
-        if steps or growing or self._suspects or (self._model and self._prepare(self._model)):
+        if steps or branch_steps or self._suspects or (self._model and self._prepare(self._model)):
             return 0.0
         if any(draft.wants_tokens for draft in self._sequences.values()):
             return STALLED_S
@@ -192,25 +192,27 @@ class DraftEngine:
                 draft.add_weights(None)
             draft.ended = draft.wants_tokens  # nothing more is found until the tokens change
 
-    def _draft(self, model: ModelMethod, steps: list[tuple[DraftSequence, int]], growing: list[Growth]) -> None:
+    def _draft(
+        self, model: ModelMethod, steps: list[tuple[DraftSequence, int]], branch_steps: list[BranchStep]
+    ) -> None:
         """One pass, or several: the next tokens of every chain, and of every branch."""
-        self._in_step = [*{draft: None for draft, _ in (*steps, *growing)}]
+        self._in_step = [*{draft: None for draft, _ in (*steps, *branch_steps)}]
         started = time.perf_counter_ns()
         rows = [row for draft, num_rows in steps if (row := draft.rows(num_rows)) is not None]
-        rows += [row for draft, branch in growing if (row := rows_of(draft, branch)) is not None]
+        rows += [row for draft, branch in branch_steps if (row := rows_of(draft, branch)) is not None]
         draws = [row.draws for row in rows]
-        num_passes = self._num_passes(model, rows, steps, growing)
+        num_passes = self._num_passes(model, rows, steps, branch_steps)
         drafted = model.proposer.run(rows, num_passes)
         duration_us = (time.perf_counter_ns() - started) // 1000
-        for (_, branch), tokens in zip(growing, drafted[len(steps) :], strict=True):
+        for (_, branch), tokens in zip(branch_steps, drafted[len(steps) :], strict=True):
             branch.ended = len(tokens) < num_passes
-            note_alternatives(branch, tokens)
+            note_top_tokens(branch, tokens)
         for (draft, _), drew, tokens in zip(steps, draws[: len(steps)], drafted[: len(steps)], strict=True):
             draft.draft_us += duration_us
             draft.ended = drew and len(tokens) < num_passes
             for token in tokens:
                 draft.add_weights(_wire_weights(token))
-            note_alternatives(draft, tokens)
+            note_top_tokens(draft, tokens)
             # Less one: the last committed token may have to be computed again, so its block stays writable.
             self._cache.publish(draft.sequence, draft.committed - 1)
         self._in_step = []
@@ -222,12 +224,12 @@ class DraftEngine:
         model: ModelMethod,
         rows: Sequence[DraftRows],
         steps: Sequence[tuple[DraftSequence, int]],
-        growing: Sequence[Growth],
+        branch_steps: Sequence[BranchStep],
     ) -> int:
         """How many tokens every line can take before one of them has something else to do, as far as there are
         blocks."""
         lines = [(draft.sequence, draft.stretch) for draft, _ in steps]
-        lines += [(branch.sequence, draft.end_of(branch) - len(branch.sequence)) for draft, branch in growing]
+        lines += [(branch.sequence, draft.end_of(branch) - len(branch.sequence)) for draft, branch in branch_steps]
         num_passes = model.proposer.passes_for(rows, min(stretch for _, stretch in lines))
         if num_passes == 1:
             return 1
@@ -244,7 +246,9 @@ class DraftEngine:
         """In a pause, draws one sequence's random numbers for after the verification under way; then commands get
         their turn again."""
         return any(
-            model.proposer.prepare(draft.method.law, draft.committed, len(draft.sequence) + draft.piece_len + 1)
+            model.proposer.prepare(
+                draft.method.draft_sampling, draft.committed, len(draft.sequence) + draft.piece_len + 1
+            )
             for draft in self._sequences.values()
             if isinstance(draft.method, ModelState) and draft.until > draft.committed and not draft.finished
         )
@@ -276,5 +280,5 @@ class DraftEngine:
                 sink(events)
 
 
-def _wire_weights(drafted: Drafted) -> TokenWeights | None:
+def _wire_weights(drafted: DraftedToken) -> TokenWeights | None:
     return TokenWeights(drafted.ids, drafted.weights) if drafted.ids else None

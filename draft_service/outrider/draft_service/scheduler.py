@@ -5,20 +5,19 @@ Which branches are opened and grown in the next pass: one row for each, beside t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterable, Sequence
 
-from outrider.draft_service.sequence import Branch, DraftSequence, ModelState, Outcome, appraise
-from outrider.engine.kv_cache_manager import CachedSequence, OutOfBlocks, SequenceCache
-from outrider.proposers.draft_rows import Drafted, DraftRows
+from outrider.draft_service.sequence import Branch, DraftSequence, ModelState, Outcome, outcome_probs
+from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager, OutOfBlocks
+from outrider.proposers.draft_rows import DraftedToken, DraftRows
 
 LONG_PREFILL = 32  # rows: more than this are a prompt's, and wait until the chains have theirs
 
 
-class Scheduler:
+class DraftScheduler:
     """Plans steps within a budget of rows, and reserves their blocks."""
 
-    def __init__(self, cache: SequenceCache, max_rows: int = 512) -> None:
+    def __init__(self, cache: KVCacheManager, max_rows: int = 512) -> None:
         self.cache = cache
         self.max_rows = max_rows
 
@@ -72,7 +71,7 @@ class Scheduler:
         holders = [draft for draft in everyone if draft.branches]
         for draft in holders:
             draft.drop_branches(self.cache)
-            draft.crowded_at = draft.committed
+            draft.evicted_at = draft.committed
         return bool(holders)
 
 
@@ -101,36 +100,36 @@ def _victim(
     return max(without_credit or behind, key=lambda other: (other.priority, other.arrival), default=None)
 
 
-CopyBlocks = Callable[[Many[tuple[int, int]]], None]
-Growth = tuple[DraftSequence, Branch]
+CopyBlocks = Callable[[Sequence[tuple[int, int]]], None]
+BranchStep = tuple[DraftSequence, Branch]
 
 
-class Grower:
+class BranchPlanner:
     """Opens branches once a chain's window is drafted, and grows them until they rest."""
 
-    def __init__(self, cache: SequenceCache, copy_blocks: CopyBlocks) -> None:
+    def __init__(self, cache: KVCacheManager, copy_blocks: CopyBlocks) -> None:
         self._cache = cache
         self._copy_blocks = copy_blocks
 
-    def plan(self, drafts: Iterable[DraftSequence], room: int) -> list[Growth]:
+    def plan(self, drafts: Iterable[DraftSequence], room: int) -> list[BranchStep]:
         """The branches of the next pass, at most `room` of all sequences together, with blocks for their rows."""
         branching = [draft for draft in drafts if _may_branch(draft)]
-        growing: list[Growth] = []
+        branch_steps: list[BranchStep] = []
         for draft in branching:
             most = min(draft.max_branches, max(1, room // len(branching)))
             if draft.window_is_drafted and len(draft.branches) < most:
                 self._open(draft, most)
             for branch in list(draft.branches):
                 grows = not branch.ended and len(branch.sequence) < draft.end_of(branch)
-                if len(growing) < room and grows and self._has_blocks(draft, branch):
-                    growing.append((draft, branch))
-        return growing
+                if len(branch_steps) < room and grows and self._has_blocks(draft, branch):
+                    branch_steps.append((draft, branch))
+        return branch_steps
 
     def _open(self, draft: DraftSequence, most: int) -> None:
         """Starts what is missing of the likeliest outcomes, while there are less than `most` branches."""
         copies: list[tuple[int, int]] = []
         table = draft.rates.table(draft.piece_len)
-        chances = appraise(table, draft.chain, draft.committed, draft.alternatives, draft.branches)
+        chances = outcome_probs(table, draft.chain, draft.committed, draft.top_tokens, draft.branches)
         lines = {draft.chain: draft.sequence} | {branch.chain: branch.sequence for branch in draft.branches}
         known = {branch.outcome for branch in draft.branches}
         for outcome in heapq.nlargest(most, chances, key=chances.__getitem__):  # of equal ones the first
@@ -169,19 +168,19 @@ class Grower:
 
 def _may_branch(draft: DraftSequence) -> bool:
     """Whether it is asked to, has something to branch from, and did not just have to make room for others."""
-    asked = draft.num_alternatives > 0 and draft.piece_len > 0
-    return asked and not draft.finished and draft.crowded_at != draft.committed
+    asked = draft.num_top_tokens > 0 and draft.piece_len > 0
+    return asked and not draft.finished and draft.evicted_at != draft.committed
 
 
-def note_alternatives(line: DraftSequence | Branch, tokens: Many[Drafted]) -> None:
+def note_top_tokens(line: DraftSequence | Branch, tokens: Sequence[DraftedToken]) -> None:
     """What might have stood in the place of the tokens just drawn, which end a chain or a branch."""
     first = len(line.sequence) - len(tokens)
-    line.alternatives |= {first + index: token.alternatives for index, token in enumerate(tokens) if token.alternatives}
+    line.top_tokens |= {first + index: token.top_tokens for index, token in enumerate(tokens) if token.top_tokens}
 
 
 def rows_of(draft: DraftSequence, branch: Branch) -> DraftRows | None:
     """The row of a branch; None where no model drafts."""
     if not isinstance(draft.method, ModelState):
         return None
-    sampler, law = draft.method.sampler, draft.method.law
-    return DraftRows(branch.sequence, 1, draft.committed, sampler, law, draft.limit, draft.num_alternatives)
+    sampler, draft_sampling = draft.method.sampler, draft.method.draft_sampling
+    return DraftRows(branch.sequence, 1, draft.committed, sampler, draft_sampling, draft.limit, draft.num_top_tokens)

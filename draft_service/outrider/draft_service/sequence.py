@@ -16,27 +16,26 @@ of the draft's own race is what the target most often takes instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from opentelemetry.trace import Link
 
-from outrider.engine.kv_cache_manager import CachedSequence, SequenceCache
+from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.base import ProposerState
-from outrider.proposers.draft_rows import DraftLaw, DraftRows, DraftRule
+from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.messages import Commit, Credit, Piece, TokenWeights
+from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
 
-MAX_ALTERNATIVES = 4  # other tokens considered at one position
+MAX_TOP_TOKENS = 4  # other tokens considered at one position
 DECAY = 0.98  # of what was counted before, at each verification
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
-PRIOR_RANKS = (0.4, 0.15, 0.1, 0.05)  # chance that the correction is the first, second, ... alternative
+PRIOR_RANKS = (0.4, 0.15, 0.1, 0.05)  # chance that the correction is the first, second, ... of the top tokens
 LEAST_CHANCE = 0.004  # of an outcome that is worth a branch
 
-Alternatives = dict[int, tuple[int, ...]]  # other tokens for a position, the likeliest first
+TopTokens = dict[int, tuple[int, ...]]  # other tokens for a position, the likeliest first
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +46,7 @@ class Branch:
     parent: int  # number of the chain it leaves
     position: int  # of its first token, a guess
     sequence: CachedSequence
-    alternatives: Alternatives = field(default_factory=dict)
+    top_tokens: TopTokens = field(default_factory=dict)
     outcome: Outcome = field(init=False)  # what it is for
     chance: float = 0.0  # of that, as last estimated
     goes_on: bool = False  # whether a second window is worth drafting, too
@@ -58,7 +57,7 @@ class Branch:
         self.sent = self.position
         self.outcome = Outcome(self.parent, self.position, self.sequence.tokens[self.position])
 
-    def agrees(self, committed: int, new: Many[int]) -> bool:
+    def agrees(self, committed: int, new: Sequence[int]) -> bool:
         """Whether it goes on from `new` at position `committed`."""
         return self.sequence.tokens[committed : committed + len(new)] == list(new)
 
@@ -74,15 +73,15 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class OutcomeRates:
-    """What verifications of late said: acceptance by offset in the window, and which alternative the correction was."""
+    """What verifications of late said: acceptance by offset in the window, and the rank of the correction."""
 
     accepted: list[float] = field(default_factory=list)
     tested: list[float] = field(default_factory=list)
-    ranked: list[float] = field(default_factory=lambda: [0.0] * MAX_ALTERNATIVES)
+    ranked: list[float] = field(default_factory=lambda: [0.0] * MAX_TOP_TOKENS)
     corrections: float = 0.0
 
     def observe(self, num_drafted: int, num_accepted: int, rank: int | None) -> None:
-        """Counts one verification. `rank` of the token after the accepted ones among the alternatives of its position,
+        """Counts one verification. `rank` of the token after the accepted ones among the top tokens of its position,
         from 0; -1 where it was none of them, None where there were none to compare with."""
         num_tested = min(num_accepted + 1, num_drafted)
         unknown = max(0, num_tested - len(self.tested))
@@ -100,22 +99,22 @@ class OutcomeRates:
         return self.accepted[offset] / self.tested[offset] if offset < len(self.tested) else PRIOR_ACCEPTANCE
 
     def chance(self, rank: int) -> float:
-        """Chance that a correction is the alternative of this rank."""
+        """Chance that a correction is the top token of this rank."""
         return (self.ranked[rank] + PRIOR_WEIGHT * PRIOR_RANKS[rank]) / (self.corrections + PRIOR_WEIGHT)
 
-    def table(self, window: int) -> Table:
+    def table(self, window: int) -> OutcomeTable:
         """What the next two verifications of `window` tokens of one chain may come to."""
-        ranks = [self.chance(rank) for rank in range(MAX_ALTERNATIVES)]
+        ranks = [self.chance(rank) for rank in range(MAX_TOP_TOKENS)]
         chances, reaches = [], [1.0]
         for offset in range(2 * (window + 1)):
             acceptance = self.acceptance(min(offset % (window + 1), window - 1))
             chances.append([reaches[-1] * (1 - acceptance) * chance for chance in ranks])
             reaches.append(reaches[-1] * acceptance)
-        return Table(chances, reaches[window + 1])
+        return OutcomeTable(chances, reaches[window + 1])
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class OutcomeTable:
     """Of two windows and the tokens after them: chance of another token, [2 (window + 1), ranks]; and that all of the
     first one holds."""
 
@@ -123,42 +122,42 @@ class Table:
     whole: float
 
 
-def appraise(
-    table: Table, chain: int, committed: int, alternatives: Alternatives, branches: Iterable[Branch]
+def outcome_probs(
+    table: OutcomeTable, chain: int, committed: int, top_tokens: TopTokens, branches: Iterable[Branch]
 ) -> dict[Outcome, float]:
     """The outcomes that are worth a branch, with their chances: of verifying the chain from `committed` on, and of
     each branch if its own outcome comes. The token after a window counts too: there the target's own follows. Notes the
     branches' own chances, which are 0 where their parent's are."""
     found: dict[Outcome, float] = {}
-    _add_outcomes(found, table, 1.0, chain, committed, alternatives)
+    _add_outcomes(found, table, 1.0, chain, committed, top_tokens)
     for branch in branches:  # those that others leave come first
         branch.chance = found.get(branch.outcome, 0.0)
         branch.goes_on = branch.chance * table.whole >= LEAST_CHANCE
-        _add_outcomes(found, table, branch.chance, branch.chain, branch.position + 1, branch.alternatives)
+        _add_outcomes(found, table, branch.chance, branch.chain, branch.position + 1, branch.top_tokens)
     return found
 
 
 def _add_outcomes(
-    found: dict[Outcome, float], table: Table, reached: float, chain: int, first: int, alternatives: Alternatives
+    found: dict[Outcome, float], table: OutcomeTable, reached: float, chain: int, first: int, top_tokens: TopTokens
 ) -> None:
     """Those of one chain or branch, to whose verification from `first` on it comes with chance `reached`."""
     for offset, by_rank in enumerate(table.chances):
         if reached * max(by_rank) < LEAST_CHANCE:
             continue
-        for chance, token in zip(by_rank, alternatives.get(first + offset, ()), strict=False):
+        for chance, token in zip(by_rank, top_tokens.get(first + offset, ()), strict=False):
             if reached * chance >= LEAST_CHANCE:
                 found[Outcome(chain, first + offset, token)] = reached * chance
 
 
-def rank_of(alternatives: Alternatives, position: int, token_id: int) -> int | None:
-    """Place of a token among the alternatives of a position; -1 if it is none of them, None if there are none."""
-    known = alternatives.get(position)
+def rank_of(top_tokens: TopTokens, position: int, token_id: int) -> int | None:
+    """Rank of a token among the top tokens of a position; -1 if it is none of them, None if there are none."""
+    known = top_tokens.get(position)
     if not known:
         return None
     return known.index(token_id) if token_id in known else -1
 
 
-def winner(branches: Iterable[Branch], committed: int, new: Many[int]) -> Branch | None:
+def matching_branch(branches: Iterable[Branch], committed: int, new: Sequence[int]) -> Branch | None:
     """The branch of the lowest number that goes on from what was committed, its guess included."""
     end = committed + len(new)
     agreeing = [branch for branch in branches if branch.position < end and branch.agrees(committed, new)]
@@ -174,7 +173,7 @@ class ModelState:
     """What drafting with the model needs beside the tokens."""
 
     sampler: SequenceSampler  # counts the committed tokens
-    law: DraftLaw
+    draft_sampling: DraftSampling
 
 
 @dataclass(slots=True, eq=False)
@@ -201,14 +200,14 @@ class DraftSequence:
     released: bool = False
     draft_us: int = 0  # device time since the last piece
     max_branches: int = 0
-    crowded_at: int = -1  # the committed length at which branches had to make room; until it grows there are none
+    evicted_at: int = -1  # the committed length at which branches had to make room; until it grows there are none
     branches: list[Branch] = field(default_factory=list)  # of the chain, for other outcomes
-    alternatives: Alternatives = field(default_factory=dict)  # to the chain's tokens
+    top_tokens: TopTokens = field(default_factory=dict)  # to the chain's tokens
     rates: OutcomeRates = field(default_factory=OutcomeRates)
     last_chain: int = field(init=False)  # the highest number given
     _sent: int = field(init=False)  # tokens below it left in a piece, or are committed
     _weights: list[TokenWeights | None] = field(default_factory=list)  # of the tokens not sent
-    _outlived: bool = False  # the last commit left the chain alive
+    _chain_survived: bool = False  # the last commit left the chain alive
     _idle_at: int = -1  # the committed length at which an empty piece was sent
 
     def __post_init__(self) -> None:
@@ -239,18 +238,20 @@ class DraftSequence:
         """A step of this sequence with the model; None where it drafts without."""
         if not isinstance(self.method, ModelState):
             return None
-        sampler, law = self.method.sampler, self.method.law
-        return DraftRows(self.sequence, num_rows, self.committed, sampler, law, self.limit, self.num_alternatives)
+        sampler, draft_sampling = self.method.sampler, self.method.draft_sampling
+        return DraftRows(
+            self.sequence, num_rows, self.committed, sampler, draft_sampling, self.limit, self.num_top_tokens
+        )
 
     @property
-    def num_alternatives(self) -> int:
+    def num_top_tokens(self) -> int:
         """How many other tokens are noted at each position. A guess under rejection is hardly ever right."""
         branching = self.max_branches and isinstance(self.method, ModelState)
-        return min(MAX_ALTERNATIVES, self.max_branches) if branching and not self._weighs else 0
+        return min(MAX_TOP_TOKENS, self.max_branches) if branching and not self._weighs else 0
 
     @property
     def _weighs(self) -> bool:
-        return isinstance(self.method, ModelState) and self.method.law.rule is DraftRule.REJECTION
+        return isinstance(self.method, ModelState) and self.method.draft_sampling.rule is DraftRule.REJECTION
 
     @property
     def window_is_drafted(self) -> bool:
@@ -263,7 +264,7 @@ class DraftSequence:
         self.piece_len = credit.max_window
         self.max_branches = credit.max_branches
 
-    def on_commit(self, commit: Commit, cache: SequenceCache) -> None:
+    def on_commit(self, commit: Commit, cache: KVCacheManager) -> None:
         """Takes committed tokens; what is known already is ignored. FailedPrecondition if some are missing."""
         if commit.position > self.committed:
             message = f"commit at {commit.position}, {self.committed} tokens are committed here"
@@ -271,15 +272,15 @@ class DraftSequence:
         new = commit.ids[self.committed - commit.position :]
         self._observe(commit, new)
         agreed = _common_prefix(new, self.sequence.tokens[self.committed :])
-        chosen = winner(self.branches, self.committed, new) if agreed < len(new) else None
+        chosen = matching_branch(self.branches, self.committed, new) if agreed < len(new) else None
         if chosen is not None and chosen.chain not in commit.dropped:
-            self._adopt(chosen, cache)
+            self._promote(chosen, cache)
         elif agreed < len(new):
             self._restart(self.committed + agreed, new[agreed:], cache)
         elif self.chain in commit.dropped:
             self._restart(self.committed + agreed, (), cache)
         else:
-            self._outlived = bool(new)
+            self._chain_survived = bool(new)
         self.committed += len(new)
         self._forget_decided(new, commit.dropped, cache)
         if isinstance(self.method, ModelState):
@@ -290,25 +291,25 @@ class DraftSequence:
         """Notes what the token just appended to `sequence` was drawn from; None is one-hot."""
         self._weights.append(weights)
 
-    def roll_back(self, cache: SequenceCache) -> None:
+    def roll_back(self, cache: KVCacheManager) -> None:
         """Takes tokens off the chain whose weights were not noted, as after a step that failed between the two."""
         length = self._sent + len(self._weights)
         if length < len(self.sequence):
             cache.truncate(self.sequence, length)
             self.ended = False
 
-    def take_pieces(self) -> Iterator[Piece]:
+    def take_pieces(self) -> Iterator[DraftTokens]:
         """The pieces that are due: full ones, and the rest when nothing more will come without another message."""
         while unsent := 0 if self.finished else len(self.sequence) - self._sent:
             if unsent < self.piece_len and self.wants_tokens and not self._awaited:
                 break
             count = min(unsent, self.piece_len or unsent)
             yield self._piece(count, more=unsent > count or self.wants_tokens)
-        self._outlived = False
+        self._chain_survived = False
         yield from self._branch_pieces()
         if self._is_idle:
             self._idle_at = self.committed
-            yield Piece(self.key[1], self.chain, self.committed, ())
+            yield DraftTokens(self.key[1], self.chain, self.committed, ())
 
     @property
     def _is_idle(self) -> bool:
@@ -317,17 +318,17 @@ class DraftSequence:
         at_end = len(self.sequence) == self.committed and not self.wants_tokens
         return has_credit and at_end and self._idle_at != self.committed
 
-    def _piece(self, count: int, more: bool) -> Piece:
+    def _piece(self, count: int, more: bool) -> DraftTokens:
         position, taken = self._sent, self._weights[:count]
         ids = tuple(self.sequence.tokens[position : position + count])
         weights = tuple(taken) if any(entry is not None for entry in taken) else ()
-        piece = Piece(self.key[1], self.chain, position, ids, weights, more=more, draft_us=self.draft_us)
+        piece = DraftTokens(self.key[1], self.chain, position, ids, weights, more=more, draft_us=self.draft_us)
         self._sent += count
         del self._weights[:count]
         self.draft_us = 0
         return piece
 
-    def _branch_pieces(self) -> Iterator[Piece]:
+    def _branch_pieces(self) -> Iterator[DraftTokens]:
         """First a guess and a window as a whole, then full pieces, and the rest where a branch rests."""
         for branch in self.branches:
             if branch.parent != self.chain or branch.position > self.committed + self.piece_len:
@@ -340,7 +341,7 @@ class DraftSequence:
                     break
                 branch.sent += count
                 ids = tuple(branch.sequence.tokens[position : branch.sent])
-                yield Piece(self.key[1], branch.chain, position, ids, parent=branch.parent if first else None)
+                yield DraftTokens(self.key[1], branch.chain, position, ids, parent=branch.parent if first else None)
 
     def end_of(self, branch: Branch) -> int:
         """Where a branch rests until it is chosen: after a window, and after two where all of one may well hold."""
@@ -351,14 +352,14 @@ class DraftSequence:
     def _awaited(self) -> bool:
         """Whether the target may be waiting for what is not sent: right after a commit that the chain outlived. Only a
         chain without weights may leave early for that; with weights it would tell of tokens already drawn."""
-        return self._outlived and not self._weighs and self._sent < self.committed + self.piece_len
+        return self._chain_survived and not self._weighs and self._sent < self.committed + self.piece_len
 
-    def _observe(self, commit: Commit, new: Many[int]) -> None:
+    def _observe(self, commit: Commit, new: Sequence[int]) -> None:
         """Learns from a verification of this chain's window, if its tokens are new here."""
         if not commit.num_drafted or len(new) != len(commit.ids):
             return
         place = commit.position + commit.num_accepted
-        known = self.alternatives if commit.chain == self.chain else None
+        known = self.top_tokens if commit.chain == self.chain else None
         differs = (
             place < len(self.sequence)
             and commit.num_accepted < len(new)
@@ -367,19 +368,19 @@ class DraftSequence:
         rank = rank_of(known, place, new[commit.num_accepted]) if known and differs else None
         self.rates.observe(commit.num_drafted, commit.num_accepted, rank)
 
-    def _adopt(self, branch: Branch, cache: SequenceCache) -> None:
+    def _promote(self, branch: Branch, cache: KVCacheManager) -> None:
         """A branch takes the chain's place, which is given up."""
         self.branches.remove(branch)
         cache.release(self.sequence)
-        self.sequence, self.chain, self.alternatives = branch.sequence, branch.chain, branch.alternatives
-        self._sent, self.ended, self._outlived = branch.sent, branch.ended, True
+        self.sequence, self.chain, self.top_tokens = branch.sequence, branch.chain, branch.top_tokens
+        self._sent, self.ended, self._chain_survived = branch.sent, branch.ended, True
         self._weights = [None] * (len(self.sequence) - self._sent)
         self.draft_us = 0
 
-    def _forget_decided(self, new: Many[int], dropped: Many[int], cache: SequenceCache) -> None:
+    def _forget_decided(self, new: Sequence[int], dropped: Sequence[int], cache: KVCacheManager) -> None:
         """Gives up what the tokens just committed have decided, and what the target does not hold. What leaves the
         chain, or such a branch, later on stays."""
-        self.alternatives = {at: others for at, others in self.alternatives.items() if at >= self.committed}
+        self.top_tokens = {at: others for at, others in self.top_tokens.items() if at >= self.committed}
         before, branches, self.branches = self.committed - len(new), self.branches, []
         for branch in branches:
             is_open = branch.position >= self.committed and branch.agrees(before, new)
@@ -388,13 +389,13 @@ class DraftSequence:
             else:
                 cache.release(branch.sequence)
 
-    def drop_branches(self, cache: SequenceCache) -> None:
+    def drop_branches(self, cache: KVCacheManager) -> None:
         """Releases every branch."""
         for branch in self.branches:
             cache.release(branch.sequence)
         self.branches.clear()
 
-    def _restart(self, length: int, ids: Many[int], cache: SequenceCache) -> None:
+    def _restart(self, length: int, ids: Sequence[int], cache: KVCacheManager) -> None:
         """Keeps the first `length` tokens, appends committed ones, and starts a new chain after them."""
         if ids:
             # Up to `length` all may be computed: the token after it is replaced, not truncated and computed again.
@@ -406,16 +407,16 @@ class DraftSequence:
             self.method.truncate(length)
             self.method.append(ids)
         self.drop_branches(cache)
-        self.alternatives = {}
+        self.top_tokens = {}
         self.last_chain += 1
-        self.chain, self._outlived = self.last_chain, False
+        self.chain, self._chain_survived = self.last_chain, False
         self._sent = len(self.sequence)
         self._weights.clear()
         self.draft_us = 0
         self.ended = False
 
 
-def _common_prefix(new: Many[int], drafted: Many[int]) -> int:
+def _common_prefix(new: Sequence[int], drafted: Sequence[int]) -> int:
     """How many tokens at the start are equal."""
     for index, (left, right) in enumerate(zip(new, drafted, strict=False)):
         if left != right:

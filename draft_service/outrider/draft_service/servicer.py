@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from outrider.draft_service.engine import Attach, Deliver, Detach, EngineCommand
-from outrider.engine.worker import DeviceStopped, DeviceThread
+from outrider.draft_service.engine import Attach, Deliver, Detach, DraftEngineCommand
+from outrider.engine.worker import DeviceStopped, Worker
 from outrider.rpc.codec import encode_draft_info
 from outrider.rpc.errors import InvalidArgument, Unavailable
 from outrider.rpc.frames import DRAFT_STREAM
 from outrider.rpc.messages import Close, Commit, Credit, DraftCommand, DraftEvent, DraftInfo, Open, to_failure
-from outrider.rpc.stream import Batch, FrameStream, Outboxes, ServedStreams, server_stream
+from outrider.rpc.stream import FrameStream, MessageBatch, Outboxes, ServedStreams, server_stream
 from outrider.rpc.validate import ALL_LOGPROBS, validate_commit, validate_credit, validate_open
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
@@ -25,7 +25,7 @@ _ANY_ID, _ANY_LENGTH = 2**32 - 1, 2**31 - 1
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One engine, many gateways' streams."""
 
-    def __init__(self, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: DraftInfo) -> None:
+    def __init__(self, thread: Worker[DraftEngineCommand], outboxes: Outboxes, info: DraftInfo) -> None:
         self._thread, self._outboxes, self._info = thread, outboxes, info
         self._streams = ServedStreams()
         self._numbers = itertools.count(1)
@@ -34,7 +34,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Serves one stream until it ends; then everything that it opened is released."""
         number = next(self._numbers)
 
-        def on_messages(batch: Batch) -> None:
+        def on_messages(batch: MessageBatch) -> None:
             self._submit(Deliver(number, [_checked(stream, message) for message in batch]))
 
         def sink(events: Sequence[DraftEvent]) -> None:
@@ -58,7 +58,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """No new sequences; every stream ends after its last one."""
         self._streams.drain()
 
-    def _submit(self, command: EngineCommand) -> None:
+    def _submit(self, command: DraftEngineCommand) -> None:
         try:
             self._thread.submit(command)
         except DeviceStopped as error:

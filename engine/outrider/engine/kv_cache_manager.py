@@ -136,7 +136,7 @@ class CachedSequence:
         return len(self.tokens)
 
 
-class SequenceCache:
+class KVCacheManager:
     """Gives sequences their blocks: prefix hits on admission, room for the rows of a step, rollback, release."""
 
     def __init__(

@@ -50,7 +50,7 @@ class RandomAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RandomRange:
     """`count` positions of a sequence from `first` on, and up to where more will be wanted."""
 
     key: RandomKey
@@ -71,11 +71,11 @@ class RandomSource:
     most: int
     device: torch.device
 
-    def rows(self, spans: Sequence[Span]) -> Tensor:  # [sum of counts, ...]
+    def rows(self, spans: Sequence[RandomRange]) -> Tensor:  # [sum of counts, ...]
         """The rows of every position of the spans. Those that were not drawn before are drawn in one call, with those
         up to the limits as far as they are kept. Spans of one sequence may overlap: its branches do."""
         known: dict[tuple[RandomKey, int], Tensor | None] = {}  # None: is drawn in this call
-        gaps: list[tuple[Span, range]] = []
+        gaps: list[tuple[RandomRange, range]] = []
         for span in spans:
             for position in range(span.first, span.first + span.count):
                 row = span.ahead.get(position)
@@ -91,7 +91,7 @@ class RandomSource:
         found = [known[span.key, span.first + offset] for span in spans for offset in range(span.count)]
         return torch.stack([row for row in found if row is not None])
 
-    def prepare(self, span: Span) -> bool:
+    def prepare(self, span: RandomRange) -> bool:
         """Draws what is missing up to the limit, unless that is more than is kept; whether anything was drawn."""
         start = span.ahead.first_missing(span.first)
         if start >= span.limit or span.limit - span.first > self.most:
@@ -100,7 +100,7 @@ class RandomSource:
         span.ahead.put(start, fresh, self.most)
         return True
 
-    def _draw(self, gaps: Sequence[tuple[Span, range]]) -> list[tuple[Tensor, ...]]:
+    def _draw(self, gaps: Sequence[tuple[RandomRange, range]]) -> list[tuple[Tensor, ...]]:
         """The rows of every gap, all in one call."""
         if not gaps:
             return []

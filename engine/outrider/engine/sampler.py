@@ -351,7 +351,7 @@ def parameters_of(sampler: SequenceSampler) -> dict[str, float]:
     return OFF | {"temperature": params.temperature, "min_p": params.min_p} | cut
 
 
-def says_all(sampler: SequenceSampler) -> bool:
+def is_numeric_only(sampler: SequenceSampler) -> bool:
     """Whether the columns hold all that a sequence asks for: no single ids, and no penalties."""
     return not (sampler.restricted or sampler.penalised)
 

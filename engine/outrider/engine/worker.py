@@ -44,7 +44,7 @@ def require_device(device: torch.device) -> None:
         raise DeviceLost(f"{device} cannot be used any more: {error}") from error
 
 
-class Worker(Protocol[CommandIn]):
+class EngineCore(Protocol[CommandIn]):
     """What runs on the device thread. No method of it is ever called from elsewhere."""
 
     def handle(self, command: CommandIn) -> None:
@@ -74,18 +74,18 @@ def set_switch_interval() -> None:
     sys.setswitchinterval(0.0005)
 
 
-class DeviceThread(Generic[Command]):
-    """Runs a worker from construction on until `stop`."""
+class Worker(Generic[Command]):
+    """Runs an engine from construction on until `stop`."""
 
     def __init__(
         self,
-        worker: Worker[Command],
+        engine: EngineCore[Command],
         name: str,
         num_threads: int | None = None,  # of torch's products; the setting belongs to the thread
         device: torch.device | str = "cpu",  # of its model
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._worker = worker
+        self._engine = engine
         self._device = torch.device(device)
         self._num_threads = num_threads
         self._clock = clock
@@ -155,7 +155,7 @@ class DeviceThread(Generic[Command]):
             self.ended.set_exception(failed)
 
     def _apply(self, wait: float | None) -> bool:
-        """Waits as long as the worker asked for, then takes everything that is queued; False to end."""
+        """Waits as long as the engine asked for, then takes everything that is queued; False to end."""
         try:
             item = self._queue.get(block=wait != 0.0, timeout=wait)
             while True:
@@ -177,14 +177,14 @@ class DeviceThread(Generic[Command]):
                         raise
             return
         try:
-            self._worker.handle(item)
+            self._engine.handle(item)
         except Exception as error:
             self._report(error, "a command")
 
     def _step(self) -> float | None:
         self._step_started = self._clock()
         try:
-            return self._worker.step(self._step_started)
+            return self._engine.step(self._step_started)
         except Exception as error:
             self._report(error, "a step")
             return RETRY_S
@@ -195,7 +195,7 @@ class DeviceThread(Generic[Command]):
         if isinstance(error, DeviceLost):
             raise error
         logger.error("%s: %s failed", self._thread.name, what, exc_info=error)
-        self._worker.on_error(error)
+        self._engine.on_error(error)
 
     def _close(self) -> None:
         with self._lock:

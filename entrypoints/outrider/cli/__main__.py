@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"outrider: error: {complaint(name)}\nSee outrider --help.", file=sys.stderr)
+        print(f"outrider: error: {unknown_command(name)}\nSee outrider --help.", file=sys.stderr)
         return 2
     if rest and not rest[0].startswith("-") and subcommands(name):
         name, rest = f"{name} {rest[0]}", rest[1:]
         if name not in SUBCOMMANDS:
-            print(f"outrider: error: {complaint(name)}\nSee outrider --help.", file=sys.stderr)
+            print(f"outrider: error: {unknown_command(name)}\nSee outrider --help.", file=sys.stderr)
             return 2
     return run(name, rest)
 
@@ -102,7 +102,7 @@ def _family(name: str) -> list[tuple[str, Command]]:
     return [(name, COMMANDS[name]), *((known, SUBCOMMANDS[known]) for known in subcommands(name))]
 
 
-def complaint(name: str) -> str:
+def unknown_command(name: str) -> str:
     """What is wrong with a name that is no command."""
     kind = "flag" if name.startswith("-") else "command"
     known = subcommands(name.partition(" ")[0]) if " " in name else list(COMMANDS)

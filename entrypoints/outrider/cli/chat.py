@@ -22,7 +22,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from outrider.cli.generate import Answer
+from outrider.cli.generate import CollectedCompletion
 from outrider.cli.terminal import VISIBLE, Painter, TokenWriter, load_tokenizer, of_gateway, one_line, parse
 from outrider.client import GatewayInfo, Part, SyncClient
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ FRAMES_PER_S = 15
 class View(Protocol):
     """Where a chat is shown."""
 
-    def show(self, parts: Iterator[Part], answer: Answer) -> None:
+    def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
         """Takes all parts into the answer and shows them as they come."""
 
     def question(self, text: str) -> None:
@@ -110,7 +110,7 @@ class PlainView:
     def __init__(self, stats: bool) -> None:
         self._stats = stats
 
-    def show(self, parts: Iterator[Part], answer: Answer) -> None:
+    def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
         """The text as it comes, and an end of line."""
         writer = TokenWriter(Painter(sys.stdout, colours=False), None)
         try:
@@ -139,7 +139,7 @@ class LiveView:
         self._stats = stats
         self._tokenizer = tokenizer
 
-    def show(self, parts: Iterator[Part], answer: Answer) -> None:
+    def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
         """Whole lines are printed once; the last one and the numbers are drawn again and again below them."""
         lines = _LastLine(self._console)
         writer = TokenWriter(lines, self._tokenizer)
@@ -202,7 +202,7 @@ def make_editable() -> None:
         import readline  # noqa: F401  # input() uses it once it is imported
 
 
-def progress(answer: Answer, num_rounds: int) -> str:
+def progress(answer: CollectedCompletion, num_rounds: int) -> str:
     """The numbers while an answer grows: how many tokens were drafted is known at its end."""
     count, accepted = len(answer.token_ids), answer.origins.count("accepted")
     return (
@@ -211,7 +211,7 @@ def progress(answer: Answer, num_rounds: int) -> str:
     )
 
 
-def summary(answer: Answer) -> str:
+def summary(answer: CollectedCompletion) -> str:
     """The numbers of an answer that has ended."""
     stats, usage = answer.speculation, answer.usage
     words = [f"{len(answer.token_ids)} tokens"]
@@ -226,7 +226,7 @@ def summary(answer: Answer) -> str:
     return f"[{', '.join(words)}, then {answer.finish_reason}]"
 
 
-Show = Callable[[Iterator[Part], Answer], None]
+Show = Callable[[Iterator[Part], CollectedCompletion], None]
 
 # What a refusal of the request's length says of max_tokens.
 _ROOM = re.compile(r"allowed: at most (\d+)")
@@ -248,11 +248,11 @@ class Conversation:
         """Forgets everything but the system message."""
         self.messages = list(self._opening)
 
-    def ask(self, text: str, show: Show) -> Answer:
+    def ask(self, text: str, show: Show) -> CollectedCompletion:
         """Puts a question and hands the parts of the answer to `show` as they come. What came of an answer that was
         interrupted stays in the conversation; a question without any answer does not."""
         self.messages.append({"role": "user", "content": text})
-        answer, parts = Answer(0), self._parts()
+        answer, parts = CollectedCompletion(0), self._parts()
         try:
             show(parts, answer)
         finally:

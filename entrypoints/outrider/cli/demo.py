@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from types import FrameType
 
-from outrider.cli.generate import Answer
+from outrider.cli.generate import CollectedCompletion
 from outrider.cli.local_services import DemoSettings, Fleet, Folders, ServiceFailed, Services
 from outrider.cli.terminal import Painter, TokenWriter, make_painter, parse, steps
 from outrider.client import generate
@@ -24,8 +24,8 @@ from outrider.rpc.errors import OutriderError
 class Comparison:
     """The same prompt with and without speculation, in turns."""
 
-    drafted: tuple[Answer, ...]
-    plain: tuple[Answer, ...]
+    drafted: tuple[CollectedCompletion, ...]
+    plain: tuple[CollectedCompletion, ...]
     greedy: bool
 
     @property
@@ -39,7 +39,7 @@ class Comparison:
         return self.greedy or all(answer.acceptance == "coupled" for answer in self.drafted)
 
 
-def summary(answer: Answer) -> list[str]:
+def summary(answer: CollectedCompletion) -> list[str]:
     """The completion that was shown."""
     return [
         _line("tokens", f"{len(answer.token_ids)} ({_origins(answer)}), then {answer.finish_reason}"),
@@ -49,7 +49,7 @@ def summary(answer: Answer) -> list[str]:
     ]
 
 
-def rounds(answer: Answer) -> list[str]:
+def rounds(answer: CollectedCompletion) -> list[str]:
     """What speculation did for a completion."""
     stats = answer.speculation
     if stats is None or not stats.num_rounds:
@@ -95,7 +95,7 @@ def _same(compared: Comparison) -> str:
     )
 
 
-def _origins(answer: Answer) -> str:
+def _origins(answer: CollectedCompletion) -> str:
     return ", ".join(f"{answer.origins.count(name)} {name}" for name in dict.fromkeys(answer.origins))
 
 
@@ -164,7 +164,7 @@ def _stream(settings: DemoSettings, painter: Painter, address: str, tokenizer: T
     painter.legend()
     painter.prompt(settings.prompt)
     writer = TokenWriter(painter, tokenizer, settings.prompt)
-    answer = Answer(0)
+    answer = CollectedCompletion(0)
     for part in generate(
         address,
         settings.prompt,
@@ -196,9 +196,9 @@ def _compare(settings: DemoSettings, painter: Painter, address: str) -> None:
     painter.lines(comparison(compared))
 
 
-def _complete(settings: DemoSettings, address: str, speculate: bool, max_tokens: int) -> Answer:
+def _complete(settings: DemoSettings, address: str, speculate: bool, max_tokens: int) -> CollectedCompletion:
     """A whole completion of the same length whatever the model says."""
-    answer = Answer(0)
+    answer = CollectedCompletion(0)
     for part in generate(
         address,
         settings.prompt,

@@ -129,7 +129,7 @@ class GenerateSettings(SamplingSettings):
 
 
 @dataclass(slots=True)
-class Answer:
+class CollectedCompletion:
     """One completion. Enumerations are their names in lower case, as JSON shows them."""
 
     index: int
@@ -257,9 +257,9 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
 
 def _print_json(parts: Iterator[Part]) -> None:
     """A line for each completion when it has ended."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, CollectedCompletion] = {}
     for part in parts:
-        answer = answers.setdefault(part.index, Answer(part.index))
+        answer = answers.setdefault(part.index, CollectedCompletion(part.index))
         answer.add(part)
         if part.finish_reason is not None:
             print(json.dumps(answer.as_json(), ensure_ascii=False), flush=True)

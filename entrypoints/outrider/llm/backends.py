@@ -35,7 +35,7 @@ from outrider.engine.worker import set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.handshake import check_pair, check_tokenizer
 from outrider.gateway.peers.local_ngram import LocalNgramDrafter
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, Usage
+from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, TokenUsage
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ from outrider.llm.config import (
     is_int,
     named_method,
 )
-from outrider.llm.local import LocalDraft, LocalPeer, LocalTarget
+from outrider.llm.local import LocalDraft, LocalService, LocalTarget
 from outrider.llm.metrics import Statistics
 from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND
@@ -226,7 +226,7 @@ class LocalBackend:
     engine: GenerationEngine
     tokenizer: Tokenizer
     info: ModelInfo
-    peers: tuple[LocalPeer, ...]
+    services: tuple[LocalService, ...]
     num_draft_tokens: int
     speculation: SpeculationOptions
 
@@ -250,12 +250,12 @@ class LocalBackend:
     def close(self) -> None:
         """Ends the loop, then the device threads."""
         self.runtime.close()
-        for peer in self.peers:
-            peer.stop()
+        for service in self.services:
+            service.stop()
 
     @property
     def _target(self) -> LocalTarget:
-        target = self.peers[0]
+        target = self.services[0]
         if not isinstance(target, LocalTarget):
             raise TypeError("the first peer is the target")
         return target
@@ -286,7 +286,7 @@ def start_local(
         num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments)
         settings = settings.model_copy(update={"num_blocks": num_blocks})
     target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop))
-    peers: list[LocalPeer] = [target]
+    services: list[LocalService] = [target]
     try:
         _warn(check_tokenizer(tokenizer, target.info.model))
         _warn(_shorter(target.info.model.max_model_len, loaded.max_model_len))
@@ -294,7 +294,7 @@ def start_local(
         if draft is not None and folder is not None:
             draft_settings = _draft_settings(arguments, folder, device, settings.num_blocks)
             drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop))
-            peers.append(local)
+            services.append(local)
             _warn(check_pair(target.info.model, local.info.model, (tokenizer, Tokenizer.load(folder))))
         elif speculation is not None:
             drafter = LocalNgramDrafter(NgramProposer(speculation.prompt_lookup_min, speculation.prompt_lookup_max))
@@ -311,11 +311,11 @@ def start_local(
         )
         engine = runtime.call(lambda: GenerationEngine(tokenizer, target, drafter, config))
     except BaseException:
-        for peer in peers:
-            peer.stop()
+        for service in services:
+            service.stop()
         raise
     options = SpeculationOptions(greedy_draft=speculation is not None and speculation.draft_sample_method == "greedy")
-    return LocalBackend(runtime, engine, tokenizer, target.info.model, tuple(peers), k, options)
+    return LocalBackend(runtime, engine, tokenizer, target.info.model, tuple(services), k, options)
 
 
 def _target_settings(
@@ -533,7 +533,7 @@ def attach(
         raise Unsupported(f"LLM(gateway=...): the services behind the gateway decide {', '.join(foreign)}")
     if arguments.per_request_spec_decode_metrics == "detailed":
         raise Unsupported("LLM(gateway=...): per_request_spec_decode_metrics is 'none' or 'summary' over a gateway")
-    speculation = spoken(config, arguments.mode or "")
+    speculation = speculation_options(config, arguments.mode or "")
     address = arguments.gateway or ""
 
     async def connect() -> Client:
@@ -549,7 +549,7 @@ def attach(
     return AttachedBackend(runtime, client, tokenizer, info.target, info.num_draft_tokens, speculation)
 
 
-def spoken(config: SpeculativeConfig | Mapping[str, Any] | None, mode: str = "") -> SpeculationOptions:
+def speculation_options(config: SpeculativeConfig | Mapping[str, Any] | None, mode: str = "") -> SpeculationOptions:
     """What a request can say of speculation; the draft service decides the rest."""
     if isinstance(config, SpeculativeConfig):
         raise Unsupported("LLM(gateway=...): give speculative_config as a dict of method and num_speculative_tokens")
@@ -583,7 +583,7 @@ def _delta_of(part: Part) -> GenerationDelta:
         origins=part.origins,
         logprobs=part.logprobs,
         finish_reason=part.finish_reason,
-        usage=None if usage is None else Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        usage=None if usage is None else TokenUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
         tally=None if part.speculation is None else _tally_of(part.speculation),
         seed=part.seed,
         model_digest=part.model_digest,

@@ -37,7 +37,7 @@ from outrider.llm.config import (
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
 from outrider.llm.metrics import Metric, Statistics
 from outrider.llm.outputs import OutputBuilder, RequestOutput, SpecDecodeRecorder
-from outrider.llm.sampling_params import SamplingParams, one_each, seeded, to_wire
+from outrider.llm.sampling_params import SamplingParams, params_per_prompt, seeded, to_wire
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
 from outrider.rpc.messages import ModelInfo
 
@@ -82,7 +82,7 @@ class JobMaker:
         """A job for each prompt, in order. Raises ValueError where the numbers differ."""
         if sampling_params is None:
             sampling_params = default_params(self._arguments, self._backend.info)
-        params = one_each(sampling_params, len(prompts))
+        params = params_per_prompt(sampling_params, len(prompts))
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(priority)} priorities: their numbers must be the same.")
         return [self._job(*entry) for entry in zip(prompts, params, priority or [0] * len(prompts), strict=True)]

@@ -15,11 +15,11 @@ from outrider.draft_service.admission import installed_tracer, make_methods
 from outrider.draft_service.boot import build_model_method, model_info
 from outrider.draft_service.boot import runner_options as draft_options
 from outrider.draft_service.engine import Attach, Deliver, DraftEngine
-from outrider.draft_service.engine import EngineCommand as DraftCommand
+from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import build_runner
-from outrider.engine.worker import DeviceStopped, DeviceThread
+from outrider.engine.worker import DeviceStopped, Worker
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.rpc.messages import (
     Arithmetic,
@@ -38,8 +38,8 @@ from outrider.rpc.messages import (
 from outrider.rpc.settings import usable_threads
 from outrider.target_service.boot import info_of, limits_of, new_engine
 from outrider.target_service.boot import runner_options as target_options
-from outrider.target_service.engine import EngineCommand as TargetCommand
 from outrider.target_service.engine import StreamCommand
+from outrider.target_service.engine import TargetEngineCommand as TargetCommand
 from outrider.target_service.profile import thread_split
 from outrider.target_service.settings import TargetSettings
 
@@ -50,29 +50,29 @@ WATCH_S = 1.0  # how often a device thread is looked after
 class LocalLink:
     """One sequence in an engine of this process. It sets the sequence id of what it sends."""
 
-    __slots__ = ("_peer", "on_event", "sequence_id")
+    __slots__ = ("_service", "on_event", "sequence_id")
 
-    def __init__(self, peer: LocalPeer, sequence_id: int, on_event: Callable[[Any], None]) -> None:
-        self._peer, self.sequence_id, self.on_event = peer, sequence_id, on_event
+    def __init__(self, service: LocalService, sequence_id: int, on_event: Callable[[Any], None]) -> None:
+        self._service, self.sequence_id, self.on_event = service, sequence_id, on_event
 
     @property
     def model(self) -> ModelInfo:
         """The engine's."""
-        return self._peer.info.model
+        return self._service.info.model
 
     def send(self, *messages: Any) -> None:
         """Sends in order; nothing after the end."""
-        if self._peer.holds(self):
-            self._peer.submit([replace(message, sequence_id=self.sequence_id) for message in messages])
+        if self._service.holds(self):
+            self._service.submit([replace(message, sequence_id=self.sequence_id) for message in messages])
 
     def close(self) -> None:
         """Ends the sequence, if it has not ended."""
-        if self._peer.holds(self):
-            self._peer.drop(self)
-            self._peer.submit([Close(self.sequence_id)])
+        if self._service.holds(self):
+            self._service.drop(self)
+            self._service.submit([Close(self.sequence_id)])
 
 
-class LocalPeer(ABC):
+class LocalService(ABC):
     """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -80,11 +80,11 @@ class LocalPeer(ABC):
         self._links: dict[int, LocalLink] = {}
         self._last_id = 0
         self._taken: list[Any] = []
-        self._watch = loop.call_later(WATCH_S, self._look)
+        self._watch = loop.call_later(WATCH_S, self._check_alive)
 
     @property
     @abstractmethod
-    def thread(self) -> DeviceThread[Any]:
+    def thread(self) -> Worker[Any]:
         """The thread that owns the model."""
 
     @property
@@ -150,11 +150,11 @@ class LocalPeer(ABC):
                 self.drop(link)
             link.on_event(event)
 
-    def _look(self) -> None:
+    def _check_alive(self) -> None:
         if not self.thread.is_alive:
             self._lose("its device thread has ended")
             return
-        self._watch = self._loop.call_later(WATCH_S, self._look)
+        self._watch = self._loop.call_later(WATCH_S, self._check_alive)
 
     def _lose(self, reason: str) -> None:
         links, self._links = list(self._links.values()), {}
@@ -162,7 +162,7 @@ class LocalPeer(ABC):
             link.on_event(Lost(reason))
 
 
-class LocalTarget(LocalPeer):
+class LocalTarget(LocalService):
     """A Verifier over a target engine in this process."""
 
     def __init__(self, settings: TargetSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
@@ -174,7 +174,7 @@ class LocalTarget(LocalPeer):
         info = info_of(settings, loaded, limits)
         self._info = replace(info, model=replace(info.model, max_model_len=longest))
         self.engine = new_engine(settings, runner, limits, self.flush)
-        self._thread: DeviceThread[TargetCommand] = DeviceThread(
+        self._thread: Worker[TargetCommand] = Worker(
             self.engine, "llm-target", settings.threads or usable_threads(), settings.device
         )
         costs = self._thread.call(self.engine.profile).result()
@@ -182,7 +182,7 @@ class LocalTarget(LocalPeer):
         self._info = replace(self._info, step_costs=costs)
 
     @property
-    def thread(self) -> DeviceThread[TargetCommand]:
+    def thread(self) -> Worker[TargetCommand]:
         """The thread that owns the target's model."""
         return self._thread
 
@@ -209,7 +209,7 @@ class LocalTarget(LocalPeer):
             self._thread.submit(StreamCommand(STREAM, message, self.take, received))
 
 
-class LocalDraft(LocalPeer):
+class LocalDraft(LocalService):
     """A Drafter over a draft model in this process."""
 
     def __init__(self, settings: DraftSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
@@ -219,13 +219,13 @@ class LocalDraft(LocalPeer):
         engine = DraftEngine(
             make_methods([method]), settings.max_sequences, settings.max_rows, tracer=installed_tracer()
         )
-        self._thread: DeviceThread[DraftCommand] = DeviceThread(
+        self._thread: Worker[DraftCommand] = Worker(
             engine, "llm-draft", settings.threads or usable_threads(), settings.device
         )
         self._thread.submit(Attach(STREAM, self._sink))
 
     @property
-    def thread(self) -> DeviceThread[DraftCommand]:
+    def thread(self) -> Worker[DraftCommand]:
         """The thread that owns the draft's model."""
         return self._thread
 

@@ -267,7 +267,7 @@ def seeded(sampling: WireSampling, seed: int | None, number: int) -> WireSamplin
     return replace(sampling, seed=int.from_bytes(digest, "little"))
 
 
-def one_each(given: Any, count: int) -> Sequence[SamplingParams]:
+def params_per_prompt(given: Any, count: int) -> Sequence[SamplingParams]:
     """Parameters for each of `count` prompts. Raises TypeError for what is none."""
     if isinstance(given, SamplingParams):
         return [given] * count

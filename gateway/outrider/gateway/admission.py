@@ -16,17 +16,17 @@ RETRY_AFTER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AdmissionCost:
     """What a request asks for."""
 
     num_sequences: int = 0  # one for each completion
     num_tokens: int = 0  # of the prompt, and max_tokens of every completion
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens)
+    def __add__(self, other: AdmissionCost) -> AdmissionCost:
+        return AdmissionCost(self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens)
 
-    def __sub__(self, other: Work) -> Work:
-        return Work(self.num_sequences - other.num_sequences, self.num_tokens - other.num_tokens)
+    def __sub__(self, other: AdmissionCost) -> AdmissionCost:
+        return AdmissionCost(self.num_sequences - other.num_sequences, self.num_tokens - other.num_tokens)
 
 
 class Admission:
@@ -36,7 +36,7 @@ class Admission:
     def __init__(self, max_active: int, max_waiting: int, max_tokens: Callable[[], int] = lambda: sys.maxsize) -> None:
         self._max_active, self._max_tokens = max_active, max_tokens
         self._max_sequences = max_active + max_waiting
-        self._admitted = Work()  # what runs and waits
+        self._admitted = AdmissionCost()  # what runs and waits
         self._num_active = 0
         self._num_arrived = 0
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []  # priority, arrival, sequences
@@ -56,7 +56,7 @@ class Admission:
         """Tokens of all that run or wait, whatever they have generated so far."""
         return self._admitted.num_tokens
 
-    def require_room(self, work: Work) -> None:
+    def require_room(self, work: AdmissionCost) -> None:
         """ResourceExhausted with a time to come back if it cannot be let in now, InvalidArgument if it never can."""
         wanted, tokens = self._admitted + work, self._max_tokens()
         sequences = "sequences (max_active and max_waiting together)"
@@ -70,17 +70,17 @@ class Admission:
         if wanted.num_tokens > tokens:
             raise _busy(f"{wanted.num_tokens} tokens", f"{tokens} tokens (max_admitted_tokens)", "TOKENS")
 
-    async def enter(self, work: Work, priority: int = 0) -> None:
+    async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
         """Waits until the work may run; who was let in gives it back by `leave`, in parts or as a whole."""
         self.reserve(work)
         await self.wait_turn(work, priority)
 
-    def reserve(self, work: Work) -> None:
+    def reserve(self, work: AdmissionCost) -> None:
         """Admits the work, or raises as `require_room` does; `wait_turn` has to follow."""
         self.require_room(work)
         self._admitted += work
 
-    async def wait_turn(self, work: Work, priority: int = 0) -> None:
+    async def wait_turn(self, work: AdmissionCost, priority: int = 0) -> None:
         """Waits until what was reserved may run; a wait that is given up gives it back."""
         self._num_arrived += 1
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -97,12 +97,12 @@ class Admission:
             self.give_back(work)
             raise
 
-    def leave(self, work: Work) -> None:
+    def leave(self, work: AdmissionCost) -> None:
         """Work that ran is done."""
         self._num_active -= work.num_sequences
         self.give_back(work)
 
-    def give_back(self, work: Work) -> None:
+    def give_back(self, work: AdmissionCost) -> None:
         """Work that was reserved will not run."""
         self._admitted -= work
         self._let_in()
@@ -119,17 +119,17 @@ class Admission:
             heapq.heappop(self._waiting)
 
 
-class Party:
+class AdmissionGroup:
     """Requests that are admitted or refused as one, as the prompts of one HTTP request are: who comes last decides for
     all. Each then waits for its own turn, and leaves by itself."""
 
     def __init__(self, admission: Admission, num_requests: int) -> None:
         self._admission, self._num_missing = admission, num_requests
-        self._work = Work()
+        self._work = AdmissionCost()
         self._decided = asyncio.Event()
         self._refusal: InvalidArgument | ResourceExhausted | None = None
 
-    async def enter(self, work: Work, priority: int = 0) -> None:
+    async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
         """As Admission's, once all have come."""
         self._work += work
         self._num_missing -= 1

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
-from outrider.gateway.admission import Admission, Party, Work
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, Usage, prepare
+from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGroup
+from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, prepare
 from outrider.gateway.speculation.backends import Drafter, Verifier
-from outrider.gateway.speculation.contest import Contests
+from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.gateway.text.detokenizer import TextStream
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import RequestTrace
-from outrider.planner.forecast import Experience
-from outrider.planner.policy import Chooser, Limits, Mode, Policy, Round, SpeculationTally
+from outrider.planner.forecast import SharedStats
+from outrider.planner.policy import Limits, Mode, Policy, PolicyController, Round, SpeculationTally
 from outrider.planner.step_costs import VerifyCosts
 from outrider.rpc.errors import DeadlineExceeded
 from outrider.rpc.messages import to_failure
@@ -46,7 +46,7 @@ class RequestRun:
     trace: RequestTrace
     eos_token_ids: tuple[int, ...]
     on_draft_stop: Callable[[str], None]
-    new_chooser: Callable[[], Chooser | None] = lambda: None
+    new_controller: Callable[[], PolicyController | None] = lambda: None
     drivers: list[SpeculationDriver] = field(default_factory=list)  # of the completions that have started
 
 
@@ -78,7 +78,7 @@ class Completion:
             fork_of=run.drivers[0] if run.drivers else None,
             driver_out=run.drivers,
             on_draft_stop=run.on_draft_stop,
-            chooser=run.new_chooser(),
+            controller=run.new_controller(),
         )
         async with aclosing(rounds):
             async for item in rounds:
@@ -132,7 +132,7 @@ class Completion:
         return self._marked(
             replace(
                 delta,
-                usage=Usage(prompt_len, self._num_returned, self._num_cached),
+                usage=TokenUsage(prompt_len, self._num_returned, self._num_cached),
                 tally=self._tally,
                 acceptance=self._run.prepared.acceptance,
             )
@@ -188,7 +188,7 @@ class GenerationEngine:
         self._tracer = tracer or trace.get_tracer("outrider.gateway")
         self._draft_warnings = _OnceWarnings()
         self._num_running = 0  # sequences
-        self._known: tuple[str, Experience, Contests] | None = None  # of the model that was served last, by its digest
+        self._known: tuple[str, SharedStats, SharedTrials] | None = None  # of the last model, by its digest
 
     @property
     def model_name(self) -> str:
@@ -196,21 +196,21 @@ class GenerationEngine:
         return self.config.model_name or self.verifier.info.model.name
 
     async def generate(
-        self, request: GenerationRequest, party: Party | None = None
+        self, request: GenerationRequest, group: AdmissionGroup | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Yields the deltas of all completions as they are committed. Raises OutriderError. Closing the iterator ends
-        every sequence at once; what is not asked for is not generated far ahead. The requests of a `party` are admitted
+        every sequence at once; what is not asked for is not generated far ahead. The requests of a `group` are admitted
         or refused together."""
         began = asyncio.get_running_loop().time()
-        self.admission.require_room(Work(1))  # before anything is spent on it
+        self.admission.require_room(AdmissionCost(1))  # before anything is spent on it
         prepared = await self._prepare(request)
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                await (party or self.admission).enter(prepared.work, request.priority)
+                await (group or self.admission).enter(prepared.work, request.priority)
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None
-        left, of_completion = prepared.work, Work(1, prepared.sampling.max_tokens)
+        left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens)
         try:
             if prepared.model_digest != self.verifier.info.model.digest:  # another one is served since
                 prepared = await self._prepare(request)
@@ -265,7 +265,7 @@ class GenerationEngine:
             drafter=self.drafter if k else None,
             verifier=self.verifier,
             policy=policy,
-            new_chooser=lambda: self._new_controller(prepared, policy) if k else None,
+            new_controller=lambda: self._new_controller(prepared, policy) if k else None,
             timeout_ms=timeout_ms,
             trace=root,
             eos_token_ids=self.verifier.info.model.eos_token_ids,
@@ -293,7 +293,7 @@ class GenerationEngine:
         most = min(most, info.max_window)
         limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
         if self._known is None or self._known[0] != info.model.digest:
-            self._known = info.model.digest, Experience(VerifyCosts(info.step_costs)), Contests()
+            self._known = info.model.digest, SharedStats(VerifyCosts(info.step_costs)), SharedTrials()
         return Controller(limits, *self._known[1:], self._round_trips_us, lambda: self._num_running)
 
     def _max_admitted_tokens(self) -> int:

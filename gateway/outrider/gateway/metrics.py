@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from outrider.gateway.admission import Admission, Party, Work
+from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGroup
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationDelta, GenerationRequest
@@ -92,7 +92,7 @@ class GatewayMetrics:
         }
         for name, (text, read) in gauges.items():
             Gauge(f"{PREFIX}_{name}", text, registry=self.registry).set_function(read)
-        self.registry.register(_Replicas(engine))
+        self.registry.register(_ReplicaCollector(engine))
 
     def add_round(self, closed: Round) -> None:
         """One verification. The first round of a completion holds its prompt and is no round of decoding."""
@@ -124,7 +124,7 @@ class GatewayMetrics:
         return encode(self.registry), content_type
 
 
-class _Replicas(Collector):
+class _ReplicaCollector(Collector):
     """What computes at each replica that can be used, as it says itself."""
 
     def __init__(self, engine: GenerationEngine) -> None:
@@ -141,8 +141,10 @@ class _Replicas(Collector):
     def _models(self) -> Iterator[tuple[str, ModelInfo, str]]:
         for role, service in (("target", self._engine.verifier), ("draft", self._engine.drafter)):
             if isinstance(service, RemoteTargets | RemoteDrafts):
-                usable = (peer for peer in service.peers if peer.usable)
-                yield from ((role, peer.info.model, peer.address) for peer in usable if peer.info is not None)
+                usable = (replica for replica in service.replicas if replica.usable)
+                yield from (
+                    (role, replica.info.model, replica.address) for replica in usable if replica.info is not None
+                )
             elif service is not None and service.info is not None:
                 yield role, service.info.model, ""
 
@@ -158,12 +160,12 @@ class MeteredEngine(GenerationEngine):
         self.metrics.attach(self)
 
     async def generate(
-        self, request: GenerationRequest, party: Party | None = None
+        self, request: GenerationRequest, group: AdmissionGroup | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """As the base's."""
         watch = _Watch(self.metrics, request.n)
         try:
-            async with aclosing(super().generate(request, party)) as deltas:
+            async with aclosing(super().generate(request, group)) as deltas:
                 async for delta in deltas:
                     watch.add(delta)
                     yield delta
@@ -255,7 +257,7 @@ class _MeteredAdmission(Admission):
         super().__init__(max_active, max_waiting, max_tokens)
         self._queue_time = queue_time
 
-    async def wait_turn(self, work: Work, priority: int = 0) -> None:
+    async def wait_turn(self, work: AdmissionCost, priority: int = 0) -> None:
         """As the base's."""
         began = time.monotonic()
         await super().wait_turn(work, priority)

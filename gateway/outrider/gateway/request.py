@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
-from outrider.gateway.admission import Work
+from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.rpc.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, Violation
@@ -69,7 +69,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Counts of one completion; what an earlier call returned is not counted again."""
 
     prompt_tokens: int
@@ -90,7 +90,7 @@ class GenerationDelta:
     finish_reason: FinishReason | None = None  # set in the last delta, as are the next four
     stop_string: str | None = None
     stop_token_id: int | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     tally: SpeculationTally | None = None
     acceptance: AcceptanceRule = AcceptanceRule.AUTO  # beside the tally
     seed: int | None = None  # in a completion's first delta
@@ -133,10 +133,10 @@ class Prepared:
     model_digest: str  # of the model that it runs on to its end
 
     @property
-    def work(self) -> Work:
+    def work(self) -> AdmissionCost:
         """What is admitted for it: completions share their prompt."""
         n = self.request.n
-        return Work(n, len(self.prompt_ids) + n * self.sampling.max_tokens)
+        return AdmissionCost(n, len(self.prompt_ids) + n * self.sampling.max_tokens)
 
     def output_ids(self, index: int) -> tuple[int, ...]:
         """What the client already has of a completion."""

@@ -9,7 +9,7 @@ WINDOW = 64.0  # verifications that an estimate looks back on
 
 
 @dataclass(slots=True)
-class Mean:
+class RunningMean:
     """A running mean whose weights fall with age; its first values count in full."""
 
     value: float = 0.0

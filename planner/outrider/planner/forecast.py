@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import ceil
 
-from outrider.planner.acceptance import Acceptance, Mean
+from outrider.planner.acceptance import Acceptance, RunningMean
 from outrider.planner.policy import AHEAD, OFF, Mode, Plan
 from outrider.planner.step_costs import VerifyCosts
 
@@ -31,20 +31,20 @@ PLAIN_MEMORY, LEAST_SEEN = 64.0, 8.0  # rounds that tell how many of them are pl
 
 
 @dataclass(slots=True)
-class Experience:
+class SharedStats:
     """What all requests of a gateway learn together, since it says more of the machines than of a request."""
 
     costs: VerifyCosts
     acceptance: Acceptance = field(default_factory=Acceptance)
-    hits: Mean = field(default_factory=Mean)
-    between: Mean = field(default_factory=Mean)  # what a round that waits for its draft spends outside both models
-    draft_pass: Mean = field(default_factory=Mean)
-    share: Mean = field(default_factory=lambda: Mean(1.0))  # sequences of a step over those that run here
-    plain: dict[Hashable, Mean] = field(default_factory=dict)  # share of plain rounds where none waits, by mode
+    hits: RunningMean = field(default_factory=RunningMean)
+    between: RunningMean = field(default_factory=RunningMean)  # of a round that waits, outside both models
+    draft_pass: RunningMean = field(default_factory=RunningMean)
+    share: RunningMean = field(default_factory=lambda: RunningMean(1.0))  # sequences of a step over those that run here
+    plain: dict[Hashable, RunningMean] = field(default_factory=dict)  # share of plain rounds where none waits, by mode
 
-    def saw(self, mode: Hashable, plain: bool) -> None:
+    def add_plain(self, mode: Hashable, plain: bool) -> None:
         """A round where none waits had a window, or only the target's own token."""
-        self.plain.setdefault(mode, Mean(memory=PLAIN_MEMORY)).add(float(plain))
+        self.plain.setdefault(mode, RunningMean(memory=PLAIN_MEMORY)).add(float(plain))
 
     def plain_tokens(self, mode: Hashable) -> float | None:
         """How many are decoded between two windows where none waits; None if that was not seen lately."""
@@ -53,7 +53,7 @@ class Experience:
             return None
         return share.value / max(1 - share.value, 0.01)
 
-    def fade(self) -> None:
+    def decay(self) -> None:
         """What was seen long ago counts less and less."""
         for share in self.plain.values():
             share.weight *= 1 - FORGETTING
@@ -70,10 +70,10 @@ class Forecast:
     """For requests of one acceptance. `round_trips_us` is what the streams measure now, `num_running` sequences that
     the gateway decodes."""
 
-    known: Experience
+    stats: SharedStats
     weighs: bool  # rejection with weights: no token of the target's own where the chain goes on
     acceptance: Acceptance
-    hits: Mean
+    hits: RunningMean
     round_trips_us: Callable[[], float]
     num_running: Callable[[], int]
 
@@ -82,7 +82,7 @@ class Forecast:
         verify = self.verify_us(plan)
         if plan.mode is Mode.OFF:
             return verify
-        late = self.away_us + plan.num_draft_tokens * self.known.draft_pass.value
+        late = self.away_us + plan.num_draft_tokens * self.stats.draft_pass.value
         tokens = self.tokens(plan.mode, plan.num_draft_tokens)
         if plan.mode is Mode.SEQUENTIAL:
             return (late + verify) / tokens
@@ -91,7 +91,7 @@ class Forecast:
             missed = ceil(late / max(1.0, verify)) * verify if self.sequences > SHARED else late
             return ((1 - misses) * max(verify, late) + misses * (verify + missed)) / tokens
         plain_us = self.verify_us(OFF)
-        seen = self.known.plain_tokens(plan.mode)
+        seen = self.stats.plain_tokens(plan.mode)
         guess = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
         plain = guess if seen is None else min(MAX_PLAIN, seen)
         return (verify + plain * plain_us) / (tokens + plain)
@@ -103,7 +103,7 @@ class Forecast:
 
     def verify_us(self, plan: Plan) -> float:
         """A step in which every sequence has a window of this plan."""
-        return self.known.costs.at(round(self.sequences * (plan.num_draft_tokens + 1)), plan.mode in AHEAD)
+        return self.stats.costs.at(round(self.sequences * (plan.num_draft_tokens + 1)), plan.mode in AHEAD)
 
     def hit_rate(self, plan: Plan) -> float:
         """How often the window after this one is at hand in time."""
@@ -114,12 +114,12 @@ class Forecast:
     @property
     def sequences(self) -> float:
         """Of a step. As many as there are now, not as there were: requests come and go together."""
-        return max(1.0, self.known.share.value * self.num_running())
+        return max(1.0, self.stats.share.value * self.num_running())
 
     @property
     def away_us(self) -> float:
         """What a round that waits for its draft spends between the services."""
-        return self.known.between.or_else(max(self.round_trips_us(), UNKNOWN_ROUND_TRIP_US))
+        return self.stats.between.or_else(max(self.round_trips_us(), UNKNOWN_ROUND_TRIP_US))
 
     def _plain(self, late_us: float, plain_us: float) -> float:
         """Tokens decoded until a chain is there that agrees with them."""

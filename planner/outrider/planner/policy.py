@@ -119,7 +119,7 @@ class Policy:
         return ("branches" if self.max_branches else "chains") if self.windows_ahead else "sequential"
 
 
-class Chooser(Protocol):
+class PolicyController(Protocol):
     """Chooses the policy anew as rounds end (the controller)."""
 
     @property
@@ -157,7 +157,7 @@ class Plan:
     waits: bool = True  # for a chain where none is at hand; else the target decodes plain tokens until one is
 
     @property
-    def way(self) -> tuple[Mode, bool]:
+    def style(self) -> tuple[Mode, bool]:
         """What its measurements hold for, whatever the number of tokens."""
         return self.mode, self.waits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from outrider.planner.acceptance import Mean
+from outrider.planner.acceptance import RunningMean
 
 MAX_BUCKETS = 64
 PROFILE_WEIGHT, MEMORY = 16.0, 64.0  # steps that a profiled time counts as, and that an estimate looks back on
@@ -19,7 +19,7 @@ class StepCosts:
     the rows, so measurements that say otherwise are averaged."""
 
     def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
-        self._means = {_bucket(num_rows): Mean(step_us, PROFILE_WEIGHT, MEMORY) for num_rows, step_us in profile}
+        self._means = {_bucket(num_rows): RunningMean(step_us, PROFILE_WEIGHT, MEMORY) for num_rows, step_us in profile}
         self._curve: tuple[list[int], list[float]] | None = None  # rows, times
         self._num_added = 0
 
@@ -30,7 +30,7 @@ class StepCosts:
             return
         if bucket not in self._means:
             self._curve = None
-        self._means.setdefault(bucket, Mean(memory=MEMORY)).add(step_us, weight)
+        self._means.setdefault(bucket, RunningMean(memory=MEMORY)).add(step_us, weight)
         self._num_added += 1
         if self._num_added % REDRAWN_EVERY == 0:
             self._curve = None
@@ -60,7 +60,7 @@ class VerifyCosts:
     def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
         self._steps = StepCosts(profile)  # alone
         self._pace = 1.0  # present times over those
-        self._beside = Mean(1.0, 1.0)  # times beside a draft over those alone
+        self._beside = RunningMean(1.0, 1.0)  # times beside a draft over those alone
 
     def add(self, num_rows: int, step_us: float, beside_draft: bool, weight: float = 1.0) -> None:
         """Counts a step, or the part of it that one of its sequences is."""
@@ -90,7 +90,7 @@ def _bucket(num_rows: int) -> int:
     return num_rows // step * step
 
 
-def _rising(means: Iterable[Mean]) -> list[float]:
+def _rising(means: Iterable[RunningMean]) -> list[float]:
     """The closest values that never fall: neighbours that do are pooled (isotonic regression; Barlow et al. 1972)."""
     pools: list[tuple[float, float, int]] = []  # value, weight, how many
     for mean in means:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from outrider.engine.batch import BatchEntry, Bucket, StaticBatch
 from outrider.engine.cuda_graphs import CapturedSteps
-from outrider.engine.sampler import OFF, parameters_of, row_sampling, sampling_columns, says_all
+from outrider.engine.sampler import OFF, is_numeric_only, parameters_of, row_sampling, sampling_columns
 from outrider.engine.staging import Column, StagedColumns, words_of
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import MAX_ENTRIES, advance, best_ids, greedy_choice, logits_to_probs
 from outrider.kernels.verify.reference import coupled_choice
-from outrider.proposers.draft_rows import Drafted, DraftRows, DraftRule
+from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule
 
-MOST_RANKED = 8  # ids of a row that are ranked: the drawn one, and alternatives to it
+MOST_RANKED = 8  # ids of a row that are ranked: the drawn one, and the best of the others
 
 
 class DrawKind(NamedTuple):
@@ -35,7 +35,7 @@ class DrawKind(NamedTuple):
 
     races: bool  # some are coupled
     weighs: bool  # some are drawn from integer weights
-    ranks: bool  # some want alternatives
+    ranks: bool  # some want top tokens
 
 
 KINDS = (
@@ -169,7 +169,7 @@ class DeviceChains:
         return self._find(rows) is not None
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[Drafted]]:
+    def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[DraftedToken]]:
         """The next tokens of every sequence, up to MOST_PASSES: fewer where logits were not finite. Appended to their
         sequences, whose blocks hold a token more than is drawn."""
         found = self._find(rows)
@@ -196,9 +196,9 @@ class DeviceChains:
         bucket = self._steps.plain_bucket(len(rows))
         if bucket is None or not self._steps.holds([row.num_rows for row in rows]):
             return None
-        if not all(row.draws and says_all(row.sampler) and row.num_alternatives < MOST_RANKED for row in rows):
+        if not all(row.draws and is_numeric_only(row.sampler) and row.num_top_tokens < MOST_RANKED for row in rows):
             return None
-        rules, ranks = {row.law.rule for row in rows}, any(row.num_alternatives for row in rows)
+        rules, ranks = {row.draft_sampling.rule for row in rows}, any(row.num_top_tokens for row in rows)
         taken = self._draws.get((bucket, DrawKind(DraftRule.COUPLED in rules, DraftRule.REJECTION in rules, ranks)))
         return None if taken is None else (bucket, taken)
 
@@ -220,16 +220,16 @@ class DeviceChains:
         parameters = [parameters_of(row.sampler) for row in rows]
         for name, off in OFF.items():
             columns.write(name, [values[name] for values in parameters], off)
-        columns.write("seeds", [as_int64(row.law.key.seed) for row in rows], 0)
-        columns.write("completions", [row.law.key.completion for row in rows], 0)
-        columns.write("races", [row.law.rule == DraftRule.COUPLED for row in rows], 0)
-        columns.write("weighs", [row.law.rule == DraftRule.REJECTION for row in rows], 0)
+        columns.write("seeds", [as_int64(row.draft_sampling.key.seed) for row in rows], 0)
+        columns.write("completions", [row.draft_sampling.key.completion for row in rows], 0)
+        columns.write("races", [row.draft_sampling.rule == DraftRule.COUPLED for row in rows], 0)
+        columns.write("weighs", [row.draft_sampling.rule == DraftRule.REJECTION for row in rows], 0)
         columns.write("passes", [0])
         words = columns.words_up_to("passes", 1)
         self._steps.graphs.upload(self._numbers[:words], self._host[:words])
 
 
-def _read(table: Tensor, layout: DrawLayout, rows: Sequence[DraftRows]) -> list[list[Drafted]]:
+def _read(table: Tensor, layout: DrawLayout, rows: Sequence[DraftRows]) -> list[list[DraftedToken]]:
     """From what was drawn, [passes, width] on the host, to the tokens of each sequence, up to the first that is
     none."""
     passes = [_tokens(list(layout.split(line)), layout.kind, rows) for line in table]
@@ -237,16 +237,16 @@ def _read(table: Tensor, layout: DrawLayout, rows: Sequence[DraftRows]) -> list[
     return [[token for token in line if token is not None] for line in lines]
 
 
-def _tokens(parts: list[Tensor], kind: DrawKind, rows: Sequence[DraftRows]) -> list[Drafted | None]:
+def _tokens(parts: list[Tensor], kind: DrawKind, rows: Sequence[DraftRows]) -> list[DraftedToken | None]:
     """Of one pass."""
     ids = parts[0].tolist()
     ranked = parts[1].tolist() if kind.ranks else [()] * len(ids)
-    tokens: list[Drafted | None] = []
+    tokens: list[DraftedToken | None] = []
     for index, row in enumerate(rows):
         token = ids[index]
-        others = tuple(other for other in ranked[index] if other not in (token, -1))[: row.num_alternatives]
-        entries = _entries(parts[-3:], index) if row.law.rule == DraftRule.REJECTION else (b"", b"")
-        tokens.append(Drafted(token, *entries, others) if token >= 0 else None)
+        others = tuple(other for other in ranked[index] if other not in (token, -1))[: row.num_top_tokens]
+        entries = _entries(parts[-3:], index) if row.draft_sampling.rule == DraftRule.REJECTION else (b"", b"")
+        tokens.append(DraftedToken(token, *entries, others) if token >= 0 else None)
     return tokens
 
 

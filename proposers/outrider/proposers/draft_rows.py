@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import CachedSequence
-from outrider.engine.random import RandomAhead, RandomKey, Span
+from outrider.engine.random import RandomAhead, RandomKey, RandomRange
 from outrider.engine.sampler import SamplingRows, SequenceSampler
 
 
@@ -20,7 +20,7 @@ class DraftRule(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftLaw:
+class DraftSampling:
     """How one sequence draws, and its random numbers."""
 
     rule: DraftRule
@@ -36,9 +36,9 @@ class DraftRows:
     num_rows: int
     num_committed: int  # tokens past these are drafted
     sampler: SequenceSampler  # counts the committed tokens
-    law: DraftLaw
+    draft_sampling: DraftSampling
     limit: int  # positions below it will be drawn without another message
-    num_alternatives: int = 0  # how many other tokens for the same position are wanted
+    num_top_tokens: int = 0  # how many other tokens for the same position are wanted
 
     @property
     def draws(self) -> bool:
@@ -50,9 +50,9 @@ class DraftRows:
         """Where the next token will stand."""
         return len(self.sequence)
 
-    def span(self) -> Span:
+    def span(self) -> RandomRange:
         """Where its random numbers are."""
-        return Span(self.law.key, self.law.ahead, self.position, 1, self.limit)
+        return RandomRange(self.draft_sampling.key, self.draft_sampling.ahead, self.position, 1, self.limit)
 
     def batch_entry(self) -> BatchEntry:
         """The rows as the runner takes them."""
@@ -67,11 +67,11 @@ class DraftRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftedToken:
     """A drafted token and, under rejection, the integer weights that it was drawn from, as packed little-endian
     uint32."""
 
     token_id: int
     ids: bytes = b""
     weights: bytes = b""
-    alternatives: tuple[int, ...] = ()  # what may stand there instead, most likely first
+    top_tokens: tuple[int, ...] = ()  # what may stand there instead, most likely first

@@ -24,12 +24,12 @@ from outrider.rpc.messages import (
     Credit,
     DraftInfo,
     DraftMethod,
+    DraftTokens,
     Failure,
     FrameHeader,
     Load,
     ModelInfo,
     Open,
-    Piece,
     PositionLogprobs,
     PromptLogprobs,
     StepTimings,
@@ -203,7 +203,7 @@ def decode_failure(message: pb.Failure) -> Failure:
     return Failure(message.sequence_id, status.code, status.message, reason, retry_after_ms)
 
 
-def encode_piece(message: Piece) -> pb.Piece:
+def encode_piece(message: DraftTokens) -> pb.Piece:
     """A part of a chain."""
     return pb.Piece(
         sequence_id=message.sequence_id,
@@ -218,9 +218,9 @@ def encode_piece(message: Piece) -> pb.Piece:
     )
 
 
-def decode_piece(message: pb.Piece) -> Piece:
+def decode_piece(message: pb.Piece) -> DraftTokens:
     """A part of a chain."""
-    return Piece(
+    return DraftTokens(
         sequence_id=message.sequence_id,
         chain=message.chain,
         position=message.position,
@@ -375,7 +375,7 @@ def decode_target_info(message: target_pb2.GetTargetInfoResponse) -> TargetInfo:
     return TargetInfo(decode_model_info(message.model), message.max_window, load, costs, capabilities)
 
 
-Message = Open | Close | Closed | Failure | Piece | Credit | Commit | PromptLogprobs
+Message = Open | Close | Closed | Failure | DraftTokens | Credit | Commit | PromptLogprobs
 
 SLICE_IDS = 4096  # ids of one slice of a long Open: at most 20 KiB, so that one frame serves several sequences
 SLICE_BYTES = 16 * 1024  # of one slice of prompt log probabilities
@@ -418,7 +418,7 @@ _ROWS: dict[type[Any], _Row] = {
     Close: _Row("close", encode_close, decode_close),
     Closed: _Row("closed", encode_closed, decode_closed),
     Failure: _Row("failure", encode_failure, decode_failure),
-    Piece: _Row("piece", encode_piece, decode_piece),
+    DraftTokens: _Row("piece", encode_piece, decode_piece),
     Credit: _Row("credit", encode_credit, decode_credit),
     Commit: _Row("commit", encode_commit, decode_commit),
     PromptLogprobs: _Row("prompt_logprobs", encode_prompt_logprobs, decode_prompt_logprobs),
@@ -519,11 +519,13 @@ _MIB = 1 << 20
 DRAFT_STREAM = StreamKind(
     "outrider.v1.DraftService",
     _direction(draft_pb2.ProposeRequest, draft_pb2.DraftCommand, "command", (Open, Commit, Credit, Close), 2 * _MIB),
-    _direction(draft_pb2.ProposeResponse, draft_pb2.DraftEvent, "event", (Piece, Closed, Failure), 2 * _MIB),
+    _direction(draft_pb2.ProposeResponse, draft_pb2.DraftEvent, "event", (DraftTokens, Closed, Failure), 2 * _MIB),
 )
 TARGET_STREAM = StreamKind(
     "outrider.v1.TargetService",
-    _direction(target_pb2.VerifyRequest, target_pb2.TargetCommand, "command", (Open, Piece, Credit, Close), 2 * _MIB),
+    _direction(
+        target_pb2.VerifyRequest, target_pb2.TargetCommand, "command", (Open, DraftTokens, Credit, Close), 2 * _MIB
+    ),
     # Log probabilities of a whole vocabulary take 2 to 3 MB a position.
     _direction(
         target_pb2.VerifyResponse,

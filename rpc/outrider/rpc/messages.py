@@ -88,7 +88,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DraftTokens:
     """A part of a chain of drafted tokens."""
 
     sequence_id: int
@@ -175,8 +175,8 @@ class PromptLogprobs:
 
 
 DraftCommand = Open | Commit | Credit | Close  # gateway -> draft
-DraftEvent = Piece | Closed | Failure  # draft -> gateway
-TargetCommand = Open | Piece | Credit | Close  # gateway -> target
+DraftEvent = DraftTokens | Closed | Failure  # draft -> gateway
+TargetCommand = Open | DraftTokens | Credit | Close  # gateway -> target
 TargetEvent = Commit | PromptLogprobs | Closed | Failure  # target -> gateway
 
 

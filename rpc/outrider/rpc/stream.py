@@ -125,7 +125,7 @@ class RoundTrip:
 
 log = logging.getLogger(__name__)
 
-Batch = list[Message]  # what one frame brought: it holds together
+MessageBatch = list[Message]  # what one frame brought: it holds together
 SILENT_PEER = "SILENT_PEER"  # the reason of a stream that ends since nothing comes
 _MAX_STEP_AGE_MS = (1 << 32) - 1
 _LAST_WRITE_S = 1.0  # for a write to a peer that may not be reading any more
@@ -168,7 +168,7 @@ class FrameStream:
         *,
         client: bool,
         config: StreamConfig | None = None,
-        on_messages: Callable[[Batch], None] | None = None,
+        on_messages: Callable[[MessageBatch], None] | None = None,
         on_peer_change: Callable[[], None] | None = None,
         step_age_ms: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
@@ -186,7 +186,7 @@ class FrameStream:
         self._last_sent_at = self._last_received_at = self._last_tick_at = clock()
         self._draining = self._heartbeat_due = self._writing = self._held_up = False
         self._peer_state = (False, False)  # draining, device dead
-        self._inbox: deque[Batch] = deque()
+        self._inbox: deque[MessageBatch] = deque()
         self._wake, self._arrived, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._finished = asyncio.Event()
         self._error: OutriderError | None = None
@@ -285,7 +285,7 @@ class FrameStream:
     def __aiter__(self) -> FrameStream:
         return self
 
-    async def __anext__(self) -> Batch:
+    async def __anext__(self) -> MessageBatch:
         while not self._inbox:
             if self.closed:
                 if self._error is not None:
@@ -388,13 +388,13 @@ class FrameStream:
             if self._on_peer_change is not None:
                 self._on_peer_change()
 
-    def _refuse_opens(self, messages: Batch) -> Batch:
+    def _refuse_opens(self, messages: MessageBatch) -> MessageBatch:
         refusal = Unavailable("the service is draining", reason="DRAINING")
         refused = {message.sequence_id for message in messages if isinstance(message, Open)}
         self.send(*(to_failure(sequence_id, refusal) for sequence_id in refused))
         return [message for message in messages if message.sequence_id not in refused]
 
-    def _deliver(self, messages: Batch) -> None:
+    def _deliver(self, messages: MessageBatch) -> None:
         if self._on_messages is not None:
             self._on_messages(messages)
         else:
@@ -403,7 +403,7 @@ class FrameStream:
 
     def _report_vanished(self) -> None:
         if self._packer.vanished:
-            closed: Batch = [Closed(sequence_id) for sequence_id in self._packer.vanished]
+            closed: MessageBatch = [Closed(sequence_id) for sequence_id in self._packer.vanished]
             self._packer.vanished.clear()
             asyncio.get_running_loop().call_soon(self._deliver, closed)  # never from within the caller's send
 

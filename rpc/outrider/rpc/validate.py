@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 
 from outrider.rpc.errors import InvalidArgument, Violation
-from outrider.rpc.messages import Commit, Credit, Open, Piece
+from outrider.rpc.messages import Commit, Credit, DraftTokens, Open
 from outrider.rpc.sampling_params import LogprobsMode, SamplingParams, StructuredOutput
 
 MAX_SHOWN = 40  # characters of a value
@@ -282,7 +282,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.raise_if_any()
 
 
-def validate_piece(message: Piece) -> None:
+def validate_piece(message: DraftTokens) -> None:
     """A piece's shape. Its ids and weights are not judged: an id that the target does not know ends the chain, and a
     broken distribution counts as one-hot; neither is an error."""
     found = Violations("piece.")

@@ -13,7 +13,7 @@ import torch
 from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
-from outrider.engine.worker import DeviceThread, set_switch_interval
+from outrider.engine.worker import Worker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
 from outrider.rpc.hub import locate, model_name
 from outrider.rpc.messages import ModelInfo, TargetInfo
@@ -23,9 +23,9 @@ from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.vocabulary import read_vocabulary
-from outrider.target_service.engine import EngineCommand, TargetEngine
+from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.outputs import StepTracer
-from outrider.target_service.profile import StepCosts, thread_split
+from outrider.target_service.profile import StepProfile, thread_split
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import SERVICE, TargetServicer, register
 from outrider.target_service.settings import TargetSettings
@@ -42,7 +42,7 @@ class TargetService:
     server: Server
     servicer: TargetServicer
     engine: TargetEngine
-    thread: DeviceThread[EngineCommand]
+    thread: Worker[TargetEngineCommand]
 
     async def stop(self) -> None:
         """Ends the server and the device thread at once."""
@@ -75,7 +75,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     engine = new_engine(settings, runner, limits, outboxes.flush)
-    thread: DeviceThread[EngineCommand] = DeviceThread(
+    thread: Worker[TargetEngineCommand] = Worker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     costs = thread.call(engine.profile).result()
@@ -165,7 +165,7 @@ def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner
 
 
 def info_of(
-    settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits, step_costs: StepCosts = ()
+    settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits, step_costs: StepProfile = ()
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
     vocabulary = read_vocabulary(Path(settings.model))

@@ -7,7 +7,7 @@ How a device judges the windows of a step: kernels over columns of numbers, noth
 be captured and launched behind the pass.
 
 Windows of every rule share one call. What a rule needs more is launched where one of the windows has it: an arg max of
-every row under greedy, the race under coupling, coins and the draw from what is left under rejection. Random numbers
+every row under greedy, the race under coupling, uniforms and the draw from what is left under rejection. Random numbers
 are drawn where they are used: counters take no memory, which is what a device is short of.
 
 What a device is told of the windows of a step: numbers by row, by drafted token and by window.
@@ -27,22 +27,22 @@ from torch import Tensor
 
 from outrider.engine.cuda_graphs import CapturedSteps, GraphDevice
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.sampler import OFF, assemble, parameters_of, row_sampling, sampling_columns, says_all
+from outrider.engine.sampler import OFF, assemble, is_numeric_only, parameters_of, row_sampling, sampling_columns
 from outrider.engine.staging import Column, StagedColumns, words_of
 from outrider.kernels.random.reference import Purpose, as_int64, words
 from outrider.kernels.sampling.reference import MAX_ENTRIES, greedy_choice, logits_to_probs
 from outrider.kernels.types import RowSampling, Windows
 from outrider.kernels.verify.reference import accept_uniforms, coupled_accept, coupled_draw, draw
 from outrider.target_service.sequence import TargetSequence
-from outrider.target_service.verifier import Judged, Rule, Verdict, Verifier, rule_of, verdicts_of
+from outrider.target_service.verifier import HostVerifier, Verdict, VerifyRows, VerifyRule, rule_of, verdicts_of
 
 COUNTER_COLUMNS = ("seeds", "positions", "completions")  # of each row
 DRAFT_COLUMNS = ("draft_ids", "row_of_draft", "window_of_draft", "offset_of_draft")  # no more of them than rows
 WINDOW_COLUMNS = ("row_starts", "num_rows", "num_drafted", "draft_starts", "rules")
 
 
-def judging_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Column]:
-    """What `judge` reads; the entries of draft weights come last, since there may be few."""
+def verify_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Column]:
+    """What `verify_windows` reads; the entries of draft weights come last, since there may be few."""
     return [
         *sampling_columns(num_rows),
         *(Column(name, torch.int64, num_rows) for name in (*COUNTER_COLUMNS, *DRAFT_COLUMNS)),
@@ -53,11 +53,11 @@ def judging_columns(num_rows: int, num_windows: int, num_entries: int) -> list[C
     ]
 
 
-def judge(
+def verify_windows(
     logits: Tensor,  # [rows, vocab] float32
     columns: StagedColumns,
     sampling: RowSampling,
-    hardest: Rule,  # the last of the rules of the windows
+    max_rule: VerifyRule,  # the last of the rules of the windows
 ) -> Tensor:  # [2 n + rows] int64
     """Of each window how many drafted tokens are accepted, then of each the token after them (-1: none), then which
     rows are invalid."""
@@ -65,29 +65,29 @@ def judge(
     own, invalid = greedy_choice(logits, sampling)  # [rows] each
     own = own.masked_fill(invalid, -1)
     probs = logits
-    if hardest > Rule.GREEDY:
+    if max_rule > VerifyRule.GREEDY:
         probs, _ = logits_to_probs(logits, sampling)  # [rows, vocab]
         seeds, positions, completions = (columns[name] for name in COUNTER_COLUMNS)  # [rows] each
         raced = coupled_draw(probs, seeds, positions, completions)
         own = torch.where(columns["greedy_rows"] != 0, own, raced)
     accepted, next_ids = coupled_accept(own, windows, columns["draft_ids"])  # [n] each
-    if hardest == Rule.REJECTION:
-        rejects = columns["rules"] == Rule.REJECTION  # [n]
-        accepted_by_coin, drawn = _judge_by_coins(probs, columns, windows)
-        accepted = torch.where(rejects, accepted_by_coin, accepted)
+    if max_rule == VerifyRule.REJECTION:
+        rejects = columns["rules"] == VerifyRule.REJECTION  # [n]
+        accepted_by_rejection, drawn = _verify_by_rejection(probs, columns, windows)
+        accepted = torch.where(rejects, accepted_by_rejection, accepted)
         next_ids = torch.where(rejects, drawn, next_ids)
     return torch.cat((accepted, next_ids, invalid.long()))
 
 
-def _judge_by_coins(probs: Tensor, columns: StagedColumns, windows: Windows) -> tuple[Tensor, Tensor]:
+def _verify_by_rejection(probs: Tensor, columns: StagedColumns, windows: Windows) -> tuple[Tensor, Tensor]:
     """Rejection sampling of all windows: the numbers accepted and the next ids, [n] int64 each."""
     from outrider.kernels.verify.triton import PackedEntries, accept_packed
 
     seeds, positions, completions = (columns[name] for name in COUNTER_COLUMNS)  # [rows] each
-    coins = accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions))  # [rows]
+    uniforms = accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions))  # [rows]
     ids, weights = columns["entries"].view(-1, 2).unbind(1)  # [entries] each
     entries = PackedEntries(ids.contiguous(), weights.contiguous(), columns["entry_starts"])
-    accepted, left = accept_packed(probs, windows, columns["draft_ids"], entries, coins[windows.row_of_draft])
+    accepted, left = accept_packed(probs, windows, columns["draft_ids"], entries, uniforms[windows.row_of_draft])
     rows = windows.next_rows(accepted)  # [n]
     purposes = torch.where(accepted == windows.num_drafted, int(Purpose.BONUS), int(Purpose.RECOVERED))  # [n]
     return accepted, draw(left, words(seeds[rows], positions[rows], purposes, completions[rows]))
@@ -99,23 +99,23 @@ Columns = dict[str, NDArray[Any]]
 
 
 @dataclass(slots=True)
-class StepNumbers:
+class VerifyInputs:
     """The numbers of each window, and the drafted tokens and entries of draft weights of all."""
 
     windows: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _OF_WINDOW})
     draft_ids: list[int] = field(default_factory=list)
     entry_starts: list[int] = field(default_factory=lambda: [0])  # of each drafted token
     entries: list[tuple[bytes, bytes]] = field(default_factory=list)  # ids and weights
-    hardest: Rule = Rule.GREEDY
+    max_rule: VerifyRule = VerifyRule.GREEDY
     changes_logits: bool = False  # biases, bans or penalties: more than the columns say
 
     @staticmethod
-    def of(judged: Sequence[Judged]) -> StepNumbers:
+    def of(verify_rows: Sequence[VerifyRows]) -> VerifyInputs:
         """The windows' rows lie one after the other."""
-        numbers = StepNumbers()
-        for member in judged:
-            numbers._add(member)
-        return numbers
+        inputs = VerifyInputs()
+        for member in verify_rows:
+            inputs._add(member)
+        return inputs
 
     @property
     def num_windows(self) -> int:
@@ -140,7 +140,7 @@ class StepNumbers:
         staged.write("entries", self._packed_entries())
         return staged.words_up_to("entries", 2 * self.num_entries)
 
-    def _add(self, member: Judged) -> None:
+    def _add(self, member: VerifyRows) -> None:
         target, window, rule = member.entry.target, member.entry.window, rule_of(member.entry.target)
         of_window = parameters_of(target.sampler) | {
             "seeds": as_int64(target.random_key.seed),
@@ -153,14 +153,14 @@ class StepNumbers:
         for name, value in of_window.items():
             self.windows[name].append(value)
         self.draft_ids += window.ids
-        vectors = window.weights if rule == Rule.REJECTION else (None,) * len(window.ids)
+        vectors = window.weights if rule == VerifyRule.REJECTION else (None,) * len(window.ids)
         for vector in vectors:  # one whose ids and weights differ in number is one-hot, as one that is not there
             usable = vector is not None and len(vector.ids) == len(vector.weights) and len(vector.ids) % 4 == 0
             if vector is not None and usable:
                 self.entries.append((vector.ids, vector.weights))
             self.entry_starts.append(self.num_entries + (len(vector.ids) // 4 if vector is not None and usable else 0))
-        self.hardest = max(self.hardest, rule)
-        self.changes_logits |= not says_all(target.sampler)
+        self.max_rule = max(self.max_rule, rule)
+        self.changes_logits |= not is_numeric_only(target.sampler)
 
     def _columns(self) -> Columns:
         """By row what is one number a window, and where rows and drafted tokens lie."""
@@ -171,7 +171,7 @@ class StepNumbers:
         by_row = {name: windows[name].repeat(num_rows) for name in (*OFF, "seeds", "completions")}
         return by_row | {
             "positions": rows + (windows["committed"] - row_starts).repeat(num_rows),
-            "greedy_rows": (windows["rules"] == Rule.GREEDY).repeat(num_rows),
+            "greedy_rows": (windows["rules"] == VerifyRule.GREEDY).repeat(num_rows),
             "draft_ids": np.array(self.draft_ids, np.int64),
             "row_of_draft": drafts + (row_starts - draft_starts).repeat(num_drafted),
             "window_of_draft": np.arange(self.num_windows).repeat(num_drafted),
@@ -198,7 +198,7 @@ _OF_WINDOW: dict[str, type] = {
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class JudgingSize:
+class VerifySize:
     """What one captured call holds."""
 
     num_rows: int
@@ -206,7 +206,7 @@ class JudgingSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedVerify:
     """A captured call: what it reads, what it leaves, and what runs it again."""
 
     columns: StagedColumns
@@ -223,93 +223,93 @@ class DeviceVerifier:
         self._graphs = graphs
         self._logits = torch.empty(0)  # those of captured passes, once there are some
         self._host = self._numbers = torch.empty(0, dtype=torch.int32)
-        self._captured: dict[tuple[JudgingSize, Rule], Captured] = {}
-        self._sizes: list[JudgingSize] = []  # the smallest first
+        self._captured: dict[tuple[VerifySize, VerifyRule], CapturedVerify] = {}
+        self._sizes: list[VerifySize] = []  # the smallest first
 
     @torch.inference_mode()
     def capture(self, steps: CapturedSteps) -> None:
         """Captures what follows the captured passes, the largest first: smaller ones find its memory."""
         self._logits = steps.logits
-        self._sizes = sorted({JudgingSize(bucket.rows, bucket.sequences) for bucket in steps.buckets})
+        self._sizes = sorted({VerifySize(bucket.rows, bucket.sequences) for bucket in steps.buckets})
         self._host, self._numbers = self._buffers(max(map(_words, self._sizes)))
         for size in reversed(self._sizes):
-            layout = judging_columns(size.num_rows, size.num_windows, size.num_rows * MAX_ENTRIES)
+            layout = verify_columns(size.num_rows, size.num_windows, size.num_rows * MAX_ENTRIES)
             columns = StagedColumns(layout, self._host, self._numbers)
-            self._upload(StepNumbers(), columns, self._host, self._numbers)
-            for rule in Rule:
+            self._upload(VerifyInputs(), columns, self._host, self._numbers)
+            for rule in VerifyRule:
                 self._captured[size, rule] = self._capture(size, columns, rule)
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, judged: Sequence[Judged]) -> list[Verdict]:
+    def verify(self, logits: Tensor, verify_rows: Sequence[VerifyRows]) -> list[Verdict]:
         """Judges every window; logits are [rows of the step that want logits, vocab] float32."""
-        if not judged:
+        if not verify_rows:
             return []
-        numbers = StepNumbers.of(judged)
-        captured = self._find(logits, numbers)
+        inputs = VerifyInputs.of(verify_rows)
+        captured = self._find(logits, inputs)
         if captured is not None:
-            self._upload(numbers, captured.columns, self._host, self._numbers)
+            self._upload(inputs, captured.columns, self._host, self._numbers)
             captured.replay()
             results, num_windows = captured.results, len(captured.columns["rules"])
         else:
-            logits = self._rows_of(logits, judged)
-            results, num_windows = self._launch(logits, judged, numbers), len(judged)
+            logits = self._rows_of(logits, verify_rows)
+            results, num_windows = self._launch(logits, verify_rows, inputs), len(verify_rows)
         accepted, next_ids, invalid = self._graphs.download(results).tensor_split((num_windows, 2 * num_windows))
-        return verdicts_of(logits, judged, accepted[: len(judged)], next_ids[: len(judged)], invalid)
+        return verdicts_of(logits, verify_rows, accepted[: len(verify_rows)], next_ids[: len(verify_rows)], invalid)
 
     def prepare(self, target: TargetSequence) -> bool:
         """Random numbers are drawn where they are used: there is nothing to prepare."""
         return False
 
-    def _find(self, logits: Tensor, numbers: StepNumbers) -> Captured | None:
+    def _find(self, logits: Tensor, inputs: VerifyInputs) -> CapturedVerify | None:
         """The captured call that holds a step; None where its logits are no captured pass's, or are changed."""
-        is_captured = logits.data_ptr() == self._logits.data_ptr() and numbers.num_rows == len(logits)
-        if not is_captured or numbers.changes_logits or numbers.num_entries > numbers.num_rows * MAX_ENTRIES:
+        is_captured = logits.data_ptr() == self._logits.data_ptr() and inputs.num_rows == len(logits)
+        if not is_captured or inputs.changes_logits or inputs.num_entries > inputs.num_rows * MAX_ENTRIES:
             return None
-        wanted = numbers.num_rows, numbers.num_windows
+        wanted = inputs.num_rows, inputs.num_windows
         fitting = (size for size in self._sizes if size.num_rows >= wanted[0] and size.num_windows >= wanted[1])
         size = next(fitting, None)
-        return None if size is None else self._captured[size, numbers.hardest]
+        return None if size is None else self._captured[size, inputs.max_rule]
 
-    def _launch(self, logits: Tensor, judged: Sequence[Judged], numbers: StepNumbers) -> Tensor:
-        layout = judging_columns(numbers.num_rows, numbers.num_windows, numbers.num_entries)
+    def _launch(self, logits: Tensor, verify_rows: Sequence[VerifyRows], inputs: VerifyInputs) -> Tensor:
+        layout = verify_columns(inputs.num_rows, inputs.num_windows, inputs.num_entries)
         host, device = self._buffers(words_of(layout))
         columns = StagedColumns(layout, host, device)
-        self._upload(numbers, columns, host, device)
-        plans = [member.plan for member in judged]
-        sampling = assemble(plans, self._device) if numbers.changes_logits else row_sampling(columns)
-        return judge(logits, columns, sampling, numbers.hardest)
+        self._upload(inputs, columns, host, device)
+        plans = [member.plan for member in verify_rows]
+        sampling = assemble(plans, self._device) if inputs.changes_logits else row_sampling(columns)
+        return verify_windows(logits, columns, sampling, inputs.max_rule)
 
-    def _rows_of(self, logits: Tensor, judged: Sequence[Judged]) -> Tensor:
+    def _rows_of(self, logits: Tensor, verify_rows: Sequence[VerifyRows]) -> Tensor:
         """The rows that judge; the others are a prompt's."""
-        rows = [row for member in judged for row in member.rows]
+        rows = [row for member in verify_rows for row in member.rows]
         return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=self._device)]
 
-    def _capture(self, size: JudgingSize, columns: StagedColumns, rule: Rule) -> Captured:
+    def _capture(self, size: VerifySize, columns: StagedColumns, rule: VerifyRule) -> CapturedVerify:
         results = torch.zeros(2 * size.num_windows + size.num_rows, dtype=torch.int64, device=self._device)
         sampling = row_sampling(columns)
 
         def step() -> None:
-            results.copy_(judge(self._logits[: size.num_rows], columns, sampling, rule))
+            results.copy_(verify_windows(self._logits[: size.num_rows], columns, sampling, rule))
 
-        return Captured(columns, sampling, results, self._graphs.capture(step))
+        return CapturedVerify(columns, sampling, results, self._graphs.capture(step))
 
     def _buffers(self, words: int) -> tuple[Tensor, Tensor]:
         return self._graphs.host_buffer(words), torch.zeros(words, dtype=torch.int32, device=self._device)
 
-    def _upload(self, numbers: StepNumbers, columns: StagedColumns, host: Tensor, device: Tensor) -> None:
+    def _upload(self, inputs: VerifyInputs, columns: StagedColumns, host: Tensor, device: Tensor) -> None:
         """The host's buffer is free: whoever judged from it last has read the results."""
-        words = numbers.write(columns)
+        words = inputs.write(columns)
         self._graphs.upload(device[:words], host[:words])
 
 
-def _words(size: JudgingSize) -> int:
-    return words_of(judging_columns(size.num_rows, size.num_windows, size.num_rows * MAX_ENTRIES))
+def _words(size: VerifySize) -> int:
+    return words_of(verify_columns(size.num_rows, size.num_windows, size.num_rows * MAX_ENTRIES))
 
 
 class StepVerifier(Protocol):
     """Judges the windows of a step."""
 
-    def verify(self, logits: Tensor, judged: Sequence[Judged]) -> list[Verdict]:
+    def verify(self, logits: Tensor, verify_rows: Sequence[VerifyRows]) -> list[Verdict]:
         """Verdicts of every window, in no fixed order; logits are [rows that want logits, vocab] float32."""
 
     def prepare(self, target: TargetSequence) -> bool:
@@ -320,7 +320,7 @@ def verifier_of(runner: ModelRunner, vocab_size: int) -> StepVerifier:
     """The verifier of the place where the model is."""
     device = runner.model.device
     if device.type == "cpu":
-        return Verifier(vocab_size)
+        return HostVerifier(vocab_size)
     from outrider.engine.cuda_graphs import CudaGraphs
 
     pass

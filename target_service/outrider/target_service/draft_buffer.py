@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.rpc.messages import Piece, TokenWeights
+from outrider.rpc.messages import DraftTokens, TokenWeights
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class ChainBuffer:
         self._live: Chain | None = None
         self._knows_live = True  # every step asks several times between two changes
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: DraftTokens) -> None:
         """Holds a piece, or drops it and remembers its chain for `take_dropped`."""
         self._knows_live = False
         if not piece.ids:
@@ -88,11 +88,11 @@ class ChainBuffer:
         for chain in list(self._chains.values()):
             difference = self._difference(chain.start, chain.ids, committed)
             if difference is not None:
-                self._bury(chain.number, difference)
+                self._mark_dead(chain.number, difference)
             elif chain.end > committed or (chain.ended and chain.end == committed):
                 self._trim(chain, committed)
             elif chain.ended:
-                self._bury(chain.number, chain.end)  # an id that the target does not know stood there
+                self._mark_dead(chain.number, chain.end)  # an id that the target does not know stood there
             else:
                 del self._chains[chain.number]
         self._committed = committed
@@ -132,11 +132,11 @@ class ChainBuffer:
         """Whether a Commit is due to name dropped chains."""
         return bool(self._dropped)
 
-    def _start(self, piece: Piece) -> None:
+    def _start(self, piece: DraftTokens) -> None:
         parent = self._chains.get(piece.parent) if piece.parent is not None else None
         parted = self._dead.get(piece.parent) if piece.parent is not None else None
         if parted is not None and piece.position > parted:
-            self._bury(piece.chain, parted)  # it goes on from tokens that were not committed
+            self._mark_dead(piece.chain, parted)  # it goes on from tokens that were not committed
             return
         weights: list[TokenWeights | None] = []
         if piece.position <= self._committed:
@@ -154,12 +154,12 @@ class ChainBuffer:
             if 0 <= first < len(chain.weights):
                 chain.weights[first] = None  # a branch's first id is a guess, whatever its weights say
 
-    def _append(self, chain: Chain, piece: Piece) -> None:
+    def _append(self, chain: Chain, piece: DraftTokens) -> None:
         """Adds what the chain does not hold yet; compares what is already committed."""
         committed = self._committed
         difference = self._difference(piece.position, piece.ids, committed)
         if difference is not None:
-            self._bury(chain.number, difference)
+            self._mark_dead(chain.number, difference)
             return
         if not chain.ids or chain.end < committed:  # all that was held lies below the committed length
             chain.start, chain.ids, chain.weights = committed, [], []
@@ -188,7 +188,7 @@ class ChainBuffer:
             return None
         return next(start + index for index in range(overlap) if self._tokens[start + index] != ids[index])
 
-    def _bury(self, number: int, difference: int) -> None:
+    def _mark_dead(self, number: int, difference: int) -> None:
         self._chains.pop(number, None)
         self._dead[number] = difference
         if len(self._dead) > MAX_DEAD:

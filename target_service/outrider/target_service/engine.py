@@ -12,16 +12,27 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from outrider.engine.kv_cache_manager import BlockPool, SequenceCache
+from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
-from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, Load, Open, Piece, StepTimings, TargetCommand
+from outrider.rpc.messages import (
+    Close,
+    Closed,
+    Commit,
+    Credit,
+    DraftTokens,
+    Failure,
+    Load,
+    Open,
+    StepTimings,
+    TargetCommand,
+)
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.outputs import StepReport, report_step
-from outrider.target_service.profile import StepCosts, ThreadSplit, measure_steps
-from outrider.target_service.scheduler import Gathering, Scheduler
+from outrider.target_service.profile import StepProfile, ThreadSplit, measure_steps
+from outrider.target_service.scheduler import BatchingDelay, TargetScheduler
 from outrider.target_service.sequence import Refused, Sink, TargetLimits, TargetSequence, admit
-from outrider.target_service.step import ComputedStep, StepComputer, commit, drafted_and_accepted, run_apart
+from outrider.target_service.step import ComputedStep, StepComputer, commit, drafted_and_accepted, run_isolated
 from outrider.target_service.verifier import Verdict
 
 log = logging.getLogger(__name__)
@@ -46,11 +57,11 @@ class StreamEnded:
     stream: int
 
 
-EngineCommand = StreamCommand | StreamEnded
+TargetEngineCommand = StreamCommand | StreamEnded
 
 
 class TargetEngine:
-    """The worker of the device thread. `on_step` is told of every step, `flush` is called once after each with
+    """Run by a Worker. `on_step` is told of every step, `flush` is called once after each with
     answers."""
 
     def __init__(
@@ -73,13 +84,13 @@ class TargetEngine:
         self._arrivals = 0
         self._step_ended = 0.0
         dtype = str(runner.model.dtype).removeprefix("torch.")
-        self.cache = SequenceCache(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
-        self.scheduler = Scheduler(self.cache, max_rows, limits.max_window, cut_windows)
+        self.cache = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
+        self.scheduler = TargetScheduler(self.cache, max_rows, limits.max_window, cut_windows)
         self._computer = StepComputer(runner, verifier_of(runner, limits.vocab_size), clock)
-        self._gathering = Gathering()
+        self._batching_delay = BatchingDelay()
         self.threads: ThreadSplit | None = None  # where the number is not given
 
-    def handle(self, command: EngineCommand) -> None:
+    def handle(self, command: TargetEngineCommand) -> None:
         """Applies one command; nothing runs on the device."""
         if isinstance(command, StreamEnded):
             for ended in [t for t in self.scheduler.sequences.values() if t.key[0] == command.stream]:
@@ -104,10 +115,10 @@ class TargetEngine:
         due = self.scheduler.next_due(now)
         if due is None or due > now:
             return 0.0 if self._prepare_ahead() else self._wait(due, now)
-        if hold := self._gathering.hold(self.scheduler.sequences.values(), now):
+        if hold := self._batching_delay.hold(self.scheduler.sequences.values(), now):
             return 0.0 if self._prepare_ahead() else hold
         has_run = False
-        for step in run_apart(self.scheduler.runnable(now), self._compute, self._give_up, self._hand_over):
+        for step in run_isolated(self.scheduler.runnable(now), self._compute, self._give_up, self._hand_over):
             has_run = True
             self._commit_step(step)
         self._flush()
@@ -124,7 +135,7 @@ class TargetEngine:
         """A sign of life. Raises DeviceLost when the process has to end."""
         probe(self._runner, self.cache.pool)
 
-    def profile(self) -> StepCosts:
+    def profile(self) -> StepProfile:
         """Measures steps by their rows, while nothing is open; from then on the scheduler knows what they take."""
         costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, self.limits.max_model_len)
         if costs:
@@ -167,7 +178,7 @@ class TargetEngine:
         self._arrivals += 1
         self.scheduler.add(target)
 
-    def _update(self, target: TargetSequence, message: Piece | Credit, received: float) -> None:
+    def _update(self, target: TargetSequence, message: DraftTokens | Credit, received: float) -> None:
         if isinstance(message, Credit):
             had_credit = target.has_credit
             target.grant(message)
@@ -192,7 +203,7 @@ class TargetEngine:
     def _prepare_ahead(self) -> bool:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
         for target in [target for target in self.scheduler.sequences.values() if target.has_credit]:
-            with self._charging(target, "random numbers"):
+            with self._fail_on_error(target, "random numbers"):
                 if self._computer.verifier.prepare(target):
                     return True
         return False
@@ -216,11 +227,11 @@ class TargetEngine:
         self._observe(step)
         timings, load = step.timings(), self.load()  # once a step: it looks at every sequence
         for verdict in step.verdicts:
-            with self._charging(verdict.entry.target, "a commit"):
+            with self._fail_on_error(verdict.entry.target, "a commit"):
                 self._commit(verdict, timings, load, step)
         for entry in step.entries:
             if not entry.samples:
-                with self._charging(entry.target, "a prompt's chunk"):
+                with self._fail_on_error(entry.target, "a prompt's chunk"):
                     entry.target.sequence.num_computed_tokens = entry.start + entry.num_rows
                     self.cache.publish(entry.target.sequence, entry.committed)
         if self._on_step is not None:
@@ -228,12 +239,14 @@ class TargetEngine:
 
     def _observe(self, step: ComputedStep) -> None:
         """Learns what steps take."""
-        self._gathering.ran(step.seconds, chunked=any(not entry.samples for entry in step.entries))
-        if self.scheduler.goodput is not None and all(entry.num_rows == entry.num_judging for entry in step.entries):
+        self._batching_delay.add_step(step.seconds, chunked=any(not entry.samples for entry in step.entries))
+        if self.scheduler.goodput is not None and all(
+            entry.num_rows == entry.num_verify_rows for entry in step.entries
+        ):
             pause_s = step.started - self._step_ended
-            self.scheduler.goodput.ran(step.num_rows, step.seconds * 1e6, pause_s * 1e6)
+            self.scheduler.goodput.add_step(step.num_rows, step.seconds * 1e6, pause_s * 1e6)
         if self.threads is not None and any(entry.window.ids for entry in step.entries):
-            self.threads.ran(step.num_rows, step.seconds)
+            self.threads.add_step(step.num_rows, step.seconds)
         self._step_ended = step.ended
 
     def _commit(self, verdict: Verdict, timings: StepTimings, load: Load, step: ComputedStep) -> None:
@@ -244,7 +257,7 @@ class TargetEngine:
             self._fail(target, grpc.StatusCode.INTERNAL, message, "INVALID_LOGITS")
             return
         if self.scheduler.goodput is not None:
-            self.scheduler.goodput.judged(target.acceptance, *drafted_and_accepted(verdict))
+            self.scheduler.goodput.add_verified(target.acceptance, *drafted_and_accepted(verdict))
         committed = commit(verdict, self.cache, self.limits.eos_ids, timings, load, step.started, step.ended)
         target.sink(committed)
         if committed.finish_reason is not None:
@@ -252,7 +265,7 @@ class TargetEngine:
             self.scheduler.remove(target)
 
     @contextmanager
-    def _charging(self, target: TargetSequence, what: str) -> Iterator[None]:
+    def _fail_on_error(self, target: TargetSequence, what: str) -> Iterator[None]:
         """What raises in here costs this sequence, and no other."""
         try:
             yield

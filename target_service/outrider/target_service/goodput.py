@@ -28,7 +28,7 @@ MOST_ROWS = 1 << 16
 
 
 @dataclass(slots=True)
-class Acceptance:
+class WindowAcceptance:
     """Chance that a drafted token holds if those before it do, by its position in the window."""
 
     memory: float = SEQUENCE_MEMORY
@@ -105,11 +105,11 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GoodputRequest:
     """What one sequence would do in a step, beside what is missing of its prompt: `num_rows` in any case, which test
     `num_sure` drafted tokens, and `further` rows, each of which lets one more drafted token count."""
 
-    acceptance: Acceptance
+    acceptance: WindowAcceptance
     num_rows: int
     num_sure: int = 0
     further: int = 0
@@ -120,17 +120,17 @@ class Goodput:
 
     def __init__(self, step_costs: Iterable[tuple[int, int]]) -> None:
         self.time = StepTime(step_costs)
-        self._of_all = Acceptance(TARGET_MEMORY)
+        self._of_all = WindowAcceptance(TARGET_MEMORY)
         self._pause_us = 0.0  # between two steps
         self._cut_us = 0.0  # in steps with cut windows, since there were whole ones
 
-    def judged(self, acceptance: Acceptance, num_drafted: int, num_accepted: int) -> None:
+    def add_verified(self, acceptance: WindowAcceptance, num_drafted: int, num_accepted: int) -> None:
         """A verdict on a window of the sequence that `acceptance` belongs to."""
         if num_drafted:
             acceptance.add(num_drafted, num_accepted)
             self._of_all.add(num_drafted, num_accepted)
 
-    def ran(self, num_rows: int, step_us: float, pause_us: float) -> None:
+    def add_step(self, num_rows: int, step_us: float, pause_us: float) -> None:
         """A step ran, so long after the one before. What is longer than a step was no pause: nobody was there."""
         self.time.add(num_rows, step_us)
         self._pause_us += PAUSE_RATE * (min(pause_us, step_us) - self._pause_us)
@@ -140,20 +140,20 @@ class Goodput:
         start and the next one's."""
         return self.time.rows_beside(num_rows, share * (self._pause_us + self.time.at(num_rows)))
 
-    def choose(self, wishes: Sequence[Wish], max_rows: int) -> list[int]:
+    def choose(self, requests: Sequence[GoodputRequest], max_rows: int) -> list[int]:
         """How many further rows each gets, of at most `max_rows` for all. Chunks of prompts in the same step do not
         count: they take a share of the time that windows take, so that a row costs what it costs without them."""
-        whole = [wish.further for wish in wishes]
-        if len(wishes) < 2 or not any(whole):
+        whole = [request.further for request in requests]
+        if len(requests) < 2 or not any(whole):
             return whole
-        priors = self._of_all.all(max(wish.num_sure + wish.further for wish in wishes))
+        priors = self._of_all.all(max(request.num_sure + request.further for request in requests))
         tokens, gains, rows = 0.0, [], 0
-        for wish in wishes:
-            chances = (wish.acceptance.at(j, priors[j]) for j in range(wish.num_sure + wish.further))
+        for request in requests:
+            chances = (request.acceptance.at(j, priors[j]) for j in range(request.num_sure + request.further))
             survival = list(accumulate(chances, mul))
-            tokens += 1 + sum(survival[: wish.num_sure])
-            rows += wish.num_rows
-            gains.append(survival[wish.num_sure :])
+            tokens += 1 + sum(survival[: request.num_sure])
+            rows += request.num_rows
+            gains.append(survival[request.num_sure :])
 
         def time_at(more: int) -> float:
             return self._pause_us + self.time.at(min(max_rows, rows + more))

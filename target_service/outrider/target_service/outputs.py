@@ -25,7 +25,7 @@ from outrider.engine.sampler import RowLogprobs
 from outrider.rpc.messages import PositionLogprobs, PromptLogprobs, TokenLogprob
 from outrider.rpc.sampling_params import FinishReason, SamplingParams, TokenOrigin
 from outrider.rpc.telemetry import context_from_traceparent
-from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.verifier import Verdict, prompt_logprobs
 
 
@@ -74,7 +74,7 @@ def position_logprobs(rows: Sequence[RowLogprobs]) -> tuple[PositionLogprobs, ..
     return tuple(tuple(map(TokenLogprob._make, zip(row.ids, row.values, row.ranks, strict=True))) for row in rows)
 
 
-def report_prompt(entry: StepEntry, logits: Tensor) -> None:
+def report_prompt(entry: ScheduledSequence, logits: Tensor) -> None:
     """Keeps the log probabilities of an entry's prompt rows, [rows that want logits, vocab], and sends them when
     they are whole. The row of position p speaks of the prompt token at p + 1; the first token of a prompt has none.
     Rows that are computed again after a preemption are skipped."""
@@ -106,7 +106,7 @@ class StepReport:
     traceparents: tuple[str, ...]
 
 
-def report_step(entries: Sequence[StepEntry], verdicts: Sequence[Verdict], started_ns: int) -> StepReport:
+def report_step(entries: Sequence[ScheduledSequence], verdicts: Sequence[Verdict], started_ns: int) -> StepReport:
     """Of a step that has just ended."""
     return StepReport(
         started_ns=started_ns,

@@ -26,7 +26,7 @@ REPEATS = 3  # the best of them counts
 SHAPE_S = 0.25  # a number of rows is not repeated any more once it took so long
 BUDGET_S = 3.0  # for all together
 
-StepCosts = tuple[tuple[int, int], ...]  # rows and microseconds, by rising rows
+StepProfile = tuple[tuple[int, int], ...]  # rows and microseconds, by rising rows
 
 
 def measure_steps(
@@ -35,7 +35,7 @@ def measure_steps(
     max_rows: int,
     max_model_len: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> StepCosts:
+) -> StepProfile:
     """Times forward passes of one sequence in blocks of its own, which are given back as they were. One row is measured
     however long it takes, more only while the budget lasts. Runs on the device thread while nothing is open."""
     room = min(max_model_len, pool.num_free * runner.block_size)
@@ -89,14 +89,14 @@ GAIN = 0.97  # one thread fewer takes at most this share of the time
 class ThreadSplit:
     """Called on the device thread, whose setting it changes."""
 
-    def __init__(self, cores: int, costs: StepCosts, use: Callable[[int], None] = torch.set_num_threads) -> None:
+    def __init__(self, cores: int, costs: StepProfile, use: Callable[[int], None] = torch.set_num_threads) -> None:
         self._choices = (cores, cores - 1)
         self._costs = costs
         self._use = use
         self._steps = 0
         self._shares = {cores: 0.0, cores - 1: 0.0}  # sums of measured over profiled times
 
-    def ran(self, num_rows: int, seconds: float) -> None:
+    def add_step(self, num_rows: int, seconds: float) -> None:
         """Counts a step that judged drafted tokens: somebody drafts meanwhile."""
         if self._steps >= 2 * TURN * TURNS:
             return
@@ -114,7 +114,7 @@ class ThreadSplit:
         return float(self._costs[at][1])
 
 
-def thread_split(threads: int | None, kernels: str, costs: StepCosts) -> ThreadSplit | None:
+def thread_split(threads: int | None, kernels: str, costs: StepProfile) -> ThreadSplit | None:
     """None where the number of threads is given, would change bits, or leaves no choice."""
     cores = usable_cores()
     free = threads is None and usable_threads() == cores

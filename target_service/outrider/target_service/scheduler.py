@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.kv_cache_manager import OutOfBlocks, SequenceCache
+from outrider.engine.kv_cache_manager import KVCacheManager, OutOfBlocks
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
-from outrider.target_service.goodput import Goodput, Wish
+from outrider.target_service.goodput import Goodput, GoodputRequest
 from outrider.target_service.sequence import SequenceKey, TargetSequence
 
 PROMPT_SHARE = 0.7  # of the time of the windows in a step, that prompts may add to it
@@ -27,7 +27,7 @@ LEAST_PROMPT_ROWS = 1 / 8  # of a step's rows: few windows cost so little time t
 
 
 @dataclass(frozen=True, slots=True)
-class StepEntry:
+class ScheduledSequence:
     """What one sequence does in a step."""
 
     target: TargetSequence
@@ -44,7 +44,7 @@ class StepEntry:
         return self.start + self.num_rows >= self.committed
 
     @property
-    def num_judging(self) -> int:
+    def num_verify_rows(self) -> int:
         """Rows, at the end, that judge the window or give the next token; the others belong to the prompt."""
         return self.start + self.num_rows - self.committed + 1 if self.samples else 0
 
@@ -53,12 +53,14 @@ class StepEntry:
         """Rows that a shorter window would save at most. In rejection mode one drafted token always stays: a cut then
         puts tokens off and gives up none. A sequence's first window is whole: it shows what its draft is worth."""
         stays = not self.target.acceptance.tested or (self.target.rejects and len(self.window.ids) == 1)
-        return 0 if stays else self.num_judging - 1
+        return 0 if stays else self.num_verify_rows - 1
 
-    def wish(self) -> Wish:
+    def goodput_request(self) -> GoodputRequest:
         """The same, as the choice of windows takes it. A prompt's rows are not the window's."""
         further = self.num_further
-        return Wish(self.target.acceptance, self.num_judging - further, self.num_judging - 1 - further, further)
+        return GoodputRequest(
+            self.target.acceptance, self.num_verify_rows - further, self.num_verify_rows - 1 - further, further
+        )
 
     def cut_to(self, further: int) -> int:
         """The longest window with so many of those rows, or fewer. In rejection mode the target's own token does not
@@ -84,11 +86,11 @@ class RowShares:
     limits: Mapping[SequenceKey, int]  # the longest window of each sequence that is cut
 
 
-class Scheduler:
+class TargetScheduler:
     """Owns the running sequences of a target and chooses each step."""
 
     def __init__(
-        self, cache: SequenceCache, max_rows: int = 512, max_window: int = 128, cut_windows: bool = True
+        self, cache: KVCacheManager, max_rows: int = 512, max_window: int = 128, cut_windows: bool = True
     ) -> None:
         self.cache = cache
         self.max_rows = max_rows
@@ -113,13 +115,13 @@ class Scheduler:
         dues = [due for target in self.sequences.values() if (due := target.due(now)) is not None]
         return min(dues, default=None)
 
-    def plan(self, ready: Sequence[TargetSequence]) -> list[StepEntry]:
+    def plan(self, ready: Sequence[TargetSequence]) -> list[ScheduledSequence]:
         """A step of sequences that are ready, in their order, with prompts and windows each within their share of the
         rows. Blocks are reserved and windows appended; if it raises, no longer."""
         prompts = {target.key: target for target in ready if self._is_prompt(target)}
         shares = self._divide([target for target in ready if target.key not in prompts], list(prompts.values()))
         budget, left = self.max_rows, {False: shares.windows, True: shares.prompts}
-        entries: list[StepEntry] = []
+        entries: list[ScheduledSequence] = []
         self._num_steps += 1
         try:
             for target in ready:
@@ -137,7 +139,7 @@ class Scheduler:
             raise
         return entries
 
-    def roll_back(self, entries: Iterable[StepEntry]) -> None:
+    def roll_back(self, entries: Iterable[ScheduledSequence]) -> None:
         """Takes the windows of a step that failed off their sequences again."""
         for entry in entries:
             self.cache.truncate(entry.target.sequence, entry.committed)
@@ -215,7 +217,7 @@ class Scheduler:
             return {}
         shapes = [self._shape(target, self.max_rows, self.max_window) for target in targets]
         windows = [shape for shape in shapes if shape.samples]
-        further = self.goodput.choose([shape.wish() for shape in windows], max_rows)
+        further = self.goodput.choose([shape.goodput_request() for shape in windows], max_rows)
         return {shape.target.key: shape.cut_to(rows) for shape, rows in zip(windows, further, strict=True)}
 
     def _admit(self, target: TargetSequence) -> None:
@@ -226,8 +228,8 @@ class Scheduler:
             target.admitted = True
 
     def _enter(
-        self, target: TargetSequence, budget: int, max_window: int, entries: Iterable[StepEntry]
-    ) -> StepEntry | None:
+        self, target: TargetSequence, budget: int, max_window: int, entries: Iterable[ScheduledSequence]
+    ) -> ScheduledSequence | None:
         """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
         self._admit(target)
         if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
@@ -245,13 +247,13 @@ class Scheduler:
                         self._preempt(target)
                     return None
 
-    def _shape(self, target: TargetSequence, budget: int, max_window: int) -> StepEntry:
+    def _shape(self, target: TargetSequence, budget: int, max_window: int) -> ScheduledSequence:
         """How many rows: a chunk of what is not computed, or all of it and the window."""
         start = target.sequence.num_computed_tokens
         missing = target.committed - start  # at least 1: the last token's logits are always to come
         wants_prompt = target.wants_prompt_logprobs
         if missing > budget:
-            return StepEntry(
+            return ScheduledSequence(
                 target, target.committed, start, budget, EMPTY_WINDOW, False, budget if wants_prompt else 0
             )
         room = min(target.until - target.committed, target.tokens_left)
@@ -261,7 +263,7 @@ class Scheduler:
         # Without a bonus the last drafted token's row is not needed: it is computed with the next step.
         num_rows = missing + num_drafted - (0 if takes_next else 1)
         num_logits = num_rows if wants_prompt else num_rows - missing + 1
-        return StepEntry(target, target.committed, start, num_rows, window, takes_next, num_logits)
+        return ScheduledSequence(target, target.committed, start, num_rows, window, takes_next, num_logits)
 
     def _preempt_for(self, target: TargetSequence, in_step: set[SequenceKey]) -> bool:
         """Takes the blocks of one other sequence: without credit first, then lowest priority, then youngest. Of the
@@ -288,7 +290,7 @@ def _age(target: TargetSequence) -> tuple[int, int]:
 SMOOTHING = 0.25  # weight of the newest step in the step time
 
 
-class Gathering:
+class BatchingDelay:
     """Times are seconds on the scheduler's clock. It looks at clocks and counts alone, never at drafted tokens."""
 
     def __init__(self) -> None:
@@ -304,7 +306,7 @@ class Gathering:
         limit = self._step_s * missing / len(dues) if dues else 0.0
         return max(0.0, self._since + limit - now)
 
-    def ran(self, seconds: float, chunked: bool) -> None:
+    def add_step(self, seconds: float, chunked: bool) -> None:
         """A step ran; one with a chunk of a prompt says nothing of the others."""
         self._since = None
         if not chunked:

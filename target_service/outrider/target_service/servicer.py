@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from outrider.engine.worker import DeviceStopped, DeviceThread
+from outrider.engine.worker import DeviceStopped, Worker
 from outrider.rpc.codec import encode_target_info
 from outrider.rpc.errors import InvalidArgument, Unavailable
 from outrider.rpc.frames import TARGET_STREAM
-from outrider.rpc.messages import Close, Credit, Load, Piece, TargetCommand, TargetInfo, to_failure
-from outrider.rpc.stream import Batch, FrameStream, Outboxes, ServedStreams, server_stream
+from outrider.rpc.messages import Close, Credit, DraftTokens, Load, TargetCommand, TargetInfo, to_failure
+from outrider.rpc.stream import FrameStream, MessageBatch, Outboxes, ServedStreams, server_stream
 from outrider.rpc.validate import validate_credit, validate_piece
-from outrider.target_service.engine import EngineCommand, StreamCommand, StreamEnded
+from outrider.target_service.engine import StreamCommand, StreamEnded, TargetEngineCommand
 from outrider.v1 import target_pb2, target_pb2_grpc
 
 SERVICE = "outrider.v1.TargetService"
@@ -26,7 +26,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """One engine, many gateways' streams."""
 
     def __init__(
-        self, thread: DeviceThread[EngineCommand], outboxes: Outboxes, info: TargetInfo, load: Callable[[], Load]
+        self, thread: Worker[TargetEngineCommand], outboxes: Outboxes, info: TargetInfo, load: Callable[[], Load]
     ) -> None:
         self._thread, self._outboxes, self._info, self._load = thread, outboxes, info, load
         self._streams = ServedStreams()
@@ -36,7 +36,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Serves one stream until it ends; then everything that it opened is released."""
         number = next(self._numbers)
 
-        def on_messages(batch: Batch) -> None:
+        def on_messages(batch: MessageBatch) -> None:
             for message in batch:
                 self._submit(number, stream, message)
 
@@ -74,7 +74,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
 def _validate(message: TargetCommand) -> None:
     """Bounds of what is not an Open; an Open is judged by the engine, which knows the vocabulary and its parent."""
-    if isinstance(message, Piece):
+    if isinstance(message, DraftTokens):
         validate_piece(message)
     elif isinstance(message, Credit):
         validate_credit(message)

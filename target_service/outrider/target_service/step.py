@@ -15,21 +15,21 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from outrider.engine.kv_cache_manager import SequenceCache
+from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.worker import DeviceLost, require_device
 from outrider.rpc.messages import Commit, Load, StepTimings
 from outrider.target_service.device_verifier import StepVerifier
 from outrider.target_service.outputs import Outcome, origins_of, outcome_of, position_logprobs, report_prompt
-from outrider.target_service.scheduler import StepEntry
-from outrider.target_service.verifier import Judged, Verdict
+from outrider.target_service.scheduler import ScheduledSequence
+from outrider.target_service.verifier import Verdict, VerifyRows
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
     """Entries that shared a pass, with the verdicts on their windows."""
 
-    entries: Sequence[StepEntry]
+    entries: Sequence[ScheduledSequence]
     verdicts: Sequence[Verdict]  # in no fixed order
     started_ns: int  # wall clock
     started: float  # on the engine's clock
@@ -66,33 +66,33 @@ class StepComputer:
         self.verifier = verifier
         self._clock = clock
 
-    def compute(self, entries: Sequence[StepEntry]) -> ComputedStep:
+    def compute(self, entries: Sequence[ScheduledSequence]) -> ComputedStep:
         """Raises what the model or the verifier raises, or DeviceLost if the device is unusable after it."""
         started_ns, started = time.time_ns(), self._clock()
         try:
             logits = self._runner.forward([entry.batch_entry() for entry in entries])
-            verdicts = self.verifier.verify(logits, _judged(entries, logits))
+            verdicts = self.verifier.verify(logits, _verify_rows(entries, logits))
         except Exception:
             require_device(self._runner.model.device)
             raise
         return ComputedStep(entries, verdicts, started_ns, started, self._clock(), self._runner.last_forward_us)
 
 
-def _judged(entries: Sequence[StepEntry], logits: Tensor) -> list[Judged]:
+def _verify_rows(entries: Sequence[ScheduledSequence], logits: Tensor) -> list[VerifyRows]:
     """Reads prompt log probabilities off their rows; the last rows of each entry judge its window."""
-    judged, end = [], 0
+    verify_rows, end = [], 0
     for entry in entries:
         start, end = end, end + entry.num_logits
         if entry.target.wants_prompt_logprobs:
             report_prompt(entry, logits[start:end])
         if entry.samples:
-            judged.append(Judged(entry, range(end - entry.num_judging, end)))
-    return judged
+            verify_rows.append(VerifyRows(entry, range(end - entry.num_verify_rows, end)))
+    return verify_rows
 
 
 def commit(
     verdict: Verdict,
-    cache: SequenceCache,
+    cache: KVCacheManager,
     eos_ids: Sequence[int],
     timings: StepTimings,
     load: Load,
@@ -134,7 +134,7 @@ def drafted_and_accepted(verdict: Verdict) -> tuple[int, int]:
     return num_drafted, num_accepted
 
 
-def _settle(verdict: Verdict, cache: SequenceCache, eos_ids: Sequence[int]) -> Outcome:
+def _settle(verdict: Verdict, cache: KVCacheManager, eos_ids: Sequence[int]) -> Outcome:
     entry, target = verdict.entry, verdict.entry.target
     origins = origins_of(len(entry.window.ids), verdict.num_accepted, len(verdict.ids) > verdict.num_accepted)
     outcome = outcome_of(
@@ -161,7 +161,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def run_apart(
+def run_isolated(
     items: Sequence[Item],
     run: Callable[[Sequence[Item]], Result | None],  # None where it had no room for any
     give_up: Callable[[Item, Exception], None],

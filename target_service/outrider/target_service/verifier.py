@@ -17,7 +17,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from outrider.engine.random import MAX_WORD_ROWS, RandomSource, Span, noise_source
+from outrider.engine.random import MAX_WORD_ROWS, RandomRange, RandomSource, noise_source
 from outrider.engine.sampler import (
     RowLogprobs,
     SamplingRows,
@@ -31,11 +31,11 @@ from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.kernels.types import DraftWeights, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, accept_uniforms, coupled_accept, coupled_choice, draw
-from outrider.target_service.scheduler import StepEntry
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
 
 
-class Rule(IntEnum):
+class VerifyRule(IntEnum):
     """On a device a later one takes what an earlier one does, and more."""
 
     GREEDY = 0
@@ -43,16 +43,16 @@ class Rule(IntEnum):
     REJECTION = 2
 
 
-def rule_of(target: TargetSequence) -> Rule:
+def rule_of(target: TargetSequence) -> VerifyRule:
     """The rule of a sequence, fixed when it was opened."""
-    return Rule.GREEDY if target.greedy else Rule.COUPLED if target.coupled else Rule.REJECTION
+    return VerifyRule.GREEDY if target.greedy else VerifyRule.COUPLED if target.coupled else VerifyRule.REJECTION
 
 
 PURPOSES = (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS)  # the order within a row
 ACCEPT, RECOVERED, BONUS = range(len(PURPOSES))
 
 
-def judging_source(device: torch.device) -> RandomSource:
+def verify_source(device: torch.device) -> RandomSource:
     """Rows are [3, 4] int64: four words under each purpose."""
 
     def generate(seeds: Tensor, positions: Tensor, completions: Tensor) -> Tensor:  # [n] each -> [n, 3, 4]
@@ -68,7 +68,7 @@ class Verdict:
     """What the target says of one window. `ids` are the accepted tokens and, if there is one, its own token after
     them."""
 
-    entry: StepEntry
+    entry: ScheduledSequence
     ids: tuple[int, ...]
     num_accepted: int
     invalid: bool  # a row that mattered held NaN, +inf or no allowed token: an error, never a token
@@ -76,10 +76,10 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class VerifyRows:
     """One sequence of a step with the rows that judge its window."""
 
-    entry: StepEntry
+    entry: ScheduledSequence
     rows: range  # rows of the step's logits
 
     @property
@@ -92,29 +92,31 @@ class Judged:
 HOST = torch.device("cpu")
 RANKED_ON_DEVICE = 1 << 27  # logits of a prompt at once
 RANKED_ON_HOST = 1 << 20  # what a cache holds is ranked faster
-Judgement = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
-Judge = Callable[[Tensor, Sequence[Judged]], Judgement]
+VerifyResult = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
+VerifyFunction = Callable[[Tensor, Sequence[VerifyRows]], VerifyResult]
 
 
-class Verifier:
+class HostVerifier:
     """Judges windows of many sequences on the host; holds nothing but the sources of random numbers."""
 
     def __init__(self, vocab_size: int) -> None:
         self._noise = noise_source(vocab_size, HOST)
-        self._words = judging_source(HOST)
+        self._words = verify_source(HOST)
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, judged: Sequence[Judged]) -> list[Verdict]:
+    def verify(self, logits: Tensor, verify_rows: Sequence[VerifyRows]) -> list[Verdict]:
         """Judges every window; logits are [rows of the step that want logits, vocab] float32. Verdicts are in no fixed
         order."""
         verdicts: list[Verdict] = []
-        judges: dict[Rule, Judge] = {
-            Rule.GREEDY: _judge_greedy, Rule.COUPLED: self._judge_coupled, Rule.REJECTION: self._judge_rejection,
-        }  # fmt: skip
-        for rule, members in _by_rule(judged).items():
+        verify_functions: dict[VerifyRule, VerifyFunction] = {
+            VerifyRule.GREEDY: _verify_greedy,
+            VerifyRule.COUPLED: self._verify_coupled,
+            VerifyRule.REJECTION: self._verify_rejection,
+        }
+        for rule, members in _by_rule(verify_rows).items():
             rows = [row for member in members for row in member.rows]
             chosen = logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
-            accepted, next_ids, invalid = judges[rule](chosen, members)
+            accepted, next_ids, invalid = verify_functions[rule](chosen, members)
             verdicts += verdicts_of(chosen, members, accepted, next_ids, invalid)
         return verdicts
 
@@ -125,40 +127,40 @@ class Verifier:
             return False
         source = self._noise if target.coupled else self._words
         first, count = target.committed, target.max_window + 1
-        return source.prepare(Span(target.random_key, target.random_ahead, first, count, first + count))
+        return source.prepare(RandomRange(target.random_key, target.random_ahead, first, count, first + count))
 
-    def _judge_coupled(self, logits: Tensor, members: Sequence[Judged]) -> Judgement:
+    def _verify_coupled(self, logits: Tensor, members: Sequence[VerifyRows]) -> VerifyResult:
         probs, invalid = process(logits, [member.plan for member in members])
         noise = self._noise.rows(_spans(members, [len(member.rows) for member in members]))  # [rows, vocab]
         return *_accept(coupled_choice(probs, noise), members), invalid
 
-    def _judge_rejection(self, logits: Tensor, members: Sequence[Judged]) -> Judgement:
+    def _verify_rejection(self, logits: Tensor, members: Sequence[VerifyRows]) -> VerifyResult:
         target_probs, invalid = process(logits, [member.plan for member in members])  # [rows, vocab]
         windows, draft_ids = _windows(members), _draft_ids(members)
         # One more position than drafted tokens: a bonus (or plain) token has its own.
         counts = [len(member.entry.window.ids) + 1 for member in members]
         words = self._words.rows(_spans(members, counts))  # [positions, 3, 4] int64
         first = windows.draft_starts + torch.arange(len(members))  # [n]: each window's first row of words
-        coins = accept_uniforms(words[first[windows.window_of_draft] + windows.offset_of_draft, ACCEPT])  # [drafted]
+        uniforms = accept_uniforms(words[first[windows.window_of_draft] + windows.offset_of_draft, ACCEPT])  # [drafted]
         vectors = [(w.ids, w.weights) if w is not None else None for m in members for w in m.entry.window.weights]
-        accepted, next_weights = accept(target_probs, windows, draft_ids, DraftWeights.of(vectors), coins)
+        accepted, next_weights = accept(target_probs, windows, draft_ids, DraftWeights.of(vectors), uniforms)
         purposes = torch.where(accepted == windows.num_drafted, BONUS, RECOVERED)  # [n]
         return accepted, draw(next_weights, words[first + accepted, purposes]), invalid
 
 
-def _by_rule(judged: Sequence[Judged]) -> dict[Rule, list[Judged]]:
-    groups: dict[Rule, list[Judged]] = {}
-    for member in judged:
+def _by_rule(verify_rows: Sequence[VerifyRows]) -> dict[VerifyRule, list[VerifyRows]]:
+    groups: dict[VerifyRule, list[VerifyRows]] = {}
+    for member in verify_rows:
         groups.setdefault(rule_of(member.entry.target), []).append(member)
     return groups
 
 
-def _judge_greedy(logits: Tensor, members: Sequence[Judged]) -> Judgement:
+def _verify_greedy(logits: Tensor, members: Sequence[VerifyRows]) -> VerifyResult:
     choices, invalid = process_greedy(logits, [member.plan for member in members])
     return *_accept(choices.masked_fill(invalid, -1), members), invalid
 
 
-def _accept(own: Tensor, members: Sequence[Judged]) -> tuple[Tensor, Tensor]:  # own tokens [rows] -> [n] each
+def _accept(own: Tensor, members: Sequence[VerifyRows]) -> tuple[Tensor, Tensor]:  # own tokens [rows] -> [n] each
     """How many drafted tokens are the target's own, and the next id after them. Plain tokens alone need no comparison,
     and every operation costs: a pass leaves the processor's caches full of weights."""
     if not any(member.entry.window.ids for member in members):
@@ -166,27 +168,27 @@ def _accept(own: Tensor, members: Sequence[Judged]) -> tuple[Tensor, Tensor]:  #
     return coupled_accept(own, _windows(members), _draft_ids(members))
 
 
-def _spans(members: Sequence[Judged], counts: Sequence[int]) -> list[Span]:
+def _spans(members: Sequence[VerifyRows], counts: Sequence[int]) -> list[RandomRange]:
     """The first `counts` positions of every window. The counter is the absolute position of the token that is judged or
     drawn."""
     return [
-        Span(
+        RandomRange(
             m.entry.target.random_key, m.entry.target.random_ahead, m.entry.committed, count, m.entry.committed + count
         )
         for m, count in zip(members, counts, strict=True)
     ]
 
 
-def _windows(members: Sequence[Judged]) -> Windows:
+def _windows(members: Sequence[VerifyRows]) -> Windows:
     return Windows.of([len(m.entry.window.ids) for m in members], [len(m.rows) for m in members])
 
 
-def _draft_ids(members: Sequence[Judged]) -> Tensor:
+def _draft_ids(members: Sequence[VerifyRows]) -> Tensor:
     return torch.tensor([token for member in members for token in member.entry.window.ids], dtype=torch.int64)
 
 
 def verdicts_of(
-    logits: Tensor, members: Sequence[Judged], accepted: Tensor, next_ids: Tensor, invalid: Tensor
+    logits: Tensor, members: Sequence[VerifyRows], accepted: Tensor, next_ids: Tensor, invalid: Tensor
 ) -> list[Verdict]:
     """Verdicts from what was judged: [n] each but for `invalid`, [rows]."""
     first_row = 0

@@ -25,7 +25,7 @@ SPECIAL_IDS = (0, 1, 2)  # <|endoftext|>, <|user|>, <|assistant|>
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceCounts:
     """Drafted, tested and accepted tokens of a run, and the rounds that they took."""
 
     rounds: int
@@ -52,8 +52,8 @@ class Report:
     draft_loss: float
     held_out_tokens: int
     distinct_share: float
-    greedy: Acceptance
-    sampled: Acceptance
+    greedy: AcceptanceCounts
+    sampled: AcceptanceCounts
     target_special_probs: tuple[float, ...]  # the mean probability of each special token
     draft_special_probs: tuple[float, ...]
 
@@ -118,7 +118,7 @@ def choose_prompts(files: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def speculate(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Tensor, temperature: float
-) -> tuple[Tensor, Acceptance]:
+) -> tuple[Tensor, AcceptanceCounts]:
     """What the target commits after `prompts` [sequences, NEW_TOKENS], and how the draft's tokens fared."""
     generator = torch.Generator().manual_seed(SEED)
     target_next, draft_next = _Stepper(target), _Stepper(draft)
@@ -129,7 +129,7 @@ def speculate(
     for _ in range(NEW_TOKENS):
         target_probs, draft_probs = target_next(feed, temperature), draft_next(feed, temperature)
         drafting = place < NUM_DRAFT_TOKENS
-        kept, tokens = _judge(target_probs, draft_probs, generator)
+        kept, tokens = _verify_drafted(target_probs, draft_probs, generator)
         bonus = torch.multinomial(target_probs, 1, generator=generator)[:, 0]
         tokens = torch.where(drafting, tokens, bonus)
         rounds += int((place == 0).sum())
@@ -138,7 +138,7 @@ def speculate(
         place = torch.where(drafting & kept, place + 1, 0)
         committed.append(tokens)
         feed = tokens[:, None]
-    return torch.stack(committed, dim=1), Acceptance(rounds, rounds * NUM_DRAFT_TOKENS, tested, accepted)
+    return torch.stack(committed, dim=1), AcceptanceCounts(rounds, rounds * NUM_DRAFT_TOKENS, tested, accepted)
 
 
 def distinct_share(continuations: Tensor) -> float:
@@ -161,7 +161,7 @@ class _Stepper:
         return F.softmax(logits / temperature, dim=-1)
 
 
-def _judge(target_probs: Tensor, draft_probs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _verify_drafted(target_probs: Tensor, draft_probs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw from the draft and test: (which were accepted, what is committed: the drafted token, or the recovered)."""
     drafted = torch.multinomial(draft_probs, 1, generator=generator)  # [sequences, 1]
     ratio = target_probs.gather(1, drafted) / draft_probs.gather(1, drafted)

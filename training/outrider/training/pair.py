@@ -68,7 +68,7 @@ SPLIT_SEED = 7
 
 
 @dataclass(frozen=True)
-class Workshop:
+class PairBuild:
     """Where a run reads, keeps its checkpoints and writes, and whether it compiles the losses."""
 
     sources: Path
@@ -91,50 +91,50 @@ def make_corpus(sources: Path) -> tuple[Tokenizer, Corpus]:
     return tokenizer, corpus
 
 
-def make_target(shop: Workshop, stream: Tensor, split: Tensor) -> Llama:
+def make_target(build: PairBuild, stream: Tensor, split: Tensor) -> Llama:
     """The target, trained on the text, and settled on the text with some line breaks split off."""
     target = Llama(TARGET_SHAPE, seed=0)
     batches = corpus_batches(TARGET_PLAN, stream)
-    train(target, shop.prepare(text_loss(target)), TARGET_PLAN, batches, shop.work / "target.pt")
-    settled = shop.work / "settled.pt"
+    train(target, build.prepare(text_loss(target)), TARGET_PLAN, batches, build.work / "target.pt")
+    settled = build.work / "settled.pt"
     if settled.exists():
         target.load_state_dict(torch.load(settled, weights_only=True))
     else:
-        settle(target, split, REPETITION_PLAN, shop.prepare)
+        settle(target, split, REPETITION_PLAN, build.prepare)
         torch.save(target.state_dict(), settled)
     return target
 
 
-def make_draft(shop: Workshop, target: Llama, stream: Tensor, split: Tensor) -> Llama:
+def make_draft(build: PairBuild, target: Llama, stream: Tensor, split: Tensor) -> Llama:
     """The draft, distilled from the exported target on the corpus and on what the target writes."""
     draft = Llama(DRAFT_SHAPE, seed=1)
-    pool = _pool(shop.work / "written.pt", target, stream)
+    pool = _pool(build.work / "written.pt", target, stream)
     corpus = corpus_batches(DRAFT_PLAN, stream)
     batches = mixed_batches(corpus, pool, target, stream, WRITTEN_PLAN, DRAFT_PLAN.tokens_per_step)
-    loss = shop.prepare(distillation_loss(draft, target, DistillWeights()))
-    train(draft, loss, DRAFT_PLAN, batches, shop.work / "draft.pt")
-    finish_draft(shop, draft, target, split)
+    loss = build.prepare(distillation_loss(draft, target, DistillWeights()))
+    train(draft, loss, DRAFT_PLAN, batches, build.work / "draft.pt")
+    finish_draft(build, draft, target, split)
     return draft
 
 
-def finish_draft(shop: Workshop, draft: Llama, target: Llama, split: Tensor) -> None:
+def finish_draft(build: PairBuild, draft: Llama, target: Llama, split: Tensor) -> None:
     """The draft's last steps, slower, on the text with some line breaks split off and on what is written after it."""
     corpus = corpus_batches(FINISH_PLAN, split)
     no_pool = torch.empty(0, dtype=torch.int64)
     batches = mixed_batches(corpus, no_pool, target, split, FINISH_WRITTEN_PLAN, FINISH_PLAN.tokens_per_step)
-    loss = shop.prepare(distillation_loss(draft, target, DistillWeights()))
-    train(draft, loss, FINISH_PLAN, batches, shop.work / "finished.pt")
+    loss = build.prepare(distillation_loss(draft, target, DistillWeights()))
+    train(draft, loss, FINISH_PLAN, batches, build.work / "finished.pt")
 
 
-def make_pair(shop: Workshop) -> Report:
-    """The whole pair below `shop.output`, and what it measures."""
-    tokenizer, corpus = make_corpus(shop.sources)
+def make_pair(build: PairBuild) -> Report:
+    """The whole pair below `build.output`, and what it measures."""
+    tokenizer, corpus = make_corpus(build.sources)
     split = split_line_breaks(tokenizer, corpus.train, SPLIT_SHARE, SPLIT_SEED)
-    export(make_target(shop, corpus.train, split), tokenizer, shop.output / "target")
-    target = read_weights(shop.output / "target", TARGET_SHAPE, torch.bfloat16)
-    draft = make_draft(shop, target, corpus.train, split)
-    export(draft, tokenizer, shop.output / "draft")
-    return evaluate(shop.output / "target", shop.output / "draft", corpus.held_out)
+    export(make_target(build, corpus.train, split), tokenizer, build.output / "target")
+    target = read_weights(build.output / "target", TARGET_SHAPE, torch.bfloat16)
+    draft = make_draft(build, target, corpus.train, split)
+    export(draft, tokenizer, build.output / "draft")
+    return evaluate(build.output / "target", build.output / "draft", corpus.held_out)
 
 
 def main() -> None:
@@ -142,8 +142,8 @@ def main() -> None:
     options = _parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
-    shop = Workshop(options.sources, options.work, options.output, options.compile)
-    report = make_pair(shop)
+    build = PairBuild(options.sources, options.work, options.output, options.compile)
+    report = make_pair(build)
     print(json.dumps(asdict(report) | _rates(report), indent=2))
 
 

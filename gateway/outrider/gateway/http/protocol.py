@@ -204,7 +204,7 @@ _STRUCTURED = {"structured_output": "structured_outputs", "structured_output.jso
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class OpenAIRequest:
     """What was asked for over HTTP: one request for each prompt, and the shape of the answer."""
 
     requests: tuple[GenerationRequest, ...]

@@ -2,7 +2,7 @@
 
 POST /v1/completions.
 
-From an Ask to its answer: one request of the gateway for each prompt, their deltas merged, whole or as a stream."""
+From an OpenAIRequest to its response: one gateway request a prompt, their deltas merged, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.gateway.admission import Party
+from outrider.gateway.admission import AdmissionGroup
 from outrider.gateway.engine import GenerationEngine, merge
 from outrider.gateway.http import sse
 from outrider.gateway.http.errors import error_body, invalid, renamed
 from outrider.gateway.http.protocol import (
     FINGERPRINT,
-    Ask,
     Body,
+    OpenAIRequest,
     TextPlace,
     TokenTexts,
     UsageSum,
@@ -42,7 +42,7 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.validate import kind
 
 
-class Face(Protocol):
+class ResponseBuilder(Protocol):
     """What an endpoint's answers look like."""
 
     prefix: str  # of ids
@@ -59,12 +59,14 @@ class Face(Protocol):
         """What a stream says of a delta; None: nothing."""
 
 
-async def answer(request: Request, engine: GenerationEngine, ask: Ask, face: Face) -> Response:
+async def respond(
+    request: Request, engine: GenerationEngine, openai_request: OpenAIRequest, builder: ResponseBuilder
+) -> Response:
     """The response. An error before the first token has a status of its own, unless the stream was kept alive before
     it; one after that is an event."""
-    deltas = generate(engine, ask)
-    if not ask.stream:
-        return await sse.unless_gone(request.receive, _whole(engine, ask, face, deltas))
+    deltas = generate(engine, openai_request)
+    if not openai_request.stream:
+        return await sse.unless_gone(request.receive, _whole(engine, openai_request, builder, deltas))
     keep_alive_s = options_of(request).sse_keep_alive_s
     first = asyncio.ensure_future(anext(deltas))
     try:
@@ -74,40 +76,47 @@ async def answer(request: Request, engine: GenerationEngine, ask: Ask, face: Fac
         raise
     if first.done():
         first.result()
-    return sse.EventStream(_events(engine, ask, face, first, deltas), keep_alive_s)
+    return sse.EventStream(_events(engine, openai_request, builder, first, deltas), keep_alive_s)
 
 
-async def generate(engine: GenerationEngine, ask: Ask) -> AsyncGenerator[GenerationDelta, None]:
+async def generate(engine: GenerationEngine, openai_request: OpenAIRequest) -> AsyncGenerator[GenerationDelta, None]:
     """The deltas of all prompts, admitted or refused as one; completion j of prompt i has the index i * n + j."""
-    party = Party(engine.admission, len(ask.requests))
-    async with aclosing(merge([_one(engine, ask, place, party) for place in range(len(ask.requests))])) as deltas:
+    group = AdmissionGroup(engine.admission, len(openai_request.requests))
+    async with aclosing(
+        merge([_one(engine, openai_request, place, group) for place in range(len(openai_request.requests))])
+    ) as deltas:
         async for delta in deltas:
             yield delta
 
 
-async def _one(engine: GenerationEngine, ask: Ask, place: int, party: Party) -> AsyncGenerator[GenerationDelta, None]:
+async def _one(
+    engine: GenerationEngine, openai_request: OpenAIRequest, place: int, group: AdmissionGroup
+) -> AsyncGenerator[GenerationDelta, None]:
     try:
-        async with aclosing(engine.generate(ask.requests[place], party)) as deltas:
+        async with aclosing(engine.generate(openai_request.requests[place], group)) as deltas:
             async for delta in deltas:
-                yield replace(delta, index=place * ask.n + delta.index) if place else delta
+                yield replace(delta, index=place * openai_request.n + delta.index) if place else delta
     except OutriderError as error:
-        raise renamed(error, ask.names[place]) from error
+        raise renamed(error, openai_request.names[place]) from error
 
 
 async def _whole(
-    engine: GenerationEngine, ask: Ask, face: Face, deltas: AsyncGenerator[GenerationDelta, None]
+    engine: GenerationEngine,
+    openai_request: OpenAIRequest,
+    builder: ResponseBuilder,
+    deltas: AsyncGenerator[GenerationDelta, None],
 ) -> Response:
     completions: dict[int, list[GenerationDelta]] = {}
     usage, num_logprobs = UsageSum(), 0
     async with aclosing(deltas):
         async for delta in deltas:
             completions.setdefault(delta.index, []).append(delta)
-            usage.add(delta, ask.n)
+            usage.add(delta, openai_request.n)
             num_logprobs += delta.num_logprobs
 
     def body() -> Response:
-        envelope = _envelope(ask, face.prefix, completions[0][0], face.whole_object)
-        choices = [face.choice(join(completions[index])) for index in sorted(completions)]
+        envelope = _envelope(openai_request, builder.prefix, completions[0][0], builder.whole_object)
+        choices = [builder.choice(join(completions[index])) for index in sorted(completions)]
         return JSONResponse({**envelope, "choices": choices, "usage": usage.shape()})
 
     return await written(num_logprobs, body)
@@ -115,8 +124,8 @@ async def _whole(
 
 async def _events(
     engine: GenerationEngine,
-    ask: Ask,
-    face: Face,
+    openai_request: OpenAIRequest,
+    builder: ResponseBuilder,
     first: asyncio.Future[GenerationDelta],
     rest: AsyncGenerator[GenerationDelta, None],
 ) -> AsyncGenerator[str, None]:
@@ -127,23 +136,23 @@ async def _events(
         try:
             async for delta in _chained(first, rest):
                 if not envelope:
-                    no_usage = {"usage": None} if ask.include_usage else {}
-                    envelope = {**_envelope(ask, face.prefix, delta, face.chunk_object), **no_usage}
-                usage.add(delta, ask.n)
+                    no_usage = {"usage": None} if openai_request.include_usage else {}
+                    envelope = {**_envelope(openai_request, builder.prefix, delta, builder.chunk_object), **no_usage}
+                usage.add(delta, openai_request.n)
                 opens = delta.index not in opened
                 opened.add(delta.index)
-                for chunk in await written(delta.num_logprobs, _chunks, face, delta, opens, envelope):
+                for chunk in await written(delta.num_logprobs, _chunks, builder, delta, opens, envelope):
                     yield chunk
-            if ask.include_usage:
+            if openai_request.include_usage:
                 yield sse.data({**envelope, "choices": [], "usage": usage.shape()})
         except OutriderError as error:
             yield sse.data(error_body(error))
         yield sse.DONE
 
 
-def _chunks(face: Face, delta: GenerationDelta, opens: bool, envelope: dict[str, Any]) -> list[str]:
+def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envelope: dict[str, Any]) -> list[str]:
     """What a stream says of a delta; `opens`: the first of its completion."""
-    choices = [*([face.opening(delta.index)] if opens else []), face.piece(delta)]
+    choices = [*([builder.opening(delta.index)] if opens else []), builder.piece(delta)]
     return [sse.data({**envelope, "choices": [choice]}) for choice in choices if choice is not None]
 
 
@@ -155,13 +164,13 @@ async def _chained(
         yield delta
 
 
-def _envelope(ask: Ask, prefix: str, first: GenerationDelta, kind: str) -> dict[str, Any]:
+def _envelope(openai_request: OpenAIRequest, prefix: str, first: GenerationDelta, kind: str) -> dict[str, Any]:
     """The fingerprint names the model that a seed's answer depends on."""
     return {
         "id": f"{prefix}-{first.request_id}",
         "object": kind,
         "created": int(time.time()),
-        "model": ask.model,
+        "model": openai_request.model,
         "system_fingerprint": FINGERPRINT + first.model_digest,
     }
 
@@ -182,11 +191,16 @@ class ChatEndpoint:
 
     async def create(self, request: Request) -> Response:
         """One answer to one conversation."""
-        ask = read_chat(await read_body(request), request, self._engine)
-        return await answer(request, self._engine, ask, ChatFace(ask, TokenTexts(self._engine.tokenizer)))
+        openai_request = read_chat(await read_body(request), request, self._engine)
+        return await respond(
+            request,
+            self._engine,
+            openai_request,
+            ChatResponseBuilder(openai_request, TokenTexts(self._engine.tokenizer)),
+        )
 
 
-def read_chat(body: Body, request: Request | None, engine: GenerationEngine) -> Ask:
+def read_chat(body: Body, request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
     """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
     body.refuse(*_UNSUPPORTED)
     body.refuse("tool_choice", unless=("none", "auto"))  # without tools both ask for nothing
@@ -208,7 +222,7 @@ def read_chat(body: Body, request: Request | None, engine: GenerationEngine) -> 
         max_tokens_given=max_tokens is not None,
     )
     names = {**names_in(body), "logprobs": "top_logprobs", "max_tokens": limit_name}
-    return Ask(
+    return OpenAIRequest(
         requests=(chat,),
         model=engine.model_name,
         stream=stream,
@@ -220,15 +234,15 @@ def read_chat(body: Body, request: Request | None, engine: GenerationEngine) -> 
     )
 
 
-class ChatFace:
+class ChatResponseBuilder:
     """The chat.completion objects."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, ask: Ask, texts: TokenTexts) -> None:
-        self._ask, self._texts = ask, texts
+    def __init__(self, openai_request: OpenAIRequest, texts: TokenTexts) -> None:
+        self._openai_request, self._texts = openai_request, texts
 
     def opening(self, index: int) -> dict[str, Any]:
         """The first chunk says who speaks."""
@@ -246,18 +260,18 @@ class ChatFace:
 
     def piece(self, delta: GenerationDelta) -> dict[str, Any] | None:
         """Nothing for half a character."""
-        asked = self._ask.num_logprobs is not None or self._ask.returns_token_ids
+        asked = self._openai_request.num_logprobs is not None or self._openai_request.returns_token_ids
         if not delta.text and delta.finish_reason is None and not (asked and delta.token_ids):
             return None
         content = {"content": delta.text} if delta.text or delta.token_ids else {}
         return {"index": delta.index, "delta": content, **self._rest(delta)}
 
     def _rest(self, delta: GenerationDelta) -> dict[str, Any]:
-        ask, count = self._ask, self._ask.num_logprobs
+        openai_request, count = self._openai_request, self._openai_request.num_logprobs
         return {
             "logprobs": None if count is None else self._texts.chat(delta.logprobs, count),
             **finish_shape(delta),
-            **extension_shape(delta, ask.reports_speculation, ask.returns_token_ids),
+            **extension_shape(delta, openai_request.reports_speculation, openai_request.returns_token_ids),
         }
 
 
@@ -320,11 +334,16 @@ class CompletionsEndpoint:
 
     async def create(self, request: Request) -> Response:
         """One answer to one or several prompts."""
-        ask = read_completion(await read_body(request), request, self._engine)
-        return await answer(request, self._engine, ask, CompletionFace(ask, TokenTexts(self._engine.tokenizer)))
+        openai_request = read_completion(await read_body(request), request, self._engine)
+        return await respond(
+            request,
+            self._engine,
+            openai_request,
+            CompletionResponseBuilder(openai_request, TokenTexts(self._engine.tokenizer)),
+        )
 
 
-def read_completion(body: Body, request: Request | None, engine: GenerationEngine) -> Ask:
+def read_completion(body: Body, request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
     """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
     body.refuse(*_UNSUPPORTED_OF_COMPLETIONS)
     if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
@@ -339,7 +358,7 @@ def read_completion(body: Body, request: Request | None, engine: GenerationEngin
     common = replace(common, sampling=sampling, max_tokens_given=max_tokens is not None)
     prompts = _prompts(body, common)
     places = [""] if len(prompts) == 1 else [f"[{place}]" for place in range(len(prompts))]
-    return Ask(
+    return OpenAIRequest(
         requests=prompts,
         model=engine.model_name,
         stream=stream,
@@ -351,14 +370,14 @@ def read_completion(body: Body, request: Request | None, engine: GenerationEngin
     )
 
 
-class CompletionFace:
+class CompletionResponseBuilder:
     """The text_completion objects."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, ask: Ask, texts: TokenTexts) -> None:
-        self._ask, self._texts = ask, texts
+    def __init__(self, openai_request: OpenAIRequest, texts: TokenTexts) -> None:
+        self._openai_request, self._texts = openai_request, texts
         self._places: dict[int, TextPlace] = {}
 
     def opening(self, index: int) -> None:
@@ -366,21 +385,21 @@ class CompletionFace:
 
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole completion, or a chunk of it: the two have one shape."""
-        ask, logprobs = self._ask, None
-        if ask.num_logprobs is not None:
+        openai_request, logprobs = self._openai_request, None
+        if openai_request.num_logprobs is not None:
             place = self._places.setdefault(delta.index, TextPlace())
-            logprobs = self._texts.completion(delta.logprobs, place, ask.num_logprobs)
+            logprobs = self._texts.completion(delta.logprobs, place, openai_request.num_logprobs)
         return {
             "index": delta.index,
             "text": delta.text,
             "logprobs": logprobs,
             **finish_shape(delta),
-            **extension_shape(delta, ask.reports_speculation, ask.returns_token_ids),
+            **extension_shape(delta, openai_request.reports_speculation, openai_request.returns_token_ids),
         }
 
     def piece(self, delta: GenerationDelta) -> dict[str, Any] | None:
         """Nothing for half a character."""
-        asked = self._ask.num_logprobs is not None or self._ask.returns_token_ids
+        asked = self._openai_request.num_logprobs is not None or self._openai_request.returns_token_ids
         silent = not delta.text and delta.finish_reason is None
         return None if silent and not (asked and delta.token_ids) else self.choice(delta)
 

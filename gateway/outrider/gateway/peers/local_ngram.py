@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from outrider.gateway.speculation.backends import Lost
 from outrider.proposers.ngram import NgramProposer, NgramState
-from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftInfo, DraftMethod, ModelInfo, Open, Piece
+from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo, Open
 
 
 class LocalNgramDrafter:
@@ -67,6 +67,6 @@ class _NgramLink:
             return
         position = self._state.num_tokens
         ids = tuple(self._state.propose(self._until - position))
-        piece = Piece(0, self._chain, position, ids)
+        piece = DraftTokens(0, self._chain, position, ids)
         self._chain += bool(ids)
         self._on_event(piece)

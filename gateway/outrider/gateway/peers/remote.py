@@ -12,11 +12,11 @@ import grpc.aio
 from grpc import StatusCode
 
 from outrider.gateway.peers.addresses import Lookup, look_up
-from outrider.gateway.peers.replicas import PeerLink, PeerService, RemotePeers, elect, rested
+from outrider.gateway.peers.replicas import ReplicaLink, ReplicaPool, ReplicaService, allowed_by_breaker, choose_model
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
 from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, decode_draft_info, decode_target_info
 from outrider.rpc.errors import Unavailable
-from outrider.rpc.messages import Arithmetic, Commit, DraftEvent, DraftInfo, Open, Piece, TargetEvent, TargetInfo
+from outrider.rpc.messages import Arithmetic, Commit, DraftEvent, DraftInfo, DraftTokens, Open, TargetEvent, TargetInfo
 from outrider.rpc.stream import StreamConfig
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
@@ -48,7 +48,7 @@ def _propose(channel: grpc.aio.Channel) -> Any:
     return stub.Propose()
 
 
-TARGET_SERVICE = PeerService(
+TARGET_SERVICE = ReplicaService(
     "target",
     TARGET_STREAM,
     _target_info,
@@ -58,22 +58,22 @@ TARGET_SERVICE = PeerService(
     progress=Commit,
     faults=TARGET_FAULTS,
 )
-DRAFT_SERVICE = PeerService(
+DRAFT_SERVICE = ReplicaService(
     "draft",
     DRAFT_STREAM,
     _draft_info,
     _propose,
     lambda info: info.model,
     lambda info: info.capabilities,
-    progress=Piece,
+    progress=DraftTokens,
     faults=DRAFT_FAULTS,
 )
 
 
-class RemoteTargets(RemotePeers[TargetInfo]):
+class RemoteTargets(ReplicaPool[TargetInfo]):
     """A Verifier over one or more target services. They may serve several models, as during a rolling change: new
-    sequences go to the one that `elect` chooses, those under way to their own. `check` refuses what cannot be served;
-    `on_model` is called when another model is served than before."""
+    sequences go to the one that `choose_model` says, those under way to their own. `check` refuses what cannot be
+    served; `on_model` is called when another model is served than before."""
 
     def __init__(
         self,
@@ -109,17 +109,17 @@ class RemoteTargets(RemotePeers[TargetInfo]):
         """Starts a sequence: a fork beside its parent, any other where its prompt sends it among the targets of its
         model, and of those among the ones that compute `like` the target before, if there are any. Targets that fail
         again and again come last."""
-        asked = [peer for peer in self.peers if any(peer.opened(link) for link in refused_by)]
-        able = [peer for peer in self._able(request) if peer not in asked]
-        models = {peer: peer.info.model for peer in able if peer.info is not None}
+        asked = [replica for replica in self.replicas if any(replica.opened(link) for link in refused_by)]
+        able = [replica for replica in self._able(request) if replica not in asked]
+        models = {replica: replica.info.model for replica in able if replica.info is not None}
         digest = request.model_digest or self._digest
-        fitting = [peer for peer, model in models.items() if model.digest == digest]
-        if isinstance(fork_of, PeerLink):
-            for peer in fitting:
-                if peer.holds(fork_of):
-                    return peer.open(request, on_event, fork_of)
-        sound = rested(fitting) or fitting
-        equal = [peer for peer in sound if models[peer].arithmetic == like]
+        fitting = [replica for replica, model in models.items() if model.digest == digest]
+        if isinstance(fork_of, ReplicaLink):
+            for replica in fitting:
+                if replica.holds(fork_of):
+                    return replica.open(request, on_event, fork_of)
+        sound = allowed_by_breaker(fitting) or fitting
+        equal = [replica for replica in sound if models[replica].arithmetic == like]
         chosen = self._place(request, equal or sound)
         return None if chosen is None else chosen.open(request, on_event)
 
@@ -129,7 +129,7 @@ class RemoteTargets(RemotePeers[TargetInfo]):
 
     def _answers(self) -> list[tuple[str, bool]]:
         """The model of every target that answers, and whether it takes new sequences."""
-        present = [(peer.info, peer.usable) for peer in self.peers if peer.present]
+        present = [(replica.info, replica.usable) for replica in self.replicas if replica.present]
         return [(info.model.digest, usable) for info, usable in present if info is not None]
 
     def _changed(self) -> None:
@@ -140,8 +140,8 @@ class RemoteTargets(RemotePeers[TargetInfo]):
         answers = self._answers()
         if self._info is None and not self._is_decided([model for model, _ in answers]):
             return
-        digest = elect(self._digest, answers)
-        usable = [peer.info for peer in self.peers if peer.usable and peer.info is not None]
+        digest = choose_model(self._digest, answers)
+        usable = [replica.info for replica in self.replicas if replica.usable and replica.info is not None]
         fitting = [info for info in usable if info.model.digest == digest]
         if not fitting or self._info in fitting:
             return
@@ -155,10 +155,10 @@ class RemoteTargets(RemotePeers[TargetInfo]):
         if not self._looked_up.is_set():
             return False
         most = max(Counter(models).values(), default=0)
-        return 2 * most > len(self.peers) or all(peer.attempted.is_set() for peer in self.peers)
+        return 2 * most > len(self.replicas) or all(replica.attempted.is_set() for replica in self.replicas)
 
 
-class RemoteDrafts(RemotePeers[DraftInfo]):
+class RemoteDrafts(ReplicaPool[DraftInfo]):
     """A Drafter over one or more draft services. `check` refuses those that do not fit the target."""
 
     def __init__(
@@ -173,14 +173,14 @@ class RemoteDrafts(RemotePeers[DraftInfo]):
     @property
     def info(self) -> DraftInfo | None:
         """What a draft that can be used said of itself; None while there is none."""
-        return next((peer.info for peer in self.peers if peer.usable), None)
+        return next((replica.info for replica in self.replicas if replica.usable), None)
 
     @property
     def round_trip_us(self) -> float:
         """The longest round trip to a draft that can be used."""
-        return max((peer.round_trip_us for peer in self.peers if peer.usable), default=0.0)
+        return max((replica.round_trip_us for replica in self.replicas if replica.usable), default=0.0)
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
         """Starts a sequence at a draft that has not failed again and again lately."""
-        chosen = self._place(request, rested(self._able(request)))
+        chosen = self._place(request, allowed_by_breaker(self._able(request)))
         return None if chosen is None else chosen.open(request, on_event)

@@ -8,10 +8,10 @@ Which model a gateway serves while its targets have more than one, as during a r
 
 A circuit breaker: a replica that fails again and again is left alone for a while, then tried with one sequence.
 
-One peer of the gateway, a draft or a target: a stream that carries many sequences, opened again for ever when it
+One replica of the gateway, a draft or a target: a stream that carries many sequences, opened again for ever when it
 breaks. Written once for both kinds; remote.py says what differs.
 
-The replicas of one service: a peer for each address, which come and go as names are looked up again."""
+The replicas of one service: a replica for each address, which come and go as names are looked up again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _rank(key: bytes, name: str) -> bytes:
     return blake2b(name.encode(), key=key, digest_size=8).digest()
 
 
-def elect(current: str | None, answers: Sequence[tuple[str, bool]]) -> str | None:
+def choose_model(current: str | None, answers: Sequence[tuple[str, bool]]) -> str | None:
     """A model's digest, from what every target that answers serves and whether it takes new sequences, in the order of
     their addresses. The current model stays while it is served and no other has more than half of the answers; else
     it is the most common one, of equals the first. None, or the current one, where nobody takes new sequences."""
@@ -75,23 +75,23 @@ def elect(current: str | None, answers: Sequence[tuple[str, bool]]) -> str | Non
 
 
 MAX_FAILURES = 3  # in a row
-FIRST_REST_S, MAX_REST_S = 1.0, 30.0
+FIRST_OPEN_S, MAX_OPEN_S = 1.0, 30.0
 
 
 @dataclass(slots=True)
 class Breaker:
-    """Closed: all may go. Open: nobody, until the rest is over; then one sequence each rest, until one goes well. The
+    """Closed: all may go. Open: nobody, until its time is over; then one sequence each time, until one goes well. The
     clock is given."""
 
     _failures: int = 0
-    _rest_s: float = 0.0  # 0: closed
+    _open_s: float = 0.0  # 0: closed
     _next_trial: float = 0.0
     _tried: bool = False  # a trial is under way
 
     @property
     def open(self) -> bool:
         """Whether it has tripped, and nothing has gone well since."""
-        return self._rest_s > 0
+        return self._open_s > 0
 
     def allows(self, now: float) -> bool:
         """Whether a sequence may start."""
@@ -99,23 +99,23 @@ class Breaker:
 
     def started(self, now: float) -> None:
         """A sequence starts: while open, it is the trial, and the next has to wait."""
-        self._next_trial, self._tried = now + self._rest_s, self.open
+        self._next_trial, self._tried = now + self._open_s, self.open
 
     def succeeded(self) -> None:
         """The replica has done what it is there for."""
-        self._failures, self._rest_s, self._tried = 0, 0.0, False
+        self._failures, self._open_s, self._tried = 0, 0.0, False
 
     def failed(self, now: float) -> None:
-        """A sequence failed by the replica's fault. The rest doubles with each trial that fails; what else was there
+        """A sequence failed by the replica's fault. The time doubles with each trial that fails; what else was there
         when it broke says nothing new."""
         self._failures += 1
         if self.open and not self._tried:
             return
         if self.open:
-            self._rest_s = min(2 * self._rest_s, MAX_REST_S)
+            self._open_s = min(2 * self._open_s, MAX_OPEN_S)
         elif self._failures >= MAX_FAILURES:
-            self._rest_s = FIRST_REST_S
-        self._next_trial, self._tried = now + self._rest_s, False
+            self._open_s = FIRST_OPEN_S
+        self._next_trial, self._tried = now + self._open_s, False
 
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ Info = TypeVar("Info")
 
 
 @dataclass(frozen=True, slots=True)
-class PeerService(Generic[Info]):
+class ReplicaService(Generic[Info]):
     """What differs between a draft and a target."""
 
     name: str
@@ -143,14 +143,14 @@ class PeerService(Generic[Info]):
     faults: frozenset[int]  # codes of failures that are the replica's
 
 
-class PeerLink:
-    """One sequence at a peer. It sets the sequence id of what it sends."""
+class ReplicaLink:
+    """One sequence at a replica. It sets the sequence id of what it sends."""
 
     __slots__ = ("_opened_at", "_stream", "links", "model", "on_event", "sequence_id")
 
     def __init__(
         self,
-        links: dict[int, PeerLink],
+        links: dict[int, ReplicaLink],
         stream: FrameStream,
         sequence_id: int,
         on_event: Callable[[Any], None],
@@ -164,7 +164,7 @@ class PeerLink:
 
     @property
     def unheard(self) -> bool:
-        """Whether the peer fell silent, and nothing has come from it since the sequence was opened."""
+        """Whether the replica fell silent, and nothing has come from it since the sequence was opened."""
         error = self._stream.error
         silent = error is not None and error.reason == SILENT_PEER
         return silent and self._stream.last_received_at < self._opened_at
@@ -185,26 +185,26 @@ class PeerLink:
             self._stream.send(Close(self.sequence_id))
 
 
-class Peer(Generic[Info]):
+class Replica(Generic[Info]):
     """A draft or target at one address. `admit` raises FailedPrecondition for one that must not be used."""
 
     def __init__(
         self,
         address: str,
-        service: PeerService[Info],
+        service: ReplicaService[Info],
         admit: Callable[[Info], None],
         on_change: Callable[[], None],
         stream_config: StreamConfig | None = None,
     ) -> None:
         self.address = address
-        self.info: Info | None = None  # of the last peer that was admitted at this address
+        self.info: Info | None = None  # of the last replica that was admitted at this address
         self.refusal: FailedPrecondition | None = None
         self.attempted = asyncio.Event()  # whether a first attempt to connect has ended, well or not
         self.retired = False  # its address is gone: no new sequences
         self.breaker = Breaker()
         self._service, self._admit, self._on_change, self._stream_config = service, admit, on_change, stream_config
         self._stream: FrameStream | None = None
-        self._links: dict[int, PeerLink] = {}
+        self._links: dict[int, ReplicaLink] = {}
         self._last_id = 0
         self._last_problem = ""
         self._others, self._others_at = 0, 0.0
@@ -238,13 +238,13 @@ class Peer(Generic[Info]):
 
     def holds(self, link: object) -> bool:
         """Whether a link is alive on the present stream."""
-        return self._stream is not None and isinstance(link, PeerLink) and link.alive_on(self._stream)
+        return self._stream is not None and isinstance(link, ReplicaLink) and link.alive_on(self._stream)
 
     def opened(self, link: object) -> bool:
         """Whether a link was opened here, whatever became of it."""
-        return isinstance(link, PeerLink) and link.links is self._links
+        return isinstance(link, ReplicaLink) and link.links is self._links
 
-    def open(self, request: Open, on_event: Callable[[Any], None], parent: PeerLink | None = None) -> PeerLink:
+    def open(self, request: Open, on_event: Callable[[Any], None], parent: ReplicaLink | None = None) -> ReplicaLink:
         """Starts a sequence; with a parent that is alive here it shares the parent's prompt."""
         stream, info = self._stream, self.info
         if stream is None or info is None:
@@ -256,7 +256,7 @@ class Peer(Generic[Info]):
             message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=())
         stream.send(message)
         self.breaker.started(time.monotonic())
-        return PeerLink(self._links, stream, self._last_id, self._observed(on_event), self._service.model_of(info))
+        return ReplicaLink(self._links, stream, self._last_id, self._observed(on_event), self._service.model_of(info))
 
     def recheck(self) -> None:
         """Judges again what it said of itself, by what is known now."""
@@ -391,27 +391,27 @@ class Peer(Generic[Info]):
 START_S = 2.0  # no longer does the start wait for a name's first answer
 
 
-class RemotePeers(Generic[Info]):
-    """Peers of one kind. `async with` keeps their connections up in the background. InvalidArgument names what is no
+class ReplicaPool(Generic[Info]):
+    """Replicas of one kind. `async with` keeps their connections up in the background. InvalidArgument names what is no
     address."""
 
     def __init__(
         self,
         addresses: Sequence[str],
-        service: PeerService[Info],
+        service: ReplicaService[Info],
         admit: Callable[[Info], None],
         stream_config: StreamConfig | None = None,
         lookup: Lookup = look_up,
     ) -> None:
         self._addresses = Addresses(addresses, lookup)
         self._service, self._admitted, self._stream_config = service, admit, stream_config
-        self.peers = [self._new_peer(address) for address in self._addresses.known]  # in the order of the addresses
-        self._tasks: dict[Peer[Info], asyncio.Task[None]] = {}
-        self._others: set[asyncio.Task[None]] = set()  # of peers that leave, and the one that looks names up
+        self.replicas = [self._new_replica(address) for address in self._addresses.known]  # in their order
+        self._tasks: dict[Replica[Info], asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()  # of replicas that leave, and the one that looks names up
         self._looked_up, self._change = asyncio.Event(), asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._run_peers()
+        self._run_replicas()
         if self._addresses.complete:
             self._looked_up.set()
         else:
@@ -428,63 +428,65 @@ class RemotePeers(Generic[Info]):
 
     @property
     def usable(self) -> bool:
-        """Whether any peer takes new sequences."""
-        return any(peer.usable for peer in self.peers)
+        """Whether any replica takes new sequences."""
+        return any(replica.usable for replica in self.replicas)
 
     async def wait_usable(self) -> None:
-        """Waits until a peer takes new sequences."""
+        """Waits until a replica takes new sequences."""
         while not self.usable:
             self._change.clear()
             await self._change.wait()
 
     async def wait_admitted(self) -> FailedPrecondition | None:
-        """Waits until a peer takes new sequences, or every one has answered and is refused; returns why."""
+        """Waits until a replica takes new sequences, or every one has answered and is refused; returns why."""
         while not self.usable and self.refusal is None:
             self._change.clear()
             await self._change.wait()
         return self.refusal
 
     async def wait_attempted(self) -> FailedPrecondition | None:
-        """Waits for the end of every peer's first attempt; returns what speaks against them if every one answered and
-        is refused."""
+        """Waits for the end of every replica's first attempt; returns what speaks against them if all have answered
+        and are refused."""
         await self._looked_up.wait()
-        await asyncio.gather(*(peer.attempted.wait() for peer in self.peers))
+        await asyncio.gather(*(replica.attempted.wait() for replica in self.replicas))
         return self.refusal
 
     @property
     def refusal(self) -> FailedPrecondition | None:
-        """Why none of the peers may be used, once every one has said so much of itself; one that fits is enough."""
-        refusals = [peer.refusal for peer in self.peers]
+        """Why none of the replicas may be used, once every one has said so much of itself; one that fits is enough."""
+        refusals = [replica.refusal for replica in self.replicas]
         return None if not refusals or None in refusals or not self._addresses.complete else refusals[0]
 
     def recheck(self) -> None:
-        """Judges the peers again, by what is known now."""
-        for peer in self.peers:
-            peer.recheck()
+        """Judges the replicas again, by what is known now."""
+        for replica in self.replicas:
+            replica.recheck()
 
-    def _able(self, request: Open) -> list[Peer[Info]]:
+    def _able(self, request: Open) -> list[Replica[Info]]:
         """Those that take new sequences and can do all that is asked."""
-        return [peer for peer in self.peers if peer.usable and self._suits(peer, request)]
+        return [replica for replica in self.replicas if replica.usable and self._suits(replica, request)]
 
-    def _suits(self, peer: Peer[Info], request: Open) -> bool:
-        return peer.info is not None and not lacking(
-            self._service.capabilities_of(peer.info), request.sampling, request.acceptance
+    def _suits(self, replica: Replica[Info], request: Open) -> bool:
+        return replica.info is not None and not lacking(
+            self._service.capabilities_of(replica.info), request.sampling, request.acceptance
         )
 
     @staticmethod
-    def _place(request: Open, peers: Sequence[Peer[Info]]) -> Peer[Info] | None:
-        """One of the peers, by the prompt and by how busy they are."""
-        if len(peers) == 1:
-            return peers[0]
-        named = {peer.address: peer for peer in peers}
-        name = choose(affinity_key(request.prompt_ids, request.salt), {peer.address: peer.load for peer in peers})
+    def _place(request: Open, replicas: Sequence[Replica[Info]]) -> Replica[Info] | None:
+        """One of the replicas, by the prompt and by how busy they are."""
+        if len(replicas) == 1:
+            return replicas[0]
+        named = {replica.address: replica for replica in replicas}
+        name = choose(
+            affinity_key(request.prompt_ids, request.salt), {replica.address: replica.load for replica in replicas}
+        )
         return None if name is None else named[name]
 
     def _changed(self) -> None:
         self._change.set()
 
-    def _new_peer(self, address: str) -> Peer[Info]:
-        return Peer(address, self._service, self._admitted, self._changed, self._stream_config)
+    def _new_replica(self, address: str) -> Replica[Info]:
+        return Replica(address, self._service, self._admitted, self._changed, self._stream_config)
 
     async def _follow_names(self) -> None:
         """Each by itself: one with a slow answer holds up no other, and the start for a while only."""
@@ -504,29 +506,29 @@ class RemotePeers(Generic[Info]):
             await asyncio.sleep(RESOLVE_S)
 
     def _update(self) -> None:
-        """Has a peer for each address. One whose address is gone gets no new sequences, and leaves after its last."""
-        before = {peer.address: peer for peer in self.peers}
-        named = [before.get(address) or self._new_peer(address) for address in self._addresses.known]
-        for peer in self.peers:
-            peer.retired = peer not in named
-        self.peers = [*named, *(peer for peer in self.peers if peer.retired and peer.num_sequences)]
-        for peer in before.values():
-            if peer not in self.peers:
-                log.info("%s %s: its address is gone", self._service.name, peer.address)
-                task = self._tasks.pop(peer)
+        """One replica an address. One whose address is gone gets no new sequences, and leaves after its last."""
+        before = {replica.address: replica for replica in self.replicas}
+        named = [before.get(address) or self._new_replica(address) for address in self._addresses.known]
+        for replica in self.replicas:
+            replica.retired = replica not in named
+        self.replicas = [*named, *(replica for replica in self.replicas if replica.retired and replica.num_sequences)]
+        for replica in before.values():
+            if replica not in self.replicas:
+                log.info("%s %s: its address is gone", self._service.name, replica.address)
+                task = self._tasks.pop(replica)
                 task.cancel()
                 self._others.add(task)
                 task.add_done_callback(self._others.discard)
-        self._run_peers()
+        self._run_replicas()
         self._changed()
 
-    def _run_peers(self) -> None:
-        for peer in self.peers:
-            if peer not in self._tasks:
-                self._tasks[peer] = asyncio.create_task(peer.run())
+    def _run_replicas(self) -> None:
+        for replica in self.replicas:
+            if replica not in self._tasks:
+                self._tasks[replica] = asyncio.create_task(replica.run())
 
 
-def rested(peers: Iterable[Peer[Info]]) -> list[Peer[Info]]:
+def allowed_by_breaker(replicas: Iterable[Replica[Info]]) -> list[Replica[Info]]:
     """Those that have not failed again and again lately."""
     now = time.monotonic()
-    return [peer for peer in peers if peer.breaker.allows(now)]
+    return [replica for replica in replicas if replica.breaker.allows(now)]

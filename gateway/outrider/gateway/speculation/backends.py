@@ -13,9 +13,9 @@ from outrider.rpc.messages import (
     Credit,
     DraftEvent,
     DraftInfo,
+    DraftTokens,
     ModelInfo,
     Open,
-    Piece,
     TargetEvent,
     TargetInfo,
 )
@@ -37,7 +37,7 @@ class VerifierLink(Protocol):
     def model(self) -> ModelInfo:
         """What the target that has it said of its model."""
 
-    def send(self, *messages: Piece | Credit) -> None:
+    def send(self, *messages: DraftTokens | Credit) -> None:
         """Sends in order, in one frame where they fit; never blocks."""
 
     def close(self) -> None:

@@ -5,14 +5,14 @@ and each is compared with the latest rounds of the leader: what happens to the w
 A plan is known by the time of its rounds and by what they verified. What a token takes under it follows with the
 acceptance of the request at hand.
 
-The contests of a gateway: for each set of choices one for each order of the number of sequences."""
+The trials of a gateway's requests: by their choices, and by the order of the number of sequences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import sqrt
 
-from outrider.planner.acceptance import Mean
+from outrider.planner.acceptance import RunningMean
 from outrider.planner.forecast import Forecast
 from outrider.planner.policy import OFF, Limits, Mode, Plan
 
@@ -23,18 +23,18 @@ HOPELESS = 1.5  # of the leader's time: a trial ends early
 PREFERENCE = 0.97  # for off: the draft has other work
 TRIAL_ROUNDS, SHARED_ROUNDS = 6, 3  # of a sequence alone, or of each of those that share steps
 LEAST_SHARE = 1 / 3  # of a trial, before it is given up
-LOOK_EVERY = 16.0  # rounds of a sequence
-FIRST_REST, MAX_REST = 96.0, 4096.0  # rounds of a sequence between two trials, once all that is promising was tried
-USUAL, ALIKE = 4, 0.1  # requests whose windows of so many tokens bring as much as others', to this share
-ACCIDENT = 1.3  # a trial that says so much more or less than those before takes their place
-TRIALS = 3.0  # that a measurement looks back on
+PROBE_EVERY = 16.0  # rounds of a sequence
+FIRST_BACKOFF, MAX_BACKOFF = 96.0, 4096.0  # rounds of a sequence between trials, once what is promising was tried
+USUAL_WINDOW, LIKENESS_TOLERANCE = 4, 0.1  # tokens of a window that compares requests, and what is no difference
+OUTLIER_RATIO = 1.3  # a trial that says so much more or less than those before takes their place
+TRIAL_MEMORY = 3.0  # that a measurement looks back on
 
 
 @dataclass(slots=True)
-class Rounds:
+class MeasuredRounds:
     """Rounds under one plan."""
 
-    us: Mean  # of a round
+    us: RunningMean  # of a round
     windows: dict[int, float] = field(default_factory=dict)  # how often so many drafted tokens were verified
 
     def add(self, us: float, num_drafted: int) -> None:
@@ -42,27 +42,27 @@ class Rounds:
         self.us.add(us)
         self.windows[num_drafted] = self.windows.get(num_drafted, 0.0) + 1.0
 
-    def us_of_a_token(self, plan: Plan, forecast: Forecast) -> float:
+    def token_us(self, plan: Plan, forecast: Forecast) -> float:
         """With the acceptance of the forecast's requests."""
         tokens = sum(count * forecast.tokens(plan.mode, drafted) for drafted, count in self.windows.items())
         return self.us.value * sum(self.windows.values()) / tokens
 
 
 @dataclass(slots=True)
-class Contest:
+class PlanTrials:
     """Of requests with the same choices, at one number of sequences."""
 
     plans: tuple[Plan, ...]
     leader: Plan
-    prior: Contest | None = None  # at another number of sequences, which knew more when this one began
+    prior: PlanTrials | None = None  # at another number of sequences, which knew more when this one began
     trial: Plan | None = None
-    _tried: dict[Plan, Rounds] = field(default_factory=dict)  # at the pace of the first; the oldest trial first
+    _tried: dict[Plan, MeasuredRounds] = field(default_factory=dict)  # at the pace of the first; the oldest trial first
     _ratios: dict[Plan, float] = field(default_factory=dict)  # measured over foreseen
-    _recent: Rounds = field(default_factory=lambda: Rounds(Mean()))  # the leader's
-    _trial: Rounds = field(default_factory=lambda: Rounds(Mean()))
-    _until_look: float = 0.0  # rounds of a sequence until it is asked whether anything promises to beat the leader
-    _rest: float = 0.0  # and until something is tried that does not
-    _last_rest: float = 0.0
+    _recent: MeasuredRounds = field(default_factory=lambda: MeasuredRounds(RunningMean()))  # the leader's
+    _trial: MeasuredRounds = field(default_factory=lambda: MeasuredRounds(RunningMean()))
+    _until_probe: float = 0.0  # rounds of a sequence until it is asked whether anything promises to beat the leader
+    _backoff: float = 0.0  # and until something is tried that does not
+    _last_backoff: float = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -77,7 +77,7 @@ class Contest:
     def restart(self) -> None:
         """The number of sequences was another one meanwhile: what was measured before is no comparison."""
         self.trial = None
-        self._recent, self._trial = Rounds(Mean()), Rounds(Mean())
+        self._recent, self._trial = MeasuredRounds(RunningMean()), MeasuredRounds(RunningMean())
 
     def add(self, plan: Plan, us: float, num_drafted: int, forecast: Forecast) -> None:
         """Counts a round of one of the sequences."""
@@ -91,16 +91,16 @@ class Contest:
         elif plan == self.leader and self.trial is None:
             self._recent.us.memory = 4.0 * enough
             self._recent.add(us, num_drafted)
-            self._rest -= 1 / sequences
-            self._until_look -= 1 / sequences
-            if self._until_look <= 0 and self._recent.us.weight >= enough:
+            self._backoff -= 1 / sequences
+            self._until_probe -= 1 / sequences
+            if self._until_probe <= 0 and self._recent.us.weight >= enough:
                 self._begin_trial(forecast)
 
     def best(self, own: Forecast, common: Forecast, present: Plan) -> Plan:
         """For one request: the leader, unless the request's own acceptance makes another plan better for it than that
         plan is for most. What is better for most, or for one that is alone, is for a trial to show."""
-        likeness = own.tokens(Mode.SEQUENTIAL, USUAL) / common.tokens(Mode.SEQUENTIAL, USUAL)
-        if own.num_running() == 1 or self.leader not in self._tried or abs(likeness - 1) < ALIKE:
+        likeness = own.tokens(Mode.SEQUENTIAL, USUAL_WINDOW) / common.tokens(Mode.SEQUENTIAL, USUAL_WINDOW)
+        if own.num_running() == 1 or self.leader not in self._tried or abs(likeness - 1) < LIKENESS_TOLERANCE:
             return self.leader
         shares = {plan: self._share(plan, own) for plan in self.plans}
         found = {
@@ -122,9 +122,9 @@ class Contest:
     def us_per_token(self, plan: Plan, forecast: Forecast) -> float:
         """At present: as measured, or as foreseen with what was measured of plans like it; off at its preference."""
         if plan == self.leader and self._recent.us.weight:
-            us = self._recent.us_of_a_token(plan, forecast)
+            us = self._recent.token_us(plan, forecast)
         elif plan in self._tried:
-            us = self._pace * self._tried[plan].us_of_a_token(plan, forecast)
+            us = self._pace * self._tried[plan].token_us(plan, forecast)
         else:
             us = forecast.us_per_token(plan) * self._ratio(plan)
         return us * self._preference(forecast) if plan is OFF else us
@@ -141,7 +141,7 @@ class Contest:
 
     def _ratio(self, plan: Plan) -> float:
         """Measured over foreseen, of what is most like this plan."""
-        like = [tried for tried in self._ratios if tried.way == plan.way]
+        like = [tried for tried in self._ratios if tried.style == plan.style]
         if like:
             return self._ratios[min(like, key=lambda tried: abs(tried.num_draft_tokens - plan.num_draft_tokens))]
         return 1.0 if self.prior is None else self.prior._ratio(plan)
@@ -150,29 +150,29 @@ class Contest:
         if self.leader not in self._tried:
             self._keep(self.leader, self._recent, forecast)
         self.trial = self._challenger(forecast)
-        self._until_look = 0.0 if self.trial else LOOK_EVERY
-        self._trial = Rounds(Mean())
+        self._until_probe = 0.0 if self.trial else PROBE_EVERY
+        self._trial = MeasuredRounds(RunningMean())
 
     def _challenger(self, forecast: Forecast) -> Plan | None:
         """Off, which nothing may be slower than; of every way that was not tried its best number of tokens; then what
         promises to beat the leader, with the acceptance seen since it was tried. Once these were tried, the oldest
-        trial after a rest."""
+        trial after a backoff."""
         times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
         limit = self.us_per_token(self.leader, forecast)
-        ways = {plan.way for plan in self._tried}
+        styles = {plan.style for plan in self._tried}
         fresh = [
             plan
             for plan, us in times.items()
-            if plan not in self._tried and us < limit * (GAIN if plan.way in ways else PROMISING)
+            if plan not in self._tried and us < limit * (GAIN if plan.style in styles else PROMISING)
         ]
         if fresh:
             return OFF if OFF in fresh else min(fresh, key=lambda plan: times[plan])
         best = min(times, key=lambda plan: times[plan], default=None)
         if best in self._tried and times[best] < GAIN * limit:
             return best
-        if self._rest > 0:
+        if self._backoff > 0:
             return None
-        self._rest = self._last_rest = min(MAX_REST, 2 * self._last_rest) or FIRST_REST
+        self._backoff = self._last_backoff = min(MAX_BACKOFF, 2 * self._last_backoff) or FIRST_BACKOFF
         for plan, rounds in self._tried.items():
             once = rounds.us.weight <= 1.0  # it may have met an accident
             if plan in times and (once or times[plan] < PROMISING * limit):
@@ -183,74 +183,74 @@ class Contest:
         weight, plan = self._trial.us.weight, self.plan
         if weight < enough * LEAST_SHARE:
             return False
-        hopeless = self._trial.us_of_a_token(plan, forecast) > HOPELESS * self.us_per_token(self.leader, forecast)
+        hopeless = self._trial.token_us(plan, forecast) > HOPELESS * self.us_per_token(self.leader, forecast)
         return hopeless or weight >= enough
 
     def _end_trial(self, plan: Plan, forecast: Forecast) -> None:
         self._keep(plan, self._trial, forecast)
         self.trial = None
         if self._share(plan, forecast) < (1.0 if plan is OFF else GAIN):  # off has its preference
-            self.leader, self._recent, self._last_rest = plan, self._trial, 0.0
+            self.leader, self._recent, self._last_backoff = plan, self._trial, 0.0
         self._recent.us.weight /= 2  # some of its rounds are measured anew before the next trial
 
-    def _keep(self, plan: Plan, rounds: Rounds, forecast: Forecast) -> None:
+    def _keep(self, plan: Plan, rounds: MeasuredRounds, forecast: Forecast) -> None:
         """Adds a measurement to those of earlier trials."""
         known, pace = self._tried.pop(plan, None), self._pace
         us = rounds.us.value / pace
-        if known is None or not 1 / ACCIDENT < us / known.us.value < ACCIDENT:
-            known = Rounds(Mean(memory=TRIALS))
+        if known is None or not 1 / OUTLIER_RATIO < us / known.us.value < OUTLIER_RATIO:
+            known = MeasuredRounds(RunningMean(memory=TRIAL_MEMORY))
         known.us.add(us)
         known.windows = dict(rounds.windows)
         self._tried[plan] = known
         if foreseen := forecast.us_per_token(plan):
-            self._ratios[plan] = pace * known.us_of_a_token(plan, forecast) / foreseen
+            self._ratios[plan] = pace * known.token_us(plan, forecast) / foreseen
 
 
-MOST_AWAY = 64  # rounds of every sequence: the number of sequences may go up and down
+MAX_IDLE_TURNS = 64  # rounds of every sequence: the number of sequences may go up and down
 
 
 @dataclass(slots=True)
-class League:
+class TrialsByConcurrency:
     """Of requests with the same choices."""
 
     limits: Limits
-    _contests: dict[int, Contest] = field(default_factory=dict)  # by the bits of the number of sequences
+    _by_bucket: dict[int, PlanTrials] = field(default_factory=dict)  # by the bits of the number of sequences
     _used: dict[int, int] = field(default_factory=dict)  # the turn when each was asked for last
     _turn: int = 0
 
-    def at(self, forecast: Forecast) -> Contest:
+    def at(self, forecast: Forecast) -> PlanTrials:
         """The one for the present number of sequences."""
         sequences = forecast.num_running()
-        bits = (sequences - 1).bit_length()
-        contest = self._contests.get(bits)
-        if contest is None:
-            contest = self._contests[bits] = self._begin(bits, forecast)
+        bucket = (sequences - 1).bit_length()
+        trials = self._by_bucket.get(bucket)
+        if trials is None:
+            trials = self._by_bucket[bucket] = self._begin(bucket, forecast)
         self._turn += 1
-        if self._turn - self._used.get(bits, 0) > MOST_AWAY * sequences:
-            contest.restart()
-        self._used[bits] = self._turn
-        return contest
+        if self._turn - self._used.get(bucket, 0) > MAX_IDLE_TURNS * sequences:
+            trials.restart()
+        self._used[bucket] = self._turn
+        return trials
 
-    def _begin(self, bits: int, forecast: Forecast) -> Contest:
+    def _begin(self, bucket: int, forecast: Forecast) -> PlanTrials:
         """It starts from what was measured at the nearest number of sequences, else in turn with the draft: that shows
         what both sides and the way between them take."""
         plans, usual = self.limits.plans, self.limits.base.num_draft_tokens
-        known = [number for number, found in self._contests.items() if found.knows]
+        known = [number for number, found in self._by_bucket.items() if found.knows]
         if not known:
             waiting = [plan for plan in plans if plan is not OFF and plan.waits]
             wanted = [plan for plan in waiting if plan.num_draft_tokens == usual] or waiting
-            return Contest(plans, wanted[0] if wanted else OFF)
-        begun = Contest(plans, OFF, self._contests[min(known, key=lambda number: abs(number - bits))])
+            return PlanTrials(plans, wanted[0] if wanted else OFF)
+        begun = PlanTrials(plans, OFF, self._by_bucket[min(known, key=lambda number: abs(number - bucket))])
         begun.leader = min(plans, key=lambda plan: begun.us_per_token(plan, forecast))
         return begun
 
 
 @dataclass(slots=True)
-class Contests:
+class SharedTrials:
     """Shared by all requests."""
 
-    _leagues: dict[Limits, League] = field(default_factory=dict)
+    _by_limits: dict[Limits, TrialsByConcurrency] = field(default_factory=dict)
 
-    def of(self, limits: Limits) -> League:
+    def of(self, limits: Limits) -> TrialsByConcurrency:
         """That of requests with these choices."""
-        return self._leagues.setdefault(limits, League(limits))
+        return self._by_limits.setdefault(limits, TrialsByConcurrency(limits))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.gateway.speculation.contest import Contests, League
-from outrider.planner.acceptance import Acceptance, Mean
-from outrider.planner.forecast import Experience, Forecast
+from outrider.gateway.speculation.contest import SharedTrials, TrialsByConcurrency
+from outrider.planner.acceptance import Acceptance, RunningMean
+from outrider.planner.forecast import Forecast, SharedStats
 from outrider.planner.policy import AHEAD, Limits, Mode, Plan, Policy, Round
 
 DECIDE_EVERY = 16  # rounds
@@ -22,18 +22,18 @@ LATE, IN_TIME = 1.5, 1.2  # verifications that a branch takes to come, above and
 
 @dataclass(slots=True)
 class Controller:
-    """`known` and `contests` are shared by all requests of a gateway; `round_trips_us` says what the streams measure
-    now, `num_running` how many sequences the gateway decodes."""
+    """`stats` and `shared_trials` are shared by all requests of a gateway; `round_trips_us` says what the streams
+    measure now, `num_running` how many sequences the gateway decodes."""
 
     limits: Limits
-    known: Experience
-    contests: Contests
+    stats: SharedStats
+    shared_trials: SharedTrials
     round_trips_us: Callable[[], float]
     num_running: Callable[[], int] = lambda: 1
     plan: Plan = field(init=False)
     forecast: Forecast = field(init=False)  # of this request
     common: Forecast = field(init=False)  # of all
-    league: League = field(init=False)
+    trials: TrialsByConcurrency = field(init=False)
     deep: bool = False  # branches come so late that those of the verification after this one are prepared, too
     _after_window: bool = False  # the round before verified drafted tokens
     _until_decision: int = 1
@@ -42,15 +42,15 @@ class Controller:
     _apart: int = 0  # decisions in a row for another plan than the leader's
 
     def __post_init__(self) -> None:
-        known = self.known
-        hits = Mean(known.hits.value, min(4.0, known.hits.weight))
-        self.forecast = self._forecast(Acceptance(known.acceptance), hits)
-        self.common = self._forecast(known.acceptance, known.hits)
-        self.league = self.contests.of(self.limits)
-        self.plan = self.league.at(self.common).plan  # and again at the first round: others may come
+        stats = self.stats
+        hits = RunningMean(stats.hits.value, min(4.0, stats.hits.weight))
+        self.forecast = self._forecast(Acceptance(stats.acceptance), hits)
+        self.common = self._forecast(stats.acceptance, stats.hits)
+        self.trials = self.shared_trials.of(self.limits)
+        self.plan = self.trials.at(self.common).plan  # and again at the first round: others may come
 
-    def _forecast(self, acceptance: Acceptance, hits: Mean) -> Forecast:
-        return Forecast(self.known, self.limits.weighs, acceptance, hits, self.round_trips_us, self.num_running)
+    def _forecast(self, acceptance: Acceptance, hits: RunningMean) -> Forecast:
+        return Forecast(self.stats, self.limits.weighs, acceptance, hits, self.round_trips_us, self.num_running)
 
     @property
     def policy(self) -> Policy:
@@ -66,63 +66,63 @@ class Controller:
             "acceptance": self.forecast.acceptance.at(0),
             "hits": self.forecast.hit_rate(self.plan),
             "between_us": self.forecast.away_us,
-            "draft_pass_us": self.known.draft_pass.value,
+            "draft_pass_us": self.stats.draft_pass.value,
             "verify_us": self.forecast.verify_us(self.plan),
-            "us_per_token": self.league.at(self.common).us_per_token(self.plan, self.forecast),
+            "us_per_token": self.trials.at(self.common).us_per_token(self.plan, self.forecast),
             "deep": float(self.deep),
         }
 
     def on_piece(self, num_ids: int, draft_us: int) -> None:
         """A piece arrived: `draft_us` of device time since the last one."""
         if num_ids and draft_us:
-            self.known.draft_pass.add(draft_us / num_ids)
+            self.stats.draft_pass.add(draft_us / num_ids)
 
     def on_round(self, closed: Round) -> bool:
         """A round ended. Returns whether the choice changed."""
-        contest = self.league.at(self.common)
+        trials = self.trials.at(self.common)
         self._since_change += 1
         if closed.index > 0 and closed.commit.timings.num_rows:  # the first round holds the prompt
             self._learn(closed)
             if self._since_change > SETTLING and not closed.at_end:  # a window cut short is no fault of the plan
-                contest.add(self.plan, closed.total_us, closed.commit.num_drafted, self.common)
+                trials.add(self.plan, closed.total_us, closed.commit.num_drafted, self.common)
         before = self.policy
         self._until_decision -= 1
-        if contest.trial is not None:
-            if contest.trial != self.plan:
-                self._follow(contest.trial)
+        if trials.trial is not None:
+            if trials.trial != self.plan:
+                self._follow(trials.trial)
             self._until_decision = 0
-        elif self._until_decision <= 0 or (not self._apart and contest.leader != self.plan):
+        elif self._until_decision <= 0 or (not self._apart and trials.leader != self.plan):
             self._until_decision = DECIDE_EVERY
-            self.known.fade()
-            best = contest.best(self.forecast, self.common, self.plan)
-            self._apart = (self._apart + 1) % MOST_APART if best != contest.leader else 0
-            self._follow(best if self._apart else contest.leader)
+            self.stats.decay()
+            best = trials.best(self.forecast, self.common, self.plan)
+            self._apart = (self._apart + 1) % MOST_APART if best != trials.leader else 0
+            self._follow(best if self._apart else trials.leader)
         return self.policy != before
 
     def _follow(self, plan: Plan) -> None:
         if plan != self.plan:
             self.plan, self._since_change = plan, 0
-        coming = self.forecast.away_us + (plan.num_draft_tokens + 1) * self.known.draft_pass.value
+        coming = self.forecast.away_us + (plan.num_draft_tokens + 1) * self.stats.draft_pass.value
         self.deep = coming > (IN_TIME if self.deep else LATE) * self.forecast.verify_us(plan)
         self._inputs = self._inputs_now()
 
     def _learn(self, closed: Round) -> None:
-        commit, timings, known = closed.commit, closed.commit.timings, self.known
+        commit, timings, stats = closed.commit, closed.commit.timings, self.stats
         computed = timings.verify_us + timings.sample_us
         part = 1 / max(1, timings.num_sequences)  # the others tell of the same step
-        known.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD, part)
-        known.share.add(timings.num_sequences / max(1, self.num_running()), part)
+        stats.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD, part)
+        stats.share.add(timings.num_sequences / max(1, self.num_running()), part)
         waited = max(0, closed.total_us - computed - timings.queue_us)
-        late = self.forecast.away_us + commit.num_drafted * known.draft_pass.value
+        late = self.forecast.away_us + commit.num_drafted * stats.draft_pass.value
         hit = commit.num_drafted > 0 and waited < 0.5 * late
         if self._after_window and self.plan.mode is Mode.BRANCHES:
             self.forecast.hits.add(float(hit))
-            known.hits.add(float(hit))
+            stats.hits.add(float(hit))
         self._after_window = commit.num_drafted > 0
         if commit.num_drafted:
             self.forecast.acceptance.add(commit.num_drafted, commit.num_accepted)
-            known.acceptance.add(commit.num_drafted, commit.num_accepted)
+            stats.acceptance.add(commit.num_drafted, commit.num_accepted)
             if self.plan.waits and (not hit or self.plan.mode is Mode.SEQUENTIAL):
-                known.between.add(max(0.0, waited - commit.num_drafted * known.draft_pass.value))
+                stats.between.add(max(0.0, waited - commit.num_drafted * stats.draft_pass.value))
         if self._since_change > SETTLING and not self.plan.waits:
-            known.saw(self.plan.mode, plain=not commit.num_drafted)
+            stats.add_plain(self.plan.mode, plain=not commit.num_drafted)

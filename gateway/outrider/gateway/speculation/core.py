@@ -13,17 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.planner.policy import Chooser, Policy, Round
+from outrider.planner.policy import Policy, PolicyController, Round
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import (
     Arithmetic,
     Commit,
     Credit,
     DraftEvent,
+    DraftTokens,
     Failure,
     ModelInfo,
     Open,
-    Piece,
     PromptLogprobs,
     TargetEvent,
 )
@@ -35,7 +35,7 @@ class OpenTarget:
     """Open the sequence at a target (again: with the tokens generated so far), then send the messages."""
 
     request: Open
-    messages: tuple[Piece | Credit, ...]
+    messages: tuple[DraftTokens | Credit, ...]
     like: Arithmetic | None = None  # of the target before
     refusal: Failure | None = None  # by the target just asked, which is full: another one is to be asked
 
@@ -52,7 +52,7 @@ class OpenDraft:
 class ToTarget:
     """Send to the target, in one frame."""
 
-    messages: tuple[Piece | Credit, ...]
+    messages: tuple[DraftTokens | Credit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class SpeculationCore:
     request: Open  # as first sent; sequence ids are the links'
     policy: Policy
     bounded_by_reader: bool = False  # stop strings: credit reaches at most one window past the text examined
-    chooser: Chooser | None = None  # else the policy stays as it is
+    controller: PolicyController | None = None  # else the policy stays as it is
     committed: list[int] = field(init=False)
     drafting: bool = field(init=False)
     finished: bool = field(init=False, default=False)
@@ -117,7 +117,7 @@ class SpeculationCore:
     _draft_until: int = field(init=False, default=0)
     _draft_credit: Credit | None = field(init=False, default=None)
     _target_credit: Credit | None = field(init=False, default=None)
-    _journal: list[Piece] = field(init=False, default_factory=list)
+    _journal: list[DraftTokens] = field(init=False, default_factory=list)
     _last_chain: int = field(init=False, default=-1)
     _target_opens: int = field(init=False, default=0)
     _model: ModelInfo | None = field(init=False, default=None)  # of the target that committed last
@@ -140,8 +140,8 @@ class SpeculationCore:
 
     def start(self, now: float) -> list[Effect]:
         """Opens and credits both sides at the same time."""
-        if self.chooser is not None:
-            self.policy = self.chooser.policy
+        if self.controller is not None:
+            self.policy = self.controller.policy
             self.drafting = self.policy.num_draft_tokens > 0
         self._round_start = self._started = self._now = now
         effects: list[Effect] = []
@@ -178,7 +178,7 @@ class SpeculationCore:
         if self.finished or not self.drafting:
             return []
         match event:
-            case Piece():
+            case DraftTokens():
                 try:
                     validate_piece(event)
                 except InvalidArgument as error:  # the target would end the request for it
@@ -187,8 +187,8 @@ class SpeculationCore:
                 if event.position > self._draft_until:
                     return []  # no credit reaches there: it would lie in the journal for ever
                 self._draft_us += event.draft_us
-                if self.chooser is not None:
-                    self.chooser.on_piece(len(event.ids), event.draft_us)
+                if self.controller is not None:
+                    self.controller.on_piece(len(event.ids), event.draft_us)
                 if event.ids:
                     self._journal.append(event)
                 return [ToTarget((event, *self._due_credit()))]
@@ -269,11 +269,11 @@ class SpeculationCore:
     def _choose(self, closed: Round) -> list[Effect]:
         """Lets the policy follow what the round showed. A draft that is not wanted any more is closed; one that is
         wanted again is opened, unless it was lost: then the driver tries that in its own time."""
-        if self.chooser is None or closed.commit.finish_reason is not None or closed.mode != self.policy.mode:
+        if self.controller is None or closed.commit.finish_reason is not None or closed.mode != self.policy.mode:
             return []  # nothing to choose; or the draft was lost, and the round says nothing of what was chosen
-        if not self.chooser.on_round(closed):
+        if not self.controller.on_round(closed):
             return []
-        self.policy = self.chooser.policy
+        self.policy = self.controller.policy
         wanted = self.policy.num_draft_tokens > 0
         if self.drafting and not wanted:
             self.drafting = False
@@ -297,7 +297,7 @@ class SpeculationCore:
             commit=commit,
             num_draft_tokens=self.policy.num_draft_tokens if self.drafting else 0,
             mode=self.policy.mode if self.drafting else "off",
-            inputs=self.chooser.inputs() if self.chooser is not None else {},
+            inputs=self.controller.inputs() if self.controller is not None else {},
             started=self._round_start,
             ended=self._now,
             draft_us=self._draft_us if commit.num_drafted else 0,
@@ -347,7 +347,7 @@ class SpeculationCore:
 
     def _prune_journal(self) -> None:
         """Keeps what reaches past the committed length, and what that forks from."""
-        length, needed, kept = len(self.committed), set[int](), list[Piece]()
+        length, needed, kept = len(self.committed), set[int](), list[DraftTokens]()
         for piece in reversed(self._journal):  # a branch comes after its parent
             if piece.position + len(piece.ids) > length or piece.chain in needed:
                 kept.append(piece)

@@ -28,7 +28,7 @@ from outrider.gateway.speculation.core import (
     ToDraft,
     ToTarget,
 )
-from outrider.planner.policy import Chooser, Policy, Round
+from outrider.planner.policy import Policy, PolicyController, Round
 from outrider.rpc.errors import Internal, OutriderError
 from outrider.rpc.messages import (
     Commit,
@@ -242,11 +242,11 @@ async def speculate(
     fork_of: SpeculationDriver | None = None,
     driver_out: list[SpeculationDriver] | None = None,
     on_draft_stop: Callable[[str], None] = warn_of_draft,
-    chooser: Chooser | None = None,
+    controller: PolicyController | None = None,
 ) -> AsyncGenerator[Round | PromptLogprobs, None]:
     """Yields rounds (and the prompt's log probabilities, if asked for) until the target ends the sequence or the caller
     stops. A round counts as read when the next one is asked for. Raises OutriderError when no target can go on."""
-    core = SpeculationCore(request, policy, examines_text, chooser)
+    core = SpeculationCore(request, policy, examines_text, controller)
     driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop)
     if driver_out is not None:
         driver_out.append(driver)

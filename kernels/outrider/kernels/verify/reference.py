@@ -36,7 +36,7 @@ def cut_at_vocabulary(draft_ids: Sequence[int], vocab_size: int) -> int:
 
 
 def accept_uniforms(words: Tensor) -> Tensor:
-    """Accept coins in [0, 1) on a grid of 2^-24, [n, 4] words -> [n] float64."""
+    """Accept uniforms in [0, 1) on a grid of 2^-24, [n, 4] words -> [n] float64."""
     return (words[:, 0] >> 8).double() * 2.0**-24
 
 
@@ -57,10 +57,10 @@ def accept(
 
         return verify_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms)
     vocab_size = target_probs.shape[1]
-    usable, drafted_weight, total_weight = _judge_weights(draft_weights, draft_ids, vocab_size)
+    usable, drafted_weight, total_weight = _check_weights(draft_weights, draft_ids, vocab_size)
     inside = (draft_ids >= 0) & (draft_ids < vocab_size)  # [drafted]
-    judged = target_probs[windows.row_of_draft, draft_ids.clamp(0, vocab_size - 1)].double() * inside  # [drafted]
-    accepted = uniforms * drafted_weight < judged * total_weight  # [drafted]
+    token_probs = target_probs[windows.row_of_draft, draft_ids.clamp(0, vocab_size - 1)].double() * inside  # [drafted]
+    accepted = uniforms * drafted_weight < token_probs * total_weight  # [drafted]
     num_accepted = count_accepted(accepted, windows)
     rows = windows.next_rows(num_accepted)  # [n]
     next_weights = target_probs.index_select(0, rows).double()  # [n, vocab]
@@ -108,7 +108,7 @@ def _refused_drafts(windows: Windows, num_accepted: Tensor) -> Tensor:
     return (windows.draft_starts + num_accepted)[num_accepted < windows.num_drafted]
 
 
-def _judge_weights(draft_weights: DraftWeights, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _check_weights(draft_weights: DraftWeights, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which drafted tokens have usable weights, [drafted] bool; the drafted id's weight and the total, float64 each.
 
     Both are 1 where the weights cannot be used: that is the one-hot law.

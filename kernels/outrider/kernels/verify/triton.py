@@ -1,7 +1,7 @@
 """Rejection acceptance in Triton, for a whole ragged batch in three launches: judge, leave, draw.
 
 * **judge**, a program per drafted token: adds up its weights, finds what makes a vector unusable, and tests
-  `coin * draft_weight < target_prob * total_weight` in float64, where both products are exact.
+  `uniform * draft_weight < target_prob * total_weight` in float64, where both products are exact.
 * **leave**, a program per window: counts the leading accepted tokens and writes the weights of the next draw: what the
   draft left of the target's law in the row where it was refused, or the law itself of the row after a whole window.
 * **draw**, a program per row of weights: adds the tiles up in order, then finds the tile and in it the first id whose
@@ -79,7 +79,7 @@ def accept_packed(
     accepted = torch.empty(num_drafted, dtype=torch.int32, device=device)
     totals = torch.empty(num_drafted, dtype=torch.int64, device=device)
     if num_drafted:
-        _judge_kernel[(num_drafted,)](
+        _accept_kernel[(num_drafted,)](
             target_probs, windows.row_of_draft, draft_ids, uniforms, entries.ids, entries.weights, starts, accepted,
             totals, target_probs.stride(0), vocab_size, entry_tile, enable_fp_fusion=False,
         )  # fmt: skip
@@ -111,11 +111,11 @@ def draw(
 
 
 @triton.jit
-def _judge_kernel(
+def _accept_kernel(
     probs: tl.tensor,
     row_of_draft: tl.tensor,
     draft_ids: tl.tensor,
-    coins: tl.tensor,
+    uniforms: tl.tensor,
     entry_ids: tl.tensor,
     entry_weights: tl.tensor,
     starts: tl.tensor,
@@ -148,7 +148,7 @@ def _judge_kernel(
     tl.store(totals + draft, tl.where(usable, total_weight, 0))
     known = (token >= 0) & (token < vocab_size)
     prob = tl.load(probs + tl.load(row_of_draft + draft) * stride + token, known, 0.0).to(tl.float64)
-    left = tl.load(coins + draft) * tl.where(usable, drafted_weight, 1).to(tl.float64)
+    left = tl.load(uniforms + draft) * tl.where(usable, drafted_weight, 1).to(tl.float64)
     tl.store(accepted + draft, (left < prob * tl.where(usable, total_weight, 1).to(tl.float64)).to(tl.int32))
 
 
