@@ -80,7 +80,7 @@ def test_matches_auto_tokenizer(tmp_path: Path, case: int) -> None:
 def test_loading_keeps_torch_and_transformers_out(folder: Path) -> None:
     program = f"""
 import sys
-from outrider.gateway.text import TextStream
+from outrider.gateway.text.detokenizer import TextStream
 from outrider.gateway.text.tokenizer import Tokenizer
 Tokenizer.load({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}])
 sys.exit(1 if {{"torch", "transformers", "numpy"}} & set(sys.modules) else 0)
