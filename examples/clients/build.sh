@@ -8,28 +8,27 @@ language=${1:-}
 out=${OUT:-$repository/build/clients}
 python=${PYTHON:-$([ -x "$repository/.venv/bin/python" ] && echo "$repository/.venv/bin/python" || echo python3)}
 protos=$out/protos
-messages=(outrider/v1/common.proto outrider/v1/generation.proto)
-rich=(google/rpc/status.proto google/rpc/error_details.proto) # of googleapis-common-protos, which every client needs
+contract=outrider/v1/generation.proto # all that a client compiles
+rich=(google/rpc/status.proto google/rpc/error_details.proto) # of googleapis-common-protos: the details of errors
 
 googleapis=$("$python" -c 'import google.rpc, pathlib; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')
 mkdir -p "$protos/outrider/v1" "$protos/google/rpc"
-cp "$repository"/protos/outrider/v1/*.proto "$protos/outrider/v1/"
+cp "$repository/protos/$contract" "$protos/$contract"
 for file in "${rich[@]}"; do cp "$googleapis/$file" "$protos/$file"; done
 mkdir -p "$out/$language"
 
 case "$language" in
     protos) rmdir "$out/protos" 2>/dev/null || true ;;
     go) # Debian's Go libraries lie in a GOPATH, and google/rpc is among them
-        options=
-        for file in "${messages[@]}"; do options+=M$file=outrider/v1,; done
+        options=M$contract=outrider/v1
         mkdir -p "$out/go/src"
-        protoc -I "$protos" --go_out="$options:$out/go/src" --go-grpc_out="$options:$out/go/src" "${messages[@]}"
+        protoc -I "$protos" --go_out="$options:$out/go/src" --go-grpc_out="$options:$out/go/src" "$contract"
         GO111MODULE=off GOFLAGS= GOPATH=$out/go:/usr/share/gocode go build -o "$out/go/generate" "$here/go/generate.go"
         ;;
     cpp)
         plugin=$(command -v grpc_cpp_plugin)
-        protoc -I "$protos" --cpp_out="$out/cpp" "${rich[@]}" "${messages[@]}"
-        protoc -I "$protos" --grpc_out="$out/cpp" --plugin=protoc-gen-grpc="$plugin" outrider/v1/generation.proto
+        protoc -I "$protos" --cpp_out="$out/cpp" "${rich[@]}" "$contract"
+        protoc -I "$protos" --grpc_out="$out/cpp" --plugin=protoc-gen-grpc="$plugin" "$contract"
         mapfile -t sources < <(cd "$out/cpp" && find google outrider -name '*.cc')
         # shellcheck disable=SC2046  # one word for each flag
         (cd "$out/cpp" && g++ -std=c++17 -O1 -I . "$here/cpp/generate.cc" "${sources[@]}" \
@@ -37,7 +36,7 @@ case "$language" in
         ;;
     ruby)
         plugin=$(command -v grpc_ruby_plugin)
-        protoc -I "$protos" --ruby_out="$out/ruby" --grpc_out="$out/ruby" --plugin=protoc-gen-grpc="$plugin" "${messages[@]}"
+        protoc -I "$protos" --ruby_out="$out/ruby" --grpc_out="$out/ruby" --plugin=protoc-gen-grpc="$plugin" "$contract"
         ;;
     node) # @grpc/proto-loader reads the protos as they are
         cp "$here/node/package.json" "$out/node/"

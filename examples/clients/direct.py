@@ -12,7 +12,7 @@ import grpc.aio
 from tokenizers import Tokenizer
 
 from outrider.v1 import common_pb2 as pb
-from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from outrider.v1 import draft_pb2, draft_pb2_grpc, generation_pb2, target_pb2, target_pb2_grpc
 
 K = 4  # drafted tokens a round
 
@@ -55,9 +55,9 @@ async def forward(draft: Stream, target: Stream) -> None:
 
 async def complete(draft: Stream, target: Stream, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
     """(the ids, how many of them were drafted)."""
-    sampling = pb.SamplingParams(temperature=0, max_tokens=max_tokens)
+    sampling = generation_pb2.SamplingParams(temperature=0, max_tokens=max_tokens)
     opened = pb.Open(sequence_id=1, num_prompt_ids=len(prompt), prompt_ids=prompt, sampling=sampling, first_chain=1)
-    opened.acceptance, opened.one_hot = pb.ACCEPTANCE_RULE_REJECTION, True
+    opened.acceptance, opened.one_hot = generation_pb2.ACCEPTANCE_RULE_REJECTION, True
     length, ids, num_accepted = len(prompt), [], 0
     draft.send(open=opened, credit=pb.Credit(sequence_id=1, until=length + K, max_window=K))
     target.send(open=opened, credit=pb.Credit(sequence_id=1, until=length + K + 1, max_window=K, patience_ms=500))

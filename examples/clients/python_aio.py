@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 
-from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 
 def violations(error: grpc.aio.AioRpcError) -> list[error_details_pb2.BadRequest.FieldViolation]:
@@ -25,13 +25,13 @@ async def main(address: str = "127.0.0.1:50050", prompt: str = "Once upon a time
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
         def generate(**sampling: Any) -> grpc.aio.UnaryStreamCall:
-            params = common_pb2.SamplingParams(**sampling)
+            params = generation_pb2.SamplingParams(**sampling)
             return stub.Generate(generation_pb2.GenerateRequest(text=prompt, sampling=params), timeout=60)
 
         async for part in generate(temperature=0, max_tokens=24):
             print(part.text, end="", flush=True)
             if part.HasField("usage"):
-                reason = common_pb2.FinishReason.Name(part.finish_reason)
+                reason = generation_pb2.FinishReason.Name(part.finish_reason)
                 print(f"\n{part.usage.completion_tokens} tokens, {reason}")
 
         call = generate(temperature=0, max_tokens=200)

@@ -37,7 +37,7 @@ from outrider.rpc.messages import (
 )
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.v1 import common_pb2 as pb
-from outrider.v1 import target_pb2
+from outrider.v1 import generation_pb2, target_pb2
 
 COMMANDS, EVENTS = TARGET_STREAM.commands, TARGET_STREAM.events
 
@@ -288,7 +288,7 @@ def test_a_broken_peer_is_a_protocol_error(problem: str) -> None:
 NEWER_ENUMS: dict[str, dict[str, Any]] = {
     "open.acceptance: is 9, which this version does not know; allowed: 0 to 2": {"acceptance": 9},
     "open.sampling.logprobs_mode: is 7, which this version does not know; allowed: 0 to 4": {
-        "sampling": pb.SamplingParams(logprobs_mode=7)  # type: ignore[arg-type]
+        "sampling": generation_pb2.SamplingParams(logprobs_mode=7)  # type: ignore[arg-type]
     },
 }
 

@@ -33,7 +33,7 @@ from outrider.rpc.sampling_params import (
 )
 from outrider.rpc.validate import Violations, shown
 from outrider.v1 import common_pb2, draft_pb2, target_pb2
-from outrider.v1 import common_pb2 as pb
+from outrider.v1 import generation_pb2 as pb
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
@@ -224,7 +224,7 @@ def test_every_field_of_the_dataclasses_is_encoded() -> None:
 
 
 def test_an_enum_of_a_newer_peer_reads_as_unspecified_in_an_answer() -> None:
-    newer = pb.Commit(ids=[1, 2], origins=[77, 4], finish_reason=9)  # type: ignore[list-item, arg-type]
+    newer = common_pb2.Commit(ids=[1, 2], origins=[77, 4], finish_reason=9)  # type: ignore[list-item, arg-type]
     commit = codec.decode_commit(newer)
     assert [origin.name for origin in commit.origins] == ["UNSPECIFIED", "PLAIN"]
     assert commit.finish_reason is not None and commit.finish_reason.name == "UNSPECIFIED"  # it has ended
@@ -237,7 +237,7 @@ def test_an_enum_of_a_newer_peer_is_refused_in_a_request() -> None:
     with pytest.raises(InvalidArgument, match=r"^sampling.logprobs_mode: is 9, which .*; allowed: 0 to 4$"):
         sampling_params.decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"^open.acceptance: is 3, which .*; allowed: 0 to 2$"):
-        codec.decode_open(pb.Open(acceptance=3))  # type: ignore[arg-type]
+        codec.decode_open(common_pb2.Open(acceptance=3))  # type: ignore[arg-type]
 
 
 def test_a_number_that_no_field_holds_is_a_value_error() -> None:
@@ -491,7 +491,7 @@ def test_the_rule_is_a_capability_too() -> None:
 
 
 def test_a_peer_that_names_nothing_does_what_preceded_the_list() -> None:
-    older = common_pb2.ModelInfo(name="older")
+    older = pb.ModelInfo(name="older")
     assert decode_target_info(target_pb2.GetTargetInfoResponse(model=older)).capabilities == BASELINE
     assert decode_draft_info(draft_pb2.GetDraftInfoResponse(model=older)).capabilities == BASELINE
     everything = {field: value for field, value in SET.items() if field != "structured_output"}

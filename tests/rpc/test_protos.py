@@ -1,4 +1,5 @@
-"""The committed stubs and image are what the protos make; what would break a peer is refused, until someone says so."""
+"""The committed stubs and image are what the protos make; what would break a peer is refused, until someone says so.
+A client needs one file, which holds nothing else."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
+
+from outrider.v1 import generation_pb2
 
 PROTOS = Path(__file__).parents[2] / "protos"
 
@@ -65,3 +69,21 @@ def test_the_stubs_are_fresh(tmp_path: Path) -> None:
     assert committed.keys() == generated.keys()
     stale = [name for name in generated if committed[name] != generated[name]]
     assert not stale, f"run protos/generate.sh: {stale}"
+
+
+def test_a_client_needs_one_file_and_all_that_is_in_it() -> None:
+    file = generation_pb2.DESCRIPTOR
+    assert not file.dependencies
+    waiting: list[Descriptor | EnumDescriptor] = []
+    for method in file.services_by_name["GenerationService"].methods:
+        waiting += (method.input_type, method.output_type)
+    met = set[str]()
+    while waiting:
+        one = waiting.pop()
+        if one.full_name in met:
+            continue
+        met.add(one.full_name)
+        for field in one.fields if isinstance(one, Descriptor) else ():
+            waiting += [kind for kind in (field.message_type, field.enum_type) if kind is not None]
+    defined = {one.full_name for one in (*file.message_types_by_name.values(), *file.enum_types_by_name.values())}
+    assert defined <= met, f"for gateway, draft and target alone: {sorted(defined - met)}"

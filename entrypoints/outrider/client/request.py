@@ -25,7 +25,6 @@ from outrider.rpc.sampling_params import (
     encode_structured_output,
 )
 from outrider.rpc.validate import MAX_N, Violations, kind, quoted, shown
-from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
 
 _ID_LISTS = ("bad_words_ids", "output_ids")
@@ -67,7 +66,7 @@ def put(out: Message, name: str, value: Any, where: str = "", called: str = "") 
 def put_ids(out: pb.GenerateRequest, ids: Sequence[int]) -> None:
     """A prompt of token ids."""
     try:
-        out.token_ids.CopyFrom(common_pb2.TokenIds(ids=ids))
+        out.token_ids.CopyFrom(pb.TokenIds(ids=ids))
     except (TypeError, ValueError):
         raise refusal("token_ids", f"is {shown(ids)}", "a list of token ids") from None
 
@@ -98,7 +97,7 @@ def _write(out: Any, name: str, value: Any) -> None:
     elif name == "structured_output":
         out.structured_output.CopyFrom(encode_structured_output(value))
     elif name in _ID_LISTS:
-        getattr(out, name).extend(common_pb2.TokenIds(ids=ids) for ids in value)
+        getattr(out, name).extend(pb.TokenIds(ids=ids) for ids in value)
     elif name == "logit_bias":
         out.logit_bias.update(value)
     elif name in _TEXT_LISTS and isinstance(value, str):
@@ -168,7 +167,7 @@ def build_request(
     return request
 
 
-def _encode_sampling(sampling: SamplingParams | None, given: Mapping[str, Any]) -> common_pb2.SamplingParams:
+def _encode_sampling(sampling: SamplingParams | None, given: Mapping[str, Any]) -> pb.SamplingParams:
     """Whole parameters are sent whole; single fields leave the others to the gateway."""
     if unknown := sorted(given.keys() - set(_SAMPLING_FIELDS)):
         raise TypeError(f"unknown options: {', '.join(map(_with_near_miss, unknown))}")
@@ -176,7 +175,7 @@ def _encode_sampling(sampling: SamplingParams | None, given: Mapping[str, Any]) 
         raise TypeError(f"sampling is given whole, and beside it {', '.join(sorted(given))}")
     if sampling is not None:
         given = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
-    out = common_pb2.SamplingParams()
+    out = pb.SamplingParams()
     for name, value in given.items():
         put(out, name, value, "sampling.")
     return out

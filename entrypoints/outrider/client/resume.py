@@ -26,7 +26,6 @@ from outrider.rpc.errors import (
     Violation,
 )
 from outrider.rpc.validate import Violations
-from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
 
 
@@ -48,7 +47,7 @@ class Resumption:
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = pb.GenerateRequest()
         self._request.CopyFrom(request)
-        given = request.output_ids or [common_pb2.TokenIds()] * (request.n or 1)
+        given = request.output_ids or [pb.TokenIds()] * (request.n or 1)
         self._completions = [_Completion(list(entry.ids)) for entry in given]
         self._num_prompt_logprobs = self._num_to_skip = 0
         self._has_prompt_ids = False
@@ -65,7 +64,7 @@ class Resumption:
             completion.num_before = completion.num_returned
         if any(completion.num_returned for completion in self._completions):
             del self._request.output_ids[:]
-            self._request.output_ids.extend(common_pb2.TokenIds(ids=entry.ids) for entry in self._completions)
+            self._request.output_ids.extend(pb.TokenIds(ids=entry.ids) for entry in self._completions)
         return self._request
 
     def take(self, response: pb.GenerateResponse) -> Part | None:
@@ -122,7 +121,7 @@ class Resumption:
             self._request.model_digest = part.model_digest
         if part.prompt_token_ids:  # they leave no room for another gateway's tokenizer or chat template
             self._has_prompt_ids = True
-            self._request.token_ids.CopyFrom(common_pb2.TokenIds(ids=part.prompt_token_ids))
+            self._request.token_ids.CopyFrom(pb.TokenIds(ids=part.prompt_token_ids))
 
 
 _LEAST_TIMEOUT_S = 1e-9

@@ -1,4 +1,5 @@
 from outrider.v1 import common_pb2 as _common_pb2
+from outrider.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -66,7 +67,7 @@ class GetDraftInfoResponse(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
-    model: _common_pb2.ModelInfo
+    model: _generation_pb2.ModelInfo
     methods: _containers.RepeatedCompositeFieldContainer[DraftMethod]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...

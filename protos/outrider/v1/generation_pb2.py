@@ -22,34 +22,59 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"R\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\"\xb8\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06method\x18\x03 \x01(\t\x12/\n\nacceptance\x18\x04 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0c\n\x04mode\x18\x05 \x01(\tB\n\n\x08_enabledB\x13\n\x11_num_draft_tokens\"\xdd\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12)\n\noutput_ids\x18\t \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x0c\n\x04salt\x18\n \x01(\t\x12\x14\n\x0cmodel_digest\x18\x0b \x01(\tB\x07\n\x05input\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xfb\x01\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x12\n\nnum_drafts\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12!\n\x19num_accepted_per_position\x18\x05 \x03(\r\x12\x1f\n\x17num_tested_per_position\x18\x06 \x03(\r\x12/\n\nacceptance\x18\x07 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x13\n\x0boverhead_us\x18\x08 \x01(\r\"\x91\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07origins\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12!\n\x05usage\x18\n \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x32\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\r \x03(\r\x12\x36\n\x0fprompt_logprobs\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x14\n\x0cmodel_digest\x18\x0f \x01(\t\x12\x11\n\tnear_ties\x18\x10 \x01(\x08\x42\r\n\x0bstop_reasonB\x07\n\x05_seed\"\x17\n\x15GetGatewayInfoRequest\"\x92\x01\n\x16GetGatewayInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x0f\n\x07methods\x18\x04 \x03(\t2\xb9\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12Y\n\x0eGetGatewayInfo\x12\".outrider.v1.GetGatewayInfoRequest\x1a#.outrider.v1.GetGatewayInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\"\xdd\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12)\n\noutput_ids\x18\t \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x0c\n\x04salt\x18\n \x01(\t\x12\x14\n\x0cmodel_digest\x18\x0b \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"R\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12\x1e\n\x16omit_generation_prompt\x18\x02 \x01(\x08\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xec\x08\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x11\n\tbad_words\x18\n \x03(\t\x12,\n\rbad_words_ids\x18\x0b \x03(\x0b\x32\x15.outrider.v1.TokenIds\x12\x17\n\nmax_tokens\x18\x0c \x01(\rH\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0f \x03(\r\x12\x12\n\nignore_eos\x18\x10 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08\x12\x15\n\x08logprobs\x18\x12 \x01(\x05H\x08\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\x05H\t\x88\x01\x01\x12\x30\n\rlogprobs_mode\x18\x14 \x01(\x0e\x32\x19.outrider.v1.LogprobsMode\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\n\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x16 \x01(\x08H\x0b\x88\x01\x01\x12\x17\n\ndetokenize\x18\x17 \x01(\x08H\x0c\x88\x01\x01\x12\x38\n\x11structured_output\x18\x18 \x01(\x0b\x32\x1d.outrider.v1.StructuredOutput\x12#\n\x16truncate_prompt_tokens\x18\x19 \x01(\x05H\r\x88\x01\x01\x12\x11\n\x04seed\x18\x1a \x01(\x04H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\r\n\x0b_detokenizeB\x19\n\x17_truncate_prompt_tokensB\x07\n\x05_seed\"\x9d\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.outrider.v1.StringListH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x0c\n\nconstraint\"\x1c\n\nStringList\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xb8\x01\n\x11SpeculationParams\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06method\x18\x03 \x01(\t\x12/\n\nacceptance\x18\x04 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x0c\n\x04mode\x18\x05 \x01(\tB\n\n\x08_enabledB\x13\n\x11_num_draft_tokens\"\x91\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07origins\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12!\n\x05usage\x18\n \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x32\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x01\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\r \x03(\r\x12\x36\n\x0fprompt_logprobs\x18\x0e \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12\x14\n\x0cmodel_digest\x18\x0f \x01(\t\x12\x11\n\tnear_ties\x18\x10 \x01(\x08\x42\r\n\x0bstop_reasonB\x07\n\x05_seed\"A\n\x10PositionLogprobs\x12-\n\ncandidates\x18\x01 \x03(\x0b\x32\x19.outrider.v1.TokenLogprob\"9\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xfb\x01\n\x10SpeculationStats\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x12\n\nnum_drafts\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\r\x12!\n\x19num_accepted_per_position\x18\x05 \x03(\r\x12\x1f\n\x17num_tested_per_position\x18\x06 \x03(\r\x12/\n\nacceptance\x18\x07 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x13\n\x0boverhead_us\x18\x08 \x01(\r\"\x17\n\x15GetGatewayInfoRequest\"\x92\x01\n\x16GetGatewayInfoResponse\x12&\n\x06target\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x64raft\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12\x0f\n\x07methods\x18\x04 \x03(\t\"\x86\x03\n\tModelInfo\x12\x16\n\x0eprotocol_major\x18\x01 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x02 \x01(\r\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\n \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\r \x01(\x08\x12\x12\n\nnum_blocks\x18\x0e \x01(\r\x12\x12\n\nblock_size\x18\x0f \x01(\r\x12\x0e\n\x06\x65ngine\x18\x10 \x01(\t\x12\x0f\n\x07kernels\x18\x11 \x01(\t*\xb5\x01\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aLOGPROBS_MODE_RAW_LOGPROBS\x10\x01\x12\x1c\n\x18LOGPROBS_MODE_RAW_LOGITS\x10\x02\x12$\n LOGPROBS_MODE_PROCESSED_LOGPROBS\x10\x03\x12\"\n\x1eLOGPROBS_MODE_PROCESSED_LOGITS\x10\x04*m\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x01\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x02*\x92\x01\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x12\x16\n\x12TOKEN_ORIGIN_PLAIN\x10\x04*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb9\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12Y\n\x0eGetGatewayInfo\x12\".outrider.v1.GetGatewayInfoRequest\x1a#.outrider.v1.GetGatewayInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=71
-  _globals['_CHATMESSAGE']._serialized_end=115
-  _globals['_CHAT']._serialized_start=117
-  _globals['_CHAT']._serialized_end=199
-  _globals['_SPECULATIONPARAMS']._serialized_start=202
-  _globals['_SPECULATIONPARAMS']._serialized_end=386
-  _globals['_GENERATEREQUEST']._serialized_start=389
-  _globals['_GENERATEREQUEST']._serialized_end=738
-  _globals['_USAGE']._serialized_start=740
-  _globals['_USAGE']._serialized_end=820
-  _globals['_SPECULATIONSTATS']._serialized_start=823
-  _globals['_SPECULATIONSTATS']._serialized_end=1074
-  _globals['_GENERATERESPONSE']._serialized_start=1077
-  _globals['_GENERATERESPONSE']._serialized_end=1606
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=1608
-  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=1631
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=1634
-  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=1780
-  _globals['_GENERATIONSERVICE']._serialized_start=1783
-  _globals['_GENERATIONSERVICE']._serialized_end=1968
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_LOGPROBSMODE']._serialized_start=3626
+  _globals['_LOGPROBSMODE']._serialized_end=3807
+  _globals['_ACCEPTANCERULE']._serialized_start=3809
+  _globals['_ACCEPTANCERULE']._serialized_end=3918
+  _globals['_TOKENORIGIN']._serialized_start=3921
+  _globals['_TOKENORIGIN']._serialized_end=4067
+  _globals['_FINISHREASON']._serialized_start=4070
+  _globals['_FINISHREASON']._serialized_end=4215
+  _globals['_GENERATEREQUEST']._serialized_start=46
+  _globals['_GENERATEREQUEST']._serialized_end=395
+  _globals['_TOKENIDS']._serialized_start=397
+  _globals['_TOKENIDS']._serialized_end=420
+  _globals['_CHAT']._serialized_start=422
+  _globals['_CHAT']._serialized_end=504
+  _globals['_CHATMESSAGE']._serialized_start=506
+  _globals['_CHATMESSAGE']._serialized_end=550
+  _globals['_SAMPLINGPARAMS']._serialized_start=553
+  _globals['_SAMPLINGPARAMS']._serialized_end=1685
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1368
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1416
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1688
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1845
+  _globals['_STRINGLIST']._serialized_start=1847
+  _globals['_STRINGLIST']._serialized_end=1875
+  _globals['_SPECULATIONPARAMS']._serialized_start=1878
+  _globals['_SPECULATIONPARAMS']._serialized_end=2062
+  _globals['_GENERATERESPONSE']._serialized_start=2065
+  _globals['_GENERATERESPONSE']._serialized_end=2594
+  _globals['_POSITIONLOGPROBS']._serialized_start=2596
+  _globals['_POSITIONLOGPROBS']._serialized_end=2661
+  _globals['_TOKENLOGPROB']._serialized_start=2663
+  _globals['_TOKENLOGPROB']._serialized_end=2720
+  _globals['_USAGE']._serialized_start=2722
+  _globals['_USAGE']._serialized_end=2802
+  _globals['_SPECULATIONSTATS']._serialized_start=2805
+  _globals['_SPECULATIONSTATS']._serialized_end=3056
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_start=3058
+  _globals['_GETGATEWAYINFOREQUEST']._serialized_end=3081
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_start=3084
+  _globals['_GETGATEWAYINFORESPONSE']._serialized_end=3230
+  _globals['_MODELINFO']._serialized_start=3233
+  _globals['_MODELINFO']._serialized_end=3623
+  _globals['_GENERATIONSERVICE']._serialized_start=4218
+  _globals['_GENERATIONSERVICE']._serialized_end=4403
 # @@protoc_insertion_point(module_scope)

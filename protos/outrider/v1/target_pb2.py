@@ -23,29 +23,32 @@ _sym_db = _symbol_database.Default()
 
 
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
+from outrider.v1 import generation_pb2 as outrider_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"g\n\rVerifyRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12,\n\x08messages\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TargetCommand\"\xdc\x01\n\rTargetCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12#\n\x05piece\x18\x03 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0eVerifyResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.outrider.v1.TargetEvent\"\xc5\x01\n\x0bTargetEvent\x12%\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x16\n\x14GetTargetInfoRequest\"\xb4\x01\n\x15GetTargetInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x12\n\nmax_window\x18\x02 \x01(\r\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.outrider.v1.Load\x12)\n\nstep_costs\x18\x04 \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\"-\n\x08StepCost\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x02 \x01(\r2\xae\x01\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\"g\n\rVerifyRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12,\n\x08messages\x18\x02 \x03(\x0b\x32\x1a.outrider.v1.TargetCommand\"\xdc\x01\n\rTargetCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12#\n\x05piece\x18\x03 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0eVerifyResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12*\n\x08messages\x18\x02 \x03(\x0b\x32\x18.outrider.v1.TargetEvent\"\xc5\x01\n\x0bTargetEvent\x12%\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"h\n\x0ePromptLogprobs\x12\x13\n\x0bsequence_id\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\"\x16\n\x14GetTargetInfoRequest\"\xb4\x01\n\x15GetTargetInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x12\n\nmax_window\x18\x02 \x01(\r\x12\x1f\n\x04load\x18\x03 \x01(\x0b\x32\x11.outrider.v1.Load\x12)\n\nstep_costs\x18\x04 \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\"-\n\x08StepCost\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x0f\n\x07step_us\x18\x02 \x01(\r2\xae\x01\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12V\n\rGetTargetInfo\x12!.outrider.v1.GetTargetInfoRequest\x1a\".outrider.v1.GetTargetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERIFYREQUEST']._serialized_start=67
-  _globals['_VERIFYREQUEST']._serialized_end=170
-  _globals['_TARGETCOMMAND']._serialized_start=173
-  _globals['_TARGETCOMMAND']._serialized_end=393
-  _globals['_VERIFYRESPONSE']._serialized_start=395
-  _globals['_VERIFYRESPONSE']._serialized_end=497
-  _globals['_TARGETEVENT']._serialized_start=500
-  _globals['_TARGETEVENT']._serialized_end=697
-  _globals['_GETTARGETINFOREQUEST']._serialized_start=699
-  _globals['_GETTARGETINFOREQUEST']._serialized_end=721
-  _globals['_GETTARGETINFORESPONSE']._serialized_start=724
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=904
-  _globals['_STEPCOST']._serialized_start=906
-  _globals['_STEPCOST']._serialized_end=951
-  _globals['_TARGETSERVICE']._serialized_start=954
-  _globals['_TARGETSERVICE']._serialized_end=1128
+  _globals['_VERIFYREQUEST']._serialized_start=97
+  _globals['_VERIFYREQUEST']._serialized_end=200
+  _globals['_TARGETCOMMAND']._serialized_start=203
+  _globals['_TARGETCOMMAND']._serialized_end=423
+  _globals['_VERIFYRESPONSE']._serialized_start=425
+  _globals['_VERIFYRESPONSE']._serialized_end=527
+  _globals['_TARGETEVENT']._serialized_start=530
+  _globals['_TARGETEVENT']._serialized_end=727
+  _globals['_PROMPTLOGPROBS']._serialized_start=729
+  _globals['_PROMPTLOGPROBS']._serialized_end=833
+  _globals['_GETTARGETINFOREQUEST']._serialized_start=835
+  _globals['_GETTARGETINFOREQUEST']._serialized_end=857
+  _globals['_GETTARGETINFORESPONSE']._serialized_start=860
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=1040
+  _globals['_STEPCOST']._serialized_start=1042
+  _globals['_STEPCOST']._serialized_end=1087
+  _globals['_TARGETSERVICE']._serialized_start=1090
+  _globals['_TARGETSERVICE']._serialized_end=1264
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from outrider.v1 import common_pb2 as _common_pb2
+from outrider.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -46,8 +47,18 @@ class TargetEvent(_message.Message):
     commit: _common_pb2.Commit
     closed: _common_pb2.Closed
     failure: _common_pb2.Failure
-    prompt_logprobs: _common_pb2.PromptLogprobs
-    def __init__(self, commit: _Optional[_Union[_common_pb2.Commit, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Closed, _Mapping]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, commit: _Optional[_Union[_common_pb2.Commit, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Closed, _Mapping]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("sequence_id", "position", "logprobs")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    position: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.PositionLogprobs]
+    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GetTargetInfoRequest(_message.Message):
     __slots__ = ()
@@ -60,12 +71,12 @@ class GetTargetInfoResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
-    model: _common_pb2.ModelInfo
+    model: _generation_pb2.ModelInfo
     max_window: int
     load: _common_pb2.Load
     step_costs: _containers.RepeatedCompositeFieldContainer[StepCost]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("num_rows", "step_us")

@@ -47,7 +47,7 @@ from outrider.rpc.sampling_params import (
     encode_sampling,
 )
 from outrider.v1 import common_pb2 as pb
-from outrider.v1 import draft_pb2, target_pb2
+from outrider.v1 import draft_pb2, generation_pb2, target_pb2
 
 
 def encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
@@ -60,9 +60,9 @@ def decode_weights(message: pb.TokenWeights) -> TokenWeights | None:
     return TokenWeights(message.ids, message.weights) if message.ids or message.weights else None
 
 
-def encode_position_logprobs(position: PositionLogprobs) -> pb.PositionLogprobs:
+def encode_position_logprobs(position: PositionLogprobs) -> generation_pb2.PositionLogprobs:
     """One position's candidates. Fields set one by one take a third of the time of a message built and copied."""
-    out = pb.PositionLogprobs()
+    out = generation_pb2.PositionLogprobs()
     add = out.candidates.add
     for token, logprob, rank in position:
         candidate = add()
@@ -70,7 +70,7 @@ def encode_position_logprobs(position: PositionLogprobs) -> pb.PositionLogprobs:
     return out
 
 
-def decode_position_logprobs(message: pb.PositionLogprobs) -> PositionLogprobs:
+def decode_position_logprobs(message: generation_pb2.PositionLogprobs) -> PositionLogprobs:
     """One position's candidates."""
     return tuple([TokenLogprob(entry.id, entry.logprob, entry.rank) for entry in message.candidates])
 
@@ -249,16 +249,16 @@ def decode_credit(message: pb.Credit) -> Credit:
     return Credit(message.sequence_id, message.until, message.max_window, message.patience_ms, message.max_branches)
 
 
-def encode_prompt_logprobs(message: PromptLogprobs) -> pb.PromptLogprobs:
+def encode_prompt_logprobs(message: PromptLogprobs) -> target_pb2.PromptLogprobs:
     """Log probabilities of prompt positions."""
-    return pb.PromptLogprobs(
+    return target_pb2.PromptLogprobs(
         sequence_id=message.sequence_id,
         position=message.position,
         logprobs=map(encode_position_logprobs, message.logprobs),
     )
 
 
-def decode_prompt_logprobs(message: pb.PromptLogprobs) -> PromptLogprobs:
+def decode_prompt_logprobs(message: target_pb2.PromptLogprobs) -> PromptLogprobs:
     """Log probabilities of prompt positions."""
     return PromptLogprobs(message.sequence_id, message.position, tuple(map(decode_position_logprobs, message.logprobs)))
 
@@ -312,15 +312,17 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def encode_model_info(info: ModelInfo) -> pb.ModelInfo:
+def encode_model_info(info: ModelInfo) -> generation_pb2.ModelInfo:
     """A model's description."""
-    out = pb.ModelInfo(eos_token_ids=info.eos_token_ids, default_sampling=encode_sampling(info.default_sampling))
+    out = generation_pb2.ModelInfo(
+        eos_token_ids=info.eos_token_ids, default_sampling=encode_sampling(info.default_sampling)
+    )
     for name in _PLAIN:
         setattr(out, name, getattr(info, name))
     return out
 
 
-def decode_model_info(message: pb.ModelInfo) -> ModelInfo:
+def decode_model_info(message: generation_pb2.ModelInfo) -> ModelInfo:
     """A model's description."""
     return ModelInfo(
         eos_token_ids=tuple(message.eos_token_ids),

@@ -15,7 +15,7 @@ from enum import Enum, IntEnum
 from typing import Any, Self
 
 from outrider.rpc.errors import InvalidArgument, Violation
-from outrider.v1 import common_pb2 as pb
+from outrider.v1 import generation_pb2 as pb
 
 
 class AcceptanceRule(IntEnum):
