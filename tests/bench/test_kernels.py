@@ -114,7 +114,7 @@ def test_a_result_names_no_place(quick: tuple[str, dict[str, Any]]) -> None:
 def test_stored_under_the_name_of_the_device(quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     text, result = quick
     result = result | {"device": result["device"] | {"name": "Some(R) GPU 80GB"}}
-    path = import_module("outrider.bench.kernels").store(tmp_path, result)
+    path = import_module("outrider.bench.kernels").store_with_page(tmp_path, result)
     assert path.stem.endswith("-some-gpu-80gb") and json.loads(path.read_text()) == result
     page = path.with_suffix(".md").read_text()
     assert page.splitlines()[0] == "# Kernels on Some(R) GPU 80GB" and page.splitlines()[1:] == text.splitlines()[1:]
@@ -142,7 +142,7 @@ def test_a_kernel_that_differs_gets_no_time(error: float) -> None:
     spoilt = x.clone()
     spoilt[3] += error
     with pytest.raises(measured.Differs, match="differs by"):
-        measured.measure(case.QUICK, probe, lambda: case.Work(lambda: spoilt, lambda: x, 64), 1, 0)
+        measured.measure(case.QUICK, probe, lambda: case.KernelWork(lambda: spoilt, lambda: x, 64), 1, 0)
 
 
 def test_a_row_that_fails_takes_no_other_with_it(
@@ -152,7 +152,7 @@ def test_a_row_that_fails_takes_no_other_with_it(
     x = torch.ones(8)
 
     def made() -> Any:
-        return case.Work(lambda: x, lambda: x, 64)
+        return case.KernelWork(lambda: x, lambda: x, 64)
 
     def fails() -> Any:
         raise RuntimeError("out of memory\nand more")
@@ -176,8 +176,8 @@ def test_flags_are_checked(monkeypatch: pytest.MonkeyPatch, flags: list[str]) ->
 def test_the_floor_is_the_slower_of_memory_and_products() -> None:
     case, measured = import_module("outrider.bench.kernels_cases"), import_module("outrider.bench.kernels")
     rates = measured.Rates(copy_gb_s=100.0, read_gb_s=125.0, product_gflop_s=1000.0)
-    assert rates.floor_us(case.Work(int, int, num_bytes=1_000_000)) == pytest.approx(8.0)
-    assert rates.floor_us(case.Work(int, int, num_bytes=1_000_000, flops=40_000_000)) == pytest.approx(40.0)
+    assert rates.floor_us(case.KernelWork(int, int, num_bytes=1_000_000)) == pytest.approx(8.0)
+    assert rates.floor_us(case.KernelWork(int, int, num_bytes=1_000_000, flops=40_000_000)) == pytest.approx(40.0)
 
 
 __all__ = ["interpreter"]

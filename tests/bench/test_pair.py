@@ -13,14 +13,16 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.figures import texts_of
 
+from outrider.bench.figures import draw_pair, write_figure
 from outrider.bench.measure import Run, rows_of_step, steady
-from outrider.bench.report import last_result, moved, render, store
+from outrider.bench.pair_report import last_result, moved, render
+from outrider.bench.results import store
 from outrider.bench.worker import BenchWorker, BenchWorkerFailed
 from outrider.client import SpeculationStats
 from outrider.rpc.sampling_params import AcceptanceRule
@@ -72,7 +74,8 @@ def test_a_result_names_no_place(quick: tuple[str, dict[str, Any]]) -> None:
 def test_stored_plotted_compared(quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     result = quick[1]
     path = store(tmp_path, result)
-    assert ElementTree.parse(path.with_suffix(".svg")).getroot().tag.endswith("svg")
+    assert write_figure(path.with_suffix(".svg"), lambda: draw_pair(result))
+    assert {"1 stream, greedy", "outrider rejection", "transformers assisted"} <= texts_of(path.with_suffix(".svg"))
     found = last_result(tmp_path, result["machine"], result["setup"])
     assert found == result
     assert last_result(tmp_path, result["machine"] | {"cores": 999}, result["setup"]) is None
@@ -124,10 +127,10 @@ def test_the_floor_has_the_rows_that_were_verified() -> None:
 
 def test_a_pausing_worker_stands_still_between_questions() -> None:
     code = (
-        "import sys, threading, time\nfrom outrider.bench.worker import answer_questions\nticks = []\n"
+        "import sys, threading, time\nfrom outrider.bench.worker import serve_requests\nticks = []\n"
         "def tick():\n  while True: ticks.append(0); time.sleep(0.001)\n"
         "threading.Thread(target=tick, daemon=True).start()\n"
-        "sys.exit(answer_questions(lambda: lambda question: {'ticks': len(ticks)}))"
+        "sys.exit(serve_requests(lambda: lambda question: {'ticks': len(ticks)}))"
     )
     with BenchWorker("ticking", [sys.executable, "-c", code], pauses=True) as worker:
         worker.receive(TIMEOUT_S)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.environment import SEED
 
-from outrider.bench.report import read_prompts
+from outrider.bench.prompts import read_prompts
 from outrider.cli.local_services import Services
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate

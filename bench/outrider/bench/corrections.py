@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from outrider.bench.report import read_prompts
+from outrider.bench.prompts import read_prompts
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 

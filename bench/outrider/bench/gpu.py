@@ -4,10 +4,7 @@
 
 The tests marked `gpu`, the kernel bench, and a whole step replayed against the same step launched kernel by kernel,
 with the judging and the drafting behind it, stored in bench/results/steps. Exits with 2 where there is no GPU.
-
-What follows a pass on a GPU: judging behind it, and a draft's tokens with one wait against a wait for each.
-
-A target's whole step, replayed and launched kernel by kernel, against the bytes that it must read."""
+A step is measured against the bytes that it must read; drafting with one wait against a wait for each token."""
 
 from __future__ import annotations
 
@@ -18,18 +15,17 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outrider.bench.kernels import Probe, file_stem, timed
+from outrider.bench.kernels import Probe, timed
 from outrider.bench.kernels_cases import BLOCK_SIZE, CUDA, ROWS, SMALL, TINY, K, Model, Place
 from outrider.bench.machine import describe
-from outrider.bench.report import Json, dump, spread
+from outrider.bench.results import Json, markdown, median_of, new_result, spread, store
 from outrider.engine.batch import BatchEntry, StepLimits, build_batch
 from outrider.engine.cuda_graphs import CudaGraphs, GraphDevice
 from outrider.engine.kv_cache import bytes_per_block
@@ -51,6 +47,7 @@ from outrider.target_service.sequence import TargetLimits, admit
 from outrider.target_service.verifier import VerifyRows, VerifyRule
 
 WARM_UP = 3
+TIMES = ("replayed_us", "launched_us", "device_us", "floor_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +102,8 @@ def render(result: Json) -> Iterator[str]:
     """The table."""
     yield f"Steps of {ROWS} rows a sequence (k = {K}) on {result['device']['name']}; medians, milliseconds."
     yield ""
-    yield "| batch | replayed | launched | on the device | floor | share of floor |"
-    yield "|--:|--:|--:|--:|--:|--:|"
-    for row in result["rows"]:
-        times = (f"{row[name]['median'] / 1e3:.3f}" for name in ("replayed_us", "launched_us", "device_us", "floor_us"))
-        yield f"| {row['batch']} | {' | '.join(times)} | {row['share_of_floor']['median']:.2f} |"
+    rows = [(str(row["batch"]), *_times_ms(row, TIMES), median_of(row["share_of_floor"], 2)) for row in result["rows"]]
+    yield from markdown(("batch", "replayed", "launched", "on the device", "floor", "share of floor"), rows, words=())
 
 
 @torch.inference_mode()
@@ -194,11 +188,13 @@ def render_rounds(result: Json) -> Iterator[str]:
     yield f"A pass of {ROWS} rows a sequence, and with its judging; {K} drafted tokens; medians, milliseconds."
     for name, columns in (("judging", ("pass_us", "round_us")), ("drafting", ("one_wait_us", "a_wait_each_us"))):
         yield ""
-        yield f"| batch | {name} | {' | '.join(column.removesuffix('_us').replace('_', ' ') for column in columns)} |"
-        yield "|--:|:--|--:|--:|"
-        for row in result[name]:
-            times = " | ".join(f"{row[column]['median'] / 1e3:.3f}" for column in columns)
-            yield f"| {row['batch']} | {row['rule']} | {times} |"
+        head = ("batch", name, *(column.removesuffix("_us").replace("_", " ") for column in columns))
+        rows = [(str(row["batch"]), row["rule"], *_times_ms(row, columns)) for row in result[name]]
+        yield from markdown(head, rows, words=(1,))
+
+
+def _times_ms(row: Json, names: Sequence[str]) -> list[str]:
+    return [f"{row[name]['median'] / 1e3:.3f}" for name in names]
 
 
 def _medians(ways: Timed, repeats: int) -> Json:
@@ -265,7 +261,7 @@ def main() -> int:
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     parts = {
         "tests": ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
-        "kernels": (str(BENCH / "kernels.py"), "--device", "cuda"),
+        "kernels": ("-m", "outrider.bench.kernels", "--device", "cuda"),
     }
     codes = [
         subprocess.run([sys.executable, *part], cwd=BENCH.parent, env=environment, check=False).returncode
@@ -278,21 +274,15 @@ def main() -> int:
 
 
 def _steps(repeats: int) -> None:
-    machine = describe()
     runner, capture = captured_runner(REAL, CUDA, CudaGraphs(torch.device("cuda")))
-    result = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(machine) | {"flags": list(machine.flags)},
+    setup = {"repeats": repeats, "k": K, "model": REAL.model.name, "context": REAL.context}
+    result = new_result(describe(), setup) | {
         "device": {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "dtype": "bfloat16"},
-        "setup": {"repeats": repeats, "k": K, "model": REAL.model.name, "context": REAL.context},
         "capture": capture,
     }
     result |= measure_steps(REAL, CUDA, runner, repeats) | measure_rounds(REAL, runner, repeats)
     print("\n".join([*render(result), "", *render_rounds(result)]))
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{file_stem(result)}.json"
-    path.write_text(dump(result), encoding="utf-8")
-    print(f"\nstored in {path}", file=sys.stderr)
+    print(f"\nstored in {store(RESULTS, result, result['device']['name'])}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,17 @@
     python bench/outrider/bench/kernels.py [--device cpu|cuda] [--only NAME] [--quick]
 
 Prints a table in Markdown, and stores it with its JSON in bench/results/kernels. What was not measured has no number.
-
-The table of the kernel bench: as Markdown, and in a file named by time and device.
-
-Measures a case: kernel and comparison in turn, and in every repeat the device's own copy, read and product."""
+A case is measured with kernel and comparison in turn, and in every repeat the device's own copy, read and product."""
 
 from __future__ import annotations
 
 import argparse
 import random
-import re
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +34,16 @@ from outrider.bench.kernels_cases import (
     window_cases,
 )
 from outrider.bench.machine import ForeignLoad, describe
-from outrider.bench.report import Json, dump, spread
+from outrider.bench.results import Json, bracketed, dump, markdown, median_of, new_result, other_programs, spread, store
 
 HEAD = ("function", "where", "shape", "us", "floor us", "share of floor", "compared with", "us", "times as fast")
 
 
-def store(folder: Path, result: Json) -> Path:
+def store_with_page(folder: Path, result: Json) -> Path:
     """Writes JSON and Markdown; returns the JSON's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file_stem(result)}.json"
-    path.write_text(dump(result), encoding="utf-8")
+    path = store(folder, result, result["device"]["name"])
     path.with_suffix(".md").write_text("\n".join(render(result)) + "\n", encoding="utf-8")
     return path
-
-
-def file_stem(result: Json) -> str:
-    """When it was measured, and on what."""
-    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", "", result["device"]["name"]).lower()).strip("-")
-    return f"{re.sub(r'[-:]', '', result['when'])[:13]}-{slug}"
 
 
 def render(result: Json) -> Iterator[str]:
@@ -75,10 +62,7 @@ def render(result: Json) -> Iterator[str]:
         yield ""
     yield from _rates(result)
     yield ""
-    yield f"| {' | '.join(HEAD)} |"
-    yield "|---|---|---|--:|--:|--:|---|--:|--:|"
-    for row in result["rows"]:
-        yield f"| {' | '.join(_cells(row))} |"
+    yield from markdown(HEAD, [_cells(row) for row in result["rows"]], words=(0, 1, 2, 6))
     yield ""
     yield "Without a row:"
     yield ""
@@ -90,17 +74,13 @@ def _rates(result: Json) -> Iterator[str]:
     if measured:
         yield (
             f"Beside the rows: copy {_range(measured, 'copy_gb_s')} GB/s, read {_range(measured, 'read_gb_s')} GB/s, "
-            f"product {_range(measured, 'product_gflop_s')} GFLOP/s; {_foreign(result['foreign_cpus'])}."
+            f"product {_range(measured, 'product_gflop_s')} GFLOP/s; {other_programs(result['foreign_cpus'])}."
         )
 
 
 def _range(rows: list[Json], name: str) -> str:
     medians = [row[name]["median"] for row in rows]
     return f"{min(medians):.0f} to {max(medians):.0f}"
-
-
-def _foreign(cpus: float | None) -> str:
-    return "other programs not known" if cpus is None else f"other programs kept {cpus:.2f} CPUs busy"
 
 
 def _cells(row: Json) -> tuple[str, ...]:
@@ -110,21 +90,13 @@ def _cells(row: Json) -> tuple[str, ...]:
         return (*name, said, "", "", row["against"], "", "")
     return (
         *name,
-        _us(row["us"]),
-        f"{row['floor_us']['median']:.1f}",
-        _ratio(row["share_of_floor"]),
+        median_of(row["us"], 1),
+        median_of(row["floor_us"], 1),
+        bracketed(row["share_of_floor"]),
         row["against"],
-        _us(row["against_us"]),
-        _ratio(row["times_as_fast"]),
+        median_of(row["against_us"], 1),
+        bracketed(row["times_as_fast"]),
     )
-
-
-def _us(found: Json) -> str:
-    return f"{found['median']:.1f}"
-
-
-def _ratio(found: Json) -> str:
-    return f"{found['median']:.2f} ({found['min']:.2f}..{found['max']:.2f})"
 
 
 WARM_UP = 3  # calls that count for nothing: the first one compiles
@@ -281,7 +253,7 @@ def main() -> int:
     if options.output is not None:
         options.output.write_text(dump(result), encoding="utf-8")
     if not (options.quick or options.only):
-        print(f"\nstored in {store(options.results, result)}", file=sys.stderr)
+        print(f"\nstored in {store_with_page(options.results, result)}", file=sys.stderr)
     return int(any(row.get("failed") for row in result["rows"]))
 
 
@@ -324,16 +296,14 @@ def _names(case: Case, place: Place) -> Json:
 def _result(place: Place, options: argparse.Namespace) -> Json:
     machine = describe()
     on_gpu = place.name == "cuda"
-    return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(machine) | {"flags": list(machine.flags)},
+    setup = {"repeats": options.repeats, "k": K, "quick": options.quick, "seed": options.seed}
+    return new_result(machine, setup) | {
         "device": {
             "name": torch.cuda.get_device_name() if on_gpu else machine.cpu,
             "dtype": str(place.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "cuda": torch.version.cuda if on_gpu else None,
         },
-        "setup": {"repeats": options.repeats, "k": K, "quick": options.quick, "seed": options.seed},
         "rows": [],
         "without_row": WITHOUT_ROW,
         "foreign_cpus": None,

@@ -1,7 +1,4 @@
 """`outrider bench serve`: loads a server and says what its clients saw.
-
-The prompts of a load: built in, or from a file.
-
 An OpenAI-compatible server over HTTP, as the load sees it. Every request has a connection of its own, and its first
 token's time holds the handshake, as a new client's does.
 
@@ -11,76 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from outrider.bench.command import report_failures
+from outrider.bench.figures import MISSING, can_draw, draw_load, write_figure
 from outrider.bench.load_report import (
     BenchRequest,
     BenchServeSettings,
     Delivery,
-    Json,
     Record,
     Tick,
     closed_loop,
-    draw,
     measure,
     open_loop,
     render,
     summarise,
     times_ms,
 )
-from outrider.bench.report import PROMPTS, dump
+from outrider.bench.prompts import choose, read_texts
+from outrider.bench.results import dump
 from outrider.cli.terminal import of_gateway, parse
 from outrider.client import NO_RETRY, Client, Part
-from outrider.rpc.errors import OutriderError
 from outrider.rpc.sampling_params import AcceptanceRule
-
-
-def read_texts(path: Path | None) -> list[str]:
-    """All prompts of a file: a JSON list, JSON lines or plain lines. ValueError names what is wrong."""
-    if path is None:
-        return list(PROMPTS)
-    content = path.read_text(encoding="utf-8")
-    if content.lstrip().startswith("[") and path.suffix != ".txt":
-        values = _json(path, content)
-    elif path.suffix in (".jsonl", ".ndjson") or content.lstrip().startswith(("{", '"')):
-        lines = enumerate(content.splitlines(), 1)
-        values = [_json(path, line, number) for number, line in lines if line.strip()]
-    else:
-        values = [line for line in content.splitlines() if line.strip()]
-    texts = [_text(path, number, value) for number, value in enumerate(values, 1)]
-    if not texts:
-        raise ValueError(f"{path} has no prompts")
-    return texts
-
-
-def choose(texts: list[str], num: int, seed: int) -> list[str]:
-    """`num` prompts: all of them once in an order that the seed decides, then again."""
-    order = random.Random(seed).sample(texts, len(texts))
-    return [order[place % len(order)] for place in range(num)]
-
-
-def _json(path: Path, text: str, line: int | None = None) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"{path}, line {line or error.lineno}"
-        raise ValueError(f"{where}: no JSON ({error.msg})") from error
-
-
-def _text(path: Path, number: int, value: Any) -> str:
-    if isinstance(value, dict):
-        value = value.get("prompt")
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{path}, prompt {number}: expected a text, or an object with a text as prompt")
-    return value
-
 
 LINE_BYTES = 16 * 2**20  # the longest line of a stream
 MAX_BODY_BYTES = 2**20  # read of an answer that is no stream
@@ -340,23 +294,22 @@ DESCRIPTION = (
     "deliveries, time per output token is spread over their tokens."
 )
 SHORT = {"--json": "--json-file"}
-FAILURES = (OutriderError, OSError, ValueError)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider bench serve") -> int:
     """Loads, prints and writes; 1 if the server cannot be used, or no request succeeds."""
     arguments = _spell_out(sys.argv[1:] if argv is None else argv)
     settings = parse(BenchServeSettings, arguments, prog, DESCRIPTION)
-    try:
+
+    def work() -> int:
+        if settings.plot is not None and not can_draw():
+            raise ValueError(f"--plot: {MISSING}")
         for path in filter(None, (settings.json_file, settings.plot)):
             path.touch()  # to know before the load, not after it
         server, records = asyncio.run(_run(settings))
         return _finish(settings, server, records)
-    except FAILURES as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
-        return 1
+
+    return report_failures(prog, work, lambda error: of_gateway(error, settings.gateway))
 
 
 async def _run(settings: BenchServeSettings) -> tuple[str, list[Record]]:
@@ -386,13 +339,13 @@ async def _run(settings: BenchServeSettings) -> tuple[str, list[Record]]:
 
 def _finish(settings: BenchServeSettings, server: str, records: Sequence[Record]) -> int:
     """Prints, and writes what is to be written."""
-    result: Json = summarise(settings, server, records)
+    result = summarise(settings, server, records)
     print("\n".join(render(result)))
     if settings.json_file is not None:
         settings.json_file.write_text(dump(result), encoding="utf-8")
     if settings.plot is not None:
         done = [record for record in records if not record.error]
-        settings.plot.write_text(draw(result, times_ms(done)), encoding="utf-8")
+        write_figure(settings.plot, lambda: draw_load(result, times_ms(done)))
     return 0 if result["completed"] else 1
 
 

@@ -16,8 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
 from statistics import median
@@ -25,6 +24,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from outrider.bench.command import Note, PairSettings, note, report_failures
+from outrider.bench.figures import draw_network, write_figure
 from outrider.bench.machine import CoreSpinner, describe, share_cores
 from outrider.bench.network_draft import DraftWorker
 from outrider.bench.network_fleet import (
@@ -44,16 +45,11 @@ from outrider.bench.network_fleet import (
     start_draft,
     start_network_fleet,
 )
-from outrider.bench.network_report import LOOPBACK, Block, Note, draw, measure_block, render
-from outrider.bench.report import PROMPTS, Json, dump, read_prompts, spread, store, title
-from outrider.bench.worker import BenchWorkerFailed
-from outrider.cli.local_services import Folders, ServiceFailed
+from outrider.bench.network_report import LOOPBACK, Block, measure_block, render
+from outrider.bench.prompts import PROMPTS, read_prompts
+from outrider.bench.results import Json, new_result, spread, store, title
 from outrider.cli.terminal import load_tokenizer, parse, split_ids
-from outrider.pairs import pair_path
 from outrider.planner.policy import Round
-from outrider.rpc.errors import OutriderError
-from outrider.rpc.hub import locate
-from outrider.rpc.settings import ServiceSettings
 
 NetworkMode = Literal["plain", "sequential", "chains", "branches", "auto", "colocated", "colocated-all"]
 FULL: dict[str, Any] = {
@@ -66,14 +62,11 @@ FULL: dict[str, Any] = {
 }
 
 
-class NetworkSettings(ServiceSettings):
+class NetworkSettings(PairSettings):
     """What is measured, and where the results go."""
 
     section: ClassVar[str] = "bench_network"
 
-    target: Path | None = Field(None, description="folder of the target's checkpoint (default: the embedded pair's)")
-    draft: Path | None = Field(None, description="folder of the draft's checkpoint (default: the embedded pair's)")
-    pair: str = Field("python", description="the embedded pair, where target and draft are not given")
     expand: bool = Field(True, description="make the target large: the same function, about 300M parameters (Llama)")
     networks: Annotated[tuple[str, ...], BeforeValidator(split_ids)] = Field(
         ("0", "0v", "0.2v", "20"),
@@ -96,21 +89,13 @@ class NetworkSettings(ServiceSettings):
     )
     load_streams: int = Field(0, ge=0, le=64, description="one more block under load, with this many streams; 0: none")
     kills: int = Field(5, ge=0, le=100, description="drafts killed at a random moment of a completion")
-    num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round")
     max_tokens: int = Field(96, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(10, ge=1, le=100, description="runs of each cell, in random order")
-    seed: int = Field(0, ge=0, description="of the order, the sampling and the networks")
     results: Path = Field(Path("bench/results/network"), description="folder of the stored results")
-    store: bool = Field(True, description="store the result and its plot")
     full: bool = Field(False, description="every network, temperature, cost and number of streams: hours")
-    output: Path | None = Field(None, description="file to write the result to as well, as JSON")
-    keep_awake: bool = Field(False, description="keep the cores out of their idle state (Linux), to wake at once")
-    start_timeout: float = Field(180.0, gt=0, description="seconds that a process may take to start")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.target is None) != (self.draft is None):
-            raise ValueError("give both --target and --draft, or neither")
+    def _check_networks(self) -> Self:
         for name in self.networks:
             Network.parse(name)
         return self
@@ -261,26 +246,24 @@ DESCRIPTION = (
     "for each mode, beside plain decoding, co-located speculation and the closed forms."
 )
 MAX_TOKENS = 900  # of the completions in which a draft is killed
-FAILURES = (ServiceFailed, BenchWorkerFailed, OutriderError, OSError, ValueError)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider bench network") -> int:
     """Measures, prints and stores; 1 if a process does not start or dies."""
     settings = parse(NetworkSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION).effective()
     logging.basicConfig(level=logging.ERROR)  # drafts that are killed are no news
-    try:
+
+    def work() -> int:
         result = asyncio.run(_run(settings))
         print("\n".join(render(result)))
-        if settings.output is not None:
-            settings.output.write_text(dump(result), encoding="utf-8")
+        settings.write(result)
         if settings.store:
-            print(f"\nstored in {store(settings.results, result, draw)}")
-    except FAILURES as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+            path = store(settings.results, result)
+            print(f"\nstored in {path}")
+            write_figure(path.with_suffix(".svg"), lambda: draw_network(result))
+        return 0
+
+    return report_failures(prog, work)
 
 
 def blocks_of(settings: NetworkSettings) -> Iterator[Block]:
@@ -297,25 +280,20 @@ def blocks_of(settings: NetworkSettings) -> Iterator[Block]:
 
 async def _run(settings: NetworkSettings) -> Json:
     cores = share_cores()
-    folders, pair = _folders(settings)
+    folders, pair = settings.checkpoints()
     prompts = read_prompts(load_tokenizer(folders.target, "--target"), None, len(PROMPTS))
     setup = Setup(folders, cores, settings.expand, settings.num_draft_tokens, settings.start_timeout)
-    result: Json = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": (machine := asdict(describe())) | {"flags": list(machine["flags"])},
-        "setup": {
-            "pair": pair,
-            "k": settings.num_draft_tokens,
-            "max_tokens": settings.max_tokens,
-            "repeats": settings.repeats,
-            "seed": settings.seed,
-            "cores_awake": settings.keep_awake,
-        },
-        "blocks": [],
-        "kills": None,
+    network_setup = {
+        "pair": f"{'the expansion of ' * settings.expand}{pair}",
+        "k": settings.num_draft_tokens,
+        "max_tokens": settings.max_tokens,
+        "repeats": settings.repeats,
+        "seed": settings.seed,
+        "cores_awake": settings.keep_awake,
     }
+    result = new_result(describe(), network_setup) | {"blocks": [], "kills": None}
     with CoreSpinner(settings.keep_awake):
-        _note("starting the services ...")
+        note("starting the services ...")
         async with start_network_fleet(setup, settings.modes, map(Network.parse, settings.networks)) as fleet:
             await _measure(settings, fleet, prompts, result)
     result["aims"] = list(check_aims(result))
@@ -326,26 +304,12 @@ async def _measure(
     settings: NetworkSettings, fleet: NetworkFleet, prompts: Sequence[Sequence[int]], result: Json
 ) -> None:
     for block in blocks_of(settings):
-        _note(f"{title({'batch': block.streams, 'temperature': block.temperature})}, draft cost {block.cost:g}")
-        result["blocks"].append(await measure_block(fleet, block, prompts, settings.repeats, settings.seed, _note))
+        note(f"{title({'batch': block.streams, 'temperature': block.temperature})}, draft cost {block.cost:g}")
+        result["blocks"].append(await measure_block(fleet, block, prompts, settings.repeats, settings.seed, note))
     if settings.kills:
-        _note("drafts killed at random moments")
+        note("drafts killed at random moments")
         length = min(2 * settings.max_tokens, MAX_TOKENS)
-        result["kills"] = await measure_kills(fleet, prompts, settings.kills, length, settings.seed, _note)
-
-
-def _folders(settings: NetworkSettings) -> tuple[Folders, str]:
-    """The checkpoints, and what to call them."""
-    of = "the expansion of " if settings.expand else ""
-    if settings.target is not None and settings.draft is not None:
-        folders = Folders(locate(settings.target), locate(settings.draft))
-        return folders, f"{of}{settings.target.name} with {settings.draft.name}"
-    pair = pair_path(settings.pair)
-    return Folders(pair.target, pair.draft), f"{of}the embedded pair {settings.pair}"
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        result["kills"] = await measure_kills(fleet, prompts, settings.kills, length, settings.seed, note)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,15 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from outrider.bench.machine import CoreSpinner, ForeignLoad, Machine, describe
+from outrider.bench.command import Note, note, report_failures
+from outrider.bench.figures import draw_pair, write_figure
+from outrider.bench.machine import CoreSpinner, ForeignLoad, describe
 from outrider.bench.measure import (
     BenchBackend,
     BenchSettings,
@@ -28,34 +29,26 @@ from outrider.bench.measure import (
     start_fleet,
     wait_for_draft,
 )
-from outrider.bench.report import (
+from outrider.bench.pair_report import (
     AUTO,
     BRANCHES,
     CHAINS,
     COUPLED,
     PLAIN,
     REJECTION,
-    Json,
     describe_block,
-    dump,
     last_result,
     moved,
-    read_prompts,
     render,
-    store,
-    title,
 )
-from outrider.bench.worker import BenchWorker, BenchWorkerFailed
+from outrider.bench.prompts import read_prompts
+from outrider.bench.results import Json, new_result, store, title
+from outrider.bench.worker import BenchWorker
 from outrider.bench.workers import start_floor, start_peers
-from outrider.cli.local_services import Folders, ServiceFailed, Services
+from outrider.cli.local_services import Folders, Services
 from outrider.cli.terminal import load_tokenizer, parse
-from outrider.pairs import pair_path
 from outrider.planner.policy import Policy
-from outrider.rpc.errors import OutriderError
-from outrider.rpc.hub import locate
 from outrider.rpc.sampling_params import AcceptanceRule
-
-Note = Callable[[str], None]
 
 
 class Schedule:
@@ -119,20 +112,17 @@ DESCRIPTION = (
     "server that runs: outrider bench serve."
 )
 ROUND_REPEATS = 3  # batches of which every round is looked at
-FAILURES = (ServiceFailed, BenchWorkerFailed, OutriderError, OSError, ValueError)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider bench") -> int:
     """Measures, prints, compares and stores; 1 if a process does not start or dies."""
     settings = parse(BenchSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION).effective()
-    try:
+
+    def work() -> int:
         finish(settings, run(settings))
-    except FAILURES as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return report_failures(prog, work)
 
 
 def run(settings: BenchSettings) -> Json:
@@ -144,15 +134,15 @@ def run(settings: BenchSettings) -> Json:
         prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
         services = stack.enter_context(Services())
         runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
-        _note("starting the services and the peers ...")
+        note("starting the services and the peers ...")
         floor = start_floor(stack, folders.target, settings.start_timeout)
         peers = start_peers(stack, settings, folders)
         fleet = start_fleet(services, folders, settings.num_draft_tokens, settings.start_timeout)
         backends = [*our_backends(runner, fleet.gateway, settings), *peers]
         runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
-        result = _result(settings, machine, pair, len(prompts[0]))
+        result = new_result(machine, _setup(settings, pair, len(prompts[0]))) | {"blocks": []}
         for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
-            _note(title(asdict(cell)))
+            note(title(asdict(cell)))
             result["blocks"].append(_block(settings, cell, backends, floor, fleet, runner, prompts))
     return result
 
@@ -175,8 +165,7 @@ def our_backends(runner: asyncio.Runner, address: str, settings: BenchSettings) 
 def finish(settings: BenchSettings, result: Json) -> None:
     """Prints the tables and what moved, and stores the result."""
     print("\n".join(render(result)))
-    if settings.output is not None:
-        settings.output.write_text(dump(result), encoding="utf-8")
+    settings.write(result)
     if not settings.store:
         return
     last = last_result(settings.results, result["machine"], result["setup"])
@@ -185,7 +174,9 @@ def finish(settings: BenchSettings, result: Json) -> None:
     else:
         changes = moved(last, result) or ["nothing moved by more than the spread"]
         print("\n" + "\n".join([f"since {last['when']}:", *(f"  {line}" for line in changes)]))
-    print(f"\nstored in {store(settings.results, result)}")
+    path = store(settings.results, result)
+    print(f"\nstored in {path}")
+    write_figure(path.with_suffix(".svg"), lambda: draw_pair(result))
 
 
 def _block(
@@ -206,7 +197,7 @@ def _block(
         floor_passes=settings.floor_passes,
         seed=settings.seed,
     )
-    block = schedule.measure(cell, prompts, _note)
+    block = schedule.measure(cell, prompts, note)
     for backend in backends:
         if isinstance(backend, GatewayBackend) and backend.mode == "sequential" and backend.name in block["ways"]:
             measured = measure_rounds(
@@ -225,40 +216,28 @@ def _block(
 def _folders(settings: BenchSettings, stack: ExitStack) -> tuple[Folders, str]:
     """The checkpoints, and what to call them. The expansion is written to a folder that ends with the bench, because
     peers load folders."""
-    if settings.target is not None and settings.draft is not None:
-        folders = Folders(locate(settings.target), locate(settings.draft))
-        return folders, f"{settings.target.name} with {settings.draft.name}"
-    pair = pair_path(settings.pair)
-    if not settings.expand:
-        return Folders(pair.target, pair.draft), f"the embedded pair {settings.pair}"
+    folders, name = settings.checkpoints()
+    if not settings.expand or settings.target is not None:
+        return folders, name
     from outrider.pairs.expansion import write_expanded
 
-    _note("making the target large: the same function, about 300M parameters ...")
+    note("making the target large: the same function, about 300M parameters ...")
     folder = Path(tempfile.mkdtemp(prefix="outrider-bench-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    write_expanded(pair.target, folder / "target")
-    return Folders(folder / "target", pair.draft), f"the expansion of the embedded pair {settings.pair}"
+    write_expanded(folders.target, folder / "target")
+    return Folders(folder / "target", folders.draft), f"the expansion of {name}"
 
 
-def _result(settings: BenchSettings, machine: Machine, pair: str, prompt_tokens: int) -> Json:
+def _setup(settings: BenchSettings, pair: str, prompt_tokens: int) -> Json:
     return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(machine) | {"flags": list(machine.flags)},
-        "setup": {
-            "pair": pair,
-            "k": settings.num_draft_tokens,
-            "max_tokens": settings.max_tokens,
-            "prompt_tokens": prompt_tokens,
-            "repeats": settings.repeats,
-            "seed": settings.seed,
-            "cores_awake": settings.keep_awake,
-        },
-        "blocks": [],
+        "pair": pair,
+        "k": settings.num_draft_tokens,
+        "max_tokens": settings.max_tokens,
+        "prompt_tokens": prompt_tokens,
+        "repeats": settings.repeats,
+        "seed": settings.seed,
+        "cores_awake": settings.keep_awake,
     }
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

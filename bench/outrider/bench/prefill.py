@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from outrider.bench.machine import describe
-from outrider.bench.report import Json, dump
+from outrider.bench.results import Json, dump
 from outrider.engine.model_runner import build_runner
 from outrider.pairs import pair_path
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Open, TargetCommand, TargetEvent

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from outrider.planner.acceptance import Acceptance, RunningMean
+from outrider.planner.formulas import ahead_plain, ahead_waiting, in_turn
 from outrider.planner.policy import AHEAD, OFF, Mode, Plan
 from outrider.planner.step_costs import VerifyCosts
 
@@ -85,16 +86,16 @@ class Forecast:
         late = self.away_us + plan.num_draft_tokens * self.stats.draft_pass.value
         tokens = self.tokens(plan.mode, plan.num_draft_tokens)
         if plan.mode is Mode.SEQUENTIAL:
-            return (late + verify) / tokens
-        misses = 1 - self.hit_rate(plan)
+            return in_turn(late, verify, tokens)
+        hits = self.hit_rate(plan)
         if plan.waits:
             missed = ceil(late / max(1.0, verify)) * verify if self.sequences > SHARED else late
-            return ((1 - misses) * max(verify, late) + misses * (verify + missed)) / tokens
+            return ahead_waiting(late, verify, missed, hits, tokens)
         plain_us = self.verify_us(OFF)
         seen = self.stats.plain_tokens(plan.mode)
-        guess = (1 - misses) * self._plain(late - verify, plain_us) + misses * self._plain(late, plain_us)
+        guess = hits * self._plain(late - verify, plain_us) + (1 - hits) * self._plain(late, plain_us)
         plain = guess if seen is None else min(MAX_PLAIN, seen)
-        return (verify + plain * plain_us) / (tokens + plain)
+        return ahead_plain(verify, tokens, plain_us, plain)
 
     def tokens(self, mode: Mode, num_drafted: int) -> float:
         """Of a round that verifies so many drafted tokens."""

@@ -1,0 +1,185 @@
+"""The figures of the bench, as SVG files: speeds of a pair, time per token over a network, times under a load.
+
+matplotlib draws them, and is imported only when one is drawn: measuring does without. Texts stay texts, and equal
+results give equal bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from outrider.bench.load_report import TIMES
+from outrider.bench.network_report import ON_NO_NETWORK, form_ms
+from outrider.bench.results import Json, title
+from outrider.planner.formulas import Costs, floor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MISSING = "matplotlib is not installed: pip install 'outrider[bench]'"
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "outrider", "font.size": 9.0, "axes.titlelocation": "left"}
+INCHES = 8.6
+OURS, OTHERS, INK, FAINT, OBJECTIVE = "#2b6cb0", "#a0aec0", "#1a202c", "#4a5568", "#c05621"
+MODES = {
+    "sequential": "#c05621", "chains": "#2f855a", "branches": "#2b6cb0", "auto": "#6b46c1", "colocated": "#b83280",
+    "colocated-all": "#b7791f", "plain": "#718096",
+}  # fmt: skip
+STEPS = 80  # of a line
+MOST_POINTS = 400  # of a curve
+OBJECTIVES = {"ttft_ms": "slo_ttft_ms", "tpot_ms": "slo_itl_ms"}
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_figure(path: Path, draw: Callable[[], Figure]) -> bool:
+    """Draws to an SVG file. Where matplotlib is missing, says so on standard error and returns False."""
+    if not can_draw():
+        print(f"no {path.name}: {MISSING}", file=sys.stderr)
+        return False
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        draw().savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return True
+
+
+def draw_pair(result: Json) -> Figure:
+    """Tokens a second: for each cell a bar a way, its range as a whisker, a diamond where the floor would be."""
+    machine, setup, blocks = result["machine"], result["setup"], result["blocks"]
+    sizes = [len(block["ways"]) + 1.5 for block in blocks]
+    figure, panels = _panels(len(blocks), 1, 0.6 + 0.26 * sum(sizes), sizes)
+    _head(
+        figure,
+        f"tokens/s: {setup['pair']}, k={setup['k']}",
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; medians of {setup['repeats']}, "
+        "whiskers: least and greatest, diamonds: the floor",
+    )
+    for block, axes in zip(blocks, panels, strict=True):
+        ways: Json = block["ways"]
+        speeds = [way["tokens_per_s"] for way in ways.values()]
+        medians = [speed["median"] for speed in speeds]
+        below = [speed["median"] - speed["min"] for speed in speeds]
+        above = [speed["max"] - speed["median"] for speed in speeds]
+        colours = [OURS if name.startswith("outrider") else OTHERS for name in ways]
+        bars = axes.barh(list(ways), medians, xerr=(below, above), color=colours, ecolor=INK)
+        axes.bar_label(bars, fmt="%.1f", padding=3)
+        floors = [(speed, row) for row, way in enumerate(ways.values()) if (speed := floor_speed(way)) is not None]
+        axes.plot([speed for speed, _ in floors], [row for _, row in floors], "D", color=INK, fillstyle="none")
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.set_title(title(block))
+    return figure
+
+
+def floor_speed(way: Json) -> float | None:
+    """Tokens a second if a round were its products alone."""
+    share, speed = way.get("share_of_floor"), way.get("steady_tokens_per_s")
+    return speed["median"] / share["median"] if share and speed and share["median"] else None
+
+
+def draw_network(result: Json) -> Figure:
+    """Time per token over the round trip, a panel a block: dots with whiskers are measured (hollow: jitter or stalls),
+    lines are the closed forms with what was measured of their inputs, or a level where the network changes nothing."""
+    blocks, setup = result["blocks"], result["setup"]
+    figure, panels = _panels(len(blocks), 1, 0.5 + 3.0 * len(blocks))
+    _head(figure, f"ms a token over the round trip: {setup['pair']}, k={setup['k']}")
+    for block, axes in zip(blocks, panels, strict=True):
+        cells: list[Json] = block["cells"]
+        most = max(1.0, 1.08 * max(cell["round_trip_ms"] for cell in cells))
+        for mode in dict.fromkeys(cell["mode"] for cell in cells):
+            _draw_mode(axes, mode, [cell for cell in cells if cell["mode"] == mode], block["plain_ms"], most)
+        accepting = [Costs(**cell["costs"]) for cell in cells if cell["costs"]["acceptance"]]
+        if accepting:
+            axes.axhline(floor(accepting[0]), color=INK, linestyle=":", label="floor (1 - a) t_verify")
+        axes.set_title(
+            f"{title(block)}, draft cost {block['cost']:g}\n"
+            f"verification {block['verify_ms']:.1f} ms, draft pass {block['pass_ms']:.1f} ms"
+        )
+        axes.set_xlabel("round trip, ms")
+        axes.set_xlim(-most / 50, most)
+        axes.set_ylim(0, 1.1 * max(cell["ms_per_token"]["max"] for cell in cells))
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return figure
+
+
+def _draw_mode(axes: Axes, mode: str, cells: Sequence[Json], plain_ms: float, most: float) -> None:
+    """One mode's line and dots."""
+    colour = MODES[mode]
+    if mode in ON_NO_NETWORK:
+        axes.axhline(cells[0]["ms_per_token"]["median"], color=colour, linestyle="--")
+    else:
+        costs, hits = Costs(**cells[0]["costs"]), [cell["hits"] for cell in cells if cell["hits"] is not None]
+        places = [most * step / STEPS for step in range(STEPS + 1)]
+        form = [form_ms(mode, costs, place, mean(hits) if hits else 0.0, plain_ms) for place in places]
+        points = [(place, ms) for place, ms in zip(places, form, strict=True) if ms is not None]
+        axes.plot([place for place, _ in points], [ms for _, ms in points], color=colour)
+    for number, cell in enumerate(cells):
+        time = cell["ms_per_token"]
+        whiskers = ([time["median"] - time["min"]], [time["max"] - time["median"]])
+        axes.errorbar(
+            cell["round_trip_ms"], time["median"], yerr=whiskers, fmt="o", color=colour,
+            markerfacecolor=colour if cell["steady"] else "white", label=None if number else mode,
+        )  # fmt: skip
+
+
+def draw_load(result: Json, times: dict[str, list[float]]) -> Figure:
+    """For each kind of time the share of requests (or deliveries) that took at most so long, with its median and 99th
+    percentile, and the objective where there is one. `times` are milliseconds, by the names of TIMES."""
+    import numpy as np
+
+    shown = [(key, name.partition(" (")[0]) for key, name in TIMES if times[key]]
+    rows = max(1, (len(shown) + 1) // 2)
+    figure, panels = _panels(rows, 2, 0.7 + 2.6 * rows)
+    _head(figure, f"{result['server']}: {result['loop']}", _numbers(result))
+    for axes in panels[len(shown) :]:
+        axes.remove()
+    for (key, name), axes in zip(shown, panels, strict=False):
+        found, objective = result["times"][key], result["setup"].get(OBJECTIVES.get(key, ""))
+        shares = np.linspace(0.0, 1.0, min(len(times[key]) + 1, MOST_POINTS))
+        axes.step(np.quantile(times[key], shares, method="inverted_cdf"), shares, where="post", color=OURS)
+        axes.set_title(f"{name}, ms")
+        axes.set_title(f"p50 {found['p50']:.1f}, p99 {found['p99']:.1f}", loc="right", fontsize=8, color=FAINT)
+        axes.set_xlim(left=0)
+        axes.yaxis.set_major_formatter("{x:.0%}")
+        axes.grid(axis="y", alpha=0.4)
+        if objective is not None:
+            axes.axvline(objective, color=OBJECTIVE, linestyle="--", label=f"objective {objective:g}")
+            axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def _numbers(result: Json) -> str:
+    words = [
+        f"{result['completed']} of {result['requests']} requests",
+        f"{result['output_tokens_per_s']:.1f} output tokens/s",
+        f"{result['requests_per_s']:.2f} requests/s",
+    ]
+    if result["goodput"] is not None:
+        words.append(f"goodput {result['goodput']['requests_per_s']:.2f} requests/s")
+    if result["speculation"] is not None:
+        words.append(f"acceptance {result['speculation']['acceptance_rate']:.1%}")
+    return ", ".join(words)
+
+
+def _panels(rows: int, columns: int, inches: float, sizes: Sequence[float] | None = None) -> tuple[Figure, list[Axes]]:
+    """A figure of so many inches' height, and its panels row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(INCHES, inches), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, height_ratios=sizes).flat)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def _head(figure: Figure, head: str, below: str = "") -> None:
+    """What the whole figure is of."""
+    figure.suptitle(f"{head}\n{below}".rstrip(), x=0.01, horizontalalignment="left")
