@@ -305,7 +305,7 @@ def test_rates_and_ranks() -> None:
     rates = OutcomeRates()
     for _ in range(200):
         rates.observe(4, 1, 2)  # always the second is refused, and the third alternative is right
-    assert rates.acceptance(0) > 0.9 and rates.acceptance(1) < 0.1
+    assert rates.acceptance.at(0) > 0.9 and rates.acceptance.at(1) < 0.1
     assert rates.chance(2) > 0.8 > rates.chance(0)
     top_tokens = {10: (1, 2, 3), 11: (4, 5, 6), 12: (7, 8, 9)}
     chances = outcome_probs(rates.table(2), 0, 10, top_tokens, [])

@@ -8,8 +8,11 @@ import pytest
 
 from outrider.planner.acceptance import Acceptance, RunningMean
 from outrider.planner.policy import Round
-from outrider.planner.step_costs import StepCosts, VerifyCosts
+from outrider.planner.step_costs import StepCosts, StepTime, VerifyCosts
 from outrider.rpc.messages import Commit, StepTimings
+
+FLAT = tuple((rows, 10_000) for rows in (1, 2, 4, 8, 16, 32, 64))
+HALF = tuple((rows, 10_000 + 1_000 * rows) for rows in (1, 2, 4, 8, 16, 32, 64))
 
 
 def test_one_step_is_counted_once() -> None:
@@ -45,6 +48,62 @@ def test_estimates() -> None:
     for value in (1.0, 3.0):
         mean.add(value)
     assert mean.value == 2.0 and RunningMean().or_else(7.0) == 7.0
+
+
+def test_acceptance_is_by_position_under_a_prior() -> None:
+    known = Acceptance(forgets_untested=True)
+    assert known.first(3) == pytest.approx([0.7] * 3) and known.first(1, [0.4]) == [0.4]
+    for _ in range(400):
+        known.add(4, 1)
+    first, second, third = known.first(3)
+    assert first > 0.95 and second < 0.1 and third == pytest.approx(0.5, abs=0.05)  # never tested: the mean of all
+    for _ in range(400):
+        known.add(4, 0)
+    assert known.first(1)[0] < 0.1  # what is long ago is forgotten
+
+
+def test_what_others_know_is_the_prior_and_what_is_not_tested_is_forgotten_where_windows_are_cut() -> None:
+    others, cut = Acceptance(), Acceptance(forgets_untested=True)
+    for _ in range(400):
+        others.add(2, 0)
+        cut.add(2, 1)
+    assert Acceptance(others).at(0) == others.at(0) < 0.1
+    whole = replace(cut, forgets_untested=False, tested=list(cut.tested), accepted=list(cut.accepted))
+    for _ in range(400):
+        cut.add(1, 1)
+        whole.add(1, 1)
+    assert whole.at(1) < 0.1 and cut.at(1) == pytest.approx(cut.first(3)[2], abs=0.05)  # that of one never tested
+
+
+def test_step_time_between_and_beyond_what_was_measured() -> None:
+    time = StepTime([(2, 100), (4, 120), (8, 110), (16, 190)])
+    assert [time.at(rows) for rows in (1, 2, 3, 4, 6, 8)] == pytest.approx([100, 100, 110, 120, 120, 120])
+    assert time.at(12) == pytest.approx(155)
+    assert time.at(32) == pytest.approx(190 + 16 * 10)
+    assert StepTime([(1, 50)]).at(500) == StepTime([(1, 50)]).at(1) == 50
+    assert StepTime([]).at(1) == StepTime([]).at(1 << 20)
+
+
+def test_step_time_follows_the_steps_that_run() -> None:
+    time = StepTime(FLAT)
+    for _ in range(200):
+        time.add(8, 20_000)
+        time.add(48, 60_000)
+        time.add(8, 0)  # a clock that stood still
+    assert time.at(8) == pytest.approx(20_000, rel=0.1) and time.at(48) == pytest.approx(60_000, rel=0.1)
+    assert time.at(4) <= time.at(8) <= time.at(16) <= time.at(48) <= time.at(200)
+
+
+def test_step_time_forgets_what_held_up_few_steps() -> None:
+    time = StepTime(HALF)
+    time.add(8, 10_000_000)
+    assert time.at(8) < 1.1 * 18_000
+    for _ in range(20):
+        time.add(8, 90_000)
+    held_up = time.at(8) / time.at(64)
+    for _ in range(1500):
+        time.add(64, 74_000)
+    assert held_up > 0.6 and time.at(8) / time.at(64) == pytest.approx(18 / 74, rel=0.15)
 
 
 def test_overhead_is_what_no_forward_pass_explains() -> None:

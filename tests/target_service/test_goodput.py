@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, tiny_model
 
 from outrider.engine.loader import LoadedModel
+from outrider.planner.acceptance import Acceptance
 from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
 from outrider.target_service.goodput import (
@@ -20,8 +21,6 @@ from outrider.target_service.goodput import (
     PROBE_SHARE,
     Goodput,
     GoodputRequest,
-    StepTime,
-    WindowAcceptance,
     best_rows,
 )
 
@@ -32,9 +31,9 @@ HALF = tuple((rows, 10_000 + 1_000 * rows) for rows in ROWS)
 LIKELY, UNLIKELY = 0.9, 0.2
 
 
-def acceptance_of(*chances: float) -> WindowAcceptance:
+def acceptance_of(*chances: float) -> Acceptance:
     """So many verdicts that the prior does not count."""
-    return WindowAcceptance(tested=[1e9] * len(chances), accepted=[1e9 * chance for chance in chances])
+    return Acceptance(tested=[1e9] * len(chances), accepted=[1e9 * chance for chance in chances])
 
 
 def wishes_of(*chances: float, further: int = 4) -> list[GoodputRequest]:
@@ -156,59 +155,16 @@ def test_whole_windows_are_tried_again_now_and_then() -> None:
 # What it knows
 
 
-def test_acceptance_is_by_position_under_a_prior() -> None:
-    known = WindowAcceptance()
-    assert known.all(3) == pytest.approx([0.7] * 3) and known.at(0, 0.4) == 0.4
-    for _ in range(400):
-        known.add(4, 1)
-    first, second, third = known.all(3)
-    assert first > 0.95 and second < 0.1 and third == pytest.approx(0.5, abs=0.05)  # never tested: the mean of all
-    for _ in range(400):
-        known.add(4, 0)
-    assert known.all(1)[0] < 0.1  # what is long ago is forgotten
-
-
 def test_acceptance_of_the_target_is_the_prior_of_a_sequence() -> None:
     goodput = Goodput(HALF)
-    known, fresh = WindowAcceptance(), WindowAcceptance()
+    known, fresh = Acceptance(), Acceptance()
     for _ in range(300):
         goodput.add_verified(known, 4, 0)
     goodput.add_verified(fresh, 0, 0)
-    assert fresh == WindowAcceptance()  # a plain token says nothing
+    assert fresh == Acceptance()  # a plain token says nothing
     request = GoodputRequest(fresh, 1, 0, 4)
     assert goodput.choose([request, request], 512) == [0, 0]
     assert Goodput(HALF).choose([request, request], 512) != [0, 0]
-
-
-def test_step_time_between_and_beyond_what_was_measured() -> None:
-    time = StepTime([(2, 100), (4, 120), (8, 110), (16, 190)])
-    assert [time.at(rows) for rows in (1, 2, 3, 4, 6, 8)] == pytest.approx([100, 100, 110, 120, 120, 120])
-    assert time.at(12) == pytest.approx(155)
-    assert time.at(32) == pytest.approx(190 + 16 * 10)
-    assert StepTime([(1, 50)]).at(500) == StepTime([(1, 50)]).at(1) == 50
-    assert StepTime([]).at(1) == StepTime([]).at(1 << 20)
-
-
-def test_step_time_follows_the_steps_that_run() -> None:
-    time = StepTime(FLAT)
-    for _ in range(200):
-        time.add(8, 20_000)
-        time.add(48, 60_000)
-        time.add(8, 0)  # a clock that stood still
-    assert time.at(8) == pytest.approx(20_000, rel=0.1) and time.at(48) == pytest.approx(60_000, rel=0.1)
-    assert time.at(4) <= time.at(8) <= time.at(16) <= time.at(48) <= time.at(200)
-
-
-def test_step_time_forgets_what_held_up_few_steps() -> None:
-    time = StepTime(HALF)
-    time.add(8, 10_000_000)
-    assert time.at(8) < 1.1 * 18_000
-    for _ in range(20):
-        time.add(8, 90_000)
-    held_up = time.at(8) / time.at(64)
-    for _ in range(1500):
-        time.add(64, 74_000)
-    assert held_up > 0.6 and time.at(8) / time.at(64) == pytest.approx(18 / 74, rel=0.15)
 
 
 # In the engine

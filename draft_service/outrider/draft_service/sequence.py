@@ -24,14 +24,14 @@ from opentelemetry.trace import Link
 
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
+from outrider.planner.acceptance import PRIOR_WEIGHT, Acceptance
 from outrider.proposers.base import ProposerState
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
 
 MAX_TOP_TOKENS = 4  # other tokens considered at one position
-DECAY = 0.98  # of what was counted before, at each verification
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
+MEMORY = 50.0  # verifications that an estimate looks back on
 PRIOR_RANKS = (0.4, 0.15, 0.1, 0.05)  # chance that the correction is the first, second, ... of the top tokens
 LEAST_CHANCE = 0.004  # of an outcome that is worth a branch
 
@@ -75,28 +75,18 @@ class Outcome(NamedTuple):
 class OutcomeRates:
     """What verifications of late said: acceptance by offset in the window, and the rank of the correction."""
 
-    accepted: list[float] = field(default_factory=list)
-    tested: list[float] = field(default_factory=list)
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(memory=MEMORY))
     ranked: list[float] = field(default_factory=lambda: [0.0] * MAX_TOP_TOKENS)
     corrections: float = 0.0
 
     def observe(self, num_drafted: int, num_accepted: int, rank: int | None) -> None:
         """Counts one verification. `rank` of the token after the accepted ones among the top tokens of its position,
         from 0; -1 where it was none of them, None where there were none to compare with."""
-        num_tested = min(num_accepted + 1, num_drafted)
-        unknown = max(0, num_tested - len(self.tested))
-        self.accepted += [PRIOR_ACCEPTANCE * PRIOR_WEIGHT] * unknown
-        self.tested += [PRIOR_WEIGHT] * unknown
-        for offset in range(num_tested):
-            self.tested[offset] = DECAY * self.tested[offset] + 1
-            self.accepted[offset] = DECAY * self.accepted[offset] + (offset < num_accepted)
+        self.acceptance.add(num_drafted, num_accepted)
         if rank is not None:
-            self.corrections = DECAY * self.corrections + 1
-            self.ranked = [DECAY * count + (index == rank) for index, count in enumerate(self.ranked)]
-
-    def acceptance(self, offset: int) -> float:
-        """Chance that the drafted token at an offset is accepted if those before it are."""
-        return self.accepted[offset] / self.tested[offset] if offset < len(self.tested) else PRIOR_ACCEPTANCE
+            fade = 1 - 1 / MEMORY
+            self.corrections = fade * self.corrections + 1
+            self.ranked = [fade * count + (index == rank) for index, count in enumerate(self.ranked)]
 
     def chance(self, rank: int) -> float:
         """Chance that a correction is the top token of this rank."""
@@ -105,9 +95,10 @@ class OutcomeRates:
     def table(self, window: int) -> OutcomeTable:
         """What the next two verifications of `window` tokens of one chain may come to."""
         ranks = [self.chance(rank) for rank in range(MAX_TOP_TOKENS)]
+        by_offset = self.acceptance.first(window)
+        by_offset.append(by_offset[-1])  # the token after a window is the target's own
         chances, reaches = [], [1.0]
-        for offset in range(2 * (window + 1)):
-            acceptance = self.acceptance(min(offset % (window + 1), window - 1))
+        for acceptance in 2 * by_offset:
             chances.append([reaches[-1] * (1 - acceptance) * chance for chance in ranks])
             reaches.append(reaches[-1] * acceptance)
         return OutcomeTable(chances, reaches[window + 1])

@@ -1,22 +1,72 @@
-"""What a verification step costs, as a gateway sees it: the target's profile, corrected by the steps that run."""
+"""What a verification step costs by its rows, in microseconds: the target's profile, corrected by the steps that run.
+
+Two look at the same steps. The target runs them all and has measured a profile before: `StepTime` forgets what held up
+a few. A gateway hears of those that its own sequences were in, alone or beside a draft on the same machine, perhaps
+without a profile: `VerifyCosts`, over `StepCosts`."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from outrider.planner.acceptance import RunningMean
+
+MAX_SURPRISE = 2.0  # no step is believed to be slower or faster than expected by more
+
+LEARNING_RATE, SHARED_RATE = 0.1, 0.02  # of the step's own number of rows, and of all
+FORGETTING = 0.003  # of what was learned of one number of rows, with every step
+MOST_ROWS = 1 << 16
 
 MAX_BUCKETS = 64
 PROFILE_WEIGHT, MEMORY = 16.0, 64.0  # steps that a profiled time counts as, and that an estimate looks back on
 REDRAWN_EVERY = 8  # measurements: no single one moves the curve much
 PACE_RATE = 0.1
-MAX_SURPRISE = 2.0  # no step is believed to be slower or faster than expected by more
+
+
+class StepTime:
+    """As the target sees it, which has a profile of its own: straight lines between its points and beyond, corrected by
+    the steps that run. A step of more rows never counts as faster."""
+
+    def __init__(self, profile: Iterable[tuple[int, float]]) -> None:
+        known = sorted(profile) or [(1, 1)]
+        self._rows = [rows for rows, _ in known]
+        self._profile = [float(max(1, us)) for _, us in known]
+        while self._rows[-1] < MOST_ROWS:
+            last, rows = self._profile[-1], self._rows[-1]
+            slope = (last - self._profile[-2]) / (rows - self._rows[-2]) if len(self._rows) > 1 else 0.0
+            self._profile.append(last + rows * max(0.0, slope))
+            self._rows.append(2 * rows)
+        self._scale, self._factors = 1.0, [1.0] * len(self._rows)
+        self._times = list(accumulate(self._profile, max))
+
+    def at(self, num_rows: int) -> float:
+        """Microseconds."""
+        low, high, share = _between(self._rows, num_rows)
+        return self._times[low] + share * (self._times[high] - self._times[low])
+
+    def rows_beside(self, num_rows: int, added_us: float) -> int:
+        """How many more rows a step of `num_rows` can take in so much more time."""
+        limit_us = self.at(num_rows) + added_us
+        return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=self.at) - 1 - num_rows
+
+    def add(self, num_rows: int, step_us: float) -> None:
+        """A step ran. The points next to it learn most; what they learned fades while others run."""
+        if step_us <= 0:
+            return
+        low, high, share = _between(self._rows, num_rows)
+        ratio = _surprise(step_us, self.at(num_rows))
+        self._scale *= ratio**SHARED_RATE
+        for index, factor in enumerate(self._factors):
+            near = (1 - share) * (index == low) + share * (index == high)
+            self._factors[index] = factor ** (1 - FORGETTING) * ratio ** (LEARNING_RATE * near)
+        times = (self._scale * factor * us for factor, us in zip(self._factors, self._profile, strict=True))
+        self._times = list(accumulate(times, max))
 
 
 class StepCosts:
-    """Time of a verification step by its rows: measured where steps ran, in between by straight lines. It rises with
-    the rows, so measurements that say otherwise are averaged."""
+    """Measured where steps ran, in between by straight lines. Time rises with the rows, so measurements that say
+    otherwise are averaged."""
 
     def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
         self._means = {_bucket(num_rows): RunningMean(step_us, PROFILE_WEIGHT, MEMORY) for num_rows, step_us in profile}
@@ -43,13 +93,9 @@ class StepCosts:
             known = sorted(self._means)
             self._curve = known, _rising([self._means[bucket] for bucket in known])
         rows, times = self._curve
-        above = bisect_left(rows, num_rows)
-        if above == 0:
-            return times[0]
-        if above == len(rows):
-            return times[-1] * max(1.0, num_rows / (2 * rows[-1]))  # beyond all that was seen: careful, not linear
-        share = (num_rows - rows[above - 1]) / (rows[above] - rows[above - 1])
-        return times[above - 1] + share * (times[above] - times[above - 1])
+        low, high, share = _between(rows, num_rows)
+        beyond = max(1.0, num_rows / (2 * rows[-1]))  # all that was seen: careful, not linear
+        return beyond * (times[low] + share * (times[high] - times[low]))
 
 
 class VerifyCosts:
@@ -68,7 +114,7 @@ class VerifyCosts:
         if step_us <= 0:
             return
         if expected:
-            surprise = min(MAX_SURPRISE, max(1 / MAX_SURPRISE, step_us / expected))
+            surprise = _surprise(step_us, expected)
             self._pace *= surprise ** (PACE_RATE * weight)
             if beside_draft:
                 self._beside.add(self._beside.value * surprise, weight)
@@ -80,6 +126,20 @@ class VerifyCosts:
 
     def _factor(self, beside_draft: bool) -> float:
         return self._pace * (self._beside.value if beside_draft else 1.0)
+
+
+def _surprise(measured_us: float, expected_us: float) -> float:
+    """How many times as long as expected a step took, as far as it is believed."""
+    return min(MAX_SURPRISE, max(1 / MAX_SURPRISE, measured_us / expected_us))
+
+
+def _between(points: Sequence[int], num_rows: int) -> tuple[int, int, float]:
+    """Index of the point below a number of rows and of the one above, and how far it is from the one to the other."""
+    high = min(bisect_left(points, num_rows), len(points) - 1)
+    if points[high] <= num_rows or high == 0:
+        return high, high, 0.0
+    low = high - 1
+    return low, high, (num_rows - points[low]) / (points[high] - points[low])
 
 
 def _bucket(num_rows: int) -> int:

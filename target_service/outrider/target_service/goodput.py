@@ -5,103 +5,23 @@ falls with the position in a window, so the rows of all sequences are sorted by 
 0, 1, 2, ... of them the one with most expected tokens per time is chosen (goodput: arXiv 2406.14066). The time is the
 step's and the pause before the next one, in which windows come: the longer that is, the more a step shall verify.
 
-It looks at clocks, counts and earlier verdicts alone, never at drafted tokens or what they were drawn from. And a cut
-refuses nothing: the tokens past it stay held, and each meets the same random numbers whenever it is verified."""
+It looks at clocks, counts and earlier verifications alone, never at drafted tokens or what they were drawn from. And a
+cut refuses nothing: the tokens past it stay held, and each meets the same random numbers whenever it is verified."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import mul
 
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
-SEQUENCE_MEMORY, TARGET_MEMORY = 64.0, 1024.0  # verifications that an estimate looks back on
+from outrider.planner.acceptance import Acceptance
+from outrider.planner.step_costs import StepTime
+
+TARGET_MEMORY = 1024.0  # verifications that the estimate of all sequences looks back on
 MARGIN = 1.1  # a cut must promise so much more than whole windows do: what is put off makes the next window short
 PROBE_SHARE = 0.03  # of the time goes to whole windows where cut ones seem better: what is never tried is never learned
-LEARNING_RATE, SHARED_RATE = 0.1, 0.02  # of the step's own number of rows, and of all
 PAUSE_RATE = 0.1
-FORGETTING = 0.003  # of what was learned of one number of rows, with every step
-MAX_SURPRISE = 2.0  # one step is not believed to be slower or faster than expected by more
-MOST_ROWS = 1 << 16
-
-
-@dataclass(slots=True)
-class WindowAcceptance:
-    """Chance that a drafted token holds if those before it do, by its position in the window."""
-
-    memory: float = SEQUENCE_MEMORY
-    accepted: list[float] = field(default_factory=list)
-    tested: list[float] = field(default_factory=list)
-
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts one verdict."""
-        fade = 1 - 1 / self.memory
-        num_tested = min(num_accepted + 1, num_drafted)
-        longer = [0.0] * (num_tested - len(self.tested))
-        self.tested = [fade * n + (j < num_tested) for j, n in enumerate(self.tested + longer)]
-        self.accepted = [fade * n + (j < num_accepted) for j, n in enumerate(self.accepted + longer)]
-
-    def at(self, position: int, prior: float) -> float:
-        """One position's, under a Beta prior with this mean."""
-        if position >= len(self.tested):
-            return prior
-        return (self.accepted[position] + PRIOR_WEIGHT * prior) / (self.tested[position] + PRIOR_WEIGHT)
-
-    def all(self, num_positions: int) -> list[float]:
-        """The first positions'; the mean of all is their prior."""
-        accepted, tested = sum(self.accepted), sum(self.tested)
-        mean = (accepted + PRIOR_WEIGHT * PRIOR_ACCEPTANCE) / (tested + PRIOR_WEIGHT)
-        return [self.at(position, mean) for position in range(num_positions)]
-
-
-class StepTime:
-    """Time of a step by its rows: the profile of the start, with straight lines in between and beyond, corrected by
-    the steps that run. A step of more rows never counts as faster."""
-
-    def __init__(self, profile: Iterable[tuple[int, int]]) -> None:
-        known = sorted(profile) or [(1, 1)]
-        self._rows = [rows for rows, _ in known]
-        self._profile = [float(max(1, us)) for _, us in known]
-        while self._rows[-1] < MOST_ROWS:
-            last, rows = self._profile[-1], self._rows[-1]
-            slope = (last - self._profile[-2]) / (rows - self._rows[-2]) if len(self._rows) > 1 else 0.0
-            self._profile.append(last + rows * max(0.0, slope))
-            self._rows.append(2 * rows)
-        self._scale, self._factors = 1.0, [1.0] * len(self._rows)
-        self._times = list(accumulate(self._profile, max))
-
-    def at(self, num_rows: int) -> float:
-        """Microseconds."""
-        low, high, share = self._between(num_rows)
-        return self._times[low] + share * (self._times[high] - self._times[low])
-
-    def rows_beside(self, num_rows: int, added_us: float) -> int:
-        """How many more rows a step of `num_rows` can take in so much more time."""
-        limit_us = self.at(num_rows) + added_us
-        return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=self.at) - 1 - num_rows
-
-    def add(self, num_rows: int, step_us: float) -> None:
-        """A step ran. The points next to it learn most; what they learned fades while others run."""
-        if step_us <= 0:
-            return
-        low, high, share = self._between(num_rows)
-        ratio = min(MAX_SURPRISE, max(1 / MAX_SURPRISE, step_us / self.at(num_rows)))
-        self._scale *= ratio**SHARED_RATE
-        for index, factor in enumerate(self._factors):
-            near = (1 - share) * (index == low) + share * (index == high)
-            self._factors[index] = factor ** (1 - FORGETTING) * ratio ** (LEARNING_RATE * near)
-        times = (self._scale * factor * us for factor, us in zip(self._factors, self._profile, strict=True))
-        self._times = list(accumulate(times, max))
-
-    def _between(self, num_rows: int) -> tuple[int, int, float]:
-        """The points below and above, and how far it is from the one to the other."""
-        high = min(bisect_left(self._rows, num_rows), len(self._rows) - 1)
-        if self._rows[high] <= num_rows or high == 0:
-            return high, high, 0.0
-        low = high - 1
-        return low, high, (num_rows - self._rows[low]) / (self._rows[high] - self._rows[low])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +29,7 @@ class GoodputRequest:
     """What one sequence would do in a step, beside what is missing of its prompt: `num_rows` in any case, which test
     `num_sure` drafted tokens, and `further` rows, each of which lets one more drafted token count."""
 
-    acceptance: WindowAcceptance
+    acceptance: Acceptance
     num_rows: int
     num_sure: int = 0
     further: int = 0
@@ -120,15 +40,14 @@ class Goodput:
 
     def __init__(self, step_costs: Iterable[tuple[int, int]]) -> None:
         self.time = StepTime(step_costs)
-        self._of_all = WindowAcceptance(TARGET_MEMORY)
+        self._of_all = Acceptance(memory=TARGET_MEMORY, forgets_untested=True)
         self._pause_us = 0.0  # between two steps
         self._cut_us = 0.0  # in steps with cut windows, since there were whole ones
 
-    def add_verified(self, acceptance: WindowAcceptance, num_drafted: int, num_accepted: int) -> None:
-        """A verdict on a window of the sequence that `acceptance` belongs to."""
-        if num_drafted:
-            acceptance.add(num_drafted, num_accepted)
-            self._of_all.add(num_drafted, num_accepted)
+    def add_verified(self, acceptance: Acceptance, num_drafted: int, num_accepted: int) -> None:
+        """A window of the sequence that `acceptance` belongs to was verified."""
+        acceptance.add(num_drafted, num_accepted)
+        self._of_all.add(num_drafted, num_accepted)
 
     def add_step(self, num_rows: int, step_us: float, pause_us: float) -> None:
         """A step ran, so long after the one before. What is longer than a step was no pause: nobody was there."""
@@ -146,10 +65,10 @@ class Goodput:
         whole = [request.further for request in requests]
         if len(requests) < 2 or not any(whole):
             return whole
-        priors = self._of_all.all(max(request.num_sure + request.further for request in requests))
+        priors = self._of_all.first(max(request.num_sure + request.further for request in requests))
         tokens, gains, rows = 0.0, [], 0
         for request in requests:
-            chances = (request.acceptance.at(j, priors[j]) for j in range(request.num_sure + request.further))
+            chances = request.acceptance.first(request.num_sure + request.further, priors)
             survival = list(accumulate(chances, mul))
             tokens += 1 + sum(survival[: request.num_sure])
             rows += request.num_rows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +15,7 @@ import torch
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.model_runner import ModelRunner
+from outrider.planner.step_costs import StepTime
 from outrider.rpc.settings import usable_cores, usable_threads
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ThreadSplit:
 
     def __init__(self, cores: int, costs: StepProfile, use: Callable[[int], None] = torch.set_num_threads) -> None:
         self._choices = (cores, cores - 1)
-        self._costs = costs
+        self._time = StepTime(costs)  # as profiled: what is measured here corrects the choice alone
         self._use = use
         self._steps = 0
         self._shares = {cores: 0.0, cores - 1: 0.0}  # sums of measured over profiled times
@@ -100,18 +100,13 @@ class ThreadSplit:
         """Counts a step that judged drafted tokens: somebody drafts meanwhile."""
         if self._steps >= 2 * TURN * TURNS:
             return
-        self._shares[self._choices[self._steps // TURN % 2]] += 1e6 * seconds / self._profiled_us(num_rows)
+        self._shares[self._choices[self._steps // TURN % 2]] += 1e6 * seconds / self._time.at(num_rows)
         self._steps += 1
         if self._steps == 2 * TURN * TURNS:
             every, fewer = self._choices
             self._use(fewer if self._shares[fewer] < GAIN * self._shares[every] else every)
         elif self._steps % TURN == 0:
             self._use(self._choices[self._steps // TURN % 2])
-
-    def _profiled_us(self, num_rows: int) -> float:
-        """Of the smallest profiled step that is as large."""
-        at = min(bisect_left(self._costs, num_rows, key=lambda cost: cost[0]), len(self._costs) - 1)
-        return float(self._costs[at][1])
 
 
 def thread_split(threads: int | None, kernels: str, costs: StepProfile) -> ThreadSplit | None:

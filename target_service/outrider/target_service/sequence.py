@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SequenceSampler
+from outrider.planner.acceptance import Acceptance
 from outrider.rpc.errors import (
     OTHER_MODEL,
     FailedPrecondition,
@@ -23,7 +24,6 @@ from outrider.rpc.messages import Credit, Failure, Open, PositionLogprobs, Targe
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.validate import MAX_LOGPROBS, validate_length, validate_open
 from outrider.target_service.draft_buffer import ChainBuffer
-from outrider.target_service.goodput import WindowAcceptance
 
 Sink = Callable[[TargetEvent], None]
 SequenceKey = tuple[int, int]  # stream number, sequence id
@@ -44,7 +44,7 @@ class TargetSequence:
     arrival: int  # order of arrival, for fairness and preemption
     deadline: float | None  # on the scheduler's clock
     random_ahead: RandomAhead = field(default_factory=RandomAhead)
-    acceptance: WindowAcceptance = field(default_factory=WindowAcceptance)
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(forgets_untested=True))
     group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
     last_step: int = 0  # number of the last step that it was in
     admitted: bool = False  # holds blocks (or may take them); false when new or preempted
