@@ -93,9 +93,9 @@ def nodes(tree: ast.AST, *, lazy: bool) -> Iterator[ast.AST]:
             yield from nodes(child, lazy=lazy)
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+def imports_of(path: Path, *, lazy: bool | None = None) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    for node in nodes(tree, lazy=package_of(path) != "cli"):
+    for node in nodes(tree, lazy=package_of(path) != "cli" if lazy is None else lazy):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(path, node.lineno, alias.name)

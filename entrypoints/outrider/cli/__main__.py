@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,30 +17,36 @@ CLOSED_PIPE = 141  # ... and for one whose reader went away
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: the module with its `main(argv, prog) -> int`, and what `outrider --help` says of it."""
+    """A command: the module with its `main(argv, prog) -> int`, what `outrider --help` says of it, and the extra of
+    the package that has the libraries for it (none: the package alone will do)."""
 
     module: str
     summary: str
+    extra: str = ""
 
 
 COMMANDS = {
-    "demo": Command("outrider.cli.demo", "start the three services on this machine and watch a completion"),
-    "target": Command("outrider.target_service.__main__", "serve the target: verifies drafted tokens in batches"),
-    "draft": Command("outrider.draft_service.__main__", "serve the draft: proposes tokens"),
-    "gateway": Command("outrider.gateway.__main__", "serve clients: runs the loop between draft and target"),
-    "colocated": Command("outrider.cli.colocated", "serve clients from one process that holds both models"),
-    "serve": Command("outrider.cli.serve", "start the three services on this machine with models of your own"),
+    "demo": Command("outrider.cli.demo", "start the three services on this machine and watch a completion", "llm"),
+    "target": Command(
+        "outrider.target_service.__main__", "serve the target: verifies drafted tokens in batches", "target"
+    ),
+    "draft": Command("outrider.draft_service.__main__", "serve the draft: proposes tokens", "draft"),
+    "gateway": Command("outrider.gateway.__main__", "serve clients: runs the loop between draft and target", "gateway"),
+    "colocated": Command("outrider.cli.colocated", "serve clients from one process that holds both models", "llm"),
+    "serve": Command("outrider.cli.serve", "start the three services on this machine with models of your own", "llm"),
     "generate": Command("outrider.cli.generate", "ask a gateway for completions"),
     "chat": Command("outrider.cli.chat", "talk to a gateway's model"),
     "trace": Command("outrider.cli.trace", "show where a request's rounds spent their time"),
-    "check-pair": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well"),
-    "bench": Command("outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor"),
-    "convert": Command("outrider.cli.convert", "turn a checkpoint's .bin weights into safetensors"),
+    "check-pair": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
+    "bench": Command(
+        "outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor", "bench"
+    ),
+    "convert": Command("outrider.cli.convert", "turn a checkpoint's .bin weights into safetensors", "target"),
 }
 # Commands of two words. Their first words are commands, too, that take no bare argument.
 SUBCOMMANDS = {
-    "bench network": Command("outrider.bench.network", "measure what the network between the services costs"),
-    "bench serve": Command("outrider.bench.load", "load a server: latencies, throughput and acceptance"),
+    "bench network": Command("outrider.bench.network", "measure what the network between the services costs", "bench"),
+    "bench serve": Command("outrider.bench.load", "load a server: latencies, throughput and acceptance", "bench"),
 }
 
 USAGE = "usage: outrider COMMAND [OPTIONS]\n       outrider COMMAND --help\n       outrider --version\n"
@@ -76,17 +83,33 @@ def subcommands(name: str) -> list[str]:
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """Runs one command. Ctrl-C and a reader that goes away are no tracebacks."""
+    """Runs one command. Ctrl-C, a reader that goes away and an extra that is not installed are no tracebacks."""
     command = COMMANDS.get(name) or SUBCOMMANDS[name]
     try:
         status: int = importlib.import_module(command.module).main(argv, prog=f"outrider {name}")
         sys.stdout.flush()
         return status
+    except ModuleNotFoundError:
+        missing = missing_requirements(command.extra)
+        if not missing:
+            raise
+        said = f"not installed: {', '.join(missing)}; pip install 'outrider[{command.extra}]'"
+        print(f"outrider {name}: error: {said}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit has nobody to write to
         return CLOSED_PIPE
+
+
+def missing_requirements(extra: str) -> list[str]:
+    """The distributions that an extra of the installed package asks for and that are not installed."""
+    from importlib import metadata
+
+    asked = [line for line in metadata.requires("outrider") or () if line.endswith(f"extra == '{extra}'")]
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in asked]
+    return [name for name in names if not any(metadata.distributions(name=name))]
 
 
 def help_text() -> str:

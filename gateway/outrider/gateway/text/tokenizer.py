@@ -203,8 +203,11 @@ class Tokenizer:
 
 
 def _convert_with_transformers(folder: Path) -> Backend:
-    """For checkpoints without tokenizer.json. Loads torch into the process: hence only here, and only when needed."""
-    from transformers import AutoTokenizer
+    """For checkpoints without tokenizer.json. Loads torch, if it is there: hence only here, and only when needed."""
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{folder} has no tokenizer.json; to convert what it has: pip install transformers") from error
 
     backend = getattr(AutoTokenizer.from_pretrained(str(folder)), "backend_tokenizer", None)
     if not isinstance(backend, Backend):

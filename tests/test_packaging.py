@@ -1,0 +1,284 @@
+"""The extras: each has the libraries that its commands import, the gateway's alone can serve, and what is missing is
+said. "Installed alone" is a folder with the project's own wheel and links to the distributions that an extra asks for,
+read by an interpreter that sees nothing else; under --prove it is a new environment from a package index."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import httpx
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support.fakes import DraftServicer, TargetServicer, ToyDraft, ToyTarget, expected, serving
+from support.gateways import save_toy_tokenizer
+from test_layout import REPOSITORY, ROOTS, Import, imports_of, sources
+
+from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS
+from outrider.client import Client
+
+LIBRARIES = {"client": "", "llm": "llm", "training": "llm"}  # what is imported, not run by a command
+OPTIONAL = {"triton"}  # comes with torch where that is built for CUDA, and is imported only there
+PEERS = {"vllm", "llama_cpp", "gguf"}  # other engines that the bench compares with, where they are
+FORBIDDEN = {"torch", "transformers", "numpy", "safetensors"}
+DISTRIBUTIONS = metadata.packages_distributions()
+SERVICES = ("gateway", "target", "draft")
+PROMPT_IDS = [11, 12, 13]
+TIMEOUT_S = 30.0
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by name."""
+    found = {}
+    for path in sources():
+        parts = path.with_suffix("").parts
+        found[".".join(parts[parts.index("outrider", len(REPOSITORY.parts)) :]).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+@cache
+def imports_in(name: str, *, lazy: bool) -> list[Import]:
+    """What a module imports when it is imported; with `lazy` in its functions, too."""
+    return list(imports_of(MODULES[name], lazy=lazy))
+
+
+def reached(entries: list[str]) -> set[str]:
+    """The project's modules that these import, directly or not."""
+    left, seen = list(entries), set()
+    while left:
+        if (name := left.pop()) not in seen:
+            seen.add(name)
+            found = [found.name for found in imports_in(name, lazy=True)]
+            packages = [name.rpartition(".")[0]]
+            left += [other for other in found + packages if other in MODULES]
+    return seen
+
+
+def libraries(names: set[str]) -> dict[str, str]:
+    """Other people's packages that modules import when they are imported, each with one that does."""
+    imports = [found for name in names for found in imports_in(name, lazy=False)]
+    return {
+        found.parts[0]: str(found)
+        for found in imports
+        if found.parts[0] not in sys.stdlib_module_names and found.parts[0] != "outrider"
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, without compiled kernels and without the embedded pair's weights, for speed."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(REPOSITORY / name, folder)
+    skipped = shutil.ignore_patterns("*.so", "*.safetensors", "__pycache__", "results")
+    for root in ROOTS:
+        shutil.copytree(REPOSITORY / root, folder / root, ignore=skipped)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PATH": ""}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    (built,) = (folder / "out").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def requirements(wheel: Path) -> list[Requirement]:
+    """What the wheel asks for, with the markers of its extras."""
+    with ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        text = archive.read(name).decode()
+    return [Requirement(line) for line in re.findall(r"^Requires-Dist: (.+)$", text, re.MULTILINE)]
+
+
+def asked(requirements: list[Requirement], extra: str) -> set[str]:
+    """The distributions that an extra and the package itself ask for on this machine."""
+    return {
+        canonicalize_name(found.name)
+        for found in requirements
+        if found.marker is None or found.marker.evaluate({"extra": extra})
+    }
+
+
+def with_dependencies(names: set[str]) -> set[str]:
+    """These distributions and all that they ask for, as they are installed here."""
+    left, seen = [(name, "") for name in names], set()
+    while left:
+        if (pair := left.pop()) not in seen:
+            seen.add(pair)
+            name, extra = pair
+            for found in map(Requirement, metadata.requires(name) or ()):
+                if found.marker is None or found.marker.evaluate({"extra": extra}):
+                    left += [(canonicalize_name(found.name), inner) for inner in ("", *found.extras)]
+    return {name for name, _ in seen}
+
+
+def entries(extra: str) -> list[str]:
+    """The modules that an extra is for: its commands', and what is imported."""
+    commands = [command for command in (*COMMANDS.values(), *SUBCOMMANDS.values()) if command.extra == extra]
+    packages = [package for package, needed in LIBRARIES.items() if needed == extra]
+    return [command.module for command in commands] + [
+        name for name in MODULES for package in packages if f"{name}.".startswith(f"outrider.{package}.")
+    ]
+
+
+@pytest.mark.parametrize("extra", ["", "gateway", "target", "draft", "llm", "bench"])
+def test_an_extra_has_what_its_commands_import(requirements: list[Requirement], extra: str) -> None:
+    """And the gateway's, the target's and the draft's have nothing else."""
+    wanted = asked(requirements, extra)
+    names = reached(entries(extra))
+    used = set()
+    for library, where in libraries(names).items():
+        providers = {canonicalize_name(name) for name in DISTRIBUTIONS.get(library, ())}
+        assert library in OPTIONAL | PEERS or providers & wanted, f"{where}, which is not of outrider[{extra}]"
+        used |= providers
+    if extra in SERVICES:
+        assert wanted - asked(requirements, "") <= used, "nothing imports it"
+
+
+def test_the_development_extra_has_everything(requirements: list[Requirement]) -> None:
+    everything = asked(requirements, "dev")
+    assert all(asked(requirements, extra) <= everything for extra in ("gateway", "target", "draft", "llm", "bench"))
+
+
+def test_no_other_extra_brings_a_model_to_the_gateway(requirements: list[Requirement]) -> None:
+    for extra in ("", "gateway"):
+        assert not FORBIDDEN & with_dependencies(asked(requirements, extra))
+    assert with_dependencies(asked(requirements, "target")) >= FORBIDDEN
+
+
+def test_the_wheel_holds_every_root_and_no_test(wheel: Path) -> None:
+    names = ZipFile(wheel).namelist()
+    own = {name.split("/")[1] for name in names if name.startswith("outrider/")}
+    assert own == {name.split(".")[1] for name in MODULES}
+    assert {name.split("/")[0] for name in names} == {"outrider", names[-1].split("/")[0]}
+
+
+@pytest.fixture(scope="module")
+def alone(wheel: Path, requirements: list[Requirement], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `outrider[gateway]` and nothing else."""
+    folder = tmp_path_factory.mktemp("gateway")
+    ZipFile(wheel).extractall(folder)
+    for name in with_dependencies(asked(requirements, "gateway")):
+        distribution = metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(distribution.locate_file(top))))
+    return folder
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter, and the folder that holds all that it sees beside the standard library; none: its own."""
+
+    command: tuple[str, ...]
+    folder: Path | None = None
+
+    async def start(self, *arguments: str) -> Process:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"PYTHONPATH": str(self.folder)} if self.folder else {}
+        return await asyncio.create_subprocess_exec(
+            *self.command, *arguments, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+        )
+
+    async def outrider(self, *arguments: str) -> tuple[int | None, str]:
+        """Runs a command to its end: its status and what it wrote to stderr."""
+        process = await self.start("-m", "outrider.cli", *arguments)
+        _, said = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+        return process.returncode, said.decode()
+
+
+async def serve_alone(python: Python, folder: Path) -> None:
+    """A gateway in that interpreter completes a prompt over gRPC and HTTP, with the tokens that its target makes."""
+    save_toy_tokenizer(folder)
+    script = f"import importlib.util as u; print([n for n in {sorted(FORBIDDEN)} if u.find_spec(n)])"
+    found, _ = await (await python.start("-c", script)).communicate()
+    assert found.decode().strip() == "[]"
+    async with serving(TargetServicer(ToyTarget())) as target, serving(DraftServicer(ToyDraft())) as draft:
+        peers = ("--target", target.address, "--draft", draft.address, "--tokenizer", str(folder))
+        ports = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--grace-s", "1")
+        process = await python.start("-m", "outrider.cli", "gateway", *peers, *ports)
+        try:
+            grpc_address, http_address = await addresses(process)
+            async with httpx.AsyncClient(base_url=f"http://{http_address}", timeout=TIMEOUT_S) as client:
+                async with asyncio.timeout(TIMEOUT_S):
+                    while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110 (another process)
+                        await asyncio.sleep(0.05)
+                body = {"prompt": PROMPT_IDS, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+                answer = (await client.post("/v1/completions", json={**body, "model": "toy"})).json()
+            assert answer["choices"][0]["token_ids"] == expected(PROMPT_IDS, 24)
+            async with Client(grpc_address) as own:
+                parts = [part async for part in own.generate(token_ids=PROMPT_IDS, temperature=0.0, max_tokens=24)]
+            assert [token for part in parts for token in part.token_ids] == expected(PROMPT_IDS, 24)
+        finally:
+            process.terminate()
+            await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+
+
+async def addresses(process: Process) -> tuple[str, str]:
+    """Where a gateway listens for gRPC and for HTTP, as it prints it."""
+    assert process.stdout is not None
+    found: dict[str, str] = {}
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(found) < 2:
+            line = (await process.stdout.readline()).decode()
+            assert line or process.stderr is None, (await process.stderr.read()).decode()
+            if said := re.fullmatch(r"(?:\S+ (listening)|gateway (http)) on (\S+)\n", line):
+                found[said[1] or said[2]] = said[3]
+    return found["listening"], found["http"]
+
+
+@pytest.fixture
+def python(alone: Path) -> Python:
+    return Python((sys.executable, "-S"), alone)
+
+
+async def test_the_gateway_alone_serves(python: Python, tmp_path: Path) -> None:
+    await serve_alone(python, tmp_path)
+
+
+@pytest.mark.parametrize("command", ["target", "draft", "check-pair"])
+async def test_what_is_missing_is_said(python: Python, command: str, tmp_path: Path) -> None:
+    flags = ("--model", str(tmp_path)) if command in SERVICES else ("--target", str(tmp_path), "--draft", str(tmp_path))
+    extra = COMMANDS[command].extra
+    missing = "numpy, safetensors, torch, transformers"
+    assert await python.outrider(command, *flags) == (
+        2,
+        f"outrider {command}: error: not installed: {missing}; pip install 'outrider[{extra}]'\n",
+    )
+
+
+async def test_a_tokenizer_that_only_transformers_reads(python: Python, tmp_path: Path) -> None:
+    status, said = await python.outrider("gateway", "--target", "127.0.0.1:1", "--tokenizer", str(tmp_path))
+    assert status == 2 and "has no tokenizer.json" in said and "pip install transformers" in said
+
+
+@pytest.fixture
+def fresh(wheel: Path, tmp_path: Path) -> Python:
+    """A new environment with `outrider[gateway]` from a package index."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    command = str(tmp_path / "venv/bin/python")
+    pip = (command, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    if subprocess.run([*pip, "prometheus-client"], capture_output=True, check=False).returncode:
+        pytest.skip("no package index can be reached")
+    subprocess.run([*pip, f"{wheel}[gateway]"], check=True)
+    return Python((command,))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_the_gateway_alone_from_a_package_index(fresh: Python, tmp_path: Path) -> None:
+    await serve_alone(fresh, tmp_path)
