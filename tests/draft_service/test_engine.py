@@ -13,13 +13,13 @@ import torch
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
 
 from outrider.draft_service import engine
-from outrider.draft_service.engine import Deliver, Detach
 from outrider.draft_service.sequence import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.servicer import Detach
 
 PENALISED = SamplingParams(
     temperature=0.9, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=6,
@@ -257,7 +257,7 @@ def test_close_and_the_end_of_a_stream_release() -> None:
     harness.run(new_open(1, range(20)), new_open(2, range(9)), credit(1, 24), credit(2, 24))
     assert harness.run(Close(1), commit(1, 20, 3), credit(1, 99)) == [Closed(1)]
     harness.engine.handle(Detach(STREAM))
-    harness.engine.handle(Deliver(STREAM, [credit(2, 99)]))
+    harness.send(credit(2, 99))
     assert harness.run() == [] and not harness.engine.sequences
     assert harness.method.cache.pool.num_free == free
     harness.check()

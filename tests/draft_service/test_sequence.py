@@ -41,7 +41,7 @@ def drafted(
     """A sequence after PROMPT that has drafted `ids`; all but the last token are computed."""
     cache = KVCacheManager(BlockPool(8), 4)
     matcher = NgramProposer(1, 1).open(PROMPT)
-    options = {"chain": 3, "capacity": 1000, **options}
+    options = {"chain": 3, "capacity": 1000, "sink": lambda _: None, **options}
     draft = DraftSequence((1, 7), CachedSequence(list(PROMPT)), len(PROMPT), method=matcher, **options)
     draft.grant(credit(7, until, max_window))
     extend(draft, cache, ids)

@@ -50,9 +50,10 @@ class Service:
     def __init__(self) -> None:
         model = tiny_draft.__wrapped__()  # its own: a model is one thread's, and the test has a harness, too
         method = build_model_method(model, RunnerOptions(num_blocks=64))
-        self.engine = DraftEngine(make_methods([method, NgramProposer()]))
+        outboxes = Outboxes(asyncio.get_running_loop())
+        self.engine = DraftEngine(make_methods([method, NgramProposer()]), flush=outboxes.flush)
         self.thread: Worker[DraftEngineCommand] = Worker(self.engine, "test-device", 1)
-        self.servicer = DraftServicer(self.thread, Outboxes(asyncio.get_running_loop()), INFO)
+        self.servicer = DraftServicer(self.thread, outboxes, INFO)
         health = build_health(self.engine, self.thread)
         self.server = build_server("localhost:0", [SERVICE], lambda s: register(self.servicer, s), health=health)
         self.pool = method.cache.pool

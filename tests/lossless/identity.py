@@ -24,8 +24,9 @@ from support.fakes import until
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_health, build_model_method
-from outrider.draft_service.engine import Attach, Deliver, DraftEngine, Sink
+from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
+from outrider.draft_service.sequence import Sink
 from outrider.draft_service.servicer import SERVICE, DraftServicer, register
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence, KVCacheManager
 from outrider.engine.loader import LoadedModel
@@ -38,6 +39,7 @@ from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
 from outrider.rpc.sampling_params import TokenOrigin
 from outrider.rpc.server import Server, build_server
+from outrider.rpc.servicer import Deliver, Detach
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.boot import TargetService, build
 from outrider.target_service.scheduler import ScheduledSequence
@@ -224,10 +226,11 @@ class DraftWatch:
         handle, step = engine.handle, engine.step
 
         def watched(command: DraftCommand) -> None:
-            if isinstance(command, Attach):
-                command = replace(command, sink=self._counting(command))
-            handle(command)
-            for message in command.messages if isinstance(command, Deliver) else ():
+            if isinstance(command, Detach):
+                handle(command)
+                return
+            handle(replace(command, sink=self._counting(command)))
+            for message in command.messages:
                 key = (command.stream, message.sequence_id)
                 if isinstance(message, Commit) and key in engine.sequences:
                     taken = (*key, engine.sequences[key].chain)
@@ -243,12 +246,11 @@ class DraftWatch:
 
         engine.handle, engine.step = watched, watched_step  # type: ignore[method-assign]
 
-    def _counting(self, command: Attach) -> Sink:
-        def sink(events: Sequence[DraftEvent]) -> None:
-            for event in events:
-                if isinstance(event, DraftTokens) and event.parent is not None:
-                    self._sent.add((command.stream, event.sequence_id, event.chain))
-            command.sink(events)
+    def _counting(self, command: Deliver[Any, DraftEvent]) -> Sink:
+        def sink(event: DraftEvent) -> None:
+            if isinstance(event, DraftTokens) and event.parent is not None:
+                self._sent.add((command.stream, event.sequence_id, event.chain))
+            command.sink(event)
 
         return sink
 
@@ -276,12 +278,13 @@ class Draft:
 def build_draft(loaded: LoadedModel, num_blocks: int) -> Draft:
     """With both methods."""
     method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks))
-    engine, pieces = DraftEngine(make_methods([method, NgramProposer(*NGRAM)])), DraftWatch()
+    outboxes, pieces = Outboxes(asyncio.get_running_loop()), DraftWatch()
+    engine = DraftEngine(make_methods([method, NgramProposer(*NGRAM)]), flush=outboxes.flush)
     pieces.watch(engine)
     thread: Worker[DraftCommand] = Worker(engine, "draft-device", 1)
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
     info = DraftInfo(model, (DraftMethod("draft_model"), DraftMethod("ngram")))
-    servicer = DraftServicer(thread, Outboxes(asyncio.get_running_loop()), info)
+    servicer = DraftServicer(thread, outboxes, info)
     health = build_health(engine, thread)
     server = build_server("127.0.0.1:0", [SERVICE], lambda s: register(servicer, s), health=health)
     watch = CacheWatch()

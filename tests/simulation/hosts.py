@@ -13,12 +13,13 @@ from simulation.network import Clock, Event, Stream
 from simulation.tables import MAX_LEN, Table, TableRunner
 
 from outrider.draft_service.admission import ModelMethod, make_methods
-from outrider.draft_service.engine import Attach, Deliver, Detach, DraftEngine
+from outrider.draft_service.engine import DraftEngine
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.proposers.device_draft import MOST_PASSES
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
-from outrider.target_service.engine import StreamCommand, StreamEnded, TargetEngine
+from outrider.rpc.servicer import Deliver, Detach
+from outrider.target_service.engine import TargetEngine
 from outrider.target_service.sequence import TargetLimits
 
 RETRY_S = 0.05  # as the device thread's
@@ -39,7 +40,7 @@ class EngineHost:
         self.up = True
         self.streams: dict[int, Stream] = {}
         self._inbox: list[Callable[[], None]] = []
-        self._outbox: list[tuple[Stream, Sequence[Any]]] = []
+        self._outbox: dict[Stream, list[Any]] = {}
         self._turn_due: Event | None = None
         self._busy = False
         self._running: set[tuple[int, int]] = set()  # sequences that held blocks after the last turn
@@ -59,7 +60,7 @@ class EngineHost:
     def detach(self, stream: Stream) -> None:
         """A stream ended: what it opened is released."""
         if self.streams.pop(stream.number, None) is not None:
-            self._put(lambda: self._detach(stream))
+            self._put(lambda: self.engine.handle(Detach(stream.number)))
 
     def deliver(self, stream: Stream, messages: Sequence[Any]) -> None:
         """Messages arrive."""
@@ -110,10 +111,7 @@ class EngineHost:
         raise NotImplementedError
 
     def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
-        raise NotImplementedError
-
-    def _detach(self, stream: Stream) -> None:
-        raise NotImplementedError
+        self.engine.handle(Deliver(stream.number, messages, lambda event: self._send(stream, event)))
 
     def _boot(self) -> None:
         self._running.clear()
@@ -148,8 +146,8 @@ class EngineHost:
         self._rows_before = self.runner.num_rows
         self.check_blocks()
         self._note_preempted()
-        outbox, self._outbox = self._outbox, []
-        for stream, events in outbox:
+        outbox, self._outbox = self._outbox, {}
+        for stream, events in outbox.items():
             stream.down(events, took)
         if wait is not None:
             self._wait(max(took + wait, LEAST_WAIT_S))
@@ -166,11 +164,10 @@ class EngineHost:
                 self.notes[f"{type(self).__name__} preempted"] += 1
         self._running = {held.key for held in self.sequences if held.admitted}
 
-    def _send(self, stream: Stream, events: Sequence[Any]) -> None:
-        for event in events:
-            link = stream.all_links[event.sequence_id]
-            link.watch.on_departure(link, event, self.engine)
-        self._outbox.append((stream, events))
+    def _send(self, stream: Stream, event: Any) -> None:
+        link = stream.all_links[event.sequence_id]
+        link.watch.on_departure(link, event, self.engine)
+        self._outbox.setdefault(stream, []).append(event)
 
 
 class TargetHost(EngineHost):
@@ -194,10 +191,7 @@ class TargetHost(EngineHost):
         for message in messages:
             link = stream.all_links[message.sequence_id]
             link.watch.on_delivery(link, message)
-            self.engine.handle(StreamCommand(stream.number, message, lambda event: self._send(stream, [event])))
-
-    def _detach(self, stream: Stream) -> None:
-        self.engine.handle(StreamEnded(stream.number))
+        super()._handle(stream, messages)
 
 
 class SeveralAtOnce(DraftModelProposer):
@@ -231,21 +225,10 @@ class DraftHost(EngineHost):
         """What the engine holds."""
         return list(self.engine.sequences.values())
 
-    def attach(self, stream: Stream) -> None:
-        """A stream begins."""
-        super().attach(stream)
-        self.engine.handle(Attach(stream.number, lambda events: self._send(stream, events)))
-
     def _new_engine(self) -> DraftEngine:
         self._cache = KVCacheManager(BlockPool(self.num_blocks))
         proposer = self.proposer_type(self.runner)  # type: ignore[arg-type]
         return DraftEngine(make_methods([ModelMethod(proposer, self._cache, (0,))]), max_rows=self.max_rows)
-
-    def _handle(self, stream: Stream, messages: Sequence[Any]) -> None:
-        self.engine.handle(Deliver(stream.number, messages))
-
-    def _detach(self, stream: Stream) -> None:
-        self.engine.handle(Detach(stream.number))
 
 
 class DeviceDraftHost(DraftHost):

@@ -14,9 +14,10 @@ from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.proposers.draft_model import DraftModelProposer
+from outrider.rpc.servicer import Detach
 from outrider.target_service import verifier
 from outrider.target_service.draft_buffer import ChainBuffer
-from outrider.target_service.engine import StreamEnded, TargetEngine
+from outrider.target_service.engine import TargetEngine
 from outrider.target_service.scheduler import TargetScheduler
 from outrider.target_service.sequence import TargetSequence
 
@@ -115,7 +116,7 @@ def _first_chain_again(open_draft: Any, core: SpeculationCore) -> Any:
 
 
 def _ignore_stream_end(handle: Any, engine: TargetEngine, command: Any) -> None:
-    if not isinstance(command, StreamEnded):
+    if not isinstance(command, Detach):
         handle(engine, command)
 
 

@@ -21,7 +21,8 @@ from outrider.gateway.speculation.loop import SpeculationDriver
 from outrider.planner.policy import Policy, PolicyController, Round, SpeculationTally
 from outrider.rpc.messages import Commit, Credit, Failure, Open, TargetEvent
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
-from outrider.target_service.engine import StreamCommand, TargetEngine
+from outrider.rpc.servicer import Deliver
+from outrider.target_service.engine import TargetEngine
 from outrider.target_service.sequence import TargetLimits
 
 
@@ -201,8 +202,7 @@ def plain_outputs(table: Table, requests: Sequence[Open]) -> list[list[int]]:
 
     for index, request in enumerate(requests):
         opened = replace(request, sequence_id=index, fork_of=None)
-        for message in (opened, Credit(index, MAX_LEN, 0)):
-            engine.handle(StreamCommand(0, message, sink))
+        engine.handle(Deliver(0, (opened, Credit(index, MAX_LEN, 0)), sink))
     while engine.step(0.0) is not None:
         pass
     return outputs

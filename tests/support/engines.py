@@ -15,7 +15,7 @@ from support.models import tiny_config, tiny_hf_model, tiny_state
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
-from outrider.draft_service.engine import Attach, Deliver, DraftEngine
+from outrider.draft_service.engine import DraftEngine
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, build_decoder
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
@@ -36,7 +36,8 @@ from outrider.rpc.messages import (
     TokenWeights,
 )
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
-from outrider.target_service.engine import StreamCommand, TargetEngine
+from outrider.rpc.servicer import Deliver
+from outrider.target_service.engine import TargetEngine
 from outrider.target_service.outputs import StepReport
 from outrider.target_service.sequence import TargetLimits
 
@@ -64,13 +65,12 @@ class DraftHarness:
     ) -> None:
         self.loaded = tiny_draft(max_model_len, batch_invariant)
         self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks))
-        self.engine = DraftEngine(make_methods([self.method, NgramProposer(2, 4)]), **options)
+        self.engine = DraftEngine(make_methods([self.method, NgramProposer(2, 4)]), flush=self._flush, **options)
         self.events: list[DraftEvent] = []
         self.flushes: list[list[DraftEvent]] = []
         self.batches: list[list[BatchEntry]] = []
         self.computed: list[tuple[int, ...]] = []
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.engine.handle(Attach(STREAM, self._sink))
         self._forward = self.method.proposer.runner.forward
         self.method.proposer.runner.forward = self._watch  # type: ignore[method-assign]
         branch_planner = self.engine._branch_planner
@@ -78,12 +78,12 @@ class DraftHarness:
         self._copy_blocks, branch_planner._copy_blocks = branch_planner._copy_blocks, self._copy
 
     def send(self, *messages: Any) -> None:
-        self.engine.handle(Deliver(STREAM, messages))
+        self.engine.handle(Deliver(STREAM, messages, self.events.append))
 
     def run(self, *messages: Any) -> list[DraftEvent]:
         """Sends one frame and steps until the engine rests; what it answered."""
-        self.send(*messages)
         first = len(self.events)
+        self.send(*messages)
         for _ in range(2000):
             if self.engine.step(time.monotonic()) != 0.0:
                 break
@@ -98,9 +98,9 @@ class DraftHarness:
         tables = [line.block_table for line in lines]
         self.method.cache.pool.check_integrity(tables)
 
-    def _sink(self, events: Sequence[DraftEvent]) -> None:
-        self.events.extend(events)
-        self.flushes.append(list(events))
+    def _flush(self) -> None:
+        if events := self.events[sum(map(len, self.flushes)) :]:
+            self.flushes.append(events)
 
     def _watch(self, entries: Sequence[BatchEntry]) -> torch.Tensor:
         self.batches.append(list(entries))
@@ -187,7 +187,7 @@ class TargetHarness:
     def send(self, *messages: Any) -> None:
         for message in messages:
             sink = self.events.setdefault(message.sequence_id, []).append
-            self.engine.handle(StreamCommand(1, message, sink))
+            self.engine.handle(Deliver(1, [message], sink))
 
     def run(self, max_steps: int = 10_000) -> float | None:
         """Steps until nothing is due; returns what the engine would wait for."""

@@ -16,7 +16,7 @@ import torch
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.boot import runner_options as draft_options
-from outrider.draft_service.engine import Attach, Deliver, DraftEngine
+from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.loader import load_model
 from outrider.engine.model_runner import build_runner
@@ -33,9 +33,9 @@ from outrider.gateway.speculation.core import (
 )
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.messages import Close, Open, from_failure
+from outrider.rpc.servicer import Deliver
 from outrider.target_service.boot import limits_of, load, new_engine
 from outrider.target_service.boot import runner_options as target_options
-from outrider.target_service.engine import StreamCommand
 from outrider.target_service.settings import TargetSettings
 
 STREAM = 1
@@ -64,7 +64,6 @@ class Colocated:
         self._target.profile()
         self._pieces: list[Any] = []  # what the engines said, until it is applied
         self._commits: list[Any] = []
-        self._draft.handle(Attach(STREAM, self._pieces.extend))
         self._last_id = 0
         self._cores: dict[int, SpeculationCore] = {}
         self._rounds: dict[int, list[Round]] = {}
@@ -142,12 +141,12 @@ class Colocated:
                     raise from_failure(failure)
 
     def _to_draft(self, number: int, messages: Sequence[Any]) -> None:
-        self._draft.handle(Deliver(STREAM, tuple(replace(message, sequence_id=number) for message in messages)))
+        renamed = [replace(message, sequence_id=number) for message in messages]
+        self._draft.handle(Deliver(STREAM, renamed, self._pieces.append))
 
     def _to_target(self, number: int, messages: Sequence[Any]) -> None:
-        for message in messages:
-            command = StreamCommand(STREAM, replace(message, sequence_id=number), self._commits.append)
-            self._target.handle(command)
+        renamed = [replace(message, sequence_id=number) for message in messages]
+        self._target.handle(Deliver(STREAM, renamed, self._commits.append))
 
     def _end(self) -> None:
         """Leaves nothing open, also after an error."""

@@ -24,8 +24,9 @@ from outrider.engine.model_runner import build_runner
 from outrider.pairs import pair_path
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Open, TargetCommand, TargetEvent
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.servicer import Deliver, Detach
 from outrider.target_service.boot import limits_of, load, new_engine, runner_options
-from outrider.target_service.engine import StreamCommand, StreamEnded, TargetEngine
+from outrider.target_service.engine import TargetEngine
 from outrider.target_service.settings import TargetSettings
 
 SEED = 20
@@ -64,11 +65,11 @@ class Driver:
 
     def send(self, message: TargetCommand) -> None:
         """Hands the engine a message."""
-        self.engine.handle(StreamCommand(1, message, self._on_event))
+        self.engine.handle(Deliver(1, [message], self._on_event))
 
     def open_streams(self, num_streams: int) -> None:
         """All streams, from the start; with references they have drafts."""
-        self.engine.handle(StreamEnded(1))
+        self.engine.handle(Detach(1))
         self.drafted.clear()
         for index in range(1, num_streams + 1):
             prompt = self.prompts.setdefault(index, self.ids(STREAM_PROMPT))
@@ -166,7 +167,7 @@ def driver_of(options: argparse.Namespace) -> Driver:
 
 def one_run(driver: Driver, options: argparse.Namespace) -> Json:
     """Times in milliseconds."""
-    driver.engine.handle(StreamEnded(1))
+    driver.engine.handle(Detach(1))
     alone = driver.first_token_s(options.prompt_tokens, arrives_in_step=False)
     driver.open_streams(options.streams)
     while min(len(driver.texts[index]) for index in range(1, options.streams + 1)) < SETTLED:

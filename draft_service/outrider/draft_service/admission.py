@@ -14,7 +14,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Link, Tracer
 
-from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey
+from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SequenceSampler
@@ -98,7 +98,13 @@ def make_methods(methods: Iterable[ModelMethod | TokenProposer]) -> Methods:
 
 
 def build_sequence(
-    key: SequenceKey, request: Open, methods: Methods, parent: DraftSequence | None, arrival: int, now: float
+    key: SequenceKey,
+    request: Open,
+    sink: Sink,
+    methods: Methods,
+    parent: DraftSequence | None,
+    arrival: int,
+    now: float,
 ) -> DraftSequence:
     """Raises an OutriderError that says why the sequence cannot be drafted for."""
     method = methods.get(request.method or next(iter(methods)))
@@ -119,6 +125,7 @@ def build_sequence(
         state = method.open(tokens)
     return DraftSequence(
         key=key,
+        sink=sink,
         sequence=CachedSequence(tokens, salt=request.salt),
         prompt_len=len(prompt_ids),
         chain=request.first_chain,

@@ -44,9 +44,16 @@ async def serve(settings: DraftSettings) -> None:
     stop_tracing = setup_tracing("outrider-draft", settings.trace_file)
     settings = await asyncio.to_thread(located, settings)
     methods, info = await asyncio.to_thread(load_methods, settings)
-    engine = DraftEngine(make_methods(methods), settings.max_sequences, settings.max_rows, tracer=installed_tracer())
+    outboxes = Outboxes(asyncio.get_running_loop())
+    engine = DraftEngine(
+        make_methods(methods),
+        settings.max_sequences,
+        settings.max_rows,
+        flush=outboxes.flush,
+        tracer=installed_tracer(),
+    )
     thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
-    servicer = DraftServicer(thread, Outboxes(asyncio.get_running_loop()), info)
+    servicer = DraftServicer(thread, outboxes, info)
     try:
         server = build_server(
             settings.listen,

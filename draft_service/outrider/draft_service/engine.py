@@ -1,20 +1,17 @@
-"""The draft's engine, run by the device thread: commands of many streams in, one batched step at a time, pieces out.
-
-What one step (and the commands before it) made for one stream leaves in one call of that stream's sink."""
+"""The draft's engine, run by the device thread: commands of many streams in, one batched step at a time, pieces out to
+the sinks. What the commands before a step and the step itself said leaves when it is over."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, record_step
 from outrider.draft_service.scheduler import BranchPlanner, BranchStep, DraftScheduler, note_top_tokens, rows_of
-from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey
+from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.worker import require_device
@@ -31,46 +28,29 @@ from outrider.rpc.messages import (
     TokenWeights,
     to_failure,
 )
+from outrider.rpc.servicer import Deliver, Detach
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[Sequence[DraftEvent]], None]  # called on the device thread
 RETRY_AFTER_MS = 1000
 MAX_BRANCH_STEPS = 64  # branches in one pass, over all sequences
 STALLED_S = 0.01  # pause when nothing could run though something wants to
 
 
-@dataclass(frozen=True, slots=True)
-class Attach:
-    """A stream begins; its events go to `sink`."""
-
-    stream: int
-    sink: Sink
-
-
-@dataclass(frozen=True, slots=True)
-class Detach:
-    """A stream ended: everything it opened is released."""
-
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Validated messages of a stream, in order."""
-
-    stream: int
-    messages: Sequence[DraftCommand]
-
-
-DraftEngineCommand = Attach | Detach | Deliver
+DraftEngineCommand = Deliver[DraftCommand, DraftEvent] | Detach
 
 
 class DraftEngine:
-    """Run by a Worker: every method runs on its thread."""
+    """Run by a Worker: every method runs on its thread. `flush` is called once after each step."""
 
     def __init__(
-        self, methods: Methods, max_sequences: int = 256, max_rows: int = 512, tracer: Tracer | None = None
+        self,
+        methods: Methods,
+        max_sequences: int = 256,
+        max_rows: int = 512,
+        *,
+        flush: Callable[[], None] = lambda: None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._methods = methods
         self._model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
@@ -81,9 +61,8 @@ class DraftEngine:
         self._branch_planner = BranchPlanner(self._cache, copy_blocks) if copy_blocks else None
         self._max_sequences = max_sequences
         self._tracer = tracer
-        self._sinks: dict[int, Sink] = {}
+        self._flush = flush
         self._sequences: dict[SequenceKey, DraftSequence] = {}
-        self._outbox: defaultdict[int, list[DraftEvent]] = defaultdict(list)
         self._in_step: list[DraftSequence] = []
         self._suspects: list[DraftSequence] = []  # were in a step that failed: each runs alone next
         self._arrivals = 0
@@ -95,14 +74,12 @@ class DraftEngine:
 
     def handle(self, command: DraftEngineCommand) -> None:
         """Applies a command; what it answers leaves with the next step."""
-        match command:
-            case Attach():
-                self._sinks[command.stream] = command.sink
-            case Detach():
-                self._detach(command.stream)
-            case Deliver():
-                for message in command.messages:
-                    self._apply((command.stream, message.sequence_id), message)
+        if isinstance(command, Detach):
+            for key in [key for key in self._sequences if key[0] == command.stream]:
+                self._release(key)
+            return
+        for message in command.messages:
+            self._apply((command.stream, message.sequence_id), message, command.sink)
 
     def step(self, now: float) -> float | None:
         """Drafts a token for every sequence with the model (a few where passes follow one another on a device), and all
@@ -114,7 +91,7 @@ class DraftEngine:
         branch_steps = self._branch_planner.plan(drafts, MAX_BRANCH_STEPS) if self._branch_planner else []
         if self._model and (steps or branch_steps):
             self._draft(self._model, steps, branch_steps)
-        self._flush()
+        self._send_pieces()
         if steps or branch_steps or self._suspects or (self._model and self._prepare(self._model)):
             return 0.0
         if any(draft.wants_tokens for draft in self._sequences.values()):
@@ -135,42 +112,41 @@ class DraftEngine:
             self._suspects = in_step
             return
         for draft in in_step or list(self._sequences.values()):
-            self._fail(draft.key, Internal(f"a draft step failed: {type(error).__name__}"))
-        self._flush()
+            self._fail(draft, Internal(f"a draft step failed: {type(error).__name__}"))
+        self._send_pieces()
 
     def probe(self) -> None:
         """A sign of life. Raises DeviceLost if the device is unusable."""
         if self._model is not None:
             probe(self._model.proposer.runner, self._cache.pool)
 
-    def _detach(self, stream: int) -> None:
-        for key in [key for key in self._sequences if key[0] == stream]:
-            self._release(key)
-        self._sinks.pop(stream, None)
-        self._outbox.pop(stream, None)
-
-    def _apply(self, key: SequenceKey, message: DraftCommand) -> None:
+    def _apply(self, key: SequenceKey, message: DraftCommand, sink: Sink) -> None:
+        failure: OutriderError | None = None
         try:
             if isinstance(message, Open):
-                self._open(key, message)
+                self._open(key, message, sink)
             elif isinstance(message, Close):
                 self._release(key)
-                self._outbox[key[0]].append(Closed(key[1]))
+                sink(Closed(message.sequence_id))
             elif (draft := self._sequences.get(key)) is not None:
                 self._update(draft, message)
         except OutriderError as error:
-            self._fail(key, error)
+            failure = error
         except Exception as error:  # a bug met with one sequence: the others of this frame still get their messages
             logger.exception("a %s failed", type(message).__name__)
-            self._fail(key, Internal(f"unexpected {type(error).__name__}; see the log"))
+            failure = Internal(f"unexpected {type(error).__name__}; see the log")
+        if failure is not None:
+            self._release(key)
+            sink(to_failure(message.sequence_id, failure))
 
-    def _open(self, key: SequenceKey, request: Open) -> None:
+    def _open(self, key: SequenceKey, request: Open, sink: Sink) -> None:
         if len(self._sequences) >= self._max_sequences:
             message = f"{self._max_sequences} sequences are open"
             raise ResourceExhausted(message, reason="TOO_MANY_SEQUENCES", retry_after_ms=RETRY_AFTER_MS)
         parent = self._sequences.get((key[0], request.fork_of)) if request.fork_of is not None else None
         self._arrivals += 1
-        self._sequences[key] = build_sequence(key, request, self._methods, parent, self._arrivals, time.monotonic())
+        now = time.monotonic()
+        self._sequences[key] = build_sequence(key, request, sink, self._methods, parent, self._arrivals, now)
 
     def _update(self, draft: DraftSequence, message: Commit | Credit) -> None:
         if isinstance(message, Credit):
@@ -254,13 +230,13 @@ class DraftEngine:
         )
 
     def _expire(self, now: float) -> None:
-        late = [key for key, draft in self._sequences.items() if draft.deadline is not None and draft.deadline <= now]
-        for key in late:
-            self._fail(key, DeadlineExceeded("the request's time ran out"))
+        for draft in list(self._sequences.values()):
+            if draft.deadline is not None and draft.deadline <= now:
+                self._fail(draft, DeadlineExceeded("the request's time ran out"))
 
-    def _fail(self, key: SequenceKey, error: OutriderError) -> None:
-        self._release(key)
-        self._outbox[key[0]].append(to_failure(key[1], error))
+    def _fail(self, draft: DraftSequence, error: OutriderError) -> None:
+        self._release(draft.key)
+        draft.sink(to_failure(draft.key[1], error))
 
     def _release(self, key: SequenceKey) -> None:
         draft = self._sequences.pop(key, None)
@@ -269,15 +245,12 @@ class DraftEngine:
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
             self._scheduler.release(draft)
 
-    def _flush(self) -> None:
-        """Collects the pieces that are due and hands each stream its events."""
-        for (stream, _), draft in self._sequences.items():
-            self._outbox[stream].extend(draft.take_pieces())
-        outbox, self._outbox = self._outbox, defaultdict(list)
-        for stream, events in outbox.items():
-            sink = self._sinks.get(stream)
-            if events and sink is not None:
-                sink(events)
+    def _send_pieces(self) -> None:
+        """Hands out the pieces that are due; then all that was said may leave."""
+        for draft in self._sequences.values():
+            for piece in draft.take_pieces():
+                draft.sink(piece)
+        self._flush()
 
 
 def _wire_weights(drafted: DraftedToken) -> TokenWeights | None:

@@ -16,7 +16,7 @@ of the draft's own race is what the target most often takes instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from outrider.planner.acceptance import PRIOR_WEIGHT, Acceptance
 from outrider.proposers.base import ProposerState
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.messages import Commit, Credit, DraftTokens, TokenWeights
+from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens, TokenWeights
 
 MAX_TOP_TOKENS = 4  # other tokens considered at one position
 MEMORY = 50.0  # verifications that an estimate looks back on
@@ -156,6 +156,7 @@ def matching_branch(branches: Iterable[Branch], committed: int, new: Sequence[in
 
 
 SequenceKey = tuple[int, int]  # stream number, sequence id
+Sink = Callable[[DraftEvent], None]  # called on the device thread
 MAX_AHEAD = 512  # tokens past the committed ones, whatever the credit: a target holds no more
 
 
@@ -177,6 +178,7 @@ class DraftSequence:
     chain: int
     capacity: int  # positions at or past it are never drafted
     method: ModelState | ProposerState  # a token-only method's state holds the same tokens
+    sink: Sink
     arrival: int = 0  # order of arrival, for fairness and preemption
     priority: int = 0
     deadline: float | None = None  # on the device thread's clock

@@ -14,7 +14,7 @@ from typing import Any
 from outrider.draft_service.admission import installed_tracer, make_methods
 from outrider.draft_service.boot import build_model_method, model_info
 from outrider.draft_service.boot import runner_options as draft_options
-from outrider.draft_service.engine import Attach, Deliver, DraftEngine
+from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.loader import LoadedModel
@@ -35,10 +35,10 @@ from outrider.rpc.messages import (
     TargetEvent,
     TargetInfo,
 )
+from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
 from outrider.target_service.boot import info_of, limits_of, new_engine
 from outrider.target_service.boot import runner_options as target_options
-from outrider.target_service.engine import StreamCommand
 from outrider.target_service.engine import TargetEngineCommand as TargetCommand
 from outrider.target_service.profile import thread_split
 from outrider.target_service.settings import TargetSettings
@@ -92,10 +92,6 @@ class LocalService(ABC):
     def info(self) -> TargetInfo | DraftInfo:
         """What a service over the engine would say of itself."""
 
-    @abstractmethod
-    def command(self, messages: Sequence[Any]) -> None:
-        """Hands messages to the engine. Raises DeviceStopped."""
-
     def holds(self, link: object) -> bool:
         """Whether the sequence is open, as far as the loop knows."""
         return isinstance(link, LocalLink) and self._links.get(link.sequence_id) is link
@@ -107,7 +103,7 @@ class LocalService(ABC):
     def submit(self, messages: Sequence[Any]) -> bool:
         """Sends messages; whether the engine is still there to take them."""
         try:
-            self.command(messages)
+            self.thread.submit(Deliver(STREAM, messages, self.take, time.monotonic()))
         except DeviceStopped as error:
             self._loop.call_soon(self._lose, str(error))
             return False
@@ -202,12 +198,6 @@ class LocalTarget(LocalService):
         """Starts a sequence, or a fork of one that is open."""
         return None if refused_by else self.start(request, on_event, fork_of)
 
-    def command(self, messages: Sequence[Any]) -> None:
-        """One command a message; each waits for the step under way."""
-        received = time.monotonic()
-        for message in messages:
-            self._thread.submit(StreamCommand(STREAM, message, self.take, received))
-
 
 class LocalDraft(LocalService):
     """A Drafter over a draft model in this process."""
@@ -217,12 +207,15 @@ class LocalDraft(LocalService):
         method = build_model_method(loaded, draft_options(settings).beside_another())
         self._info = DraftInfo(model_info(settings, loaded, method), (DraftMethod(method.name),))
         engine = DraftEngine(
-            make_methods([method]), settings.max_sequences, settings.max_rows, tracer=installed_tracer()
+            make_methods([method]),
+            settings.max_sequences,
+            settings.max_rows,
+            flush=self.flush,
+            tracer=installed_tracer(),
         )
         self._thread: Worker[DraftCommand] = Worker(
             engine, "llm-draft", settings.threads or usable_threads(), settings.device
         )
-        self._thread.submit(Attach(STREAM, self._sink))
 
     @property
     def thread(self) -> Worker[DraftCommand]:
@@ -242,11 +235,3 @@ class LocalDraft(LocalService):
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> LocalLink | None:
         """Starts a sequence."""
         return self.start(request, on_event)
-
-    def command(self, messages: Sequence[Any]) -> None:
-        """What belongs together stays together."""
-        self._thread.submit(Deliver(STREAM, tuple(messages)))
-
-    def _sink(self, events: Sequence[DraftEvent]) -> None:
-        self._taken.extend(events)
-        self.flush()

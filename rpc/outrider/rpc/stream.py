@@ -7,8 +7,6 @@ What a FrameStream reads and writes: the two ends of a grpc.aio stream, made ali
 Estimates the round trip to a peer from frame headers. Clocks need not agree: the peer says how long it held the
 last frame it saw, and that is taken off the time that this side measured.
 
-The streams that a service has open: each served to its end, all drained together.
-
 From the device thread to the event loop: what one step says to one stream leaves in one frame."""
 
 from __future__ import annotations
@@ -424,31 +422,6 @@ class FrameStream:
         for task in self._tasks:
             if task is not asyncio.current_task() and task not in spared:
                 task.cancel()
-
-
-class ServedStreams:
-    """What the servicers of target and draft have in common. On the event loop."""
-
-    def __init__(self) -> None:
-        self._open: set[FrameStream] = set()
-        self._draining = False
-
-    async def serve(self, stream: FrameStream) -> None:
-        """Returns when the stream has ended."""
-        self._open.add(stream)
-        try:
-            async with stream:
-                if self._draining:
-                    stream.drain()
-                await stream.wait_closed()
-        finally:
-            self._open.discard(stream)
-
-    def drain(self) -> None:
-        """No new sequences; every stream ends after its last one."""
-        self._draining = True
-        for stream in self._open:
-            stream.drain()
 
 
 class Outboxes:

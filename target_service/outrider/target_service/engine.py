@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 
@@ -25,7 +25,9 @@ from outrider.rpc.messages import (
     Open,
     StepTimings,
     TargetCommand,
+    TargetEvent,
 )
+from outrider.rpc.servicer import Deliver, Detach
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.outputs import StepReport, report_step
@@ -40,24 +42,7 @@ log = logging.getLogger(__name__)
 BLOCKED_S = 0.005  # pause when sequences are due but none can have blocks
 
 
-@dataclass(frozen=True, slots=True)
-class StreamCommand:
-    """A message of one stream, and where its answers go."""
-
-    stream: int
-    message: TargetCommand
-    sink: Sink
-    received: float | None = None  # on the engine's clock; a command waits while a step runs
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
-    """Everything that the stream opened is released."""
-
-    stream: int
-
-
-TargetEngineCommand = StreamCommand | StreamEnded
+TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
 
 
 class TargetEngine:
@@ -92,22 +77,16 @@ class TargetEngine:
 
     def handle(self, command: TargetEngineCommand) -> None:
         """Applies one command; nothing runs on the device."""
-        if isinstance(command, StreamEnded):
+        if isinstance(command, Detach):
             for ended in [t for t in self.scheduler.sequences.values() if t.key[0] == command.stream]:
                 self.scheduler.remove(ended)
             return
-        sequence_id = command.message.sequence_id
-        try:
-            self._apply(command)
-        except Exception:
-            log.exception("a %s of sequence %d failed", type(command.message).__name__, sequence_id)
-            target = self.scheduler.sequences.get((command.stream, sequence_id))
-            message = "a message failed in the engine; see the log"
-            if target is not None:
-                self._fail(target, grpc.StatusCode.INTERNAL, message, "COMMAND_FAILED")
-            else:
-                command.sink(Failure(sequence_id, grpc.StatusCode.INTERNAL.value[0], message, "COMMAND_FAILED"))
-            self._flush()
+        received = self._clock() if command.received is None else command.received
+        for message in command.messages:
+            try:
+                self._apply(command.stream, message, command.sink, received)
+            except Exception:
+                self._give_up_message(command.stream, message, command.sink)
 
     def step(self, now: float) -> float | None:
         """Runs one ragged step, or says how long nothing is due. Raises DeviceLost when the process has to end."""
@@ -149,19 +128,18 @@ class TargetEngine:
         waiting = sum(1 for target in sequences if not target.admitted)
         return Load(running, waiting, self.cache.pool.num_free)
 
-    def _apply(self, command: StreamCommand) -> None:
-        message, sink = command.message, command.sink
+    def _apply(self, stream: int, message: TargetCommand, sink: Sink, received: float) -> None:
         if isinstance(message, Open):
-            self._open(command.stream, message, sink)
+            self._open(stream, message, sink)
             return
-        target = self.scheduler.sequences.get((command.stream, message.sequence_id))
+        target = self.scheduler.sequences.get((stream, message.sequence_id))
         if isinstance(message, Close):
             if target is not None:
                 self.scheduler.remove(target)
             sink(Closed(message.sequence_id))
             self._flush()
         elif target is not None:  # else it finished or failed before this arrived
-            self._update(target, message, self._clock() if command.received is None else command.received)
+            self._update(target, message, received)
 
     def _open(self, stream: int, message: Open, sink: Sink) -> None:
         parent = self.scheduler.sequences.get((stream, message.fork_of)) if message.fork_of is not None else None
@@ -272,6 +250,17 @@ class TargetEngine:
         except Exception:
             log.exception("%s of sequence %d failed", what, target.open.sequence_id)
             self._fail(target, grpc.StatusCode.INTERNAL, f"{what} failed in the engine; see the log", "COMMIT_FAILED")
+
+    def _give_up_message(self, stream: int, message: TargetCommand, sink: Sink) -> None:
+        """To be called where a message raised: it costs its own sequence."""
+        log.exception("a %s of sequence %d failed", type(message).__name__, message.sequence_id)
+        target = self.scheduler.sequences.get((stream, message.sequence_id))
+        reason, text = "COMMAND_FAILED", "a message failed in the engine; see the log"
+        if target is not None:
+            self._fail(target, grpc.StatusCode.INTERNAL, text, reason)
+        else:
+            sink(Failure(message.sequence_id, grpc.StatusCode.INTERNAL.value[0], text, reason))
+        self._flush()
 
     def _give_up(self, target: TargetSequence, error: Exception) -> None:
         """A step of this sequence alone failed."""
