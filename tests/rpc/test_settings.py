@@ -13,9 +13,13 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider.rpc.settings import (
+    Address,
+    ModelSettings,
+    ServerSettings,
     ServiceSettings,
     SettingsError,
     load_settings,
+    options,
     parse_settings,
     usable_cores,
     usable_threads,
@@ -216,6 +220,18 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         "as OUTRIDER_TARGET__MAX_SIZE",
     ):
         assert line in text
+
+
+def test_what_all_services_are_told_comes_after_a_service_s_own() -> None:
+    class Service(ServerSettings, ModelSettings):
+        section: ClassVar[str] = "service"
+        listen: Address = "127.0.0.1:1"
+        own: int = 1
+
+    found = {option.name: option.field for option in options(Service)}
+    assert list(found)[:3] == ["listen", "own", "reflection"] and found.keys() == Service.model_fields.keys()
+    assert found["listen"].default == "127.0.0.1:1" and "HOST:PORT" in (found["listen"].description or "")
+    assert Service.model_validate({"cache_mb": 2}).cache_bytes == 2 << 20 and Service().cache_bytes is None
 
 
 def test_a_container_has_the_cores_of_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

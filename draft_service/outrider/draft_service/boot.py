@@ -111,7 +111,7 @@ def runner_options(settings: DraftSettings) -> RunnerOptions:
     return RunnerOptions(
         StepLimits(settings.max_rows, settings.max_sequences, LONG_PREFILL),
         num_blocks=settings.num_blocks,
-        cache_bytes=None if settings.cache_mb is None else settings.cache_mb << 20,
+        cache_bytes=settings.cache_bytes,
         default_cache_bytes=256 << 20,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,

@@ -21,7 +21,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
-from outrider.rpc.settings import ServiceSettings, parse_settings
+from outrider.rpc.settings import Address, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.validate import MAX_DRAFT_TOKENS
 
@@ -35,14 +35,14 @@ DESCRIPTION = "Serve clients from one process that holds both models: draft and 
 STREAMS_BESIDE = 64  # calls beside generation that are always let in
 
 
-class ColocatedSettings(ServiceSettings):
-    """What the command line sets."""
+class ColocatedSettings(ServerSettings):
+    """What the command line sets, besides what all services are told."""
 
     section: ClassVar[str] = "colocated"
 
     target: Path = Field(description="folder of the target's checkpoint, and of the tokenizer, or a hub id: ORG/NAME")
     draft: Path = Field(description="folder of the draft's checkpoint, or a hub id: ORG/NAME")
-    listen: str = Field("127.0.0.1:50050", description="address to serve on: HOST:PORT, :PORT or unix:PATH")
+    listen: Address = "127.0.0.1:50050"
     num_draft_tokens: int = Field(4, ge=0, le=MAX_DRAFT_TOKENS, description="tokens drafted a round")
     threads: int | None = Field(None, ge=1, le=256, description="threads for each model's products (default: torch's)")
     device: str = Field("cpu", description="where both models run")
@@ -51,9 +51,6 @@ class ColocatedSettings(ServiceSettings):
     )
     max_active: int = Field(64, ge=1, description="sequences that run at once")
     max_waiting: int = Field(256, ge=0, description="sequences that may wait; more are refused")
-    reflection: bool = Field(False, description="describe the service to any caller")
-    grace_s: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
-    trace_file: Path | None = Field(None, description="file to append traces to, as OTLP JSON lines")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider colocated") -> int:

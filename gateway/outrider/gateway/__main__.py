@@ -27,7 +27,7 @@ from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderErr
 from outrider.rpc.hub import ModelNotFound, locate
 from outrider.rpc.messages import DraftInfo, TargetInfo
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
-from outrider.rpc.settings import ServiceSettings, parse_settings
+from outrider.rpc.settings import Address, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.validate import ALL_LOGPROBS, MAX_DRAFT_TOKENS, MAX_LOGPROBS, MAX_PATIENCE_MS
 
@@ -40,8 +40,8 @@ LOCAL_NGRAM = "ngram"
 STREAMS_BESIDE = 64  # calls beside generation that are always let in: health, reflection, info
 
 
-class GatewaySettings(ServiceSettings):
-    """What the gateway's command line sets."""
+class GatewaySettings(ServerSettings):
+    """What a gateway is told at start, besides what all services are."""
 
     section: ClassVar[str] = "gateway"
 
@@ -58,7 +58,7 @@ class GatewaySettings(ServiceSettings):
     draft_tokenizer: Path | None = Field(
         default=None, description="Folder of the draft's checkpoint, to pair models whose tokenizers differ a little"
     )
-    listen: str = Field(default="127.0.0.1:50050", description="Address to serve on")
+    listen: Address = "127.0.0.1:50050"
     http: str = Field(
         default="",
         description="Address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
@@ -95,7 +95,6 @@ class GatewaySettings(ServiceSettings):
         description="Most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
     )
     model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
-    grace_s: float = Field(default=30.0, ge=0, description="How long running requests may go on after SIGTERM")
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
@@ -104,11 +103,9 @@ class GatewaySettings(ServiceSettings):
     sse_keep_alive_s: float = Field(
         default=15.0, ge=0, description="Silence after which a stream over HTTP gets a comment; 0: never"
     )
-    reflection: bool = Field(default=False, description="Describe the service to any caller")
     trust_traceparent: bool = Field(
         default=False, description="Go on with a client's trace, and record what it says is recorded"
     )
-    trace_file: Path | None = Field(default=None, description="File to append traces to, as OTLP JSON lines")
 
     @property
     def schedule(self) -> BatchSchedule:

@@ -8,16 +8,14 @@ an error wherever it stands, and every complaint says where its value came from.
 pydantic-settings is not used: it ignores unknown variables, reads the environment whenever a model is built, and names
 neither variable nor flag in its errors.
 
-The command line of a settings model: its options as flags, with help. Values stay text, for the model to judge.
-
-The fields of a settings model as options: one dotted name each, from which flags, variables and help follow.
-
-How many threads a process may keep busy. No torch."""
+From the top: the fields of a model as options, the command line made of them (values stay text, for the model to
+judge), what all services are told, the three sources read, and how many threads a process may keep busy. No torch."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import json
 import math
 import os
@@ -27,10 +25,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 
@@ -68,8 +66,10 @@ class Option:
 
 
 def options(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[Option]:
-    """Every field that can be set, those of nested models in their place."""
-    for name, field in model.model_fields.items():
+    """Every field that can be set, a class's own before those of its bases, those of nested models in their place."""
+    own_first = dict.fromkeys(name for cls in model.__mro__ for name in inspect.get_annotations(cls))
+    for name in filter(model.model_fields.__contains__, own_first):
+        field = model.model_fields[name]
         nested = plain_type(field.annotation)
         if isinstance(nested, type) and issubclass(nested, BaseModel):
             yield from options(nested, (*path, name))
@@ -219,6 +219,51 @@ class ServiceSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
     section: ClassVar[str]
+
+
+Address = Annotated[str, Field(description="address to serve on: HOST:PORT, :PORT or unix:PATH")]
+CHECKPOINT = Field(description="folder of the checkpoint (Hugging Face layout, safetensors), or a hub id: ORG/NAME")
+
+
+class ServerSettings(ServiceSettings):
+    """What every process is told that serves over gRPC."""
+
+    listen: Address
+    reflection: bool = Field(False, description="describe the service to any caller: gRPC reflection")
+    grace_s: float = Field(30.0, ge=0, description="time that running streams get on SIGTERM, in seconds")
+    trace_file: Path | None = Field(None, description="append traces to this file, as OTLP JSON lines")
+
+
+class ModelSettings(ServiceSettings):
+    """What every process is told that runs a model of its own behind a key-value cache."""
+
+    name: str = Field(
+        "", description="name to serve the model under (default: the folder's; without a model, the method's)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="compute type; auto: float32 on a CPU; float16 is for GPUs"
+    )
+    device: str = Field("cpu", description="where the model runs")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of a pass (default: all cores)")
+    max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the model's)")
+    cache_mb: int | None = Field(
+        None,
+        ge=1,
+        description="memory of the key-value cache, in MiB (default: 512 for a target, 256 for a draft; on a GPU what "
+        "gpu-memory-utilization leaves)",
+    )
+    num_blocks: int | None = Field(None, ge=1, description="blocks of 16 tokens in the cache (overrides cache-mb)")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of a GPU's memory that is in use once the cache is there, by whomever"
+    )
+    cuda_graphs: bool = Field(True, description="on a GPU, capture steps at start and replay them")
+    max_rows: int = Field(512, ge=1, le=65536, description="rows of one step, of prompts and of drafts together")
+    max_sequences: int = Field(256, ge=1, description="sequences open at once")
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Memory of the cache, where it is given."""
+        return None if self.cache_mb is None else self.cache_mb << 20
 
 
 S = TypeVar("S", bound=ServiceSettings)

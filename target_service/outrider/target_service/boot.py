@@ -141,7 +141,7 @@ def runner_options(settings: TargetSettings) -> RunnerOptions:
     return RunnerOptions(
         StepLimits(settings.max_rows, settings.max_sequences, settings.max_window + 1),
         num_blocks=settings.num_blocks,
-        cache_bytes=None if settings.cache_mb is None else settings.cache_mb << 20,
+        cache_bytes=settings.cache_bytes,
         default_cache_bytes=512 << 20,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
