@@ -37,6 +37,8 @@ def test_json_has_what_is_promised(trio: Trio) -> None:
     )
     assert stats["acceptance_rate"] == stats["num_accepted_tokens"] / stats["num_draft_tokens"]
     assert stats["mean_acceptance_length"] == 1 + stats["num_accepted_tokens"] / stats["num_drafts"]
+    assert stats["method"] == "draft_model" and stats["mode"] in stats["num_rounds_by_mode"]
+    assert sum(stats["num_rounds_by_mode"].values()) == stats["num_rounds"]
     assert isinstance(answer["seed"], int) and answer["request_id"]
 
 
@@ -124,6 +126,7 @@ def test_variables_and_a_file(trio: Trio, tmp_path: Any) -> None:
         ((PROMPT, "--max-tokens", "0"), "max_tokens"),
         ((PROMPT, "--n", "1000"), "n: is 1000"),
         ((PROMPT, "--method", "magic"), "method"),
+        ((PROMPT, "--model", "magic"), "the model 'magic' does not exist; served here: "),
         (("--token-ids", "999999"), "999999"),
     ],
 )

@@ -51,6 +51,7 @@ async def test_equals_grpc_and_says_what_it_did() -> None:
         assert stats["num_accepted_tokens"] == extra["token_origins"].count("accepted") > 0
         assert stats["acceptance"] == "rejection" and 0 < stats["acceptance_rate"] < 1
         assert stats["num_rounds_by_mode"] == {"sequential": stats["num_rounds"]} and stats["mode"] == "sequential"
+        assert stats["method"] == "draft_model"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -207,6 +208,7 @@ def test_one_request_whatever_the_entry() -> None:
         b'{"prompt": [11, 12], "temperature": 0.5, "top_k": 3, "stop": ["a", "b"], "logit_bias": {"7": 2}, "n": 2,'
         b'"max_tokens": 5, "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
         b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
+        b'"methods": ["ngram"],'
         b'"enabled": true}, "request_id": "r"}'
     )
     message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1)
@@ -223,6 +225,7 @@ def test_one_request_whatever_the_entry() -> None:
     message.sampling.logit_bias[7] = 2
     message.speculation.num_draft_tokens, message.speculation.acceptance = 3, 2
     message.speculation.mode, message.speculation.method, message.speculation.enabled = "chains", "ngram", True
+    message.speculation.methods.append("ngram")
     defaults = engine.verifier.info.model.default_sampling
     assert read_completion(body, None, engine).requests == (decode_request(message, defaults),)
     empty = pb.GenerateRequest(text="x")

@@ -99,6 +99,7 @@ class GenerateSettings(SamplingSettings):
     section: ClassVar[str] = "generate"
 
     gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
+    model: str = Field("", description="name of the model (default: the one that is served)")
     prompt: str | None = Field(None, description="the text to continue; also the bare argument")
     token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
     n: int = Field(1, ge=1, lt=2**32, description="completions of the prompt")
@@ -251,6 +252,7 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
         request_id=settings.request_id,
         priority=settings.priority,
         salt=settings.salt,
+        model=settings.model,
         **settings.given(),
     )
 

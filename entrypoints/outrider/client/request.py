@@ -28,7 +28,7 @@ from outrider.rpc.validate import MAX_N, Violations, kind, quoted, shown
 from outrider.v1 import generation_pb2 as pb
 
 _ID_LISTS = ("bad_words_ids", "output_ids")
-_TEXT_LISTS = ("stop", "bad_words")
+_TEXT_LISTS = ("stop", "bad_words", "methods")
 _WORDS = {
     FieldDescriptor.CPPTYPE_INT32: "a whole number of 32 bits",
     FieldDescriptor.CPPTYPE_INT64: "a whole number of 64 bits",
@@ -48,6 +48,7 @@ _SPECIAL = {
     "structured_output": "a StructuredOutput",
     "stop": "a text or a list of texts",
     "bad_words": "a text or a list of texts",
+    "methods": "a text or a list of texts",
 }
 
 
@@ -131,6 +132,7 @@ def build_request(
     speculate: bool | None = None,
     num_draft_tokens: int | None = None,
     method: str = "",
+    methods: str | Sequence[str] = (),
     acceptance: AcceptanceRule = AcceptanceRule.AUTO,
     mode: str = "",
     request_id: str = "",
@@ -138,6 +140,7 @@ def build_request(
     output_ids: Sequence[Sequence[int]] = (),
     model_digest: str = "",
     salt: str = "",
+    model: str = "",
     **sampling_fields: Any,
 ) -> pb.GenerateRequest:
     """A request: one of prompt, token_ids and messages; whole SamplingParams, or single fields of them, of which those
@@ -157,6 +160,7 @@ def build_request(
     put(request.speculation, "enabled", speculate, called="speculate")
     put(request.speculation, "num_draft_tokens", num_draft_tokens, "speculation.")
     put(request.speculation, "method", method, "speculation.")
+    put(request.speculation, "methods", methods, "speculation.")
     put(request.speculation, "acceptance", acceptance, "speculation.")
     put(request.speculation, "mode", mode, "speculation.")
     put(request, "request_id", request_id)
@@ -164,6 +168,7 @@ def build_request(
     put(request, "output_ids", output_ids)
     put(request, "model_digest", model_digest)
     put(request, "salt", salt)
+    put(request, "model", model)
     return request
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from outrider.rpc.codec import decode_model_info, decode_position_logprobs
 from outrider.rpc.messages import ModelInfo, PositionLogprobs
@@ -31,6 +32,9 @@ class SpeculationStats:
     num_tested_per_position: tuple[int, ...]
     acceptance: AcceptanceRule
     overhead_us: int
+    method: str = ""  # that drafted; empty: no draft was asked, or the gateway is older than the field
+    mode: str = ""  # of the last round
+    num_rounds_by_mode: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def acceptance_rate(self) -> float:
@@ -110,6 +114,9 @@ def _decode_stats(stats: pb.SpeculationStats) -> SpeculationStats:
         num_tested_per_position=tuple(stats.num_tested_per_position),
         acceptance=_decode_rule(stats.acceptance),
         overhead_us=stats.overhead_us,
+        method=stats.method,
+        mode=stats.mode,
+        num_rounds_by_mode=dict(stats.num_rounds_by_mode),
     )
 
 

@@ -485,11 +485,13 @@ class AttachedBackend:
             speculate=request.speculation.enabled,
             num_draft_tokens=request.speculation.num_draft_tokens,
             method=request.speculation.method,
+            methods=request.speculation.methods,
             acceptance=request.speculation.acceptance,
             mode=request.speculation.mode,
             request_id=request.request_id,
             priority=request.priority,
             salt=request.salt,
+            model=request.model,
         )
         async with self._room, aclosing(parts):
             async for part in parts:
@@ -602,4 +604,7 @@ def _tally_of(stats: SpeculationStats) -> SpeculationTally:
         num_accepted_tokens=stats.num_accepted_tokens,
         accepted_per_position=list(stats.num_accepted_per_position),
         tested_per_position=list(stats.num_tested_per_position),
+        method=stats.method,
+        mode=stats.mode,
+        rounds_by_mode=dict(stats.num_rounds_by_mode),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from opentelemetry import trace
 
 from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGroup
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, prepare
+from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, no_such_model, prepare
 from outrider.gateway.speculation.backends import Drafter, Verifier
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
@@ -48,6 +48,12 @@ class RequestRun:
     on_draft_stop: Callable[[str], None]
     new_controller: Callable[[], PolicyController | None] = lambda: None
     drivers: list[SpeculationDriver] = field(default_factory=list)  # of the completions that have started
+
+    @property
+    def method(self) -> str:
+        """How is drafted: what was asked for, else the draft's default; empty without a draft."""
+        info = None if self.drafter is None else self.drafter.info
+        return "" if info is None else self.prepared.request.speculation.named_method or info.methods[0].name
 
 
 class Completion:
@@ -129,6 +135,7 @@ class Completion:
 
     def _last(self, delta: GenerationDelta) -> GenerationDelta:
         prompt_len = len(self._run.prepared.prompt_ids)
+        self._tally.method = self._run.method
         return self._marked(
             replace(
                 delta,
@@ -203,6 +210,8 @@ class GenerationEngine:
         or refused together."""
         began = asyncio.get_running_loop().time()
         self.admission.require_room(AdmissionCost(1))  # before anything is spent on it
+        if request.model not in ("", self.model_name):
+            raise no_such_model(request.model, self.model_name)
         prepared = await self._prepare(request)
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:

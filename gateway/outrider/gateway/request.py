@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
-from outrider.rpc.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, Violation
+from outrider.rpc.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, NotFound, Violation
 from outrider.rpc.messages import DraftInfo, ModelInfo, Open, PositionLogprobs, TargetInfo
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin, lacking
 from outrider.rpc.validate import (
@@ -41,10 +41,16 @@ class SpeculationOptions:
 
     enabled: bool = True
     num_draft_tokens: int | None = None
-    method: str = ""
+    method: str = ""  # short for methods of one entry
+    methods: tuple[str, ...] = ()  # to draft with, at most one so far; empty: the draft's default
     acceptance: AcceptanceRule = AcceptanceRule.AUTO
     mode: str = ""  # how far the draft runs ahead; empty: the gateway's default
     greedy_draft: bool = False  # the draft takes its most probable token; accepted as one-hot
+
+    @property
+    def named_method(self) -> str:
+        """The method that was asked for, by either field; empty: the draft's default."""
+        return self.methods[0] if self.methods else self.method
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class GenerationRequest:
     priority: int = 0
     output_ids: tuple[tuple[int, ...], ...] = ()  # resumes: per completion what the client has
     model_digest: str = ""  # resumes, too: of the model that began; empty: any
+    model: str = ""  # by name; empty: the one that is served
     salt: str = ""
     timeout_s: float | None = None  # what remains of the caller's deadline
     traceparent: str = ""
@@ -115,6 +122,7 @@ async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, 
 
 LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
 SHOWN_DIGEST = 16  # characters in an error
+SHOWN_NAME = 100
 MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
 
 
@@ -160,7 +168,7 @@ class Prepared:
             salt=self.request.salt,
             traceparent=traceparent,
             one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
-            method=self.request.speculation.method,
+            method=self.request.speculation.named_method,
             model_digest=self.model_digest,
         )
 
@@ -184,6 +192,7 @@ async def prepare(
         request_id=request.request_id,
         salt=request.salt,
         method=speculation.method,
+        methods=speculation.methods,
         mode=speculation.mode,
         priority=request.priority,
         output_ids=request.output_ids,
@@ -191,7 +200,7 @@ async def prepare(
         vocab_size=model.vocab_size,
         found=found,
     )
-    _check_method(found, speculation.method, draft)
+    _check_method(found, speculation, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
     validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
@@ -225,6 +234,12 @@ async def prepare(
     )
 
 
+def no_such_model(name: str, served: str) -> NotFound:
+    """A request for a model that is not served here."""
+    shown = name if len(name) <= SHOWN_NAME else f"{name[: SHOWN_NAME - 3]}..."
+    return NotFound(f"the model {shown!r} does not exist; served here: {served!r}", reason="MODEL_NOT_FOUND")
+
+
 def _invalid(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument.of([Violation(field, problem)])
 
@@ -238,12 +253,14 @@ def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: Acce
     found.raise_if_any()
 
 
-def _check_method(found: Violations, method: str, draft: DraftInfo | None) -> None:
+def _check_method(found: Violations, speculation: SpeculationOptions, draft: DraftInfo | None) -> None:
+    method = speculation.named_method
     if not method or draft is None:
         return
     names = [known.name for known in draft.methods if not known.needs_features]
     if method not in names:
-        found.add("speculation.method", f"is {quoted(method)}, which the draft does not know", ", ".join(names))
+        field = "speculation.methods[0]" if speculation.methods else "speculation.method"
+        found.add(field, f"is {quoted(method)}, which the draft does not know", ", ".join(names))
 
 
 async def _prompt_ids(

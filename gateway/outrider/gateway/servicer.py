@@ -69,6 +69,7 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
         output_ids=tuple(tuple(entry.ids) for entry in message.output_ids),
         salt=message.salt,
         model_digest=message.model_digest,
+        model=message.model,
     )
 
 
@@ -106,6 +107,7 @@ def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:
         enabled=message.enabled if message.HasField("enabled") else True,
         num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
         method=message.method,
+        methods=tuple(message.methods),
         acceptance=decode_acceptance(message.acceptance, "speculation.acceptance"),
         mode=message.mode,
     )
@@ -121,6 +123,9 @@ def _encode_tally(tally: SpeculationTally, acceptance: AcceptanceRule) -> pb.Spe
         num_tested_per_position=tally.tested_per_position,
         acceptance=int(acceptance),  # type: ignore[arg-type]  # the numbers are the protocol's
         overhead_us=tally.overhead_us,
+        method=tally.method,
+        mode=tally.mode,
+        num_rounds_by_mode=tally.rounds_by_mode,
     )
 
 

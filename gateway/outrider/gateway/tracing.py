@@ -105,7 +105,7 @@ class RequestTrace:
                     names.GEN_AI_USAGE_INPUT_TOKENS: len(prepared.prompt_ids),
                     names.REQUEST_ID: prepared.request_id,
                     names.REQUEST_ACCEPTANCE: prepared.acceptance.name.lower(),
-                    names.REQUEST_METHOD: request.speculation.method,
+                    names.REQUEST_METHOD: request.speculation.named_method,
                 }
             )
 

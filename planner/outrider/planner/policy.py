@@ -67,6 +67,7 @@ class SpeculationTally:
     accepted_per_position: list[int] = field(default_factory=list)
     tested_per_position: list[int] = field(default_factory=list)
     overheads_us: list[int] = field(default_factory=list)
+    method: str = ""  # that drafts; empty: no draft
     mode: str = ""  # of the last round
     rounds_by_mode: dict[str, int] = field(default_factory=dict)
 

@@ -56,7 +56,7 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "speculation", "request_id", "n", "priority", "output_ids", "salt", "model_digest")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "speculation", "request_id", "n", "priority", "output_ids", "salt", "model_digest", "model")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class GenerateRequest(_message.Message):
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
@@ -79,7 +80,8 @@ class GenerateRequest(_message.Message):
     output_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
     salt: str
     model_digest: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., salt: _Optional[str] = ..., model_digest: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., request_id: _Optional[str] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., output_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., salt: _Optional[str] = ..., model_digest: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -187,18 +189,20 @@ class StringList(_message.Message):
     def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("enabled", "num_draft_tokens", "method", "acceptance", "mode")
+    __slots__ = ("enabled", "num_draft_tokens", "method", "acceptance", "mode", "methods")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_draft_tokens: int
     method: str
     acceptance: AcceptanceRule
     mode: str
-    def __init__(self, enabled: bool = ..., num_draft_tokens: _Optional[int] = ..., method: _Optional[str] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., mode: _Optional[str] = ...) -> None: ...
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, enabled: bool = ..., num_draft_tokens: _Optional[int] = ..., method: _Optional[str] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., mode: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "text", "token_ids", "origins", "logprobs", "finish_reason", "stop_string", "stop_token_id", "usage", "speculation", "seed", "prompt_token_ids", "prompt_logprobs", "model_digest", "near_ties")
@@ -263,7 +267,14 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_position", "num_tested_per_position", "acceptance", "overhead_us")
+    __slots__ = ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_position", "num_tested_per_position", "acceptance", "overhead_us", "method", "mode", "num_rounds_by_mode")
+    class NumRoundsByModeEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +283,9 @@ class SpeculationStats(_message.Message):
     NUM_TESTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     OVERHEAD_US_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_BY_MODE_FIELD_NUMBER: _ClassVar[int]
     num_rounds: int
     num_drafts: int
     num_draft_tokens: int
@@ -280,7 +294,10 @@ class SpeculationStats(_message.Message):
     num_tested_per_position: _containers.RepeatedScalarFieldContainer[int]
     acceptance: AcceptanceRule
     overhead_us: int
-    def __init__(self, num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_per_position: _Optional[_Iterable[int]] = ..., num_tested_per_position: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., overhead_us: _Optional[int] = ...) -> None: ...
+    method: str
+    mode: str
+    num_rounds_by_mode: _containers.ScalarMap[str, int]
+    def __init__(self, num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_per_position: _Optional[_Iterable[int]] = ..., num_tested_per_position: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., overhead_us: _Optional[int] = ..., method: _Optional[str] = ..., mode: _Optional[str] = ..., num_rounds_by_mode: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class GetGatewayInfoRequest(_message.Message):
     __slots__ = ()

@@ -164,6 +164,7 @@ def _is_finite(value: Real) -> bool:
 
 MAX_N = 64
 MAX_DRAFT_TOKENS = 128
+MAX_METHODS = 1  # no service drafts one sequence by several
 MAX_LOGPROBS = 20  # of a position, where no flag says another number
 ALL_LOGPROBS = -1  # as many as the vocabulary has ids; as a bound: none
 MAX_LOGIT_BIAS = 1024
@@ -229,6 +230,7 @@ def validate_generation(
     request_id: str = "",
     salt: str = "",
     method: str = "",
+    methods: Sequence[str] = (),
     mode: str = "",
     priority: int = 0,
     output_ids: Sequence[Sequence[int]] = (),
@@ -247,6 +249,15 @@ def validate_generation(
     here.text("salt", salt, MAX_NAME_CHARS)
     here.text("model_digest", model_digest, MAX_NAME_CHARS)
     here.text("speculation.method", method, MAX_NAME_CHARS)
+    if here.length("speculation.methods", methods, MAX_METHODS):
+        for index, name in enumerate(methods):
+            here.text(f"speculation.methods[{index}]", name, MAX_NAME_CHARS, empty=False)
+        if method and methods and methods[0] != method:
+            here.add(
+                "speculation.method",
+                f"is {quoted(method)} beside speculation.methods",
+                f"{quoted(methods[0])}, as there, or none",
+            )
     if mode and mode not in SPECULATION_MODES:
         here.add("speculation.mode", f"is {quoted(mode)}", ", ".join(SPECULATION_MODES))
     here.integer("priority", priority, -_MAX_INT32 - 1, _MAX_INT32)

@@ -31,7 +31,6 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import sse
 from outrider.gateway.http.errors import (
     error_body,
-    no_such_model,
     on_bug,
     on_http_exception,
     on_outrider_error,
@@ -40,7 +39,7 @@ from outrider.gateway.http.errors import (
 from outrider.gateway.http.protocol import Body, HttpOptions, options_of, tally_shape
 from outrider.gateway.http.serving import ChatEndpoint, CompletionsEndpoint, generate, read_completion
 from outrider.gateway.metrics import GatewayMetrics, MeteredEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest
+from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
 from outrider.gateway.text.detokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.channel import listen_target

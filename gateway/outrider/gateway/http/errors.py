@@ -12,7 +12,7 @@ import grpc
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.rpc.errors import InvalidArgument, NotFound, OutriderError, ResourceExhausted, Violation
+from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted, Violation
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -78,12 +78,6 @@ async def on_bug(request: Request, error: Exception) -> Response:
 def invalid(field: str, problem: str) -> InvalidArgument:
     """A refusal of one field."""
     return InvalidArgument.of([Violation(field, problem)])
-
-
-def no_such_model(name: str, served: str) -> NotFound:
-    """A request for a model that is not served here."""
-    shown = name if len(name) <= 100 else f"{name[:97]}..."
-    return NotFound(f"the model {shown!r} does not exist; served here: {served!r}", reason="MODEL_NOT_FOUND")
 
 
 def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:

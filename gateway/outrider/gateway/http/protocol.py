@@ -26,8 +26,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
-from outrider.gateway.http.errors import invalid, no_such_model
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
+from outrider.gateway.http.errors import invalid
+from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, no_such_model
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.messages import PositionLogprobs
@@ -188,7 +188,7 @@ _PLAIN = (
     "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "truncate_prompt_tokens", "seed",
 )  # fmt: skip
-_SPECULATION = ("enabled", "num_draft_tokens", "method", "acceptance", "mode")
+_SPECULATION = ("enabled", "num_draft_tokens", "method", "methods", "acceptance", "mode")
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 # What of the model's own defaults has no absence in the protocol: it is empty where a request does not give it.
 _EMPTY: dict[str, Any] = {
@@ -284,6 +284,7 @@ def _speculation(body: Body | None) -> SpeculationOptions:
         enabled=body.flag("enabled", True),
         num_draft_tokens=body.get("num_draft_tokens"),
         method=body.text("method"),
+        methods=body.items("methods"),
         acceptance=rules[rule],
         mode=body.text("mode"),
     )
@@ -385,6 +386,7 @@ def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
         "acceptance_rate": tally.num_accepted_tokens / drafted if drafted else 0.0,
         "mean_acceptance_length": 1 + tally.num_accepted_tokens / drafts if drafts else 1.0,
         "overhead_us": tally.overhead_us,
+        "method": tally.method,
         "mode": tally.mode,
         "num_rounds_by_mode": tally.rounds_by_mode,
     }
