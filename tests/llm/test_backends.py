@@ -26,7 +26,8 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
-from outrider.llm.backends import LocalBackend, speculation_options
+from outrider.llm.backends import speculation_options
+from outrider.llm.local import LocalBackend
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.server import build_server

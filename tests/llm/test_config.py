@@ -14,10 +14,12 @@ import pytest
 from support.pairs import TinyPair
 
 from outrider.llm import LLM, SamplingParams, Unsupported
+from outrider.llm.arguments import FIXED, EngineArguments, take_speculation
 from outrider.llm.backends import speculation_options
-from outrider.llm.config import FIXED, METHODS_NOT_THERE, REFUSED, EngineArguments, SpeculativeConfig, take_speculation
+from outrider.llm.config import METHODS, SUPPORTED, SpeculativeConfig
 from outrider.llm.inputs import conversations_of, parse_prompts
 from outrider.llm.sampling_params import params_per_prompt
+from outrider.llm.validation import fixed_fields
 from outrider.rpc.sampling_params import LogprobsMode
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
@@ -131,7 +133,7 @@ def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
         SpeculativeConfig(method="eagle", model="x")
 
 
-@pytest.mark.parametrize("method", METHODS_NOT_THERE)
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in SUPPORTED])
 def test_methods_to_come_are_refused_by_name(method: str, tiny_pair: TinyPair) -> None:
     with pytest.raises(Unsupported, match=f"{method}.*allowed: ngram, draft_model"):
         LLM(tiny_pair.target, speculative_config={"method": method, "model": "x", "num_speculative_tokens": 2})
@@ -208,7 +210,7 @@ def test_a_model_that_is_no_path() -> None:
         SpeculativeConfig.supported({"model": ["a"], "num_speculative_tokens": 5})
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(fixed_fields(SpeculativeConfig)))
 def test_fields_that_do_not_act_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
         config(
@@ -281,19 +283,19 @@ def test_a_gpus_memory_is_shared_out(tiny_pair: TinyPair, monkeypatch: pytest.Mo
     import torch
 
     from outrider.engine.loader import load_model
-    from outrider.llm import backends
+    from outrider.llm import local
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 << 20, 1000 << 20))
     arguments = EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.5})
-    left = backends._cache_bytes(arguments, "cuda", 20 << 20)
+    left = local._cache_bytes(arguments, "cuda", 20 << 20)
     assert left == (500 - 300 - 50 - 20) << 20
     with pytest.raises(ValueError, match="leaves no memory"):
-        backends._cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
+        local._cache_bytes(EngineArguments.of({"model": tiny_pair.target, "gpu_memory_utilization": 0.3}), "cuda", 0)
     target, draft = load_model(tiny_pair.target), load_model(tiny_pair.draft)  # two layers and one
     per_layer = 2 * 2 * 16 * 4 * 16
-    assert backends._num_blocks(target, None, 10 * per_layer, arguments) == 5
-    assert backends._num_blocks(target, draft, 10 * per_layer, arguments) == 3
-    assert backends._num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
+    assert local._num_blocks(target, None, 10 * per_layer, arguments) == 5
+    assert local._num_blocks(target, draft, 10 * per_layer, arguments) == 3
+    assert local._num_blocks(target, draft, left, arguments) == 256 * 512 // 16  # no more than can be used
 
 
 def test_a_cache_that_is_too_small(tiny_pair: TinyPair) -> None:
@@ -318,13 +320,13 @@ QUIET: dict[str, Any] = {"use_tqdm": False}
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"seed": "a"}, "seed must be an integer, or None; got 'a'"),
-        ({"seed": True}, "seed must be an integer, or None; got True"),
-        ({"threads": 0}, "threads must be an integer from 1 to 256, or None; got 0"),
-        ({"threads": "2"}, "threads must be an integer from 1 to 256, or None; got '2'"),
-        ({"max_model_len": "9"}, "max_model_len must be an integer of at least 2, or None; got '9'"),
-        ({"max_num_seqs": "a"}, "max_num_seqs must be an integer of at least 1, or None; got 'a'"),
-        ({"max_num_batched_tokens": 10**6}, "max_num_batched_tokens must be an integer from 1 to 65536, or None; "
+        ({"seed": "a"}, "seed must be an integer, or None, got 'a'"),
+        ({"seed": True}, "seed must be an integer, or None, got True"),
+        ({"threads": 0}, "threads must be an integer from 1 to 256, or None, got 0"),
+        ({"threads": "2"}, "threads must be an integer from 1 to 256, or None, got '2'"),
+        ({"max_model_len": "9"}, "max_model_len must be an integer of at least 2, or None, got '9'"),
+        ({"max_num_seqs": "a"}, "max_num_seqs must be an integer of at least 1, or None, got 'a'"),
+        ({"max_num_batched_tokens": 10**6}, "max_num_batched_tokens must be an integer from 1 to 65536, or None, "
          "got 1000000"),
         ({"gpu_memory_utilization": "a"}, "gpu_memory_utilization must be a number in (0, 1], got 'a'"),
         ({"trust_remote_code": "no"}, "trust_remote_code must be True or False, got 'no'"),

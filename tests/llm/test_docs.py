@@ -20,16 +20,16 @@ from support.fakes import ToyTarget
 from support.pairs import TinyPair
 
 from outrider.llm import LLM, SamplingParams, SpeculativeConfig
-from outrider.llm.config import ARGUMENTS, FIXED, NOT_THERE, OLD, SHORT, SUPPORTED, WITHOUT_EFFECT, EngineArguments
-from outrider.llm.config import NOT_THERE as NO_METHODS
+from outrider.llm.arguments import ARGUMENTS, FIXED, NOT_THERE, OLD, SHORT, EngineArguments
+from outrider.llm.config import METHODS
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "llm.md").read_text(encoding="utf-8")
 SECTIONS = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)}
-LLM_KEYWORDS = {f.name for f in fields(EngineArguments)} | FIXED.keys() | OLD.keys() | SHORT.keys() | {*WITHOUT_EFFECT}
+LLM_KEYWORDS = {f.name for f in fields(EngineArguments)} | FIXED.keys() | OLD.keys() | SHORT.keys()
 NAMES = {
-    "LLM": LLM_KEYWORDS | NO_METHODS.keys() | ARGUMENTS.keys() | {"speculative_config"},
-    "speculative_config": {f.name for f in fields(SpeculativeConfig) if f.init} | {*NOT_THERE, *SUPPORTED},
+    "LLM": LLM_KEYWORDS | NOT_THERE.keys() | ARGUMENTS.keys() | {"speculative_config"},
+    "speculative_config": {f.name for f in fields(SpeculativeConfig) if f.init} | METHODS.keys(),
     "SamplingParams": {f.name for f in fields(SamplingParams)},
 }
 

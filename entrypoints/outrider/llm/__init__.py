@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
-from outrider.llm.config import SpeculativeConfig, Unsupported
+from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import PromptType, TextPrompt, TokensPrompt
 from outrider.llm.llm import LLM
 from outrider.llm.metrics import Counter, Gauge, Histogram, Metric, Vector
 from outrider.llm.outputs import CompletionOutput, Logprob, RequestOutput, SpecDecodeMetrics
 from outrider.llm.sampling_params import RequestOutputKind, SamplingParams
+from outrider.llm.validation import Unsupported
 
 __all__ = [
     "LLM",

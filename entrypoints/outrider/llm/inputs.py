@@ -15,18 +15,18 @@ from typing import Any, NotRequired, TypedDict
 from tokenizers import Tokenizer as Backend
 
 from outrider.gateway.text.tokenizer import ChatTemplate, Tokenizer
-from outrider.llm.config import Unsupported, is_int, unknown_keyword
+from outrider.llm.validation import Fixed, Unsupported, is_int, require_fixed, require_known
 
 BYTES = bytes | bytearray | memoryview  # sequences of integers for Python, but no token ids
 ALLOWED = ("prompt", "prompt_token_ids", "cache_salt")
-REFUSED = {
-    "multi_modal_data": "models take text alone",
-    "multi_modal_uuids": "models take text alone",
-    "mm_processor_kwargs": "models take text alone",
-    "prompt_embeds": "prompts are text or token ids",
-    "token_type_ids": "prompts are text or token ids",
-    "encoder_prompt": "models are decoders",
-    "decoder_prompt": "models are decoders",
+REFUSED: Fixed = {
+    "multi_modal_data": ((None,), "models take text alone"),
+    "multi_modal_uuids": ((None,), "models take text alone"),
+    "mm_processor_kwargs": ((None,), "models take text alone"),
+    "prompt_embeds": ((None,), "prompts are text or token ids"),
+    "token_type_ids": ((None,), "prompts are text or token ids"),
+    "encoder_prompt": ((None,), "models are decoders"),
+    "decoder_prompt": ((None,), "models are decoders"),
 }
 
 
@@ -84,11 +84,8 @@ def _parse(prompt: Any) -> Prompt:
         return Prompt(None, tuple(map(int, prompt)))
     if not isinstance(prompt, Mapping):
         raise TypeError(f"a prompt is a str, a list of token ids or a dict, not {prompt!r:.60}")
-    for name, value in prompt.items():
-        if name in REFUSED and value is not None:
-            raise Unsupported(f"a prompt's {name!r} is not supported: {REFUSED[name]}")
-        if name not in ALLOWED and name not in REFUSED:
-            raise unknown_keyword(str(name), ALLOWED, "a prompt")
+    require_fixed(REFUSED, prompt, "a prompt's {!r}")
+    require_known(prompt.keys() - REFUSED.keys(), ALLOWED, "a prompt")
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and ids is None:
         raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")

@@ -1,10 +1,5 @@
 """LLM: vLLM's offline class over the gateway's loop, with both engines in process or a gateway that runs elsewhere.
-
-A prompt and its parameters become a job: a request of the gateway's own, and what collects its output.
-
-The parameters of a call that gives none: what the model's authors recommend.
-
-A progress bar around requests as they end."""
+Each prompt of a call becomes a job: a request of the gateway's own, and what collects its output."""
 
 from __future__ import annotations
 
@@ -24,20 +19,14 @@ from typing import Any, Self
 
 from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.llm.arguments import ARGUMENTS, NOT_THERE, EngineArguments, take_speculation
 from outrider.llm.backends import Backend, Job, LoopThread, attach, run_jobs
-from outrider.llm.config import (
-    NOT_THERE,
-    EngineArguments,
-    SpeculativeConfig,
-    Unsupported,
-    keywords_of,
-    refuse,
-    take_speculation,
-)
+from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
 from outrider.llm.metrics import Metric, Statistics
 from outrider.llm.outputs import OutputBuilder, RequestOutput, SpecDecodeRecorder
 from outrider.llm.sampling_params import SamplingParams, params_per_prompt, seeded, to_wire
+from outrider.llm.validation import Unsupported, keywords_of, require_fixed
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
 from outrider.rpc.messages import ModelInfo
 
@@ -67,10 +56,10 @@ def _max_new_tokens(arguments: EngineArguments) -> int | None:
 
 
 class JobMaker:
-    """Numbers the requests of one LLM; `k` is 0 where nothing drafts."""
+    """Numbers the requests of one LLM."""
 
-    def __init__(self, arguments: EngineArguments, backend: Backend, k: int) -> None:
-        self._arguments, self._backend, self._k = arguments, backend, k
+    def __init__(self, arguments: EngineArguments, backend: Backend) -> None:
+        self._arguments, self._backend = arguments, backend
         self._numbers = itertools.count()
 
     def make(
@@ -116,8 +105,8 @@ class JobMaker:
         return prompt if ids is None else replace(prompt, token_ids=ids[-keep:] if keep else ids)
 
     def _recorder(self) -> SpecDecodeRecorder | None:
-        wanted = self._arguments.per_request_spec_decode_metrics
-        return SpecDecodeRecorder(self._k, wanted == "detailed") if self._k and wanted != "none" else None
+        wanted, k = self._arguments.per_request_spec_decode_metrics, self._backend.num_draft_tokens
+        return SpecDecodeRecorder(k, wanted == "detailed") if k and wanted != "none" else None
 
 
 def with_progress(ended: Iterator[Job], total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Job]:
@@ -150,43 +139,39 @@ class LLM:
         model: str | Path | None = None,
         *,
         gateway: str | None = None,
-        runner: str = "auto",
         tokenizer: str | Path | None = None,
-        tokenizer_mode: str = "auto",
-        skip_tokenizer_init: bool = False,
         trust_remote_code: bool = False,
-        tensor_parallel_size: int = 1,
         dtype: Any = "auto",
-        quantization: str | None = None,
-        revision: str | None = None,
-        tokenizer_revision: str | None = None,
         seed: int | None = 0,
         gpu_memory_utilization: float = 0.9,
-        swap_space: float | None = 4,
         enforce_eager: bool = False,
         max_model_len: int | None = None,
         disable_log_stats: bool = False,
         speculative_config: dict[str, Any] | SpeculativeConfig | None = None,
-        **kwargs: Any,
+        **kwargs: Any,  # of EngineArguments, and those of vLLM's that must keep their value
     ) -> None:
         options: dict[str, Any] = dict(
-            model=model, gateway=gateway, runner=runner, tokenizer=tokenizer, tokenizer_mode=tokenizer_mode,
-            skip_tokenizer_init=skip_tokenizer_init, trust_remote_code=trust_remote_code,
-            tensor_parallel_size=tensor_parallel_size, dtype=dtype, quantization=quantization, revision=revision,
-            tokenizer_revision=tokenizer_revision, seed=seed, gpu_memory_utilization=gpu_memory_utilization,
-            swap_space=swap_space, enforce_eager=enforce_eager, max_model_len=max_model_len,
-            disable_log_stats=disable_log_stats, speculative_config=speculative_config, **kwargs,
+            model=model, gateway=gateway, tokenizer=tokenizer, trust_remote_code=trust_remote_code, dtype=dtype,
+            seed=seed, gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager,
+            max_model_len=max_model_len, disable_log_stats=disable_log_stats, speculative_config=speculative_config,
+            **kwargs,
         )  # fmt: skip
         config = take_speculation(options)
-        self.arguments = EngineArguments.of(options)
+        arguments = EngineArguments.of(options)
+        speculation = None if arguments.gateway is not None else SpeculativeConfig.supported(config)
+        self.arguments = arguments.located()
         self._runtime = LoopThread()
         try:
-            self._backend, self._statistics, self._maker = self._start(config)
+            if arguments.gateway is not None:
+                self._backend, self._statistics = self._attach(config)
+            else:
+                self._backend, self._statistics = self._start(speculation)
         except BaseException as error:
             self._runtime.close()
             if isinstance(error, FailedPrecondition | InvalidArgument):  # models or settings that do not go together
                 raise ValueError(error.message) from error
             raise
+        self._maker = JobMaker(self.arguments, self._backend)
         self._close = weakref.finalize(self, self._backend.close)
 
     def __enter__(self) -> Self:
@@ -223,13 +208,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """The outputs in the prompts' order. One SamplingParams serves all prompts, a list has one for each; None is
         the model's own defaults. Lower numbers of `priority` go first."""
-        refuse(
-            lora_request=lora_request,
-            prompt_adapter_request=prompt_adapter_request,
-            logits_processor=logits_processor,
-            tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
-        )
+        require_fixed(ARGUMENTS, locals(), "{}")
         if prompt_token_ids is not None:
             warnings.warn("prompt_token_ids: give TokensPrompt prompts instead", DeprecationWarning, stacklevel=3)
             return self._generate(with_ids(prompts, prompt_token_ids), sampling_params, use_tqdm, priority)
@@ -256,9 +235,7 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The same for conversations: one list of messages, or several."""
-        refuse(
-            lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs, tokenization_kwargs=tokenization_kwargs
-        )
+        require_fixed(ARGUMENTS, locals(), "{}")
         if chat_template_content_format not in ("auto", "string"):
             raise Unsupported("chat_template_content_format: contents are strings")
         prompts = chat_prompts(
@@ -290,23 +267,17 @@ class LLM:
         self._backend.reset_prefix_cache()
         return True
 
-    def _start(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> tuple[Backend, Statistics, JobMaker]:
-        if self.arguments.gateway is not None:
-            arguments = self.arguments.located()
-            attached = attach(self._runtime, arguments, config)
-            k = attached.speculation.num_draft_tokens
-            k = attached.num_draft_tokens if k is None else k
-            statistics = Statistics(attached.info.name, k, arguments.max_num_seqs)
-            return attached, statistics, JobMaker(arguments, attached, k)
-        speculation = SpeculativeConfig.supported(config)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: two models share the cores
-        from outrider.llm.backends import start_local  # torch comes with it: not for who only asks a gateway
+    def _attach(self, config: SpeculativeConfig | Mapping[str, Any] | None) -> tuple[Backend, Statistics]:
+        backend = attach(self._runtime, self.arguments, config)
+        return backend, Statistics(backend.info.name, backend.num_draft_tokens, self.arguments.max_num_seqs)
 
-        arguments = self.arguments.located()
-        k = (speculation.num_speculative_tokens or 0) if speculation is not None else 0
+    def _start(self, speculation: SpeculativeConfig | None) -> tuple[Backend, Statistics]:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: two models share the cores
+        from outrider.llm.local import start_local  # torch comes with it: not for who only asks a gateway
+
+        arguments, k = self.arguments, (speculation.num_speculative_tokens or 0) if speculation is not None else 0
         statistics = Statistics(arguments.served_model_name or str(arguments.model), k, arguments.max_num_seqs)
-        local = start_local(self._runtime, arguments, speculation, lambda: statistics.num_running)
-        return local, statistics, JobMaker(arguments, local, k)
+        return start_local(self._runtime, arguments, speculation, k, lambda: statistics.num_running), statistics
 
     def _generate(
         self,

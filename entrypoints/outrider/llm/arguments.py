@@ -1,0 +1,253 @@
+"""The keywords of `LLM(...)`: which act, which must keep their value and why, the old names of some; and what of the
+methods of vLLM's LLM is not there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic.dataclasses import dataclass
+
+from outrider.llm.config import SpeculativeConfig
+from outrider.llm.validation import (
+    CONFIG,
+    Fixed,
+    Flag,
+    Integer,
+    MinusOneIsNone,
+    Number,
+    OrDefault,
+    Unsupported,
+    integer,
+    one_of,
+    plain_errors,
+    require_fixed,
+    require_known,
+)
+from outrider.rpc.hub import is_hub_id, locate
+from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode
+from outrider.rpc.validate import ALL_LOGPROBS, MAX_LOGPROBS, SPECULATION_MODES
+
+EMBEDS = "models generate; they do not embed, score or classify"
+NO_WORKERS = "there are no workers: the engines are in this process"
+PROFILE = "use a profiler of Python, or OpenTelemetry spans"
+ONE_DEVICE = "the target runs on one device"
+TEXT_ONLY = "models take text alone"
+
+# Keywords of LLM that must keep their value.
+FIXED: Fixed = {
+    "runner": (("auto", "generate"), EMBEDS),
+    "convert": (("auto", "none"), EMBEDS),
+    "task": ((None, "auto", "generate"), EMBEDS),
+    "tokenizer_mode": (("auto", "hf"), "the checkpoint's tokenizer.json is used"),
+    "skip_tokenizer_init": ((False,), "text is made here: a tokenizer is needed"),
+    "tensor_parallel_size": ((1,), ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), ONE_DEVICE),
+    "data_parallel_size": ((1,), ONE_DEVICE),
+    "enable_expert_parallel": ((False,), ONE_DEVICE),
+    "distributed_executor_backend": ((None, "uni"), ONE_DEVICE),
+    "quantization": ((None,), "weights are computed in float32 or bfloat16"),
+    "revision": ((None,), "a part of the model's hub id: org/name@revision"),
+    "code_revision": ((None,), "code is of the model's revision"),
+    "tokenizer_revision": ((None,), "a part of the tokenizer's hub id: org/name@revision"),
+    "hf_overrides": ((None, {}), "the checkpoint's config.json holds"),
+    "hf_config_path": ((None,), "the checkpoint's config.json holds"),
+    "config_format": (("auto", "hf"), "checkpoints are in Hugging Face's layout"),
+    "load_format": (("auto", "safetensors"), "weights are safetensors; `outrider convert` makes them"),
+    "model_impl": (("auto",), "the engine chooses"),
+    "swap_space": ((None, 0, 4), "what is preempted is computed again, never swapped"),
+    "cpu_offload_gb": ((0,), "the whole model is on one device"),
+    "kv_cache_dtype": (("auto",), "the cache has the model's dtype"),
+    "block_size": ((None, 16), "blocks hold 16 tokens"),
+    "enable_chunked_prefill": ((None, True), "prompts are always computed in chunks beside the windows"),
+    "scheduling_policy": (("fcfs", "priority"), "requests go by priority, then by age"),
+    "enable_lora": ((False,), "adapters are not there yet"),
+    "enable_prompt_adapter": ((False,), "prompt adapters are not offered"),
+    "limit_mm_per_prompt": ((None, {}), TEXT_ONLY),
+    "mm_processor_kwargs": ((None, {}), TEXT_ONLY),
+    "allowed_local_media_path": ((None, ""), TEXT_ONLY),
+    "allowed_media_domains": ((None, []), TEXT_ONLY),
+    "enable_prompt_embeds": ((False,), TEXT_ONLY),
+    "pooler_config": ((None,), EMBEDS),
+    "structured_outputs_config": ((None, {}), "constrained decoding is not there yet"),
+    "logits_processors": ((None,), "a callable cannot run at both draft and target"),
+    "compilation_config": ((None, 0, {}), "nothing is compiled"),
+    "profiler_config": ((None,), PROFILE),
+    "disable_custom_all_reduce": ((False, True), ONE_DEVICE),
+    "enable_return_routed_experts": ((False,), "it is not there"),
+    "hf_token": ((None,), "the variable HF_TOKEN holds"),
+    "download_dir": ((None,), "the variable HF_HOME holds"),
+}
+
+
+# Other names of speculation's keywords, and keywords that do nothing: those of before `speculative_config`, which warn,
+# and those of after it.
+OLD: dict[str, str | None] = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "speculative_disable_by_batch_size": "disable_by_batch_size",
+    "speculative_max_model_len": "max_model_len",
+    "speculative_model_quantization": "quantization",
+    "use_v2_block_manager": None,
+    "disable_logprobs_during_spec_decoding": None,
+}
+SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+DTYPES = {name: name for name in ("auto", "float32", "bfloat16", "float16")} | {"float": "float32", "half": "float16"}
+GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+ACCEPTANCE = {rule.name.lower(): rule for rule in AcceptanceRule}
+
+
+def _folder(value: object, info: ValidationInfo) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | PathLike):
+        raise TypeError(f"{info.field_name} must be a folder's path or a hub id, a str or a Path; got {value!r:.100}")
+    path = Path(value)
+    if not path.is_dir() and not is_hub_id(path):
+        raise ValueError(f"{info.field_name}: there is no folder {path}; allowed: a folder, or a hub id (org/name)")
+    return path
+
+
+def _dtype(given: object) -> str:
+    name = str(given).removeprefix("torch.")
+    if name not in DTYPES:
+        raise Unsupported(f"LLM(dtype={name!r}) is not supported: the engine computes in {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _generation(override: Mapping[str, Any]) -> Mapping[str, Any]:
+    if unknown := sorted(override.keys() - set(GENERATION_KEYS)):
+        known = ", ".join(GENERATION_KEYS)
+        raise ValueError(f"override_generation_config: {', '.join(unknown)} has no effect; allowed: {known}")
+    return override
+
+
+Folder = Annotated[Path | None, BeforeValidator(_folder)]
+Size = Annotated[Integer | None, integer(1, or_none=True)]
+FlagOrDefault = Annotated[Flag, OrDefault]
+
+
+@plain_errors("LLM")
+@dataclass(frozen=True, slots=True, config=CONFIG)
+class EngineArguments:
+    """What acts."""
+
+    model: Folder = None
+    gateway: str | None = None
+    tokenizer: Folder = None
+    trust_remote_code: FlagOrDefault = False
+    dtype: Annotated[str, BeforeValidator(_dtype)] = "auto"
+    seed: Annotated[Integer | None, integer(or_none=True)] = 0
+    max_model_len: Annotated[Integer | None, integer(2, or_none=True), MinusOneIsNone] = None  # a prompt and a token
+    gpu_memory_utilization: Annotated[Number, Field(gt=0, le=1, description="a number in (0, 1]")] = 0.9
+    kv_cache_memory_bytes: Size = None
+    num_gpu_blocks_override: Size = None
+    enforce_eager: FlagOrDefault = False
+    enable_prefix_caching: Annotated[Flag | None, Field(description="True or False")] = None
+    max_num_seqs: Annotated[Integer, integer(1, or_none=True), OrDefault] = 256
+    max_num_batched_tokens: Annotated[Integer, integer(1, 65536, or_none=True), OrDefault] = 512
+    max_logprobs: Annotated[Integer, integer(ALL_LOGPROBS, or_none=True), OrDefault] = MAX_LOGPROBS
+    logprobs_mode: Annotated[LogprobsMode, Field(description=f"one of {', '.join(m.value for m in LogprobsMode)}")] = (
+        LogprobsMode.RAW_LOGPROBS
+    )
+    served_model_name: Annotated[
+        str | None, BeforeValidator(lambda names: names[0] if isinstance(names, list) else names)
+    ] = None
+    generation_config: Annotated[str | None, one_of(("auto", "vllm"))] = "auto"
+    override_generation_config: Annotated[
+        Annotated[Mapping[str, Any], AfterValidator(_generation)] | None, Field(description="a dict")
+    ] = None
+    disable_log_stats: FlagOrDefault = False
+    per_request_spec_decode_metrics: Annotated[str, one_of(("none", "summary", "detailed")), OrDefault] = "none"
+    device: str = "auto"
+    batch_invariant: FlagOrDefault = False
+    mode: Annotated[str | None, one_of(SPECULATION_MODES)] = None  # of the loop: how far the draft runs ahead; None:
+    # sequential, or the gateway's own
+    acceptance: Annotated[str, one_of(ACCEPTANCE), OrDefault] = "auto"  # auto: coupled, and so repeatable, for requests
+    # with a seed of their own; else rejection
+    threads: Annotated[Integer | None, integer(1, 256, or_none=True)] = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> EngineArguments:
+        """Checks every keyword; those that are fixed are dropped."""
+        require_fixed(FIXED, given, "LLM({}={!r})")
+        known = [entry.name for entry in fields(cls)]
+        require_known(given, [*known, *FIXED, *OLD, *SHORT, "speculative_config"], "LLM")
+        return cls(**{name: value for name, value in given.items() if name not in FIXED})
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.gateway is None):
+            raise ValueError("LLM takes a model's folder or hub id, or gateway='host:port' of one that runs")
+
+    def located(self) -> EngineArguments:
+        """With folders in place of hub ids. Raises ModelNotFound, a ValueError."""
+        model, tokenizer = self.model, self.tokenizer
+        return replace(
+            self,
+            model=None if model is None else locate(model, trust_remote_code=self.trust_remote_code),
+            tokenizer=None if tokenizer is None else locate(tokenizer, weights=False),
+        )
+
+    def acceptance_for(self, seed: int | None) -> AcceptanceRule:
+        """The rule of a request with this seed of its own. Coupled tokens depend on prompt, seed and target alone;
+        under rejection they also depend on when a draft came, which no seed fixes."""
+        if self.acceptance == "auto" and seed is not None:
+            return AcceptanceRule.COUPLED
+        return ACCEPTANCE[self.acceptance]
+
+
+def take_speculation(options: dict[str, Any]) -> SpeculativeConfig | Mapping[str, Any] | None:
+    """What was said of speculation, taken out of the options: `speculative_config`, or its other names."""
+    config = options.pop("speculative_config", None)
+    short, old = ({name: options.pop(name) for name in names if name in options} for names in (SHORT, OLD))
+    if options.pop("spec_decoding_acceptance_method", "rejection_sampler") != "rejection_sampler":
+        raise Unsupported("spec_decoding_acceptance_method: typical acceptance changes the distribution")
+    if old:
+        warnings.warn(
+            f"{', '.join(old)}: old keywords of LLM; use speculative_config={{...}}",
+            DeprecationWarning,
+            stacklevel=3,  # the caller of LLM()
+        )
+    meant = {(SHORT | OLD)[name]: value for name, value in (short | old).items() if value is not None}
+    named = {name: value for name, value in meant.items() if name is not None}
+    if named and config is not None:
+        raise ValueError(f"speculative_config is given, and beside it {', '.join(named)}")
+    if named and not named.keys() & {"model", "method"}:
+        raise ValueError(f"{', '.join(named)}: without a draft there is nothing to set; give speculative_config")
+    return named or config
+
+
+# Methods of vLLM's LLM that this one has not.
+NOT_THERE = {
+    "encode": EMBEDS,
+    "embed": EMBEDS,
+    "classify": EMBEDS,
+    "score": EMBEDS,
+    "reward": EMBEDS,
+    "beam_search": "it is no sampling, which is what speculation is exact for",
+    "collective_rpc": NO_WORKERS,
+    "apply_model": NO_WORKERS,
+    "sleep": "close() frees the memory",
+    "wake_up": "close() frees the memory",
+    "start_profile": PROFILE,
+    "stop_profile": PROFILE,
+}
+
+ABSENT: tuple[Any, ...] = (None, False, "", (), [], {})
+# Arguments of `generate` and `chat` that say nothing here.
+ARGUMENTS: Fixed = {
+    "lora_request": (ABSENT, "adapters are not there yet"),
+    "prompt_adapter_request": (ABSENT, "prompt adapters are not offered"),
+    "logits_processor": (ABSENT, "a callable cannot run at both draft and target"),
+    "tokenization_kwargs": (ABSENT, "use TokensPrompt, or SamplingParams(truncate_prompt_tokens=...)"),
+    "mm_processor_kwargs": (ABSENT, "models take text alone"),
+}
