@@ -30,9 +30,10 @@ from outrider.kernels.verify.reference import (
 from outrider.rpc.messages import TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.target_service.draft_buffer import Window
+from outrider.target_service.outputs import VerifiedWindow
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
-from outrider.target_service.verifier import HostVerifier, Verdict, VerifyRows
+from outrider.target_service.verifier import HostVerifier
 
 LEAST, GREATEST = 0, 0xFFFFFFFF
 VOCAB_SIZE = 4
@@ -61,7 +62,7 @@ def verdict_of(
     word: int | list[Words],
     rule: str = "rejection",
     **sampling: Any,
-) -> Verdict:
+) -> VerifiedWindow:
     """Of one window, whose rows are one more than its drafted tokens; one word may stand for all."""
     sampling = {"temperature": 0.0 if rule == "greedy" else 1.0, "max_tokens": 8} | sampling
     acceptance = AcceptanceRule.COUPLED if rule == "coupled" else AcceptanceRule.REJECTION
@@ -69,13 +70,13 @@ def verdict_of(
     target = admit(opened(1, [0, 1], acceptance=acceptance, **sampling), None, (1, 1), print, limits, 0, 0.0)
     weights = tuple(TokenWeights(*entry) if entry is not None else None for entry in packed(vectors))
     window = Window(0, tuple(drafted), weights, False)
-    entry = ScheduledSequence(target, 2, 1, len(logits), window, True, len(logits))
+    scheduled = ScheduledSequence(target, 2, 1, len(logits), window, True, len(logits))
     verifier = HostVerifier(VOCAB_SIZE)
     table = torch.tensor([(word,) * 3] * len(logits) if isinstance(word, int) else word)  # [positions, 3]
     verifier._words = Forced(table[:, :, None].repeat(1, 1, 4))
     verifier._noise = Forced(torch.ones(len(logits), VOCAB_SIZE))
-    (verdict,) = verifier.verify(torch.tensor(logits), [VerifyRows(entry, range(len(logits)))])
-    return verdict
+    (verified,) = verifier.verify(torch.tensor(logits), [scheduled])
+    return verified
 
 
 EVEN = ((0, 1), (1, 1))  # the weights of a draft that is sure of two tokens

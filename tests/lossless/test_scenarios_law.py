@@ -32,7 +32,7 @@ from outrider.target_service import verifier as verifier_module
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
-from outrider.target_service.verifier import HostVerifier, VerifyRows
+from outrider.target_service.verifier import HostVerifier
 
 VOCAB, K, LENGTH, CELLS = 4, 2, 3, 8
 PROMPT = (0,)
@@ -112,9 +112,7 @@ class Toy:
 
     def judge(self, monkeypatch: pytest.MonkeyPatch, cases: Sequence[Any]) -> list[tuple[int, tuple[Fraction, ...]]]:
         """One call of the verifier: accepted tokens and the law of the next one, of every case."""
-        verify_rows = [
-            _verify_rows(index, ids, weights, self.sampling) for index, (ids, weights, _) in enumerate(cases)
-        ]
+        windows = [_scheduled(index, ids, weights, self.sampling) for index, (ids, weights, _) in enumerate(cases)]
         logits = torch.tensor([self.logits(ids[:row]) for ids, _, _ in cases for row in range(K + 1)])
         uniforms = [(cell + 0.5) / CELLS for _, _, cells in cases for cell in cells]
         drawn_from: list[Tensor] = []
@@ -126,11 +124,11 @@ class Toy:
         with monkeypatch.context() as patch:
             patch.setattr(verifier_module, "accept_uniforms", lambda words: torch.tensor(uniforms).double())
             patch.setattr(verifier_module, "draw", draw)
-            verdicts = HostVerifier(VOCAB).verify(logits.float(), verify_rows)
+            verified = HostVerifier(VOCAB).verify(logits.float(), windows)
         rows = [[Fraction(round(64 * weight), 64) for weight in row] for row in drawn_from[0].tolist()]
         return [
-            (verdict.num_accepted, tuple(weight / sum(row) for weight in row))
-            for verdict, row in zip(verdicts, rows, strict=True)
+            (window.num_accepted, tuple(weight / sum(row) for weight in row))
+            for window, row in zip(verified, rows, strict=True)
         ]
 
 
@@ -138,15 +136,14 @@ def _index(context: Ids, count: int) -> int:
     return sum((token + 1) * 7**place for place, token in enumerate(context)) % count
 
 
-def _verify_rows(
+def _scheduled(
     index: int, ids: Ids, weights: tuple[TokenWeights | None, ...], sampling: dict[str, Any]
-) -> VerifyRows:
+) -> ScheduledSequence:
     """A window as it stands in a step of many sequences."""
     limits = TargetLimits(VOCAB, 64, (), 64)
     target = admit(opened(index, PROMPT, **sampling), None, (1, index), lambda _: None, limits, index, 0.0)
     window = Window(0, ids, weights, False)
-    entry = ScheduledSequence(target, len(PROMPT), len(PROMPT) - 1, K + 1, window, True, K + 1)
-    return VerifyRows(entry, range(index * (K + 1), (index + 1) * (K + 1)))
+    return ScheduledSequence(target, len(PROMPT), len(PROMPT) - 1, K + 1, window, True, K + 1, index * (K + 1))
 
 
 ACCEPT = verifier.accept

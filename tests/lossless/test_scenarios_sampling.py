@@ -34,7 +34,7 @@ from outrider.proposers import draft_model
 from outrider.rpc.codec import decode_piece, encode_piece
 from outrider.rpc.messages import Close, Credit, DraftTokens, Open, PositionLogprobs, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, LogprobsMode, StructuredOutput
-from outrider.target_service import verifier
+from outrider.target_service import outputs, verifier
 from outrider.target_service.verifier import HostVerifier
 
 BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is seen"])
@@ -114,9 +114,9 @@ def test_scenario_19_log_probabilities_are_plain_decodings(
         assert [candidate.id for candidate in row] == [token, *(i for i in best if i != token)][: len(row)]
         assert all(abs(candidate.logprob - float(fresh[candidate.id])) < 1e-4 for candidate in row)
     if bug:
-        with_logprobs = verifier._with_logprobs
+        with_logprobs = outputs._with_logprobs
         monkeypatch.setattr(
-            verifier, "_with_logprobs", lambda found, asked, rows: with_logprobs(found, asked, rows.roll(1, 0))
+            outputs, "_with_logprobs", lambda found, asked, rows: with_logprobs(found, asked, rows.roll(1, 0))
         )
     for k in (1, 3, 8):
         harness = TargetHarness.of(target_model())
@@ -307,11 +307,11 @@ def test_scenario_04_draft_probs_are_not_changed_before_their_use(bug: bool, mon
     monkeypatch.setattr(verifier, "DraftWeights", SimpleNamespace(of=note_used))
     verify = HostVerifier.verify
 
-    def unchanged(self: HostVerifier, logits: torch.Tensor, verify_rows: Any) -> Any:
+    def unchanged(self: HostVerifier, logits: torch.Tensor, windows: Any) -> Any:
         before = logits.clone()
-        verdicts = verify(self, logits, verify_rows)
+        verified = verify(self, logits, windows)
         assert torch.equal(logits, before), "judging changed the logits"
-        return verdicts
+        return verified
 
     monkeypatch.setattr(HostVerifier, "verify", unchanged)
     Pair(4, noise=0.01).generate([opened(number, prompt_of(number), seed=number, **SAMPLED) for number in range(5)])

@@ -46,10 +46,10 @@ from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.messages import Close, Commit, Open
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
-from outrider.target_service import step, verifier
+from outrider.target_service import outputs, verifier
 from outrider.target_service.boot import build
 from outrider.target_service.engine import TargetEngine
-from outrider.target_service.outputs import Outcome, outcome_of
+from outrider.target_service.outputs import find_stop
 from outrider.target_service.settings import TargetSettings
 
 NUM_SCENARIOS = 25
@@ -72,10 +72,10 @@ BUG = pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the bug is
 K = 4
 
 
-def looks_at_the_last_token_alone(ids: Any, origins: Any, sampling: Any, eos_ids: Any, num: int, left: int) -> Outcome:
+def looks_at_the_last_token_alone(ids: Any, sampling: Any, eos_ids: Any, num_output: int, left: int) -> Any:
     """A window's end is taken for a step's."""
-    last = outcome_of(ids[-1:], origins[-1:], sampling, eos_ids, num + len(ids) - 1, left - len(ids) + 1)
-    return replace(last, ids=tuple(ids), origins=tuple(origins))
+    before = len(ids) - 1
+    return len(ids), *find_stop(ids[-1:], sampling, eos_ids, num_output + before, left - before)[1:]
 
 
 @BUG
@@ -87,7 +87,7 @@ def test_scenario_22_a_stop_inside_a_window_ends_it(kind: str, bug: bool, monkey
     reference = plain_outputs(model, [opened(1, prompt, max_tokens=12)])[1]
     assert len(set(reference[: K + 1])) == K + 1
     if bug:
-        monkeypatch.setattr(step, "outcome_of", looks_at_the_last_token_alone)
+        monkeypatch.setattr(outputs, "find_stop", looks_at_the_last_token_alone)
     wrong = []
     for offset, limit in product(range(K + 1), range(1, K + 4)):
         stop = reference[offset]

@@ -38,7 +38,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver
 from outrider.target_service.engine import TargetEngine
-from outrider.target_service.outputs import StepReport
+from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.sequence import TargetLimits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
@@ -176,7 +176,7 @@ class TargetHarness:
         limits = TargetLimits(loaded.vocab_size, loaded.max_model_len, eos_ids, num_blocks)
         harness: TargetHarness
 
-        def count(_: StepReport) -> None:
+        def count(_: ComputedStep) -> None:
             harness.num_steps += 1
 
         runner, clock = ModelRunner(loaded.model, num_blocks), lambda: harness.now

@@ -89,7 +89,7 @@ def on_device(checkpoint: Any, *, captured: bool) -> TargetHarness:
     if captured:
         runner: ModelRunner = harness.engine._runner
         runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
-        harness.engine._computer.verifier = verifier_of(runner, VOCAB)
+        harness.engine.verifier = verifier_of(runner, VOCAB)
     return harness
 
 

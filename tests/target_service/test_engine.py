@@ -26,7 +26,7 @@ from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import draft_sample
 from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
-from outrider.target_service import verifier
+from outrider.target_service import outputs
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.outputs import StepTracer
 
@@ -182,9 +182,9 @@ def test_a_prompts_rows_are_ranked_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     import torch
 
     logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(1))
-    whole = verifier.prompt_logprobs(logits, range(11), 3, "raw_logprobs")
-    monkeypatch.setattr(verifier, "RANKED_ON_HOST", 4 * VOCAB)
-    assert verifier.prompt_logprobs(logits, range(11), 3, "raw_logprobs") == whole and len(whole) == 11
+    whole = outputs.prompt_logprobs(logits, range(11), 3, "raw_logprobs")
+    monkeypatch.setattr(outputs, "RANKED_ON_HOST", 4 * VOCAB)
+    assert outputs.prompt_logprobs(logits, range(11), 3, "raw_logprobs") == whole and len(whole) == 11
 
 
 def test_fork_shares_the_prompt_and_outlives_its_parent(models: tuple[Any, LoadedModel]) -> None:

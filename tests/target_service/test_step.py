@@ -16,9 +16,9 @@ from outrider.engine.loader import LoadedModel
 from outrider.engine.worker import DeviceLost
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.target_service import step
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
 from outrider.target_service.step import run_isolated
-from outrider.target_service.verifier import VerifyRows
 
 BAD_TOKEN = 96  # nobody may generate it
 NUMBERS, CULPRIT, NUM_BLOCKS = range(1, 7), 4, 128
@@ -77,14 +77,14 @@ def model_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
 
 
 def verifier_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
-    verify = harness.engine._computer.verifier.verify
+    verify = harness.engine.verifier.verify
 
-    def fragile(logits: torch.Tensor, verify_rows: Sequence[VerifyRows]) -> Any:
-        if any(member.entry.target.key == (1, CULPRIT) for member in verify_rows):
+    def fragile(logits: torch.Tensor, windows: Sequence[ScheduledSequence]) -> Any:
+        if any(window.target.key == (1, CULPRIT) for window in windows):
             raise RuntimeError("injected")
-        return verify(logits, verify_rows)
+        return verify(logits, windows)
 
-    patch.setattr(harness.engine._computer.verifier, "verify", fragile)
+    patch.setattr(harness.engine.verifier, "verify", fragile)
 
 
 def commit_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
@@ -101,12 +101,12 @@ def plan_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
 
 
 def preparing_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
-    prepare = harness.engine._computer.verifier.prepare
+    prepare = harness.engine.verifier.prepare
 
     def fragile(target: TargetSequence) -> bool:
         return raising() if target.key == (1, CULPRIT) else prepare(target)
 
-    patch.setattr(harness.engine._computer.verifier, "prepare", fragile)
+    patch.setattr(harness.engine.verifier, "prepare", fragile)
     while harness.engine._prepare_ahead():
         pass
 

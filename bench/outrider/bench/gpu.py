@@ -44,7 +44,7 @@ from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
-from outrider.target_service.verifier import VerifyRows, VerifyRule
+from outrider.target_service.verifier import VerifyRule
 
 WARM_UP = 3
 TIMES = ("replayed_us", "launched_us", "device_us", "floor_us")
@@ -165,12 +165,12 @@ def measure_rounds(shape: Shape, runner: ModelRunner, repeats: int) -> Json:
     judging, drafting = [], []
     for batch in shape.batches:
         for rule in VerifyRule:
-            members = [_verify_rows(shape, index, rule) for index in range(batch)]
-            entries = [member.entry.batch_entry() for member in members]
+            windows = [_scheduled(shape, index, rule) for index in range(batch)]
+            entries = [window.batch_entry() for window in windows]
             ways: Timed = {
                 "pass_us": lambda entries=entries: runner.forward(entries)[-1, 0].item(),  # type: ignore[misc]
-                "round_us": lambda entries=entries, members=members: verifier.verify(  # type: ignore[misc]
-                    runner.forward(entries), members
+                "round_us": lambda entries=entries, windows=windows: verifier.verify(  # type: ignore[misc]
+                    runner.forward(entries), windows
                 ),
             }
             judging.append({"batch": batch, "rule": rule.name.lower()} | _medians(ways, repeats))
@@ -208,7 +208,7 @@ def _medians(ways: Timed, repeats: int) -> Json:
     return {name: spread(values) for name, values in found.items()}
 
 
-def _verify_rows(shape: Shape, index: int, rule: VerifyRule) -> VerifyRows:
+def _scheduled(shape: Shape, index: int, rule: VerifyRule) -> ScheduledSequence:
     """A window of K tokens after a long context."""
     prompt = tuple(7919 * place % shape.vocab_size for place in range(shape.context + 1))
     acceptance = AcceptanceRule.COUPLED if rule == VerifyRule.COUPLED else AcceptanceRule.REJECTION
@@ -220,10 +220,8 @@ def _verify_rows(shape: Shape, index: int, rule: VerifyRule) -> VerifyRows:
     vector = TokenWeights.of(range(ENTRIES), [32767] * ENTRIES)
     target.sequence.tokens += ids
     target.sequence.block_table = _table(shape, index)
-    entry = ScheduledSequence(
-        target, shape.context + 1, shape.context, ROWS, Window(0, ids, (vector,) * K, False), True, ROWS
-    )
-    return VerifyRows(entry, range(index * ROWS, (index + 1) * ROWS))
+    window = Window(0, ids, (vector,) * K, False)
+    return ScheduledSequence(target, shape.context + 1, shape.context, ROWS, window, True, ROWS, index * ROWS)
 
 
 def _draft(shape: Shape, proposer: DraftModelProposer, batch: int, rule: DraftRule, at_once: int) -> None:

@@ -1,23 +1,18 @@
-"""Verdicts on a device: a step's windows go there in one copy, are judged by kernels, and come back in another.
+"""Windows judged on a device: their numbers go there in one copy, kernels judge them, and the results come back in
+another. Nothing is read on the host in between, so that where the pass was a captured one, the judging is, too,
+launched behind it while the pass still runs. Requests that change single logits (biases, bans, penalties) are judged by
+the same kernels, launched one by one.
 
-Where the pass was a captured one, so is the judging, launched behind it while the pass still runs. Requests that change
-single logits (biases, bans, penalties) are judged by the same kernels, launched one by one.
-
-How a device judges the windows of a step: kernels over columns of numbers, nothing read on the host, so that it can
-be captured and launched behind the pass.
-
-Windows of every rule share one call. What a rule needs more is launched where one of the windows has it: an arg max of
-every row under greedy, the race under coupling, uniforms and the draw from what is left under rejection. Random numbers
-are drawn where they are used: counters take no memory, which is what a device is short of.
-
-What a device is told of the windows of a step: numbers by row, by drafted token and by window.
-
-Which verifier a target has: the host's, or the device's behind its captured passes."""
+The rules are those of `verifier`. There the windows of each are judged apart, with random numbers that idle time
+prepared; here all share one call, and what a rule needs more is launched where one of the windows has it: the race
+under coupling, uniforms and the draw from what is left under rejection. Random numbers are drawn where they are used:
+counters take no memory, which is what a device is short of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,21 +28,32 @@ from outrider.kernels.random.reference import Purpose, as_int64, words
 from outrider.kernels.sampling.reference import MAX_ENTRIES, greedy_choice, logits_to_probs
 from outrider.kernels.types import RowSampling, Windows
 from outrider.kernels.verify.reference import accept_uniforms, coupled_accept, coupled_draw, draw
+from outrider.target_service.outputs import VerifiedWindow, verified_windows
+from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
-from outrider.target_service.verifier import HostVerifier, Verdict, VerifyRows, VerifyRule, rule_of, verdicts_of
+from outrider.target_service.verifier import (
+    HostVerifier,
+    VerifyRule,
+    draft_ids_of,
+    layout_of,
+    rows_of,
+    rule_of,
+    weights_of,
+)
 
-COUNTER_COLUMNS = ("seeds", "positions", "completions")  # of each row
-DRAFT_COLUMNS = ("draft_ids", "row_of_draft", "window_of_draft", "offset_of_draft")  # no more of them than rows
-WINDOW_COLUMNS = ("row_starts", "num_rows", "num_drafted", "draft_starts", "rules")
+LAYOUT = tuple(column.name for column in fields(Windows))
+COUNTERS = ("seeds", "positions", "completions")  # of each row
 
 
 def verify_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Column]:
     """What `verify_windows` reads; the entries of draft weights come last, since there may be few."""
+    by_window = ("row_starts", "num_rows", "num_drafted", "draft_starts", "rules")
+    by_draft = ("draft_ids", "row_of_draft", "window_of_draft", "offset_of_draft")  # no more of them than rows
     return [
         *sampling_columns(num_rows),
-        *(Column(name, torch.int64, num_rows) for name in (*COUNTER_COLUMNS, *DRAFT_COLUMNS)),
+        *(Column(name, torch.int64, num_rows) for name in (*COUNTERS, *by_draft)),
         Column("greedy_rows", torch.int32, num_rows),
-        *(Column(name, torch.int64, num_windows) for name in WINDOW_COLUMNS),
+        *(Column(name, torch.int64, num_windows) for name in by_window),
         Column("entry_starts", torch.int64, num_rows + 1),
         Column("entries", torch.int32, 2 * num_entries),  # the id and the weight of one, then those of the next
     ]
@@ -61,13 +67,13 @@ def verify_windows(
 ) -> Tensor:  # [2 n + rows] int64
     """Of each window how many drafted tokens are accepted, then of each the token after them (-1: none), then which
     rows are invalid."""
-    windows = Windows(*(columns[name] for name in _WINDOWS))
+    windows = Windows(*(columns[name] for name in LAYOUT))
     own, invalid = greedy_choice(logits, sampling)  # [rows] each
     own = own.masked_fill(invalid, -1)
     probs = logits
     if max_rule > VerifyRule.GREEDY:
         probs, _ = logits_to_probs(logits, sampling)  # [rows, vocab]
-        seeds, positions, completions = (columns[name] for name in COUNTER_COLUMNS)  # [rows] each
+        seeds, positions, completions = (columns[name] for name in COUNTERS)  # [rows] each
         raced = coupled_draw(probs, seeds, positions, completions)
         own = torch.where(columns["greedy_rows"] != 0, own, raced)
     accepted, next_ids = coupled_accept(own, windows, columns["draft_ids"])  # [n] each
@@ -83,7 +89,7 @@ def _verify_by_rejection(probs: Tensor, columns: StagedColumns, windows: Windows
     """Rejection sampling of all windows: the numbers accepted and the next ids, [n] int64 each."""
     from outrider.kernels.verify.triton import PackedEntries, accept_packed
 
-    seeds, positions, completions = (columns[name] for name in COUNTER_COLUMNS)  # [rows] each
+    seeds, positions, completions = (columns[name] for name in COUNTERS)  # [rows] each
     uniforms = accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions))  # [rows]
     ids, weights = columns["entries"].view(-1, 2).unbind(1)  # [entries] each
     entries = PackedEntries(ids.contiguous(), weights.contiguous(), columns["entry_starts"])
@@ -93,107 +99,66 @@ def _verify_by_rejection(probs: Tensor, columns: StagedColumns, windows: Windows
     return accepted, draw(left, words(seeds[rows], positions[rows], purposes, completions[rows]))
 
 
-_WINDOWS = ("row_starts", "num_rows", "num_drafted", *DRAFT_COLUMNS[1:], "draft_starts")  # the fields of Windows
-
-Columns = dict[str, NDArray[Any]]
-
-
-@dataclass(slots=True)
 class VerifyInputs:
-    """The numbers of each window, and the drafted tokens and entries of draft weights of all."""
+    """What a device is told of the windows of a step: numbers by row, by drafted token and by window. Rows of different
+    windows lie one after the other."""
 
-    windows: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _OF_WINDOW})
-    draft_ids: list[int] = field(default_factory=list)
-    entry_starts: list[int] = field(default_factory=lambda: [0])  # of each drafted token
-    entries: list[tuple[bytes, bytes]] = field(default_factory=list)  # ids and weights
-    max_rule: VerifyRule = VerifyRule.GREEDY
-    changes_logits: bool = False  # biases, bans or penalties: more than the columns say
-
-    @staticmethod
-    def of(verify_rows: Sequence[VerifyRows]) -> VerifyInputs:
-        """The windows' rows lie one after the other."""
-        inputs = VerifyInputs()
-        for member in verify_rows:
-            inputs._add(member)
-        return inputs
-
-    @property
-    def num_windows(self) -> int:
-        """Windows of the step."""
-        return len(self.windows["rules"])
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that judge them."""
-        return int(sum(self.windows["num_rows"]))
+    def __init__(self, windows: Sequence[ScheduledSequence]) -> None:
+        self.windows = windows
+        self.num_rows = sum(window.num_verify_rows for window in windows)
+        self.max_rule = max((rule_of(window.target) for window in windows), default=VerifyRule.GREEDY)
+        self.changes_logits = not all(is_numeric_only(window.target.sampler) for window in windows)
+        vectors = [vector for window in windows for vector in weights_of(window)]  # by drafted token
+        self._entries = [vector for vector in vectors if vector is not None]
+        self._entry_starts = list(accumulate((len(v[0]) // 4 if v is not None else 0 for v in vectors), initial=0))
 
     @property
     def num_entries(self) -> int:
         """Entries of all draft weights."""
-        return self.entry_starts[-1]
+        return self._entry_starts[-1]
 
     def write(self, staged: StagedColumns) -> int:
         """Writes them and their padding to the host's buffer; returns how many words of it hold them."""
         for name, values in self._columns().items():
             staged.write(name, values, OFF.get(name, 0))
-        staged.write("entry_starts", self.entry_starts, self.num_entries)
+        staged.write("entry_starts", self._entry_starts, self.num_entries)
         staged.write("entries", self._packed_entries())
         return staged.words_up_to("entries", 2 * self.num_entries)
 
-    def _add(self, member: VerifyRows) -> None:
-        target, window, rule = member.entry.target, member.entry.window, rule_of(member.entry.target)
-        of_window = parameters_of(target.sampler) | {
-            "seeds": as_int64(target.random_key.seed),
-            "completions": target.random_key.completion,
-            "committed": member.entry.committed,
-            "num_rows": len(member.rows),
-            "num_drafted": len(window.ids),
-            "rules": rule,
+    def _columns(self) -> dict[str, Any]:
+        """All but the entries; what is one number a window is repeated by row."""
+        layout = layout_of(self.windows)
+        by_window = [
+            parameters_of(window.target.sampler)
+            | {
+                "seeds": as_int64(window.target.random_key.seed),
+                "completions": window.target.random_key.completion,
+                "first_row_at": window.committed - row_start,  # position of a row less its place
+                "greedy_rows": window.target.greedy,
+            }
+            for window, row_start in zip(self.windows, layout.row_starts.tolist(), strict=True)
+        ]
+        num_rows = layout.num_rows.numpy()  # [n]
+        by_row: dict[str, NDArray[Any]] = {
+            name: np.array([numbers[name] for numbers in by_window], dtype).repeat(num_rows)
+            for name, dtype in _BY_ROW.items()
         }
-        for name, value in of_window.items():
-            self.windows[name].append(value)
-        self.draft_ids += window.ids
-        vectors = window.weights if rule == VerifyRule.REJECTION else (None,) * len(window.ids)
-        for vector in vectors:  # one whose ids and weights differ in number is one-hot, as one that is not there
-            usable = vector is not None and len(vector.ids) == len(vector.weights) and len(vector.ids) % 4 == 0
-            if vector is not None and usable:
-                self.entries.append((vector.ids, vector.weights))
-            self.entry_starts.append(self.num_entries + (len(vector.ids) // 4 if vector is not None and usable else 0))
-        self.max_rule = max(self.max_rule, rule)
-        self.changes_logits |= not is_numeric_only(target.sampler)
-
-    def _columns(self) -> Columns:
-        """By row what is one number a window, and where rows and drafted tokens lie."""
-        windows: Columns = {name: np.array(self.windows[name], dtype) for name, dtype in _OF_WINDOW.items()}
-        num_rows, num_drafted = windows["num_rows"], windows["num_drafted"]  # [n] each
-        row_starts, draft_starts = num_rows.cumsum() - num_rows, num_drafted.cumsum() - num_drafted  # [n] each
-        rows, drafts = np.arange(num_rows.sum()), np.arange(num_drafted.sum())
-        by_row = {name: windows[name].repeat(num_rows) for name in (*OFF, "seeds", "completions")}
-        return by_row | {
-            "positions": rows + (windows["committed"] - row_starts).repeat(num_rows),
-            "greedy_rows": (windows["rules"] == VerifyRule.GREEDY).repeat(num_rows),
-            "draft_ids": np.array(self.draft_ids, np.int64),
-            "row_of_draft": drafts + (row_starts - draft_starts).repeat(num_drafted),
-            "window_of_draft": np.arange(self.num_windows).repeat(num_drafted),
-            "offset_of_draft": drafts - draft_starts.repeat(num_drafted),
-            "row_starts": row_starts,
-            "num_rows": num_rows,
-            "num_drafted": num_drafted,
-            "draft_starts": draft_starts,
-            "rules": windows["rules"],
-        }
+        by_row["positions"] = by_row.pop("first_row_at") + np.arange(self.num_rows)
+        rules = [rule_of(window.target) for window in self.windows]
+        of_layout = {name: getattr(layout, name) for name in LAYOUT}
+        return by_row | of_layout | {"draft_ids": draft_ids_of(self.windows), "rules": rules}
 
     def _packed_entries(self) -> NDArray[np.int32]:
         """Side by side. What is above 2^31 turns negative, and is no more usable than before."""
         packed = np.empty((self.num_entries, 2), dtype="<i4")
-        for place, column in enumerate(zip(*self.entries, strict=True)):
+        for place, column in enumerate(zip(*self._entries, strict=True)):
             packed[:, place] = np.frombuffer(b"".join(column), dtype="<i4")
         return packed.reshape(-1)
 
 
-_OF_WINDOW: dict[str, type] = {
+_BY_ROW: dict[str, type] = {
     "temperature": np.float32, "min_p": np.float32, "top_k": np.int64, "top_p": np.float64, "seeds": np.int64,
-    "completions": np.int64, "committed": np.int64, "num_rows": np.int64, "num_drafted": np.int64, "rules": np.int64,
+    "completions": np.int64, "first_row_at": np.int64, "greedy_rows": np.int32,
 }  # fmt: skip
 
 
@@ -235,26 +200,26 @@ class DeviceVerifier:
         for size in reversed(self._sizes):
             layout = verify_columns(size.num_rows, size.num_windows, size.num_rows * MAX_ENTRIES)
             columns = StagedColumns(layout, self._host, self._numbers)
-            self._upload(VerifyInputs(), columns, self._host, self._numbers)
+            self._upload(VerifyInputs(()), columns, self._host, self._numbers)
             for rule in VerifyRule:
                 self._captured[size, rule] = self._capture(size, columns, rule)
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, verify_rows: Sequence[VerifyRows]) -> list[Verdict]:
-        """Judges every window; logits are [rows of the step that want logits, vocab] float32."""
-        if not verify_rows:
+    def verify(self, logits: Tensor, windows: Sequence[ScheduledSequence]) -> list[VerifiedWindow]:
+        """Judges every window; logits are [rows of the step that want them, vocab] float32."""
+        if not windows:
             return []
-        inputs = VerifyInputs.of(verify_rows)
+        inputs = VerifyInputs(windows)
         captured = self._find(logits, inputs)
         if captured is not None:
             self._upload(inputs, captured.columns, self._host, self._numbers)
             captured.replay()
-            results, num_windows = captured.results, len(captured.columns["rules"])
+            results, places = captured.results, len(captured.columns["rules"])
         else:
-            logits = self._rows_of(logits, verify_rows)
-            results, num_windows = self._launch(logits, verify_rows, inputs), len(verify_rows)
-        accepted, next_ids, invalid = self._graphs.download(results).tensor_split((num_windows, 2 * num_windows))
-        return verdicts_of(logits, verify_rows, accepted[: len(verify_rows)], next_ids[: len(verify_rows)], invalid)
+            logits = rows_of(windows, logits)
+            results, places = self._launch(logits, inputs), len(windows)
+        accepted, next_ids, invalid = self._graphs.download(results).tensor_split((places, 2 * places))
+        return verified_windows(logits, windows, accepted[: len(windows)], next_ids[: len(windows)], invalid)
 
     def prepare(self, target: TargetSequence) -> bool:
         """Random numbers are drawn where they are used: there is nothing to prepare."""
@@ -265,24 +230,21 @@ class DeviceVerifier:
         is_captured = logits.data_ptr() == self._logits.data_ptr() and inputs.num_rows == len(logits)
         if not is_captured or inputs.changes_logits or inputs.num_entries > inputs.num_rows * MAX_ENTRIES:
             return None
-        wanted = inputs.num_rows, inputs.num_windows
+        wanted = inputs.num_rows, len(inputs.windows)
         fitting = (size for size in self._sizes if size.num_rows >= wanted[0] and size.num_windows >= wanted[1])
         size = next(fitting, None)
         return None if size is None else self._captured[size, inputs.max_rule]
 
-    def _launch(self, logits: Tensor, verify_rows: Sequence[VerifyRows], inputs: VerifyInputs) -> Tensor:
-        layout = verify_columns(inputs.num_rows, inputs.num_windows, inputs.num_entries)
+    def _launch(self, logits: Tensor, inputs: VerifyInputs) -> Tensor:
+        layout = verify_columns(inputs.num_rows, len(inputs.windows), inputs.num_entries)
         host, device = self._buffers(words_of(layout))
         columns = StagedColumns(layout, host, device)
         self._upload(inputs, columns, host, device)
-        plans = [member.plan for member in verify_rows]
-        sampling = assemble(plans, self._device) if inputs.changes_logits else row_sampling(columns)
+        if inputs.changes_logits:
+            sampling = assemble([window.sampling_rows for window in inputs.windows], self._device)
+        else:
+            sampling = row_sampling(columns)
         return verify_windows(logits, columns, sampling, inputs.max_rule)
-
-    def _rows_of(self, logits: Tensor, verify_rows: Sequence[VerifyRows]) -> Tensor:
-        """The rows that judge; the others are a prompt's."""
-        rows = [row for member in verify_rows for row in member.rows]
-        return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=self._device)]
 
     def _capture(self, size: VerifySize, columns: StagedColumns, rule: VerifyRule) -> CapturedVerify:
         results = torch.zeros(2 * size.num_windows + size.num_rows, dtype=torch.int64, device=self._device)
@@ -309,8 +271,8 @@ def _words(size: VerifySize) -> int:
 class StepVerifier(Protocol):
     """Judges the windows of a step."""
 
-    def verify(self, logits: Tensor, verify_rows: Sequence[VerifyRows]) -> list[Verdict]:
-        """Verdicts of every window, in no fixed order; logits are [rows that want logits, vocab] float32."""
+    def verify(self, logits: Tensor, windows: Sequence[ScheduledSequence]) -> list[VerifiedWindow]:
+        """Of every window what is committed, in no fixed order; logits are [rows that want them, vocab] float32."""
 
     def prepare(self, target: TargetSequence) -> bool:
         """Uses idle time for a sequence's next window; whether there was something to do."""
@@ -322,8 +284,6 @@ def verifier_of(runner: ModelRunner, vocab_size: int) -> StepVerifier:
     if device.type == "cpu":
         return HostVerifier(vocab_size)
     from outrider.engine.cuda_graphs import CudaGraphs
-
-    pass
 
     with torch.cuda.device(device):
         steps = runner.captured

@@ -30,12 +30,11 @@ from outrider.rpc.messages import (
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.target_service.device_verifier import verifier_of
 from outrider.target_service.goodput import Goodput
-from outrider.target_service.outputs import StepReport, report_step
+from outrider.target_service.outputs import ComputedStep, VerifiedWindow
 from outrider.target_service.profile import StepProfile, ThreadSplit, measure_steps
 from outrider.target_service.scheduler import BatchingDelay, TargetScheduler
 from outrider.target_service.sequence import Refused, Sink, TargetLimits, TargetSequence, admit
-from outrider.target_service.step import ComputedStep, StepComputer, commit, drafted_and_accepted, run_isolated
-from outrider.target_service.verifier import Verdict
+from outrider.target_service.step import commit, compute, drafted_and_accepted, run_isolated
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class TargetEngine:
         max_rows: int = 512,
         cut_windows: bool = True,
         flush: Callable[[], None] = lambda: None,
-        on_step: Callable[[StepReport], None] | None = None,
+        on_step: Callable[[ComputedStep], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -71,7 +70,7 @@ class TargetEngine:
         dtype = str(runner.model.dtype).removeprefix("torch.")
         self.cache = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
         self.scheduler = TargetScheduler(self.cache, max_rows, limits.max_window, cut_windows)
-        self._computer = StepComputer(runner, verifier_of(runner, limits.vocab_size), clock)
+        self.verifier = verifier_of(runner, limits.vocab_size)
         self._batching_delay = BatchingDelay()
         self.threads: ThreadSplit | None = None  # where the number is not given
 
@@ -99,6 +98,7 @@ class TargetEngine:
         has_run = False
         for step in run_isolated(self.scheduler.runnable(now), self._compute, self._give_up, self._hand_over):
             has_run = True
+            self._observe(step)
             self._commit_step(step)
         self._flush()
         return 0.0 if has_run else BLOCKED_S
@@ -182,7 +182,7 @@ class TargetEngine:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
         for target in [target for target in self.scheduler.sequences.values() if target.has_credit]:
             with self._fail_on_error(target, "random numbers"):
-                if self._computer.verifier.prepare(target):
+                if self.verifier.prepare(target):
                     return True
         return False
 
@@ -193,50 +193,48 @@ class TargetEngine:
 
     def _compute(self, targets: Sequence[TargetSequence]) -> ComputedStep | None:
         """A step of these, as far as there are rows and blocks. If it raises, all are as before."""
-        entries = self.scheduler.plan(targets)
+        step = self.scheduler.plan(targets)
         try:
-            return self._computer.compute(entries) if entries else None
+            return compute(step, self._runner, self.verifier, self._clock) if step else None
         except Exception:
-            self.scheduler.roll_back(entries)
+            self.scheduler.roll_back(step)
             raise
-
-    def _commit_step(self, step: ComputedStep) -> None:
-        """Commits every verdict, and what was computed of prompts."""
-        self._observe(step)
-        timings, load = step.timings(), self.load()  # once a step: it looks at every sequence
-        for verdict in step.verdicts:
-            with self._fail_on_error(verdict.entry.target, "a commit"):
-                self._commit(verdict, timings, load, step)
-        for entry in step.entries:
-            if not entry.samples:
-                with self._fail_on_error(entry.target, "a prompt's chunk"):
-                    entry.target.sequence.num_computed_tokens = entry.start + entry.num_rows
-                    self.cache.publish(entry.target.sequence, entry.committed)
-        if self._on_step is not None:
-            self._on_step(report_step(step.entries, step.verdicts, step.started_ns))
 
     def _observe(self, step: ComputedStep) -> None:
         """Learns what steps take."""
-        self._batching_delay.add_step(step.seconds, chunked=any(not entry.samples for entry in step.entries))
-        if self.scheduler.goodput is not None and all(
-            entry.num_rows == entry.num_verify_rows for entry in step.entries
-        ):
+        self._batching_delay.add_step(step.seconds, chunked=any(not one.samples for one in step.scheduled))
+        only_windows = all(one.num_rows == one.num_verify_rows for one in step.scheduled)
+        if self.scheduler.goodput is not None and only_windows:
             pause_s = step.started - self._step_ended
             self.scheduler.goodput.add_step(step.num_rows, step.seconds * 1e6, pause_s * 1e6)
-        if self.threads is not None and any(entry.window.ids for entry in step.entries):
+        if self.threads is not None and any(one.window.ids for one in step.scheduled):
             self.threads.add_step(step.num_rows, step.seconds)
         self._step_ended = step.ended
 
-    def _commit(self, verdict: Verdict, timings: StepTimings, load: Load, step: ComputedStep) -> None:
-        target = verdict.entry.target
-        if verdict.invalid:
+    def _commit_step(self, step: ComputedStep) -> None:
+        """Commits every window, and what was computed of prompts."""
+        timings, load = step.timings(), self.load()  # once a step: it looks at every sequence
+        for verified in step.verified:
+            with self._fail_on_error(verified.scheduled.target, "a commit"):
+                self._commit(verified, timings, load, step)
+        for scheduled in step.scheduled:
+            if not scheduled.samples:
+                with self._fail_on_error(scheduled.target, "a prompt's chunk"):
+                    scheduled.target.sequence.num_computed_tokens = scheduled.end
+                    self.cache.publish(scheduled.target.sequence, scheduled.committed)
+        if self._on_step is not None:
+            self._on_step(step)
+
+    def _commit(self, verified: VerifiedWindow, timings: StepTimings, load: Load, step: ComputedStep) -> None:
+        target = verified.scheduled.target
+        if verified.invalid:
             message = "the target's logits hold NaN or infinity, or no token is allowed"
             self.cache.forget(target.sequence, target.num_cached_ids)  # nobody shall find what it computed
             self._fail(target, grpc.StatusCode.INTERNAL, message, "INVALID_LOGITS")
             return
         if self.scheduler.goodput is not None:
-            self.scheduler.goodput.add_verified(target.acceptance, *drafted_and_accepted(verdict))
-        committed = commit(verdict, self.cache, self.limits.eos_ids, timings, load, step.started, step.ended)
+            self.scheduler.goodput.add_verified(target.acceptance, *drafted_and_accepted(verified))
+        committed = commit(verified, self.cache, timings, load, step.started, step.ended)
         target.sink(committed)
         if committed.finish_reason is not None:
             target.finished = True

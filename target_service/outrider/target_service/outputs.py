@@ -1,89 +1,141 @@
-"""What a verified window commits: the ids up to the token that ends the sequence, their origins, and why it ended.
+"""What a step gives: of each window what is committed of it, of prompts their log probabilities, of the step its times
+and a span.
 
 Stops match one-token-at-a-time decoding: the first token that is a stop id, then EOS, then the length limit, cuts
-what follows it. (Stop strings come before these; the gateway, which has the text, looks for them.)
-
-Log probabilities as they leave the target: of committed tokens, and of the prompt while its rows are computed.
-
-What a step was, for traces and metrics.
-
-Step spans of the target: one span a batch step, linked to the requests in it. Nothing is installed when tracing
-is off."""
+what follows it. (Stop strings come before these; the gateway, which has the text, looks for them.)"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
+import torch
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Link, SpanKind, Tracer
 from torch import Tensor
 
-from outrider.engine.sampler import RowLogprobs
-from outrider.rpc.messages import PositionLogprobs, PromptLogprobs, TokenLogprob
+from outrider.engine.sampler import RowLogprobs, SamplingRows, assemble, reported_values, top_logprobs
+from outrider.kernels.sampling.reference import logits_to_probs
+from outrider.kernels.types import RowSampling
+from outrider.rpc.messages import PositionLogprobs, PromptLogprobs, StepTimings, TokenLogprob
 from outrider.rpc.sampling_params import FinishReason, SamplingParams, TokenOrigin
 from outrider.rpc.telemetry import context_from_traceparent
 from outrider.target_service.scheduler import ScheduledSequence
-from outrider.target_service.verifier import Verdict, prompt_logprobs
+
+RANKED_ON_DEVICE = 1 << 27  # logits of a prompt at once
+RANKED_ON_HOST = 1 << 20  # what a cache holds is ranked faster
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The committed part of a verdict."""
+class VerifiedWindow:
+    """What the target says of one sequence's window: what is committed of it."""
 
-    ids: tuple[int, ...]
-    origins: tuple[TokenOrigin, ...]
-    finish_reason: FinishReason | None
-    stop_token_id: int | None
-
-
-def origins_of(num_drafted: int, num_accepted: int, has_next: bool) -> tuple[TokenOrigin, ...]:
-    """Accepted tokens, then the target's own: plain without a draft, bonus after a full window, else recovered."""
-    accepted = (TokenOrigin.ACCEPTED,) * num_accepted
-    if not has_next:
-        return accepted
-    if num_drafted == 0:
-        return (TokenOrigin.PLAIN,)
-    return (*accepted, TokenOrigin.BONUS if num_accepted == num_drafted else TokenOrigin.RECOVERED)
+    scheduled: ScheduledSequence
+    num_accepted: int  # drafted tokens that hold, past a stop, too
+    ids: tuple[int, ...] = ()  # the accepted tokens and, if there is one, the target's own after them; up to a stop
+    origins: tuple[TokenOrigin, ...] = ()
+    finish_reason: FinishReason | None = None  # why the sequence ends with the last of them
+    stop_token_id: int | None = None
+    invalid: bool = False  # a row that mattered held NaN, +inf or no allowed token: an error, never a token
+    logprobs: tuple[RowLogprobs, ...] = ()
 
 
-def outcome_of(
-    ids: Sequence[int],
-    origins: Sequence[TokenOrigin],
-    sampling: SamplingParams,
-    eos_ids: Collection[int],
-    num_output: int,
-    max_tokens_left: int,
-) -> Outcome:
-    """Cuts `ids` at the token that completes a stop. `num_output` tokens were generated before them."""
+def verified_windows(
+    logits: Tensor,  # [rows, vocab]: those that judge the windows, one window after the other
+    windows: Sequence[ScheduledSequence],
+    accepted: Tensor,  # [n] int64
+    next_ids: Tensor,  # [n] int64: the target's own token after them; -1: none
+    invalid: Tensor,  # [rows] bool, or 0 and 1
+) -> list[VerifiedWindow]:
+    """What was judged, by window."""
+    verified: list[VerifiedWindow] = []
+    reported: list[tuple[int, range]] = []  # which window, and the rows of its tokens
+    first_row, flags = 0, invalid.tolist()
+    for scheduled, num_accepted, next_id in zip(windows, accepted.tolist(), next_ids.tolist(), strict=True):
+        num_rows = scheduled.num_verify_rows
+        used = flags[first_row : first_row + min(num_accepted + 1, num_rows)]
+        if any(used) or (next_id < 0 and num_accepted < num_rows):
+            verified.append(VerifiedWindow(scheduled, num_accepted, invalid=True))
+        else:
+            window = _up_to_stop(scheduled, num_accepted, (next_id,) if next_id >= 0 else ())
+            if window.ids and scheduled.target.open.sampling.logprobs is not None:
+                reported.append((len(verified), range(first_row, first_row + len(window.ids))))
+            verified.append(window)
+        first_row += num_rows
+    return _with_logprobs(verified, reported, logits) if reported else verified
+
+
+def _up_to_stop(scheduled: ScheduledSequence, num_accepted: int, own: tuple[int, ...]) -> VerifiedWindow:
+    """The accepted tokens, then the target's own: plain without a draft, bonus after a full window, else recovered."""
+    target, drafted = scheduled.target, scheduled.window.ids
+    ids = drafted[:num_accepted] + own
+    origin = TokenOrigin.BONUS if num_accepted == len(drafted) else TokenOrigin.RECOVERED
+    origins = (TokenOrigin.ACCEPTED,) * num_accepted + (origin if drafted else TokenOrigin.PLAIN,) * len(own)
+    num_output = scheduled.committed - target.prompt_len
+    length, reason, stop_id = find_stop(
+        ids, target.open.sampling, target.eos_ids, num_output, target.tokens_left_at(scheduled.committed)
+    )
+    return VerifiedWindow(scheduled, num_accepted, ids[:length], origins[:length], reason, stop_id)
+
+
+def find_stop(
+    ids: Sequence[int], sampling: SamplingParams, eos_ids: Collection[int], num_output: int, max_tokens_left: int
+) -> tuple[int, FinishReason | None, int | None]:
+    """How many of `ids` stay, up to the token that completes a stop; why the sequence ends there, and the stop id that
+    ends it. `num_output` tokens were generated before them."""
     for index, token in enumerate(ids):
         after_minimum = num_output + index >= sampling.min_tokens
         if after_minimum and token in sampling.stop_token_ids:
-            return Outcome(tuple(ids[: index + 1]), tuple(origins[: index + 1]), FinishReason.STOP, token)
+            return index + 1, FinishReason.STOP, token
         if after_minimum and token in eos_ids and not sampling.ignore_eos:
-            return Outcome(tuple(ids[: index + 1]), tuple(origins[: index + 1]), FinishReason.STOP, None)
+            return index + 1, FinishReason.STOP, None
         if index + 1 >= max_tokens_left:
-            return Outcome(tuple(ids[: index + 1]), tuple(origins[: index + 1]), FinishReason.LENGTH, None)
-    return Outcome(tuple(ids), tuple(origins), None, None)
+            return index + 1, FinishReason.LENGTH, None
+    return len(ids), None, None
+
+
+def _with_logprobs(
+    windows: list[VerifiedWindow], reported: Sequence[tuple[int, range]], logits: Tensor
+) -> list[VerifiedWindow]:
+    """Adds what is asked of the committed tokens, together for all that ask for values of the same kind."""
+    by_mode: dict[str, list[tuple[int, range]]] = {}
+    for index, rows in reported:
+        mode = windows[index].scheduled.target.open.sampling.logprobs_mode.value
+        by_mode.setdefault(mode, []).append((index, rows))
+    for mode, members in by_mode.items():
+        owners = [windows[index] for index, _ in members]
+        targets = [owner.scheduled.target for owner in owners]
+        own = logits[torch.tensor([row for _, rows in members for row in rows], device=logits.device)]
+        sampling, probs = RowSampling(), own
+        if mode.startswith("processed"):
+            plans = [SamplingRows(t.sampler, owner.ids[:-1]) for t, owner in zip(targets, owners, strict=True)]
+            sampling = assemble(plans, logits.device)
+            probs, _ = logits_to_probs(own, sampling)
+        counts = [t.open.sampling.logprobs or 0 for t, owner in zip(targets, owners, strict=True) for _ in owner.ids]
+        chosen = [token for owner in owners for token in owner.ids]
+        ranked = iter(top_logprobs(reported_values(mode, own, sampling, probs), chosen, counts))
+        for (index, _), owner in zip(members, owners, strict=True):
+            windows[index] = replace(owner, logprobs=tuple(islice(ranked, len(owner.ids))))
+    return windows
 
 
 def position_logprobs(rows: Sequence[RowLogprobs]) -> tuple[PositionLogprobs, ...]:
-    """Engine rows as wire values."""
+    """Rows of the engine as wire values."""
     return tuple(tuple(map(TokenLogprob._make, zip(row.ids, row.values, row.ranks, strict=True))) for row in rows)
 
 
-def report_prompt(entry: ScheduledSequence, logits: Tensor) -> None:
-    """Keeps the log probabilities of an entry's prompt rows, [rows that want logits, vocab], and sends them when
+def report_prompt(scheduled: ScheduledSequence, logits: Tensor) -> None:
+    """Keeps the log probabilities of a sequence's prompt rows, [rows that want logits, vocab], and sends them when
     they are whole. The row of position p speaks of the prompt token at p + 1; the first token of a prompt has none.
     Rows that are computed again after a preemption are skipped."""
-    target = entry.target
+    target = scheduled.target
     kept, sampling = target.prompt_logprobs, target.open.sampling
     if not kept:
         kept.append(())
-    skip = len(kept) - 1 - entry.start
-    end = min(entry.start + len(logits) + 1, target.prompt_len)
+    skip = len(kept) - 1 - scheduled.start
+    end = min(scheduled.start + len(logits) + 1, target.prompt_len)
     next_ids = target.sequence.tokens[len(kept) : end]
     if next_ids:
         rows = logits[skip : skip + len(next_ids)]
@@ -93,34 +145,54 @@ def report_prompt(entry: ScheduledSequence, logits: Tensor) -> None:
         target.sink(PromptLogprobs(target.open.sequence_id, 0, tuple(kept)))
 
 
+@torch.inference_mode()
+def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], count: int, mode: str) -> list[RowLogprobs]:
+    """Of the prompt tokens that follow each row, [rows, vocab]; processors do not apply to a prompt."""
+    raw = f"raw_{mode.rpartition('_')[2]}"
+    at_once = RANKED_ON_HOST if logits.device.type == "cpu" else RANKED_ON_DEVICE
+    num_rows = max(1, at_once // logits.shape[1])
+    found: list[RowLogprobs] = []
+    for start in range(0, len(next_ids), num_rows):
+        ids, rows = next_ids[start : start + num_rows], logits[start : start + num_rows]
+        found += top_logprobs(reported_values(raw, rows, RowSampling(), rows), ids, [count] * len(ids))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a step was, for traces and metrics."""
+class ComputedStep:
+    """Sequences that shared a pass, and the windows that were verified in it."""
 
+    scheduled: Sequence[ScheduledSequence]
+    verified: Sequence[VerifiedWindow]  # in no fixed order
     started_ns: int  # wall clock
-    ended_ns: int
-    num_rows: int
-    num_sequences: int
-    num_drafted: int
-    num_accepted: int
-    traceparents: tuple[str, ...]
+    started: float  # on the engine's clock
+    ended: float
+    verify_us: int  # of the pass itself
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sequences."""
+        return sum(scheduled.num_rows for scheduled in self.scheduled)
 
-def report_step(entries: Sequence[ScheduledSequence], verdicts: Sequence[Verdict], started_ns: int) -> StepReport:
-    """Of a step that has just ended."""
-    return StepReport(
-        started_ns=started_ns,
-        ended_ns=time.time_ns(),
-        num_rows=sum(entry.num_rows for entry in entries),
-        num_sequences=len(entries),
-        num_drafted=sum(len(entry.window.ids) for entry in entries),
-        num_accepted=sum(verdict.num_accepted for verdict in verdicts),
-        traceparents=tuple(entry.target.open.traceparent for entry in entries if entry.target.open.traceparent),
-    )
+    @property
+    def seconds(self) -> float:
+        """From its start to what was verified."""
+        return self.ended - self.started
+
+    def timings(self) -> StepTimings:
+        """What every commit of it says; the queue's time is each sequence's own."""
+        step_us = round(self.seconds * 1e6)
+        verify_us = min(self.verify_us, step_us)  # known now, also where it ran behind the host's back
+        return StepTimings(
+            verify_us=verify_us,
+            sample_us=step_us - verify_us,
+            num_rows=self.num_rows,
+            num_sequences=len(self.scheduled),
+        )
 
 
 class StepTracer:
-    """Writes a span for every step that holds a traced request."""
+    """Writes a span for every step that holds a traced request, linked to those requests."""
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or trace.get_tracer("outrider.target")
@@ -130,23 +202,22 @@ class StepTracer:
         """None unless a real provider was installed: then steps cost nothing."""
         return cls() if isinstance(trace.get_tracer_provider(), TracerProvider) else None
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, step: ComputedStep) -> None:
         """Called on the device thread after each step."""
-        if not report.traceparents:
+        headers = [parent for scheduled in step.scheduled if (parent := scheduled.target.open.traceparent)]
+        if not headers:
             return
-        contexts = (trace.get_current_span(context_from_traceparent(header)) for header in report.traceparents)
-        links = [Link(span.get_span_context()) for span in contexts]
-        attributes = {
-            "outrider.step.rows": report.num_rows,
-            "outrider.step.sequences": report.num_sequences,
-            "outrider.step.drafted": report.num_drafted,
-            "outrider.step.accepted": report.num_accepted,
-        }
+        contexts = (trace.get_current_span(context_from_traceparent(header)) for header in headers)
         span = self._tracer.start_span(
             "outrider.verify_step",
             kind=SpanKind.INTERNAL,
-            links=links,
-            attributes=attributes,
-            start_time=report.started_ns,
+            links=[Link(span.get_span_context()) for span in contexts],
+            attributes={
+                "outrider.step.rows": step.num_rows,
+                "outrider.step.sequences": len(step.scheduled),
+                "outrider.step.drafted": sum(len(scheduled.window.ids) for scheduled in step.scheduled),
+                "outrider.step.accepted": sum(window.num_accepted for window in step.verified),
+            },
+            start_time=step.started_ns,
         )
-        span.end(end_time=report.ended_ns)
+        span.end()

@@ -14,10 +14,11 @@ no longer than step time x missing / (ready + missing): then waiting in vain cos
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import KVCacheManager, OutOfBlocks
+from outrider.engine.sampler import SamplingRows
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
 from outrider.target_service.goodput import Goodput, GoodputRequest
 from outrider.target_service.sequence import SequenceKey, TargetSequence
@@ -28,7 +29,7 @@ LEAST_PROMPT_ROWS = 1 / 8  # of a step's rows: few windows cost so little time t
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """What one sequence does in a step."""
+    """What one sequence does in a step, and which rows of it are the sequence's."""
 
     target: TargetSequence
     committed: int  # the committed length before the step
@@ -37,16 +38,34 @@ class ScheduledSequence:
     window: Window
     takes_next: bool  # draws a token after the window: bonus, plain, or where a drafted one is refused
     num_logits: int  # rows from the end that want logits
+    first_logit: int = 0  # place of the first of these among those of all sequences of the step
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.start + self.num_rows
 
     @property
     def samples(self) -> bool:
         """Whether the sequence's last committed token is computed in this step, so that tokens can be committed."""
-        return self.start + self.num_rows >= self.committed
+        return self.end >= self.committed
 
     @property
     def num_verify_rows(self) -> int:
         """Rows, at the end, that judge the window or give the next token; the others belong to the prompt."""
-        return self.start + self.num_rows - self.committed + 1 if self.samples else 0
+        return self.end - self.committed + 1 if self.samples else 0
+
+    @property
+    def verify_rows(self) -> range:
+        """The same, as rows of the step's logits."""
+        end = self.first_logit + self.num_logits
+        return range(end - self.num_verify_rows, end)
+
+    @property
+    def sampling_rows(self) -> SamplingRows:
+        """The sampling state at every one of them."""
+        drafted = self.window.ids
+        return SamplingRows(self.target.sampler, drafted if self.takes_next else drafted[:-1])
 
     @property
     def num_further(self) -> int:
@@ -73,7 +92,7 @@ class ScheduledSequence:
     def batch_entry(self) -> BatchEntry:
         """The rows as the runner takes them; the sequence's tokens include the window by then."""
         sequence = self.target.sequence
-        ids = sequence.tokens[self.start : self.start + self.num_rows]
+        ids = sequence.tokens[self.start : self.end]
         return BatchEntry(ids, self.start, sequence.block_table, self.num_logits)
 
 
@@ -121,28 +140,30 @@ class TargetScheduler:
         prompts = {target.key: target for target in ready if self._is_prompt(target)}
         shares = self._divide([target for target in ready if target.key not in prompts], list(prompts.values()))
         budget, left = self.max_rows, {False: shares.windows, True: shares.prompts}
-        entries: list[ScheduledSequence] = []
+        step: list[ScheduledSequence] = []
+        num_logits = 0
         self._num_steps += 1
         try:
             for target in ready:
                 is_prompt = target.key in prompts
                 rows = min(budget, left[is_prompt])
                 limit = shares.limits.get(target.key, self.max_window)
-                entry = self._enter(target, rows, limit, entries) if rows > 0 else None
-                if entry is not None:
-                    entries.append(entry)
-                    budget -= entry.num_rows
-                    left[is_prompt] -= entry.num_rows
+                scheduled = self._enter(target, rows, limit, step) if rows > 0 else None
+                if scheduled is not None:
+                    step.append(replace(scheduled, first_logit=num_logits))
+                    num_logits += scheduled.num_logits
+                    budget -= scheduled.num_rows
+                    left[is_prompt] -= scheduled.num_rows
                     target.last_step = self._num_steps
         except Exception:
-            self.roll_back(entries)
+            self.roll_back(step)
             raise
-        return entries
+        return step
 
-    def roll_back(self, entries: Iterable[ScheduledSequence]) -> None:
+    def roll_back(self, step: Iterable[ScheduledSequence]) -> None:
         """Takes the windows of a step that failed off their sequences again."""
-        for entry in entries:
-            self.cache.truncate(entry.target.sequence, entry.committed)
+        for scheduled in step:
+            self.cache.truncate(scheduled.target.sequence, scheduled.committed)
 
     def runnable(self, now: float) -> list[TargetSequence]:
         """Who may be in the next step, in order: the oldest, which always advances; windows, those that ran last at the
@@ -180,8 +201,8 @@ class TargetScheduler:
 
     def _divide(self, windows: Sequence[TargetSequence], prompts: Sequence[TargetSequence]) -> RowShares:
         """Half of the rows are the prompts', if they want them, and what windows leave; less where that takes more time
-        than the sequences past their prompt can be held up for. It looks at counts, times and earlier verdicts alone,
-        never at drafted tokens."""
+        than the sequences past their prompt can be held up for. It looks at counts, times and earlier verifications
+        alone, never at drafted tokens."""
         if not prompts:
             return RowShares(self.max_rows, 0, self._cut(windows, self.max_rows))
         num_decoding = sum(t.has_credit and not self._is_prompt(t) for t in self.sequences.values())
@@ -228,19 +249,19 @@ class TargetScheduler:
             target.admitted = True
 
     def _enter(
-        self, target: TargetSequence, budget: int, max_window: int, entries: Iterable[ScheduledSequence]
+        self, target: TargetSequence, budget: int, max_window: int, step: Iterable[ScheduledSequence]
     ) -> ScheduledSequence | None:
         """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
         self._admit(target)
         if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
             # This round decodes a plain token because the wait ran out; it is not repeated until a piece arrives.
             target.patience_spent = True
-        entry = self._shape(target, budget, max_window)
-        in_step = {e.target.key for e in entries} | {target.key}
+        scheduled = self._shape(target, budget, max_window)
+        in_step = {other.target.key for other in step} | {target.key}
         while True:
             try:
-                self.cache.extend(target.sequence, entry.window.ids, entry.start + entry.num_rows)
-                return entry
+                self.cache.extend(target.sequence, scheduled.window.ids, scheduled.end)
+                return scheduled
             except OutOfBlocks:
                 if not self._preempt_for(target, in_step):
                     if not target.sequence.num_computed_tokens:

@@ -40,6 +40,7 @@ class TargetSequence:
     sampler: SequenceSampler
     chains: ChainBuffer
     random_key: RandomKey
+    eos_ids: tuple[int, ...]
     sink: Sink
     arrival: int  # order of arrival, for fairness and preemption
     deadline: float | None  # on the scheduler's clock
@@ -184,6 +185,7 @@ def admit(
         sampler=sampler,
         chains=ChainBuffer(sequence.tokens, limits.vocab_size),
         random_key=RandomKey(whole.seed, whole.completion),
+        eos_ids=limits.eos_ids,
         sink=sink,
         arrival=arrival,
         deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,
