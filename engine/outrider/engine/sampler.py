@@ -1,11 +1,9 @@
-"""Assembles the sampling parameters of a ragged batch of rows, each with the state that holds at its own position.
+"""From the sampling parameters of sequences to those of the rows of a ragged batch, each with the state that holds at
+its own position; and from rows to the log probabilities that are reported.
 
 A row that follows drafted tokens is processed as if they had been committed: penalties, bad words and min_tokens count
-them. The target asks for the rows of a whole window, the draft for one row at the end of its chain.
-
-The sampling parameters of rows as columns on a device: what needs no more than a number a row.
-
-Log probabilities to report: the chosen token first, then the most probable ones, each with its rank."""
+them. The target asks for the rows of a whole window, the draft for one row at the end of its chain. `assemble` lists
+what single rows and ids ask for; where a number a row says it all, `row_sampling` reads columns on a device."""
 
 from __future__ import annotations
 

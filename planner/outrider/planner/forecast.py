@@ -1,6 +1,5 @@
-"""What the requests of a gateway learn together. Clocks and counts alone.
-
-What a token would take under a plan, from acceptance, step costs and the times between the services.
+"""What a token would take under a plan: from acceptance, step costs and the times between the services, which the
+requests of a gateway learn together, by clocks and counts alone.
 
 With O(k) tokens a round, verification v, draft pass d, and r for what a round spends between the services (Leviathan et
 al., arXiv 2211.17192, section 3.3, with the network in it):

@@ -1,8 +1,5 @@
-"""How far each side of one sequence may go, and who chooses that anew as rounds end.
-
-The ways to decode a request that its controller chooses from, and what each asks of the two services.
-
-What one verification did, and the sums over a completion's rounds."""
+"""What a controller chooses: the ways to decode a request, and how far each lets the two services go. And what it sees
+of that: what one verification did, and the sums over a completion's rounds."""
 
 from __future__ import annotations
 

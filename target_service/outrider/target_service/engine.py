@@ -23,7 +23,6 @@ from outrider.rpc.messages import (
     Failure,
     Load,
     Open,
-    StepTimings,
     TargetCommand,
     TargetEvent,
 )
@@ -45,8 +44,7 @@ TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
 
 
 class TargetEngine:
-    """Run by a Worker. `on_step` is told of every step, `flush` is called once after each with
-    answers."""
+    """Run by a Worker. `on_step` is told of every step, `flush` is called once after each with answers."""
 
     def __init__(
         self,
@@ -206,17 +204,17 @@ class TargetEngine:
         only_windows = all(one.num_rows == one.num_verify_rows for one in step.scheduled)
         if self.scheduler.goodput is not None and only_windows:
             pause_s = step.started - self._step_ended
-            self.scheduler.goodput.add_step(step.num_rows, step.seconds * 1e6, pause_s * 1e6)
+            self.scheduler.goodput.add_step(step.timings.num_rows, step.seconds * 1e6, pause_s * 1e6)
         if self.threads is not None and any(one.window.ids for one in step.scheduled):
-            self.threads.add_step(step.num_rows, step.seconds)
+            self.threads.add_step(step.timings.num_rows, step.seconds)
         self._step_ended = step.ended
 
     def _commit_step(self, step: ComputedStep) -> None:
         """Commits every window, and what was computed of prompts."""
-        timings, load = step.timings(), self.load()  # once a step: it looks at every sequence
+        load = self.load()  # once a step: it looks at every sequence
         for verified in step.verified:
             with self._fail_on_error(verified.scheduled.target, "a commit"):
-                self._commit(verified, timings, load, step)
+                self._commit(verified, step, load)
         for scheduled in step.scheduled:
             if not scheduled.samples:
                 with self._fail_on_error(scheduled.target, "a prompt's chunk"):
@@ -225,7 +223,7 @@ class TargetEngine:
         if self._on_step is not None:
             self._on_step(step)
 
-    def _commit(self, verified: VerifiedWindow, timings: StepTimings, load: Load, step: ComputedStep) -> None:
+    def _commit(self, verified: VerifiedWindow, step: ComputedStep, load: Load) -> None:
         target = verified.scheduled.target
         if verified.invalid:
             message = "the target's logits hold NaN or infinity, or no token is allowed"
@@ -234,7 +232,7 @@ class TargetEngine:
             return
         if self.scheduler.goodput is not None:
             self.scheduler.goodput.add_verified(target.acceptance, *drafted_and_accepted(verified))
-        committed = commit(verified, self.cache, timings, load, step.started, step.ended)
+        committed = commit(verified, step, self.cache, load)
         target.sink(committed)
         if committed.finish_reason is not None:
             target.finished = True

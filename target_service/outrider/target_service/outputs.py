@@ -167,28 +167,12 @@ class ComputedStep:
     started_ns: int  # wall clock
     started: float  # on the engine's clock
     ended: float
-    verify_us: int  # of the pass itself
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all sequences."""
-        return sum(scheduled.num_rows for scheduled in self.scheduled)
+    timings: StepTimings  # what every commit of it says; the queue's time is each sequence's own
 
     @property
     def seconds(self) -> float:
         """From its start to what was verified."""
         return self.ended - self.started
-
-    def timings(self) -> StepTimings:
-        """What every commit of it says; the queue's time is each sequence's own."""
-        step_us = round(self.seconds * 1e6)
-        verify_us = min(self.verify_us, step_us)  # known now, also where it ran behind the host's back
-        return StepTimings(
-            verify_us=verify_us,
-            sample_us=step_us - verify_us,
-            num_rows=self.num_rows,
-            num_sequences=len(self.scheduled),
-        )
 
 
 class StepTracer:
@@ -213,7 +197,7 @@ class StepTracer:
             kind=SpanKind.INTERNAL,
             links=[Link(span.get_span_context()) for span in contexts],
             attributes={
-                "outrider.step.rows": step.num_rows,
+                "outrider.step.rows": step.timings.num_rows,
                 "outrider.step.sequences": len(step.scheduled),
                 "outrider.step.drafted": sum(len(scheduled.window.ids) for scheduled in step.scheduled),
                 "outrider.step.accepted": sum(window.num_accepted for window in step.verified),

@@ -1,7 +1,6 @@
-"""What a verification step costs by its number of rows, measured once before anything is served.
-
-All cores for a pass, or one fewer for a draft that works beside it: measured in the first steps, since it depends on
-who shares the machine. It changes no bit where the C kernels compute."""
+"""What is measured of passes: their time by the number of rows, before anything is served; and in the first steps,
+since it depends on who shares the machine, whether all cores shall compute them or one fewer, for a draft that works
+beside. The latter changes no bit where the C kernels compute."""
 
 from __future__ import annotations
 

@@ -5,11 +5,10 @@ Every step takes each sequence that may run, with its window or one plain token,
 There is no prefill phase: a sequence only has tokens that are not computed yet. The oldest sequence is in every step;
 where the rows do not suffice for all others, those that were passed over come next.
 
-When to hold a step back for windows that are on their way.
-
-A step costs nearly the same for one sequence as for four, and a sequence that misses it waits for all of it. Waiting w
-seconds costs each ready sequence w and saves each missing one a step, if its chain comes. So a step is held back for
-no longer than step time x missing / (ready + missing): then waiting in vain costs at most what it could have saved."""
+A step may also be held back for windows that are on their way. It costs nearly the same for one sequence as for four,
+and a sequence that misses it waits for all of it. Waiting w seconds costs each ready sequence w and saves each missing
+one a step, if its chain comes. So a step is held back for no longer than step time x missing / (ready + missing): then
+waiting in vain costs at most what it could have saved."""
 
 from __future__ import annotations
 
@@ -312,7 +311,8 @@ SMOOTHING = 0.25  # weight of the newest step in the step time
 
 
 class BatchingDelay:
-    """Times are seconds on the scheduler's clock. It looks at clocks and counts alone, never at drafted tokens."""
+    """How long a step is held back. Times are seconds on the scheduler's clock. It looks at clocks and counts alone,
+    never at drafted tokens."""
 
     def __init__(self) -> None:
         self._step_s = 0.0

@@ -1,6 +1,5 @@
-"""One sequence in the target: its tokens and blocks, the chains it holds, its credit and its clocks.
-
-What a target takes: its limits, and the way from an Open to a sequence, or to a refusal that says why."""
+"""One sequence in the target: its tokens and blocks, the chains it holds, its credit and its clocks; and how an Open
+becomes one, within the target's limits, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -29,35 +28,44 @@ Sink = Callable[[TargetEvent], None]
 SequenceKey = tuple[int, int]  # stream number, sequence id
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class TargetSequence:
     """`sequence.tokens` are the committed tokens whenever no step is under way."""
 
+    # What was asked for, by whom.
     key: SequenceKey
     open: Open
     prompt_len: int
-    sequence: CachedSequence
-    sampler: SequenceSampler
-    chains: ChainBuffer
-    random_key: RandomKey
     eos_ids: tuple[int, ...]
     sink: Sink
     arrival: int  # order of arrival, for fairness and preemption
     deadline: float | None  # on the scheduler's clock
+
+    # Its tokens, and what the next ones are drawn by.
+    sequence: CachedSequence
+    sampler: SequenceSampler
+    random_key: RandomKey
     random_ahead: RandomAhead = field(default_factory=RandomAhead)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finished: bool = False
+
+    # Its draft: what is held of it, and how much of that was accepted of late.
+    chains: ChainBuffer
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(forgets_untested=True))
-    group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
-    last_step: int = 0  # number of the last step that it was in
-    admitted: bool = False  # holds blocks (or may take them); false when new or preempted
+
+    # Its credit, and the wait for a chain.
     until: int = 0
     max_window: int = 0
     patience: float = 0.0  # seconds
+    patience_spent: bool = True  # the first token waits for no draft; later a wait that ran out is not repeated
     last_commit: float = 0.0
     ready_since: float = 0.0  # when the next round could have started
-    patience_spent: bool = True  # the first token waits for no draft; later a wait that ran out is not repeated
+
+    # Its place among the others.
+    group: SequenceKey | None = None  # the sequence whose prompt this one and its siblings share
+    last_step: int = 0  # number of the last step that it was in
+    admitted: bool = False  # holds blocks (or may take them); false when new or preempted
     num_cached_ids: int = 0
-    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    finished: bool = False
 
     @property
     def committed(self) -> int:
@@ -181,17 +189,17 @@ def admit(
         key=key,
         open=whole,
         prompt_len=len(whole.prompt_ids),
-        sequence=sequence,
-        sampler=sampler,
-        chains=ChainBuffer(sequence.tokens, limits.vocab_size),
-        random_key=RandomKey(whole.seed, whole.completion),
         eos_ids=limits.eos_ids,
         sink=sink,
         arrival=arrival,
         deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,
-        group=(parent.group or parent.key) if parent is not None else key,
+        sequence=sequence,
+        sampler=sampler,
+        random_key=RandomKey(whole.seed, whole.completion),
+        chains=ChainBuffer(sequence.tokens, limits.vocab_size),
         last_commit=now,
         ready_since=now,
+        group=(parent.group or parent.key) if parent is not None else key,
     )
 
 

@@ -35,16 +35,21 @@ def compute(
     except Exception:
         require_device(runner.model.device)
         raise
-    return ComputedStep(step, verified, started_ns, started, clock(), runner.last_forward_us)
+    ended = clock()
+    step_us = round((ended - started) * 1e6)
+    verify_us = min(runner.last_forward_us, step_us)  # known now, also where it ran behind the host's back
+    num_rows = sum(scheduled.num_rows for scheduled in step)
+    timings = StepTimings(
+        verify_us=verify_us, sample_us=step_us - verify_us, num_rows=num_rows, num_sequences=len(step)
+    )
+    return ComputedStep(step, verified, started_ns, started, ended, timings)
 
 
-def commit(
-    verified: VerifiedWindow, cache: KVCacheManager, timings: StepTimings, load: Load, started: float, now: float
-) -> Commit:
-    """Puts what was verified in the place of the window: tokens, cache, sampling state and chains. `started` is when
-    the step did. The sequence ends where the Commit says why."""
+def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, load: Load) -> Commit:
+    """Puts what was verified in the place of the window: tokens, cache, sampling state and chains. The sequence ends
+    where the Commit says why."""
     scheduled, target = verified.scheduled, verified.scheduled.target
-    queue_us = max(0, round((started - target.ready_since) * 1e6))
+    queue_us = max(0, round((step.started - target.ready_since) * 1e6))
     sequence = target.sequence
     sequence.tokens[scheduled.committed :] = verified.ids
     sequence.num_computed_tokens = scheduled.end
@@ -52,7 +57,7 @@ def commit(
     cache.publish(sequence, len(sequence))
     target.sampler.append(verified.ids)
     target.chains.advance()
-    target.last_commit = target.ready_since = now
+    target.last_commit = target.ready_since = step.ended
     if scheduled.committed == target.prompt_len + len(target.open.output_ids):
         target.patience_spent = False  # the first token waited for no draft; from here on patience counts
     return Commit(
@@ -67,7 +72,7 @@ def commit(
         finish_reason=verified.finish_reason,
         stop_token_id=verified.stop_token_id,
         dropped=target.chains.take_dropped(),
-        timings=replace(timings, queue_us=queue_us),
+        timings=replace(step.timings, queue_us=queue_us),
         load=load,
         num_cached_ids=target.num_cached_ids,
     )

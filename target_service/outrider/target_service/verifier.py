@@ -123,8 +123,9 @@ def _verify_greedy(logits: Tensor, members: Sequence[ScheduledSequence]) -> Veri
 
 
 def _accept(
-    own: Tensor, members: Sequence[ScheduledSequence]
-) -> tuple[Tensor, Tensor]:  # own tokens [rows] -> [n] each
+    own: Tensor,  # [rows] int64: the target's own tokens
+    members: Sequence[ScheduledSequence],
+) -> tuple[Tensor, Tensor]:  # [n] int64 each
     """How many drafted tokens are the target's own, and the next id after them. Plain tokens alone need no comparison,
     and every operation costs: a pass leaves the processor's caches full of weights."""
     if not any(member.window.ids for member in members):
