@@ -78,10 +78,10 @@ def test_every_public_function_has_a_row_on_both_devices(quick: tuple[str, dict[
 def test_every_triton_file_stands_beside_a_reference(repository: Path) -> None:
     """Otherwise its functions would be missed above."""
     folder = repository / "kernels/outrider/kernels"
-    references = "\n".join(path.read_text() for path in folder.glob("*.py") if not path.stem.endswith("_triton"))
-    kernels = {path.stem: path.read_text() for path in folder.glob("*_triton.py")}
-    for name in kernels:
-        assert name in references or any(name in text for other, text in kernels.items() if other != name), name
+    texts = {path: path.read_text() for path in folder.rglob("*.py")}
+    for path in (path for path in texts if path.stem.endswith("triton")):
+        names = f"{path.parent.name} import triton", f"{path.parent.name} import {path.stem}", f".{path.stem} import"
+        assert any(name in text for other, text in texts.items() for name in names if other != path), path
 
 
 def test_the_cpu_is_measured(quick: tuple[str, dict[str, Any]]) -> None:

@@ -52,8 +52,8 @@ def two_rounds(root: str = "r1", name: str = "mine", at: float = 100.0) -> str:
     return line(
         span("outrider.verify", f"{root}a", at, at + 8, one),
         span("outrider.round", one, at, at + 8, root, **first),
-        span("outrider.draft_service", f"{root}b", at + 8, at + 10, two),
-        span("outrider.rpc", f"{root}c", at + 10, at + 11, two),
+        span("outrider.draft", f"{root}b", at + 8, at + 10, two),
+        span("outrider.wire", f"{root}c", at + 10, at + 11, two),
         span("outrider.queue", f"{root}d", at + 11, at + 12, two),
         span("outrider.verify", f"{root}e", at + 12, at + 14, two),
         span("outrider.sample", f"{root}f", at + 14, at + 16, two),
