@@ -19,9 +19,19 @@ from outrider.gateway.speculation.core import (
     ToTarget,
 )
 from outrider.planner.policy import Policy, Round
-from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, PromptLogprobs, TokenLogprob, TokenWeights
+from outrider.rpc.messages import (
+    MAX_PIECE_IDS,
+    MAX_WEIGHTS,
+    Commit,
+    Credit,
+    DraftTokens,
+    Failure,
+    Open,
+    PromptLogprobs,
+    TokenLogprob,
+    TokenWeights,
+)
 from outrider.rpc.sampling_params import SamplingParams
-from outrider.rpc.validate import MAX_PIECE_IDS, MAX_WEIGHTS
 
 PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)

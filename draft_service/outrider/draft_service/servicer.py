@@ -6,10 +6,19 @@ from typing import Any
 
 from outrider.rpc.codec import encode_draft_info
 from outrider.rpc.frames import DRAFT_STREAM
-from outrider.rpc.messages import Commit, Credit, DraftCommand, DraftInfo, Open
+from outrider.rpc.messages import (
+    Commit,
+    Credit,
+    DraftCommand,
+    DraftInfo,
+    Open,
+    validate_commit,
+    validate_credit,
+    validate_open,
+)
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.validate import ALL_LOGPROBS, validate_commit, validate_credit, validate_open
+from outrider.rpc.validate import ALL_LOGPROBS
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 SERVICE = "outrider.v1.DraftService"

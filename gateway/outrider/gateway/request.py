@@ -17,7 +17,15 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.rpc.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, NotFound, Violation
 from outrider.rpc.messages import DraftInfo, ModelInfo, Open, PositionLogprobs, TargetInfo
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams, TokenOrigin, lacking
+from outrider.rpc.sampling_params import (
+    AcceptanceRule,
+    FinishReason,
+    SamplingParams,
+    TokenOrigin,
+    lacking,
+    sampling_for_peers,
+    validate_sampling,
+)
 from outrider.rpc.validate import (
     MAX_LOGPROBS,
     MAX_N,
@@ -26,7 +34,6 @@ from outrider.rpc.validate import (
     validate_generation,
     validate_length,
     validate_prompt_ids,
-    validate_sampling,
 )
 
 SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to write: not on the event loop
@@ -152,7 +159,7 @@ class Prepared:
 
     def open(self, index: int, timeout_ms: int, traceparent: str) -> Open:
         """The Open of one completion: without what only concerns text."""
-        sampling = replace(self.sampling, stop=(), bad_words=(), truncate_prompt_tokens=None, seed=None)
+        sampling = sampling_for_peers(self.sampling)
         if index > 0:
             sampling = replace(sampling, prompt_logprobs=None)
         return Open(
@@ -309,8 +316,9 @@ async def _tokenize(
 
 
 def _capped(sampling: SamplingParams, room: int) -> SamplingParams:
-    most = max(1, min(sampling.max_tokens, room))
-    return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+    most, least = max(1, min(sampling.max_tokens, room)), sampling.min_tokens
+    # What is no number is left to the validator.
+    return replace(sampling, max_tokens=most, min_tokens=min(least, most) if isinstance(least, int) else least)
 
 
 def _with_length(

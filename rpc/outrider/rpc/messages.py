@@ -10,7 +10,23 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.rpc.errors import OutriderError, make_error
-from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, FinishReason, SamplingParams, TokenOrigin
+from outrider.rpc.sampling_params import (
+    BASELINE,
+    AcceptanceRule,
+    FinishReason,
+    SamplingParams,
+    TokenOrigin,
+    validate_sampling,
+)
+from outrider.rpc.validate import (
+    MAX_DRAFT_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_NAME_CHARS,
+    MAX_PATIENCE_MS,
+    Violations,
+    check_prompt,
+)
 
 
 def to_failure(sequence_id: int, error: OutriderError) -> Failure:
@@ -246,7 +262,7 @@ class DraftInfo:
 
     model: ModelInfo
     methods: tuple[DraftMethod, ...]
-    capabilities: tuple[str, ...] = BASELINE  # see capabilities.py
+    capabilities: tuple[str, ...] = BASELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +274,83 @@ class TargetInfo:
     load: Load = field(default_factory=Load)
     step_costs: tuple[tuple[int, int], ...] = ()  # rows and microseconds, as measured at start
     capabilities: tuple[str, ...] = BASELINE
+
+
+MAX_PIECE_IDS = 1024  # a tree may hold more ids than a chain
+MAX_WEIGHTS = 4096
+MAX_BRANCHES = 64
+_MAX_INT32, _MAX_UINT32, _MAX_UINT64 = 2**31 - 1, 2**32 - 1, 2**64 - 1
+
+
+def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+    """An Open, at a draft or target. A fork's prompt is its parent's, so its length is checked by the caller."""
+    found = Violations("open.")
+    if message.fork_of is not None:
+        found.integer("fork_of", message.fork_of, 0, _MAX_UINT32)
+        if message.prompt_ids:
+            found.add("prompt_ids", f"has {len(message.prompt_ids)} entries beside fork_of", "none")
+    else:
+        check_prompt(found, "prompt_ids", message.prompt_ids, vocab_size, max_model_len)
+    found.ids("output_ids", message.output_ids, vocab_size)
+    if len(message.output_ids) > message.sampling.max_tokens:
+        allowed = f"at most max_tokens ({message.sampling.max_tokens})"
+        found.add("output_ids", f"has {len(message.output_ids)} entries", allowed)
+    found.integer("sequence_id", message.sequence_id, 0, _MAX_UINT32)
+    found.integer("completion", message.completion, 0, MAX_N - 1)
+    found.integer("seed", message.seed, 0, _MAX_UINT64)
+    found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
+    found.integer("first_chain", message.first_chain, 0, _MAX_UINT32)
+    found.integer("priority", message.priority, -_MAX_INT32 - 1, _MAX_INT32)
+    for name in ("salt", "traceparent", "method", "model_digest"):
+        found.text(name, getattr(message, name), MAX_NAME_CHARS)
+    validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
+    found.raise_if_any()
+
+
+def validate_piece(message: DraftTokens) -> None:
+    """A piece's shape. Its ids and weights are not judged: an id that the target does not know ends the chain, and a
+    broken distribution counts as one-hot; neither is an error."""
+    found = Violations("piece.")
+    count = len(message.ids)
+    found.length("ids", message.ids, MAX_PIECE_IDS)
+    if len(message.weights) > count:
+        found.add("weights", f"has {len(message.weights)} entries", f"at most as many as ids ({count})")
+    for index, weights in enumerate(message.weights):
+        if weights is not None and max(len(weights.ids), len(weights.weights)) > 4 * MAX_WEIGHTS:
+            found.add(f"weights[{index}]", f"has {len(weights.ids) // 4} ids", f"at most {MAX_WEIGHTS}")
+            break
+    if message.parents and len(message.parents) != count:
+        found.add("parents", f"has {len(message.parents)} entries", f"none, or as many as ids ({count})")
+    for index, parent in enumerate(message.parents):
+        if not 0 <= parent <= index:  # 0 is the root, and i + 1 the id i: a parent stands before its children
+            found.add(f"parents[{index}]", f"is {parent}", f"0 to {index}")
+            break
+    if message.parent is not None and message.parent >= message.chain:
+        found.add("parent", f"is {message.parent}", f"a chain before this one ({message.chain})")
+    found.integer("position", message.position, 0, _MAX_INT32)
+    found.raise_if_any()
+
+
+def validate_credit(message: Credit) -> None:
+    """A credit's numbers."""
+    found = Violations("credit.")
+    found.integer("until", message.until, 0, _MAX_UINT32)
+    found.integer("max_window", message.max_window, 0, MAX_DRAFT_TOKENS)
+    found.integer("patience_ms", message.patience_ms, 0, MAX_PATIENCE_MS)
+    found.integer("max_branches", message.max_branches, 0, MAX_BRANCHES)
+    found.raise_if_any()
+
+
+def validate_commit(message: Commit, vocab_size: int) -> None:
+    """A commit's shape and ids, where a draft or a gateway receives it. `vocab_size` is the target's."""
+    found = Violations("commit.")
+    found.length("ids", message.ids, MAX_PIECE_IDS)
+    found.ids("ids", message.ids, vocab_size)
+    for name in ("origins", "logprobs"):
+        size = len(getattr(message, name))
+        if size and size != len(message.ids):
+            found.add(name, f"has {size} entries", f"none, or as many as ids ({len(message.ids)})")
+    if message.num_accepted > message.num_drafted:
+        found.add("num_accepted", f"is {message.num_accepted}", f"at most num_drafted ({message.num_drafted})")
+    found.integer("position", message.position, 0, _MAX_INT32)
+    found.raise_if_any()

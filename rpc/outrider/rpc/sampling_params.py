@@ -1,20 +1,18 @@
-"""How tokens are chosen: the sampling parameters of one request, with vLLM's names and meanings, every default
-resolved.
+"""How tokens are chosen: the sampling parameters of one request, with vLLM's names and meanings.
 
-What a peer can be asked for. A field of an Open that changes what is generated or reported goes only to a peer whose
-description names it: one that does not know the field would drop it unseen, and generate by another law.
-
-SamplingParams between dataclass and protobuf. Absent optional fields are resolved here, once, from a model's
-defaults; after that every side works with whole values."""
+SamplingParams is one table. A row says a parameter's type and default, what it may be (`Check`), how far it travels
+(`Reach`) and whether HTTP has it; validation, protobuf codec, HTTP's reading and the list of capabilities follow. Who
+adds a parameter adds it to common.proto, to this table, and to what computes with it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self, get_type_hints
 
 from outrider.rpc.errors import InvalidArgument, Violation
+from outrider.rpc.validate import ALL_LOGPROBS, MAX_LOGPROBS, Violations, shown
 from outrider.v1 import generation_pb2 as pb
 
 
@@ -78,36 +76,187 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Fields that concern only text (stop strings, detokenisation) are the gateway's; all others travel to draft
-    and target."""
+class Limits:
+    """What bounds parameters beside the table: the model, a service's flag, and the request's own max_tokens."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()  # empty: all
-    bad_words: tuple[str, ...] = ()  # texts; the gateway turns them into ids
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None  # -1: all
-    prompt_logprobs: int | None = None  # -1: all
-    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    detokenize: bool = True
-    structured_output: StructuredOutput | None = None
-    truncate_prompt_tokens: int | None = None
-    seed: int | None = None
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int  # ALL_LOGPROBS: as many as the vocabulary has ids
+    max_tokens: int
+
+
+Check = Callable[[Violations, str, Any, Limits], None]  # adds what is wrong with a value, whatever its type, to a list
+
+
+def number(low: float, high: float, words: str = "", *, zero: bool = False) -> Check:
+    """A finite number in a closed range, which `words` say; `zero`: or 0."""
+
+    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+        found.number(name, value, low, high, zero=zero, say=words)
+
+    return check
+
+
+def integer(low: int, high: int | Callable[[Limits], int], also: int | None = None) -> Check:
+    """A whole number in a closed range, or `also`."""
+
+    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+        found.integer(name, value, low, high if isinstance(high, int) else high(limits), also)
+
+    return check
+
+
+def check_logprobs(found: Violations, name: str, value: Any, limits: Limits) -> None:
+    """Of how many tokens a position: as many as the service's flag allows."""
+    if limits.max_logprobs == ALL_LOGPROBS:
+        found.integer(name, value, 0, limits.vocab_size, also=ALL_LOGPROBS)
+    else:
+        found.integer(name, value, 0, limits.max_logprobs)
+
+
+def check_flag(found: Violations, name: str, value: Any, limits: Limits) -> None:
+    """True or false."""
+    found.flag(name, value)
+
+
+def token_ids(most: int | None = None) -> Check:
+    """So many token ids; None: as many as the vocabulary has."""
+
+    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+        if found.length(name, value, limits.vocab_size if most is None else most):
+            found.ids(name, value, limits.vocab_size)
+
+    return check
+
+
+def id_lists(most: int, longest: int) -> Check:
+    """So many lists of token ids, none of them empty or longer."""
+
+    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+        if found.length(name, value, most):
+            for index, ids in enumerate(value):
+                if not 1 <= len(ids) <= longest:
+                    found.add(f"{name}[{index}]", f"has {len(ids)} entries", f"1 to {longest}")
+                found.ids(f"{name}[{index}]", ids, limits.vocab_size)
+
+    return check
+
+
+def texts(most: int, longest: int) -> Check:
+    """So many texts, none of them empty or of more characters."""
+
+    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+        if found.length(name, value, most):
+            for index, text in enumerate(value):
+                found.text(f"{name}[{index}]", text, longest, empty=False)
+
+    return check
+
+
+def biases(most: int, bound: float) -> Check:
+    """So many numbers by token id, from -bound to bound; the first that is none is named."""
+
+    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+        if found.length(name, value, most):
+            found.id_keys(name, value, limits.vocab_size)
+            for token, bias in value.items():
+                if not found.number(f"{name}[{shown(token)}]", bias, -bound, bound):
+                    break
+
+    return check
+
+
+def check_mode(found: Violations, name: str, value: Any, limits: Limits) -> None:
+    """A LogprobsMode."""
+    if not isinstance(value, LogprobsMode):
+        found.add(name, "is unknown", ", ".join(mode.value for mode in LogprobsMode))
+
+
+def constraint(longest: int, most_choices: int) -> Check:
+    """A StructuredOutput with one constraint, neither empty nor of more characters or choices."""
+
+    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
+        kinds = ("json_schema", "regex", "grammar")
+        given = sum(getattr(value, kind) is not None for kind in (*kinds, "choice")) + bool(value.json_object)
+        if given != 1:
+            found.add(name, f"sets {given} constraints", "exactly one")
+        for kind in kinds:
+            if getattr(value, kind) is not None:
+                found.text(f"{name}.{kind}", getattr(value, kind), longest, empty=False)
+        if value.choice is not None:
+            texts(most_choices, longest)(found, f"{name}.choice", value.choice, limits)
+            if not value.choice:
+                found.add(f"{name}.choice", "is empty", f"1 to {most_choices} texts")
+
+    return check
+
+
+class Reach(Enum):
+    """How far a parameter goes. One that changes what is generated or reported goes only to a peer that names it among
+    its capabilities: a peer that does not know it would drop it unseen, and generate by another law."""
+
+    NAMED = "to a draft or target that names it"
+    FIRST = "the same; it is older than the list of capabilities, and a peer without a list does it"  # none is added
+    KNOWN = "to every draft and target: all know it, or none reads it"
+    GATEWAY = "it ends at the gateway, which resolves it"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A row of the table."""
+
+    check: Check
+    reach: Reach = Reach.NAMED
+    http: str | None = ""  # its name in HTTP's bodies; empty: the same; None: HTTP has it not
+
+
+# Below this, logits divided by it leave float32's range; 0 alone is greedy.
+MIN_DIVISOR = 1e-5
+_FIRST, _KNOWN, _GATEWAY = Reach.FIRST, Reach.KNOWN, Reach.GATEWAY
+_TEMPERATURE = number(MIN_DIVISOR, 100, f"0 (greedy), or {MIN_DIVISOR:g} to 100", zero=True)
+
+
+def _context(limits: Limits) -> int:
+    return limits.max_model_len
+
+
+def _max_tokens(limits: Limits) -> int:
+    return limits.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The table: one row a parameter. An instance has every default resolved."""
+
+    temperature: Annotated[float, Parameter(_TEMPERATURE, _FIRST)] = 1.0
+    top_p: Annotated[float, Parameter(number(1e-9, 1, "above 0 and at most 1"), _FIRST)] = 1.0
+    top_k: Annotated[int, Parameter(integer(-1, 2**31 - 1), _FIRST)] = 0  # 0 and -1: off
+    min_p: Annotated[float, Parameter(number(0, 1), _FIRST)] = 0.0
+    repetition_penalty: Annotated[float, Parameter(number(MIN_DIVISOR, 100, "above 0 and at most 100"), _FIRST)] = 1.0
+    presence_penalty: Annotated[float, Parameter(number(-2, 2), _FIRST)] = 0.0
+    frequency_penalty: Annotated[float, Parameter(number(-2, 2), _FIRST)] = 0.0
+    logit_bias: Annotated[dict[int, float], Parameter(biases(1024, 100), _FIRST)] = field(default_factory=dict)
+    allowed_token_ids: Annotated[tuple[int, ...], Parameter(token_ids(), _FIRST)] = ()  # empty: all
+    # The gateway turns texts into ids: one text becomes several lists, with and without a space before it.
+    bad_words: Annotated[tuple[str, ...], Parameter(texts(128, 256), _GATEWAY)] = ()
+    bad_words_ids: Annotated[tuple[tuple[int, ...], ...], Parameter(id_lists(4 * 128, 256), _FIRST, http=None)] = ()
+    max_tokens: Annotated[int, Parameter(integer(1, _context), _KNOWN)] = 16
+    min_tokens: Annotated[int, Parameter(integer(0, _max_tokens), _FIRST)] = 0
+    stop: Annotated[tuple[str, ...], Parameter(texts(16, 256), _GATEWAY)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Parameter(token_ids(128), _FIRST)] = ()
+    ignore_eos: Annotated[bool, Parameter(check_flag, _FIRST)] = False
+    include_stop_str_in_output: Annotated[bool, Parameter(check_flag, _KNOWN)] = False
+    logprobs: Annotated[int | None, Parameter(check_logprobs, _FIRST)] = None  # -1: all
+    prompt_logprobs: Annotated[int | None, Parameter(check_logprobs, _FIRST, http=None)] = None  # -1: all
+    logprobs_mode: Annotated[LogprobsMode, Parameter(check_mode, _FIRST, http=None)] = LogprobsMode.RAW_LOGPROBS
+    skip_special_tokens: Annotated[bool, Parameter(check_flag, _KNOWN)] = True
+    spaces_between_special_tokens: Annotated[bool, Parameter(check_flag, _KNOWN)] = True
+    detokenize: Annotated[bool, Parameter(check_flag, _KNOWN, http=None)] = True
+    structured_output: Annotated[
+        StructuredOutput | None, Parameter(constraint(64 * 1024, 1024), http="response_format")
+    ] = None
+    truncate_prompt_tokens: Annotated[int | None, Parameter(integer(1, _context, also=-1), _GATEWAY)] = None
+    seed: Annotated[int | None, Parameter(integer(0, 2**64 - 1), _GATEWAY)] = None
 
     @property
     def greedy(self) -> bool:
@@ -115,41 +264,71 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-# Fields of SamplingParams that mean something to a target or a draft. What only concerns text stays at the gateway.
-SAMPLING_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words_ids", "min_tokens", "stop_token_ids", "ignore_eos", "logprobs",
-    "prompt_logprobs", "logprobs_mode", "structured_output",
-)  # fmt: skip
-_UNSET = SamplingParams()
-
+PARAMETERS: Mapping[str, Parameter] = {
+    name: parameter
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+    for parameter in hint.__metadata__
+}
+DEFAULT_SAMPLING = SamplingParams()
+# What a draft or target must name before it gets it.
+SAMPLING_FIELDS = tuple(name for name, row in PARAMETERS.items() if row.reach in (Reach.FIRST, Reach.NAMED))
 # What every peer does, also one that is older than the list of capabilities and names none. It never grows: what came
 # later has to be named.
 BASELINE = (
-    *(f"sampling.{field}" for field in SAMPLING_FIELDS if field != "structured_output"),
+    *(f"sampling.{name}" for name, row in PARAMETERS.items() if row.reach is Reach.FIRST),
     "acceptance.rejection",
     "acceptance.coupled",
 )
+_OPTIONAL = {name for name in PARAMETERS if getattr(DEFAULT_SAMPLING, name) is None}
+_LISTS = {name for name in PARAMETERS if isinstance(getattr(DEFAULT_SAMPLING, name), tuple)}
+# What is the model's where a request leaves it out. Lists, maps and constraints cannot be absent, only empty.
+_INHERITED = {one.name for one in pb.SamplingParams.DESCRIPTOR.fields if one.has_presence and one.message_type is None}
 
 
 def lacking(
     capabilities: Collection[str], sampling: SamplingParams, acceptance: AcceptanceRule = AcceptanceRule.AUTO
 ) -> list[str]:
     """What a request needs, and a peer with these capabilities does not do."""
-    needed = [f"sampling.{field}" for field in SAMPLING_FIELDS if getattr(sampling, field) != getattr(_UNSET, field)]
+    unset = DEFAULT_SAMPLING
+    needed = [f"sampling.{name}" for name in SAMPLING_FIELDS if getattr(sampling, name) != getattr(unset, name)]
     if acceptance is not AcceptanceRule.AUTO:
         needed.append(f"acceptance.{acceptance.name.lower()}")
     return [name for name in needed if name not in capabilities]
 
 
-DEFAULT_SAMPLING = SamplingParams()
+def validate_sampling(
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    prefix: str = "sampling.",
+    found: Violations | None = None,
+    max_logprobs: int = MAX_LOGPROBS,
+) -> None:
+    """Every parameter. With `found` the violations go there, and nothing is raised."""
+    here, most = Violations(prefix), params.max_tokens
+    most = most if isinstance(most, int) and 1 <= most <= max_model_len else max_model_len
+    limits = Limits(vocab_size, max_model_len, max_logprobs, most)
+    for name, row in PARAMETERS.items():
+        value = getattr(params, name)
+        if value is not None or name not in _OPTIONAL:
+            row.check(here, name, value, limits)
+    if params.stop and params.detokenize is False:
+        here.add("stop", "needs text, and detokenize is false", "stop strings with detokenize true")
+    here.hand_over(found)
 
-_OPTIONAL = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "max_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "detokenize", "truncate_prompt_tokens", "seed",
-)  # fmt: skip
-_PLAIN = ("min_tokens", "ignore_eos", "include_stop_str_in_output")
+
+def resolve_sampling(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """The parameters of a request that gives some of them; others are the model's, where they can be absent."""
+    inherited = {name: getattr(defaults, name) for name in _INHERITED - given.keys()}
+    return SamplingParams(**{**inherited, **given})
+
+
+def sampling_for_peers(params: SamplingParams) -> SamplingParams:
+    """Without what ends at the gateway."""
+    ends = [name for name, row in PARAMETERS.items() if row.reach is Reach.GATEWAY]
+    return replace(params, **{name: getattr(DEFAULT_SAMPLING, name) for name in ends})
+
+
 _MODES = {
     0: LogprobsMode.RAW_LOGPROBS,
     1: LogprobsMode.RAW_LOGPROBS,
@@ -162,51 +341,34 @@ _MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}  # the last wi
 
 def encode_sampling(params: SamplingParams) -> pb.SamplingParams:
     """Every field, with optional ones written even at their default: the receiver resolves nothing."""
-    out = pb.SamplingParams(
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words=params.bad_words,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        logprobs_mode=_MODE_NUMBERS[params.logprobs_mode],  # type: ignore[arg-type]  # a protocol number
-    )
-    for name in _OPTIONAL:
-        value = getattr(params, name)
-        if value is not None:
-            setattr(out, name, value)
-    for name in _PLAIN:
-        setattr(out, name, getattr(params, name))
-    for ids in params.bad_words_ids:
-        out.bad_words_ids.add(ids=ids)
+    values: dict[str, Any] = {name: getattr(params, name) for name in PARAMETERS}  # protobuf leaves None out
+    values["bad_words_ids"] = [pb.TokenIds(ids=ids) for ids in params.bad_words_ids]
+    values["logprobs_mode"] = encode_logprobs_mode(params.logprobs_mode)
     if params.structured_output is not None:
-        out.structured_output.CopyFrom(encode_structured_output(params.structured_output))
-    return out
+        values["structured_output"] = encode_structured_output(params.structured_output)
+    return pb.SamplingParams(**values)
 
 
 def decode_sampling(
     message: pb.SamplingParams, defaults: SamplingParams = DEFAULT_SAMPLING, prefix: str = "sampling."
 ) -> SamplingParams:
-    """The parameters of a request, absent optional fields taken from `defaults` (the model's generation config). Lists,
-    maps and messages have no absence on the wire: empty ones stay empty. InvalidArgument for a mode that only a newer
-    peer knows; `prefix` stands before its field."""
+    """The parameters of a request, absent ones taken from `defaults` (the model's generation config). InvalidArgument
+    for a mode that only a newer peer knows; `prefix` stands before its field."""
     if message.logprobs_mode not in _MODES:
         raise _unknown(f"{prefix}logprobs_mode", message.logprobs_mode, len(_MODES) - 1)
-    values: dict[str, Any] = {
-        name: getattr(message if message.HasField(name) else defaults, name) for name in _OPTIONAL
+    given: dict[str, Any] = {
+        name: tuple(getattr(message, name)) if name in _LISTS else getattr(message, name)
+        for name in PARAMETERS
+        if name not in _INHERITED or message.HasField(name)
     }
-    values.update({name: getattr(message, name) for name in _PLAIN})
     structured = message.structured_output if message.HasField("structured_output") else None
-    return SamplingParams(
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(message.bad_words),
-        bad_words_ids=tuple(tuple(entry.ids) for entry in message.bad_words_ids),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        logprobs_mode=_MODES[message.logprobs_mode],
-        structured_output=None if structured is None else decode_structured_output(structured),
-        **values,
-    )
+    given |= {
+        "logit_bias": dict(message.logit_bias),
+        "bad_words_ids": tuple(tuple(entry.ids) for entry in message.bad_words_ids),
+        "logprobs_mode": _MODES[message.logprobs_mode],
+        "structured_output": None if structured is None else decode_structured_output(structured),
+    }
+    return resolve_sampling(given, defaults)
 
 
 def encode_logprobs_mode(mode: LogprobsMode) -> int:

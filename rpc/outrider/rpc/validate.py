@@ -1,10 +1,10 @@
-"""The one validator: bounds every field of what a client, a gateway or a draft may send, for every entry point (gRPC,
-HTTP, in process). A function returns None or raises InvalidArgument, which lists each field, what is wrong with it
-and what is allowed. Token ids are checked against the number of logits.
+"""The one validator, for every entry point (gRPC, HTTP, in process): a function returns None or raises InvalidArgument,
+which lists each field, what is wrong with it and what is allowed. Here are its bricks and what is of no single message;
+what bounds a message or the sampling parameters stands beside them.
 
-The bricks of the validator: each check adds to a list of violations, so that a caller learns of all at once. A
-violation shows a number's value, and of texts and lists only the length: errors travel to logs. Types have JSON's
-names, whoever asks."""
+Each check adds to a list of violations, so that a caller learns of all at once. A violation shows a number's value, and
+of texts and lists only the length: errors travel to logs. Types have JSON's names, whoever asks. Token ids are checked
+against the number of logits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 
 from outrider.rpc.errors import InvalidArgument, Violation
-from outrider.rpc.messages import Commit, Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import LogprobsMode, SamplingParams, StructuredOutput
 
 MAX_SHOWN = 40  # characters of a value
 _CONTROL = ("Cc", "Zl", "Zp")
@@ -40,10 +38,6 @@ class Violations:
         """One violation."""
         self._found.append(Violation(self._prefix + field, f"{problem}; allowed: {allowed}"))
 
-    def extend(self, other: Violations) -> None:
-        """Takes over the violations of a part."""
-        self._found += other._found
-
     def take(self, error: InvalidArgument) -> None:
         """Takes over what a check that raises has found."""
         self._found += error.violations
@@ -52,6 +46,13 @@ class Violations:
         """InvalidArgument that names every field."""
         if self._found:
             raise InvalidArgument.of(self._found)
+
+    def hand_over(self, whole: Violations | None) -> None:
+        """Adds these to those of the whole; raises them if this was all."""
+        if whole is None:
+            self.raise_if_any()
+        else:
+            whole._found += self._found
 
     def integer(self, field: str, value: object, low: int, high: int, also: int | None = None) -> bool:
         """A whole number in a closed range, or the one value `also`."""
@@ -167,40 +168,10 @@ MAX_DRAFT_TOKENS = 128
 MAX_METHODS = 1  # no service drafts one sequence by several
 MAX_LOGPROBS = 20  # of a position, where no flag says another number
 ALL_LOGPROBS = -1  # as many as the vocabulary has ids; as a bound: none
-MAX_LOGIT_BIAS = 1024
-MAX_BAD_WORDS = 128
-MAX_BAD_WORDS_IDS = 4 * MAX_BAD_WORDS  # a text becomes several token sequences: with and without a space before
-MAX_STOPS, MAX_STOP_CHARS = 16, 256
-MAX_STOP_IDS = 128
-MAX_CONSTRAINT_CHARS = 64 * 1024
-MAX_CHOICES = 1024
-MAX_PIECE_IDS = 1024  # a tree may hold more ids than a chain
-MAX_WEIGHTS = 4096
 MAX_PATIENCE_MS = 60_000
-MAX_BRANCHES = 64
 SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
 MAX_NAME_CHARS = 128
-# Below this, logits divided by it leave float32's range; 0 alone is greedy.
-MIN_DIVISOR = 1e-5
-_MAX_INT32, _MAX_UINT32, _MAX_UINT64 = 2**31 - 1, 2**32 - 1, 2**64 - 1
-
-
-def validate_sampling(
-    params: SamplingParams,
-    vocab_size: int,
-    max_model_len: int,
-    prompt_len: int = 0,
-    prefix: str = "sampling.",
-    found: Violations | None = None,
-    max_logprobs: int = MAX_LOGPROBS,
-) -> None:
-    """Every field of the sampling parameters. With a prompt's length also that prompt and max_tokens fit. With `found`
-    the violations go there, and nothing is raised."""
-    here = Violations(prefix)
-    _sampling(here, params, vocab_size, max_model_len, max_logprobs)
-    _hand_over(here, found)
-    if prompt_len and found is None:
-        validate_length(prompt_len, params.max_tokens, max_model_len, prefix)
+_MAX_INT32, _MAX_UINT32 = 2**31 - 1, 2**32 - 1
 
 
 def validate_length(prompt_len: int, max_tokens: int, max_model_len: int, prefix: str = "sampling.") -> None:
@@ -219,8 +190,16 @@ def validate_length(prompt_len: int, max_tokens: int, max_model_len: int, prefix
 def validate_prompt_ids(ids: Sequence[int], vocab_size: int, max_model_len: int, field: str = "prompt_ids") -> None:
     """A prompt: not empty, shorter than the context, ids that exist."""
     found = Violations()
-    _prompt(found, field, ids, vocab_size, max_model_len)
+    check_prompt(found, field, ids, vocab_size, max_model_len)
     found.raise_if_any()
+
+
+def check_prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """The same, among other checks."""
+    if not ids:
+        found.add(field, "is empty", f"1 to {max_model_len - 1} token ids")
+    elif found.length(field, ids, max_model_len - 1, "tokens"):
+        found.ids(field, ids, vocab_size)
 
 
 def validate_generation(
@@ -263,184 +242,4 @@ def validate_generation(
     here.integer("priority", priority, -_MAX_INT32 - 1, _MAX_INT32)
     for index, ids in enumerate(output_ids[:MAX_N]):
         here.ids(f"output_ids[{index}].ids", ids, vocab_size)
-    _hand_over(here, found)
-
-
-def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS) -> None:
-    """An Open, at a draft or target. A fork's prompt is its parent's, so its length is checked by the caller."""
-    found = Violations("open.")
-    if message.fork_of is not None:
-        found.integer("fork_of", message.fork_of, 0, _MAX_UINT32)
-        if message.prompt_ids:
-            found.add("prompt_ids", f"has {len(message.prompt_ids)} entries beside fork_of", "none")
-    else:
-        _prompt(found, "prompt_ids", message.prompt_ids, vocab_size, max_model_len)
-    found.ids("output_ids", message.output_ids, vocab_size)
-    if len(message.output_ids) > message.sampling.max_tokens:
-        allowed = f"at most max_tokens ({message.sampling.max_tokens})"
-        found.add("output_ids", f"has {len(message.output_ids)} entries", allowed)
-    found.integer("sequence_id", message.sequence_id, 0, _MAX_UINT32)
-    found.integer("completion", message.completion, 0, MAX_N - 1)
-    found.integer("seed", message.seed, 0, _MAX_UINT64)
-    found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
-    found.integer("first_chain", message.first_chain, 0, _MAX_UINT32)
-    found.integer("priority", message.priority, -_MAX_INT32 - 1, _MAX_INT32)
-    for field in ("salt", "traceparent", "method", "model_digest"):
-        found.text(field, getattr(message, field), MAX_NAME_CHARS)
-    sampling = Violations("open.sampling.")
-    _sampling(sampling, message.sampling, vocab_size, max_model_len, max_logprobs)
-    found.extend(sampling)
-    found.raise_if_any()
-
-
-def validate_piece(message: DraftTokens) -> None:
-    """A piece's shape. Its ids and weights are not judged: an id that the target does not know ends the chain, and a
-    broken distribution counts as one-hot; neither is an error."""
-    found = Violations("piece.")
-    count = len(message.ids)
-    found.length("ids", message.ids, MAX_PIECE_IDS)
-    if len(message.weights) > count:
-        found.add("weights", f"has {len(message.weights)} entries", f"at most as many as ids ({count})")
-    for index, weights in enumerate(message.weights):
-        if weights is not None and max(len(weights.ids), len(weights.weights)) > 4 * MAX_WEIGHTS:
-            found.add(f"weights[{index}]", f"has {len(weights.ids) // 4} ids", f"at most {MAX_WEIGHTS}")
-            break
-    if message.parents and len(message.parents) != count:
-        found.add("parents", f"has {len(message.parents)} entries", f"none, or as many as ids ({count})")
-    for index, parent in enumerate(message.parents):
-        if not 0 <= parent <= index:  # 0 is the root, and i + 1 the id i: a parent stands before its children
-            found.add(f"parents[{index}]", f"is {parent}", f"0 to {index}")
-            break
-    if message.parent is not None and message.parent >= message.chain:
-        found.add("parent", f"is {message.parent}", f"a chain before this one ({message.chain})")
-    found.integer("position", message.position, 0, _MAX_INT32)
-    found.raise_if_any()
-
-
-def validate_credit(message: Credit) -> None:
-    """A credit's numbers."""
-    found = Violations("credit.")
-    found.integer("until", message.until, 0, _MAX_UINT32)
-    found.integer("max_window", message.max_window, 0, MAX_DRAFT_TOKENS)
-    found.integer("patience_ms", message.patience_ms, 0, MAX_PATIENCE_MS)
-    found.integer("max_branches", message.max_branches, 0, MAX_BRANCHES)
-    found.raise_if_any()
-
-
-def validate_commit(message: Commit, vocab_size: int) -> None:
-    """A commit's shape and ids, where a draft or a gateway receives it. `vocab_size` is the target's."""
-    found = Violations("commit.")
-    found.length("ids", message.ids, MAX_PIECE_IDS)
-    found.ids("ids", message.ids, vocab_size)
-    for field in ("origins", "logprobs"):
-        size = len(getattr(message, field))
-        if size and size != len(message.ids):
-            found.add(field, f"has {size} entries", f"none, or as many as ids ({len(message.ids)})")
-    if message.num_accepted > message.num_drafted:
-        found.add("num_accepted", f"is {message.num_accepted}", f"at most num_drafted ({message.num_drafted})")
-    found.integer("position", message.position, 0, _MAX_INT32)
-    found.raise_if_any()
-
-
-def _hand_over(here: Violations, found: Violations | None) -> None:
-    if found is None:
-        here.raise_if_any()
-    else:
-        found.extend(here)
-
-
-def _prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    if not ids:
-        found.add(field, "is empty", f"1 to {max_model_len - 1} token ids")
-    elif found.length(field, ids, max_model_len - 1, "tokens"):
-        found.ids(field, ids, vocab_size)
-
-
-def _sampling(
-    found: Violations, params: SamplingParams, vocab_size: int, max_model_len: int, max_logprobs: int
-) -> None:
-    _distribution(found, params, vocab_size)
-    _ends(found, params, vocab_size, max_model_len)
-    _outputs(found, params, max_model_len)
-    for field in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, field)
-        if value is not None and max_logprobs == ALL_LOGPROBS:
-            found.integer(field, value, 0, vocab_size, also=ALL_LOGPROBS)
-        elif value is not None:
-            found.integer(field, value, 0, max_logprobs)
-    if params.structured_output is not None:
-        _structured(found, params.structured_output)
-
-
-def _distribution(found: Violations, params: SamplingParams, vocab_size: int) -> None:
-    found.number(
-        "temperature", params.temperature, MIN_DIVISOR, 100, zero=True, say=f"0 (greedy), or {MIN_DIVISOR:g} to 100"
-    )
-    found.number("top_p", params.top_p, 1e-9, 1, say="above 0 and at most 1")
-    found.integer("top_k", params.top_k, -1, _MAX_INT32)
-    found.number("min_p", params.min_p, 0, 1)
-    found.number("repetition_penalty", params.repetition_penalty, MIN_DIVISOR, 100, say="above 0 and at most 100")
-    found.number("presence_penalty", params.presence_penalty, -2, 2)
-    found.number("frequency_penalty", params.frequency_penalty, -2, 2)
-    if params.seed is not None:
-        found.integer("seed", params.seed, 0, _MAX_UINT64)
-    if found.length("logit_bias", params.logit_bias, MAX_LOGIT_BIAS):
-        found.id_keys("logit_bias", params.logit_bias, vocab_size)
-        for token, bias in params.logit_bias.items():
-            if not found.number(f"logit_bias[{shown(token)}]", bias, -100, 100):
-                break
-    if found.length("allowed_token_ids", params.allowed_token_ids, vocab_size):
-        found.ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
-
-
-def _ends(found: Violations, params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
-    if found.integer("max_tokens", params.max_tokens, 1, max_model_len):
-        found.integer("min_tokens", params.min_tokens, 0, params.max_tokens)
-    if found.length("stop", params.stop, MAX_STOPS):
-        _texts(found, "stop", params.stop, MAX_STOP_CHARS)
-    if params.stop and params.detokenize is False:
-        found.add("stop", "needs text, and detokenize is false", "stop strings with detokenize true")
-    if found.length("stop_token_ids", params.stop_token_ids, MAX_STOP_IDS):
-        found.ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    if found.length("bad_words", params.bad_words, MAX_BAD_WORDS):
-        _texts(found, "bad_words", params.bad_words, MAX_STOP_CHARS)
-    if found.length("bad_words_ids", params.bad_words_ids, MAX_BAD_WORDS_IDS):
-        for index, ids in enumerate(params.bad_words_ids):
-            if not 1 <= len(ids) <= MAX_STOP_CHARS:
-                found.add(f"bad_words_ids[{index}]", f"has {len(ids)} entries", f"1 to {MAX_STOP_CHARS}")
-            found.ids(f"bad_words_ids[{index}]", ids, vocab_size)
-
-
-def _outputs(found: Violations, params: SamplingParams, max_model_len: int) -> None:
-    if not isinstance(params.logprobs_mode, LogprobsMode):
-        found.add("logprobs_mode", "is unknown", ", ".join(mode.value for mode in LogprobsMode))
-    if params.truncate_prompt_tokens is not None:
-        found.integer("truncate_prompt_tokens", params.truncate_prompt_tokens, 1, max_model_len, also=-1)
-    for field in (
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "detokenize",
-    ):
-        found.flag(field, getattr(params, field))
-
-
-def _structured(found: Violations, structured: StructuredOutput) -> None:
-    texts = ("json_schema", "regex", "grammar")
-    given = [field for field in (*texts, "choice") if getattr(structured, field) is not None]
-    if len(given) + bool(structured.json_object) != 1:
-        found.add("structured_output", f"sets {len(given) + bool(structured.json_object)} constraints", "exactly one")
-    for field in texts:
-        if getattr(structured, field) is not None:
-            found.text(f"structured_output.{field}", getattr(structured, field), MAX_CONSTRAINT_CHARS, empty=False)
-    choice = structured.choice
-    if choice is not None and found.length("structured_output.choice", choice, MAX_CHOICES):
-        if not choice:
-            found.add("structured_output.choice", "is empty", f"1 to {MAX_CHOICES} texts")
-        _texts(found, "structured_output.choice", choice, MAX_CONSTRAINT_CHARS)
-
-
-def _texts(found: Violations, field: str, texts: Sequence[str], high: int) -> None:
-    for index, text in enumerate(texts):
-        found.text(f"{field}[{index}]", text, high, empty=False)
+    here.hand_over(found)

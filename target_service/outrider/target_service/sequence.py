@@ -19,9 +19,9 @@ from outrider.rpc.errors import (
     Unavailable,
     Violation,
 )
-from outrider.rpc.messages import Credit, Failure, Open, PositionLogprobs, TargetEvent, to_failure
+from outrider.rpc.messages import Credit, Failure, Open, PositionLogprobs, TargetEvent, to_failure, validate_open
 from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.validate import MAX_LOGPROBS, validate_length, validate_open
+from outrider.rpc.validate import MAX_LOGPROBS, validate_length
 from outrider.target_service.draft_buffer import ChainBuffer
 
 Sink = Callable[[TargetEvent], None]

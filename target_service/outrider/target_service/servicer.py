@@ -8,10 +8,17 @@ from typing import Any
 
 from outrider.rpc.codec import encode_target_info
 from outrider.rpc.frames import TARGET_STREAM
-from outrider.rpc.messages import Credit, DraftTokens, Load, TargetCommand, TargetInfo
+from outrider.rpc.messages import (
+    Credit,
+    DraftTokens,
+    Load,
+    TargetCommand,
+    TargetInfo,
+    validate_credit,
+    validate_piece,
+)
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.validate import validate_credit, validate_piece
 from outrider.v1 import target_pb2, target_pb2_grpc
 
 SERVICE = "outrider.v1.TargetService"

@@ -31,7 +31,14 @@ from outrider.gateway.request import GenerationDelta, GenerationRequest, Specula
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.messages import PositionLogprobs
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, StructuredOutput
+from outrider.rpc.sampling_params import (
+    DEFAULT_SAMPLING,
+    PARAMETERS,
+    AcceptanceRule,
+    SamplingParams,
+    StructuredOutput,
+    resolve_sampling,
+)
 from outrider.rpc.validate import kind, quoted, shown
 
 
@@ -183,22 +190,12 @@ def _from_vllm(body: Body) -> StructuredOutput:
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerprint
 
-_PLAIN = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "truncate_prompt_tokens", "seed",
-)  # fmt: skip
 _SPECULATION = ("enabled", "num_draft_tokens", "method", "methods", "acceptance", "mode")
-_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
-# What of the model's own defaults has no absence in the protocol: it is empty where a request does not give it.
-_EMPTY: dict[str, Any] = {
-    "min_tokens": 0, "ignore_eos": False, "include_stop_str_in_output": False, "logit_bias": {}, "stop": (),
-    "stop_token_ids": (), "allowed_token_ids": (), "bad_words": (), "bad_words_ids": (), "structured_output": None,
-}  # fmt: skip
 # The protocol's names and HTTP's, where they differ.
 NAMES = {
     "token_ids.ids": "prompt", "text": "prompt", "input": "prompt", "prompt": "prompt", "chat": "messages",
-    "salt": "cache_salt", "structured_output": "response_format", "model_digest": "system_fingerprint",
+    "salt": "cache_salt", "model_digest": "system_fingerprint",
+    **{name: row.http for name, row in PARAMETERS.items() if row.http},
 }  # fmt: skip
 _STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
 
@@ -224,20 +221,44 @@ class OpenAIRequest:
 
 def read_sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
     """The sampling parameters that both endpoints know, the rest from the model's defaults."""
-    given: dict[str, Any] = {name: body.get(name) for name in _PLAIN if body.get(name) is not None}
-    given.update({name: body.items(name) for name in _LISTS})
-    if body.get("allowed_token_ids") == []:  # empty in the protocol is all; whoever sends a list means some
-        raise invalid("allowed_token_ids", "is empty; allowed: at least one token id, or leave it out")
-    stop = body.get("stop", [])
-    given["stop"] = (stop,) if isinstance(stop, str) else body.items("stop", "a text or a list of texts")
-    given["logit_bias"] = _logit_bias(body)
+    names = [name for name, row in PARAMETERS.items() if row.http == "" and body.get(name) is not None]
+    given = {name: _from_json(name, body.get(name)) for name in names}
     given["structured_output"] = structured_output(body.inner("response_format"), body.inner("structured_outputs"))
-    if not isinstance(given.get("min_tokens", 0), int):
-        raise invalid("min_tokens", f"is {shown(given['min_tokens'])}; allowed: a whole number")
-    seed = given.get("seed")
-    if isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 0:
-        given["seed"] = seed + 2**64  # OpenAI's seeds are signed
-    return replace(defaults, **{**_EMPTY, "seed": None, "logprobs": None, "prompt_logprobs": None, **given})
+    return resolve_sampling(given, defaults)
+
+
+def _from_json(name: str, value: Any) -> Any:
+    """A sampling parameter in the shape that the validator judges."""
+    default = getattr(DEFAULT_SAMPLING, name)
+    if isinstance(default, dict):
+        return _biases(name, value)
+    if name == "stop":
+        if not isinstance(value, str | list):
+            raise invalid(name, f"is {shown(value)}; allowed: a text or a list of texts")
+        return (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(default, tuple):
+        if not isinstance(value, list):
+            raise invalid(name, f"is {shown(value)}; allowed: a list")
+        if name == "allowed_token_ids" and not value:  # in the protocol empty is all; whoever sends a list means some
+            raise invalid(name, "is empty; allowed: at least one token id, or leave it out")
+        return tuple(value)
+    if name == "seed" and isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 0:
+        return value + 2**64  # OpenAI's seeds are signed
+    return value
+
+
+def _biases(name: str, given: Any) -> dict[int, Any]:
+    """JSON's keys are texts."""
+    if not isinstance(given, dict):
+        raise invalid(name, f"is {shown(given)}; allowed: an object")
+    biases = {}
+    for key, value in given.items():
+        try:
+            biases[int(key)] = value
+        except ValueError:
+            where = f"{name}[{key[:MAX_SHOWN]}]"
+            raise invalid(where, "is for no token id; allowed: whole numbers as texts") from None
+    return biases
 
 
 def read_common(body: Body, request: Request | None, served: str) -> GenerationRequest:
@@ -288,21 +309,6 @@ def _speculation(body: Body | None) -> SpeculationOptions:
         acceptance=rules[rule],
         mode=body.text("mode"),
     )
-
-
-def _logit_bias(body: Body) -> dict[int, Any]:
-    """JSON's keys are texts."""
-    given = body.inner("logit_bias")
-    if given is None:
-        return {}
-    biases = {}
-    for key, value in given.values.items():
-        try:
-            biases[int(key)] = value
-        except ValueError:
-            where = f"logit_bias[{key[:MAX_SHOWN]}]"
-            raise invalid(where, "is for no token id; allowed: whole numbers as texts") from None
-    return biases
 
 
 def _timeout_s(body: Body) -> float | None:

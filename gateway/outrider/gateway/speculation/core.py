@@ -26,8 +26,8 @@ from outrider.rpc.messages import (
     Open,
     PromptLogprobs,
     TargetEvent,
+    validate_piece,
 )
-from outrider.rpc.validate import validate_piece
 
 
 @dataclass(frozen=True, slots=True)
