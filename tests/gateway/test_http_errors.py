@@ -188,6 +188,23 @@ async def test_the_message_names_every_field() -> None:
         assert error["message"].startswith("temperature: ") and "; max_tokens: is 254 after" in error["message"]
 
 
+async def test_shapes_are_refused_together_and_by_their_place() -> None:
+    wrong = {
+        "messages": ["hello", {"content": "x"}, {"role": "user", "content": [{"type": "text", "text": 1}]}],
+        "stream": 1,
+        "tools": [{}],
+    }
+    async with gateway() as served, served.client() as client:
+        error = (await client.post("/v1/chat/completions", json=wrong)).json()["error"]
+        assert error["message"].split("; ") == [
+            "stream: is 1", "allowed: true or false",
+            "messages[0]: is a text", "allowed: an object",
+            "messages[1].role: is missing", "allowed: a text",
+            "messages[2].content[0]: is no text", 'allowed: {"type": "text", "text": ...}',
+            "tools: is not supported", "leave it out",
+        ]  # fmt: skip
+
+
 async def test_a_refused_conversation_says_nothing_of_the_server() -> None:
     async with gateway() as served, served.client() as client:
 

@@ -17,8 +17,8 @@ from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, t
 from outrider.client import Client
 from outrider.gateway import request, servicer
 from outrider.gateway.http import serving, sse
-from outrider.gateway.http.protocol import TokenTexts, parse_body
-from outrider.gateway.http.serving import read_completion
+from outrider.gateway.http.protocol import parse_body, read_completion
+from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.servicer import decode_request
 from outrider.rpc.messages import TokenLogprob
 from outrider.rpc.sampling_params import AcceptanceRule

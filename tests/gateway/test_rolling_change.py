@@ -35,7 +35,7 @@ from support.models import train_byte_level
 
 from outrider.gateway import engine as gateway_engine
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.http.protocol import extension_shape, join
+from outrider.gateway.http.serving import extension_shape, join
 from outrider.gateway.metrics import MeteredEngine
 from outrider.gateway.peers.handshake import check_pair
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets

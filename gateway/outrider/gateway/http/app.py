@@ -36,8 +36,14 @@ from outrider.gateway.http.errors import (
     on_outrider_error,
     plain_error,
 )
-from outrider.gateway.http.protocol import Body, HttpOptions, options_of, tally_shape
-from outrider.gateway.http.serving import ChatEndpoint, CompletionsEndpoint, generate, read_completion
+from outrider.gateway.http.protocol import HttpOptions, options_of, read_chat, read_completion
+from outrider.gateway.http.serving import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    endpoint,
+    generate,
+    tally_shape,
+)
 from outrider.gateway.metrics import GatewayMetrics, MeteredEngine
 from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
 from outrider.gateway.text.detokenizer import Detokenizer, make_detokenizer
@@ -176,7 +182,7 @@ class _View:
         }
 
 
-def _body(query: dict[str, str]) -> Body:
+def _body(query: dict[str, str]) -> dict[str, Any]:
     """A query's fields as the completions endpoint has them."""
     values: dict[str, Any] = {name: query[name] for name in ("prompt", "model") if name in query}
     values.update({name: _number(kind, query[name]) for name, kind in _NUMBERS.items() if query.get(name)})
@@ -184,7 +190,7 @@ def _body(query: dict[str, str]) -> Body:
     if query.get("k"):
         speculation["num_draft_tokens"] = _number(int, query["k"])
     speculation |= {name: query[name] for name in ("acceptance", "mode", "method") if query.get(name)}
-    return Body({**values, "speculation": speculation})
+    return {**values, "speculation": speculation}
 
 
 def _number(kind: type, text: str) -> Any:
@@ -215,8 +221,8 @@ def build_app(
     routes = [
         Route("/", page),
         Route("/live", LiveEndpoint(engine).stream),
-        Route("/v1/completions", CompletionsEndpoint(engine).create, methods=["POST"]),
-        Route("/v1/chat/completions", ChatEndpoint(engine).create, methods=["POST"]),
+        Route("/v1/completions", endpoint(engine, read_completion, CompletionResponseBuilder), methods=["POST"]),
+        Route("/v1/chat/completions", endpoint(engine, read_chat, ChatResponseBuilder), methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.retrieve),
         Route("/livez", livez),

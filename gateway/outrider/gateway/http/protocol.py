@@ -1,36 +1,27 @@
-"""What holds for every HTTP request: the application carries it as its state.
+"""The bodies of OpenAI's API as pydantic models, and how one becomes requests of the gateway.
 
-A JSON body becomes requests of the gateway: shapes are checked here, values by the one validator that gRPC has, too.
-
+A model holds a body's shape; values are judged by the one validator that gRPC has, too, so their fields are `Any` here.
 Fields are OpenAI's, vLLM's further ones, and `speculation`. Null is absent. A field that nobody knows is ignored, as by
 vLLM, but in `speculation`, which is our own; one that is known and would change the answer, but is not supported, is
-refused by name.
-
-The JSON body of a request, and how its fields are read.
-
-Constraints on the text, in OpenAI's form (`response_format`) and vLLM's (`structured_outputs`).
-
-Pieces of answers that both endpoints share: log probabilities, usage, what speculation did."""
+refused by name. Sampling parameters are not named here: they are the table's in `outrider.rpc.sampling_params`."""
 
 from __future__ import annotations
 
-import codecs
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
+from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, no_such_model
-from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.planner.policy import SpeculationTally
-from outrider.rpc.messages import PositionLogprobs
+from outrider.gateway.request import GenerationRequest, SpeculationOptions, no_such_model
+from outrider.rpc.errors import InvalidArgument, Violation
 from outrider.rpc.sampling_params import (
     DEFAULT_SAMPLING,
     PARAMETERS,
@@ -41,10 +32,23 @@ from outrider.rpc.sampling_params import (
 )
 from outrider.rpc.validate import kind, quoted, shown
 
+MAX_SHOWN = 100  # characters of a name that nobody knows
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+MAX_PROMPTS = 256
+TO_THE_CONTEXT_S_END = 2**31 - 1  # where max_tokens is not given; the gateway cuts it to what is left
+FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerprint
+# The protocol's names and HTTP's, where they differ.
+NAMES = {
+    "token_ids.ids": "prompt", "text": "prompt", "input": "prompt", "prompt": "prompt", "chat": "messages",
+    "salt": "cache_salt", "model_digest": "system_fingerprint",
+    **{name: row.http for name, row in PARAMETERS.items() if row.http},
+}  # fmt: skip
+_STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
+
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Bounds and times of the HTTP interface."""
+    """Bounds and times of the HTTP interface; the application carries them as its state."""
 
     max_body_bytes: int = MAX_REQUEST_BYTES
     sse_keep_alive_s: float = 15.0  # silence after which a stream of events says that it lives; 0: never
@@ -56,66 +60,7 @@ def options_of(request: Request) -> HttpOptions:
     return options
 
 
-MAX_SHOWN = 100  # characters of a name that nobody knows
-
-
-@dataclass(slots=True)
-class Body:
-    """A JSON object whose nulls are absent."""
-
-    values: Mapping[str, Any]
-    where: str = ""  # before the names of fields
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value, unchecked."""
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise invalid(self.where + name, f"is {shown(value)}; allowed: true or false")
-        return value
-
-    def text(self, name: str, default: str = "") -> str:
-        """A text."""
-        value = self.get(name, default)
-        if not isinstance(value, str):
-            raise invalid(self.where + name, f"is {shown(value)}; allowed: a text")
-        return value
-
-    def items(self, name: str, allowed: str = "a list") -> tuple[Any, ...]:
-        """A list, its entries unchecked."""
-        value = self.get(name, [])
-        if not isinstance(value, list):
-            raise invalid(self.where + name, f"is {shown(value)}; allowed: {allowed}")
-        return tuple(value)
-
-    def inner(self, name: str) -> Body | None:
-        """An object inside this one."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise invalid(self.where + name, f"is {shown(value)}; allowed: an object")
-        return Body(value, f"{self.where}{name}.")
-
-    def only(self, *names: str) -> None:
-        """Refuses names that this object does not have."""
-        for name in self.values:
-            if name not in names:
-                raise invalid(f"{self.where}{name[:MAX_SHOWN]}", f"is unknown; allowed: {', '.join(names)}")
-
-    def refuse(self, *names: str, unless: tuple[Any, ...] = (False, "", [], {})) -> None:
-        """Fields that are known and not supported; `unless` are values that ask for nothing."""
-        for name in names:
-            value = self.get(name)
-            if value is not None and not any(value == harmless for harmless in unless):
-                raise invalid(self.where + name, "is not supported; leave it out")
-
-
-async def read_body(request: Request) -> Body:
+async def read_body(request: Request) -> dict[str, Any]:
     """The JSON object of a request. 413 for one that is too large. A browser's form is refused: no other page may post
     here."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -135,7 +80,7 @@ async def read_body(request: Request) -> Body:
     return parse_body(b"".join(chunks))
 
 
-def parse_body(raw: bytes) -> Body:
+def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object in some bytes."""
     try:
         values = json.loads(raw)
@@ -145,86 +90,171 @@ def parse_body(raw: bytes) -> Body:
         raise invalid("body", "is no JSON; allowed: a JSON object in UTF-8") from None
     if not isinstance(values, dict):
         raise invalid("body", f"is {kind(values)}; allowed: a JSON object")
-    return Body(values)
+    return values
 
 
-_FORMATS = ("text", "json_object", "json_schema")
+def _refusal(problem: str) -> PydanticCustomError:
+    """An error in our own words; pydantic adds the field."""
+    return PydanticCustomError("refused", "{problem}", {"problem": problem})
 
 
-def structured_output(response_format: Body | None, structured_outputs: Body | None) -> StructuredOutput | None:
-    """The constraint; None for free text."""
-    if structured_outputs is not None:
-        if response_format is not None:
-            raise invalid("structured_outputs", "is given beside response_format; allowed: one of them")
-        return _from_vllm(structured_outputs)
-    return None if response_format is None else _from_openai(response_format)
+def _one_of(names: Sequence[str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in names:
+            raise _refusal(f"is {quoted(value) if value else 'missing'}; allowed: {', '.join(names)}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _from_openai(body: Body) -> StructuredOutput | None:
-    kind = body.text("type")
-    if kind not in _FORMATS:
-        raise invalid(
-            "response_format.type", f"is {quoted(kind) if kind else 'missing'}; allowed: {', '.join(_FORMATS)}"
-        )
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutput(json_object=True)
-    schema = body.inner("json_schema")
-    if schema is None or schema.inner("schema") is None:
-        raise invalid("response_format.json_schema.schema", "is missing; allowed: a JSON schema")
-    return StructuredOutput(json_schema=json.dumps(schema.get("schema")))
+def _unsupported(*harmless: Any) -> BeforeValidator:
+    """A field that is known and not supported; `harmless` values ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if not any(value == one for one in harmless):
+            raise _refusal("is not supported; leave it out")
+        return value
+
+    return BeforeValidator(check)
 
 
-def _from_vllm(body: Body) -> StructuredOutput:
-    schema = body.get("json")
-    return StructuredOutput(
-        json_schema=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
-        regex=body.get("regex"),
-        grammar=body.get("grammar"),
-        choice=body.items("choice") if body.get("choice") is not None else None,
-        json_object=body.flag("json_object"),
-    )
+Unsupported = Annotated[Any, _unsupported(None, False, "", [], {})]
 
 
-MAX_TIMEOUT_MS = 24 * 3600 * 1000
-FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerprint
+class Body(BaseModel):
+    """A JSON object whose nulls are absent."""
 
-_SPECULATION = ("enabled", "num_draft_tokens", "method", "methods", "acceptance", "mode")
-# The protocol's names and HTTP's, where they differ.
-NAMES = {
-    "token_ids.ids": "prompt", "text": "prompt", "input": "prompt", "prompt": "prompt", "chat": "messages",
-    "salt": "cache_salt", "model_digest": "system_fingerprint",
-    **{name: row.http for name, row in PARAMETERS.items() if row.http},
-}  # fmt: skip
-_STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAIRequest:
-    """What was asked for over HTTP: one request for each prompt, and the shape of the answer."""
+class StreamOptions(Body):
+    """What a stream ends with."""
 
-    requests: tuple[GenerationRequest, ...]
-    model: str
-    stream: bool = False
     include_usage: bool = False
-    reports_speculation: bool = False  # speculation was given
-    returns_token_ids: bool = False
-    num_logprobs: int | None = None  # None: no log probabilities in the answer
-    names: tuple[Mapping[str, str], ...] = ()  # by prompt, for errors
+
+
+class Speculation(Body):
+    """How to draft: ours, so that a name that is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: bool = True
+    num_draft_tokens: Any = None
+    method: str = ""
+    methods: list[Any] = []
+    acceptance: Annotated[str, _one_of([rule.name.lower() for rule in AcceptanceRule])] = "auto"
+    mode: str = ""
+
+    def options(self) -> SpeculationOptions:
+        """The same as the gateway has it."""
+        rule = AcceptanceRule[self.acceptance.upper()]
+        return SpeculationOptions(**{**dict(self), "methods": tuple(self.methods), "acceptance": rule})
+
+
+class ResponseFormat(Body):
+    """A constraint on the text in OpenAI's form."""
+
+    type: Annotated[str, _one_of(["text", "json_object", "json_schema"])] = Field("", validate_default=True)
+    json_schema: dict[str, Any] = {}
+
+    def constraint(self) -> StructuredOutput | None:
+        """None for free text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutput(json_object=True)
+        schema = self.json_schema.get("schema")
+        if not isinstance(schema, dict):
+            problem = "missing" if schema is None else shown(schema)
+            raise invalid("response_format.json_schema.schema", f"is {problem}; allowed: a JSON schema")
+        return StructuredOutput(json_schema=json.dumps(schema))
+
+
+class StructuredOutputs(Body):
+    """A constraint on the text in vLLM's form."""
+
+    schema_or_text: Any = Field(None, alias="json")
+    regex: Any = None
+    grammar: Any = None
+    choice: list[Any] | None = None
+    json_object: bool = False
+
+    def constraint(self) -> StructuredOutput:
+        """As it was given; the validator wants exactly one."""
+        schema, choice = self.schema_or_text, self.choice
+        return StructuredOutput(
+            json_schema=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
+            regex=self.regex,
+            grammar=self.grammar,
+            choice=None if choice is None else tuple(choice),
+            json_object=self.json_object,
+        )
+
+
+class OpenAIBody(Body):
+    """What both endpoints know. Sampling parameters stand among the further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculation: Speculation | None = None
+    return_token_ids: bool = False
+    request_id: str | None = None
+    n: Any = 1
+    priority: Any = 0
+    cache_salt: str = ""
+    system_fingerprint: str = ""
+    timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
+
+    echo: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    use_beam_search: Unsupported = None
+    logits_processors: Unsupported = None
 
     @property
-    def n(self) -> int:
-        """Completions a prompt."""
-        return self.requests[0].n
+    def names(self) -> dict[str, str]:
+        """NAMES as this body has them: a constraint has two."""
+        return NAMES if self.structured_outputs is None else {**NAMES, **_STRUCTURED}
 
+    def request(self, request: Request | None, engine: GenerationEngine) -> GenerationRequest:
+        """All of a request but its prompt; what the endpoints read differently is theirs to set."""
+        if self.model not in (None, engine.model_name):
+            raise no_such_model(self.model, engine.model_name)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "is given without stream; allowed: only with stream true")
+        headers: Mapping[str, str] = {} if request is None else request.headers
+        return GenerationRequest(
+            sampling=self._sampling(engine.verifier.info.model.default_sampling),
+            speculation=SpeculationOptions() if self.speculation is None else self.speculation.options(),
+            request_id=headers.get("x-request-id", "") if self.request_id is None else self.request_id,
+            n=self.n,
+            priority=self.priority,
+            salt=self.cache_salt,
+            model_digest=self.system_fingerprint.removeprefix(FINGERPRINT),
+            timeout_s=None if self.timeout_ms is None else self.timeout_ms / 1000,
+            traceparent=headers.get("traceparent", ""),
+        )
 
-def read_sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
-    """The sampling parameters that both endpoints know, the rest from the model's defaults."""
-    names = [name for name, row in PARAMETERS.items() if row.http == "" and body.get(name) is not None]
-    given = {name: _from_json(name, body.get(name)) for name in names}
-    given["structured_output"] = structured_output(body.inner("response_format"), body.inner("structured_outputs"))
-    return resolve_sampling(given, defaults)
+    def _sampling(self, defaults: SamplingParams) -> SamplingParams:
+        further = self.model_extra or {}
+        names = [name for name, row in PARAMETERS.items() if row.http == "" and name in further]
+        given = {name: _from_json(name, further[name]) for name in names}
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise invalid("structured_outputs", "is given beside response_format; allowed: one of them")
+        constrains = self.structured_outputs or self.response_format
+        given["structured_output"] = None if constrains is None else constrains.constraint()
+        return resolve_sampling(given, defaults)
 
 
 def _from_json(name: str, value: Any) -> Any:
@@ -261,201 +291,181 @@ def _biases(name: str, given: Any) -> dict[int, Any]:
     return biases
 
 
-def read_common(body: Body, request: Request | None, served: str) -> GenerationRequest:
-    """All of a request but its prompt and its sampling parameters."""
-    model = body.text("model", served)
-    if model != served:
-        raise no_such_model(model, served)
-    headers: Mapping[str, str] = {} if request is None else request.headers
-    return GenerationRequest(
-        speculation=_speculation(body.inner("speculation")),
-        request_id=body.text("request_id", headers.get("x-request-id", "")),
-        n=body.get("n", 1),
-        priority=body.get("priority", 0),
-        salt=body.text("cache_salt"),
-        model_digest=body.text("system_fingerprint").removeprefix(FINGERPRINT),
-        timeout_s=_timeout_s(body),
-        traceparent=headers.get("traceparent", ""),
+def _parts(content: Any) -> Any:
+    """A content as a list of parts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise _refusal(f"is {kind(content)}; allowed: a text or a list of parts")
+    return content
+
+
+def _text(part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise _refusal('is no text; allowed: {"type": "text", "text": ...}')
+    return str(part["text"])
+
+
+class ChatMessage(Body):
+    """A message; what else it holds is the chat template's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(None, validate_default=True)
+    content: Annotated[list[Annotated[str, BeforeValidator(_text)]], BeforeValidator(_parts)] = []
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+
+    def rendered(self) -> dict[str, Any]:
+        """As the template takes it: the content is one text."""
+        return {**(self.model_extra or {}), "role": self.role, "content": "\n".join(self.content)}
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field([], min_length=1, validate_default=True)
+    add_generation_prompt: bool = True
+    max_tokens: Any = None
+    max_completion_tokens: Any = None  # OpenAI's newer name
+    logprobs: bool = False
+    top_logprobs: Any = None
+
+    tools: Unsupported = None
+    tool_choice: Annotated[Any, _unsupported(None, "none", "auto")] = None  # without tools both ask for nothing
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    modalities: Annotated[Any, _unsupported(None, ["text"])] = None
+    web_search_options: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    continue_final_message: Unsupported = None
+    chat_template: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+    documents: Unsupported = None
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: Any = None
+    best_of: Any = None
+    logprobs: Any = None
+
+    suffix: Unsupported = None
+    prompt_embeds: Unsupported = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIRequest:
+    """What was asked for over HTTP: one request for each prompt, and the body, which shapes the answer."""
+
+    requests: tuple[GenerationRequest, ...]
+    body: OpenAIBody
+    model: str
+    num_logprobs: int | None  # None: no log probabilities in the answer
+    names: tuple[Mapping[str, str], ...]  # by prompt, for errors
+
+    @property
+    def n(self) -> int:
+        """Completions a prompt."""
+        return self.requests[0].n
+
+
+B = TypeVar("B", bound=Body)
+_MILLISECONDS = f"a whole number, 1 to {MAX_TIMEOUT_MS}"
+_ALLOWED = {  # by pydantic's name of what is wrong
+    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
+    "model_type": "an object", "int_type": _MILLISECONDS, "int_from_float": _MILLISECONDS,
+    "greater_than_equal": _MILLISECONDS, "less_than_equal": _MILLISECONDS,
+}  # fmt: skip
+
+
+def _validated(model: type[B], values: Mapping[str, Any]) -> B:
+    """InvalidArgument, in the validator's words, for a body in another shape."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise InvalidArgument.of(map(_violation, error.errors(include_url=False))) from None
+
+
+def _violation(error: ErrorDetails) -> Violation:
+    place = [f"[{part}]" if isinstance(part, int) else f".{part[:MAX_SHOWN]}" for part in error["loc"]]
+    match error["type"]:
+        case "refused":
+            problem = error["msg"]
+        case "extra_forbidden":
+            problem = f"is unknown; allowed: {', '.join(Speculation.model_fields)}"
+        case "too_short":
+            problem = "is missing or empty; allowed: at least one message"
+        case other:
+            given = "missing" if error["input"] is None else shown(error["input"])
+            problem = f"is {given}; allowed: {_ALLOWED.get(other, error['msg'])}"
+    return Violation("".join(place).removeprefix("."), problem)
+
+
+def read_chat(values: Mapping[str, Any], request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
+    """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
+    body = _validated(ChatBody, values)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "is given without logprobs; allowed: only with logprobs true")
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    limit_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(body, limit_name)
+    chat = body.request(request, engine)
+    chat = replace(
+        chat,
+        messages=tuple(message.rendered() for message in body.messages),
+        add_generation_prompt=body.add_generation_prompt,
+        sampling=replace(
+            chat.sampling or DEFAULT_SAMPLING,
+            max_tokens=TO_THE_CONTEXT_S_END if max_tokens is None else max_tokens,
+            logprobs=num_logprobs,
+        ),
+        max_tokens_given=max_tokens is not None,
     )
+    names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name}
+    return OpenAIRequest((chat,), body, engine.model_name, num_logprobs, (names,))
 
 
-def reads_stream(body: Body) -> tuple[bool, bool]:
-    """Whether to stream, and whether usage comes last."""
-    stream, options = body.flag("stream"), body.inner("stream_options")
-    if options is not None and not stream:
-        raise invalid("stream_options", "is given without stream; allowed: only with stream true")
-    return stream, options is not None and options.flag("include_usage")
-
-
-def names_in(body: Body) -> dict[str, str]:
-    """NAMES as this body has them: a constraint has two."""
-    own = {} if body.get("structured_outputs") is None else _STRUCTURED
-    return {**NAMES, **own}
-
-
-def _speculation(body: Body | None) -> SpeculationOptions:
-    if body is None:
-        return SpeculationOptions()
-    body.only(*_SPECULATION)
-    rule = body.text("acceptance", "auto")
-    rules = {rule.name.lower(): rule for rule in AcceptanceRule}
-    if rule not in rules:
-        raise invalid("speculation.acceptance", f"is {quoted(rule)}; allowed: {', '.join(rules)}")
-    return SpeculationOptions(
-        enabled=body.flag("enabled", True),
-        num_draft_tokens=body.get("num_draft_tokens"),
-        method=body.text("method"),
-        methods=body.items("methods"),
-        acceptance=rules[rule],
-        mode=body.text("mode"),
+def read_completion(values: Mapping[str, Any], request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
+    """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
+    body = _validated(CompletionBody, values)
+    if body.best_of not in (None, body.n):
+        raise invalid("best_of", "is not n, and choosing among more is not supported; leave it out")
+    num_logprobs = 1 if body.logprobs is True else body.logprobs  # vLLM's clients may send true for 1
+    common = body.request(request, engine)
+    common = replace(
+        common,
+        sampling=replace(common.sampling or DEFAULT_SAMPLING, logprobs=num_logprobs),
+        max_tokens_given="max_tokens" in (body.model_extra or {}),
     )
+    prompts = _prompts(body.prompt, common)
+    places = [""] if len(prompts) == 1 else [f"[{place}]" for place in range(len(prompts))]
+    names = [{name: own + place if own == "prompt" else own for name, own in body.names.items()} for place in places]
+    return OpenAIRequest(prompts, body, engine.model_name, num_logprobs, tuple(names))
 
 
-def _timeout_s(body: Body) -> float | None:
-    value = body.get("timeout_ms")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TIMEOUT_MS:
-        raise invalid("timeout_ms", f"is {shown(value)}; allowed: a whole number, 1 to {MAX_TIMEOUT_MS}")
-    return value / 1000
+def _prompts(prompt: Any, common: GenerationRequest) -> tuple[GenerationRequest, ...]:
+    """A text, several, a list of token ids, or several."""
+    if isinstance(prompt, str):
+        return (replace(common, text=prompt),)
+    if not isinstance(prompt, list) or not prompt:
+        problem = "is missing" if prompt is None else "is empty" if prompt == [] else f"is {kind(prompt)}"
+        raise invalid("prompt", f"{problem}; allowed: a text, token ids, or a list of either")
+    if isinstance(prompt[0], int | float):
+        return (replace(common, token_ids=tuple(prompt)),)
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"has {len(prompt)} entries; allowed: at most {MAX_PROMPTS} prompts")
+    return tuple(_one_prompt(common, place, value) for place, value in enumerate(prompt))
 
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
-
-
-@dataclass(slots=True)
-class UsageSum:
-    """Tokens of a whole answer."""
-
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
-
-    def add(self, delta: GenerationDelta, n: int) -> None:
-        """Counts a completion that ended; a prompt counts once, whatever its completions."""
-        if delta.usage is None:
-            return
-        self.completion += delta.usage.completion_tokens
-        if delta.index % n == 0:
-            self.prompt += delta.usage.prompt_tokens
-            self.cached += delta.usage.cached_tokens
-
-    def shape(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
-def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
-    """One completion, whole; its last delta has the finish."""
-    return replace(
-        deltas[-1],
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
-        origins=tuple(chain.from_iterable(delta.origins for delta in deltas)),
-        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
-    )
-
-
-def finish_shape(delta: GenerationDelta) -> dict[str, Any]:
-    """Why a completion ended; nulls while it goes on."""
-    reason = None if delta.finish_reason is None else delta.finish_reason.name.lower()
-    stop = delta.stop_string if delta.stop_string is not None else delta.stop_token_id
-    return {"finish_reason": reason, "stop_reason": stop}
-
-
-def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) -> dict[str, Any]:
-    """What goes beyond OpenAI, where it was asked for, and what nobody can ask for."""
-    out: dict[str, Any] = {"near_ties": True} if delta.near_ties else {}
-    if token_ids:
-        out["token_ids"] = list(delta.token_ids)
-        out["token_origins"] = [origin.name.lower() for origin in delta.origins]
-    if speculation and delta.tally is not None:
-        out["speculation"] = tally_shape(delta.tally) | {"acceptance": delta.acceptance.name.lower()}
-    return out
-
-
-def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
-    """What the rounds of a completion came to."""
-    drafts, drafted = tally.num_drafts, tally.num_draft_tokens
-    return {
-        "num_rounds": tally.num_rounds,
-        "num_drafts": drafts,
-        "num_draft_tokens": drafted,
-        "num_accepted_tokens": tally.num_accepted_tokens,
-        "num_accepted_per_position": tally.accepted_per_position,
-        "num_tested_per_position": tally.tested_per_position,
-        "acceptance_rate": tally.num_accepted_tokens / drafted if drafted else 0.0,
-        "mean_acceptance_length": 1 + tally.num_accepted_tokens / drafts if drafts else 1.0,
-        "overhead_us": tally.overhead_us,
-        "method": tally.method,
-        "mode": tally.mode,
-        "num_rounds_by_mode": tally.rounds_by_mode,
-    }
-
-
-class TextPlace:
-    """A place in a text that grows by tokens, some of which are half a character."""
-
-    def __init__(self) -> None:
-        self.offset = 0  # characters before it
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def advance(self, raw: bytes) -> None:
-        """Steps over a token's bytes."""
-        self.offset += len(self._decode(raw))
-
-
-class TokenTexts:
-    """Tokens as log probabilities name them: their text, or, where they are half a character, their bytes."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes = tokenizer.token_bytes
-
-    def raw(self, token_id: int) -> bytes:
-        """A token's bytes; none for an id without a token."""
-        return (self._bytes[token_id] or b"") if token_id < len(self._bytes) else b""
-
-    def text(self, token_id: int) -> str:
-        """A token's name: no two tokens share one, but for ids without a token."""
-        raw = self.raw(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def chat(self, positions: Sequence[PositionLogprobs], count: int) -> dict[str, Any]:
-        """The chat endpoint's form."""
-        content = []
-        for candidates in positions:
-            chosen, *_ = candidates
-            top = sorted(candidates, key=lambda entry: entry.rank)[:count]
-            content.append({
-                **self._entry(chosen.id, chosen.logprob),
-                "top_logprobs": [self._entry(entry.id, entry.logprob) for entry in top],
-            })  # fmt: skip
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": list(self.raw(token_id))}
-
-    def completion(self, positions: Sequence[PositionLogprobs], place: TextPlace, count: int) -> dict[str, Any]:
-        """The completions endpoint's form; `place` is where in the text these tokens begin."""
-        tokens, values, tops, offsets = [], [], [], []
-        for candidates in positions:
-            chosen, *_ = candidates
-            tokens.append(self.text(chosen.id))
-            values.append(finite(chosen.logprob))
-            tops.append({self.text(entry.id): finite(entry.logprob) for entry in candidates} if count else None)
-            offsets.append(place.offset)
-            place.advance(self.raw(chosen.id))
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-def finite(logprob: float) -> float:
-    """A value that JSON can hold."""
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+def _one_prompt(common: GenerationRequest, place: int, value: Any) -> GenerationRequest:
+    if common.request_id:
+        common = replace(common, request_id=f"{common.request_id}-{place}")
+    if isinstance(value, str):
+        return replace(common, text=value)
+    if isinstance(value, list):
+        return replace(common, token_ids=tuple(value))
+    raise invalid(f"prompt[{place}]", f"is {kind(value)}; allowed: a text or a list of token ids")

@@ -1,17 +1,18 @@
-"""POST /v1/chat/completions.
-
-POST /v1/completions.
-
-From an OpenAIRequest to its response: one gateway request a prompt, their deltas merged, whole or as a stream."""
+"""From an OpenAIRequest to its response: a gateway request a prompt, their deltas merged, whole or as a stream, in the
+shapes of chat completions and completions."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,44 +20,27 @@ from starlette.responses import JSONResponse, Response
 from outrider.gateway.admission import AdmissionGroup
 from outrider.gateway.engine import GenerationEngine, merge
 from outrider.gateway.http import sse
-from outrider.gateway.http.errors import error_body, invalid, renamed
-from outrider.gateway.http.protocol import (
-    FINGERPRINT,
-    Body,
-    OpenAIRequest,
-    TextPlace,
-    TokenTexts,
-    UsageSum,
-    extension_shape,
-    finish_shape,
-    join,
-    names_in,
-    options_of,
-    read_body,
-    read_common,
-    read_sampling,
-    reads_stream,
-)
-from outrider.gateway.request import GenerationDelta, GenerationRequest, written
+from outrider.gateway.http.errors import error_body, renamed
+from outrider.gateway.http.protocol import FINGERPRINT, OpenAIRequest, options_of, read_body
+from outrider.gateway.request import GenerationDelta, written
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.planner.policy import SpeculationTally
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.validate import kind
+from outrider.rpc.messages import PositionLogprobs
 
 
-class ResponseBuilder(Protocol):
-    """What an endpoint's answers look like."""
+def endpoint(
+    engine: GenerationEngine,
+    read: Callable[[Mapping[str, Any], Request | None, GenerationEngine], OpenAIRequest],
+    builder: type[ResponseBuilder],
+) -> Callable[[Request], Awaitable[Response]]:
+    """What answers a POST: `read` says what its body asks for, `builder` what the answer looks like."""
 
-    prefix: str  # of ids
-    whole_object: str
-    chunk_object: str
+    async def create(request: Request) -> Response:
+        openai_request = read(await read_body(request), request, engine)
+        return await respond(request, engine, openai_request, builder(openai_request, TokenTexts(engine.tokenizer)))
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that a completion's stream begins with."""
-
-    def choice(self, delta: GenerationDelta) -> dict[str, Any]:
-        """A whole completion."""
-
-    def piece(self, delta: GenerationDelta) -> dict[str, Any] | None:
-        """What a stream says of a delta; None: nothing."""
+    return create
 
 
 async def respond(
@@ -65,7 +49,7 @@ async def respond(
     """The response. An error before the first token has a status of its own, unless the stream was kept alive before
     it; one after that is an event."""
     deltas = generate(engine, openai_request)
-    if not openai_request.stream:
+    if not openai_request.body.stream:
         return await sse.unless_gone(request.receive, _whole(engine, openai_request, builder, deltas))
     keep_alive_s = options_of(request).sse_keep_alive_s
     first = asyncio.ensure_future(anext(deltas))
@@ -131,19 +115,21 @@ async def _events(
 ) -> AsyncGenerator[str, None]:
     """The chunks. Usage, where it is asked for, comes last, and is null before."""
     envelope: dict[str, Any] = {}
+    options = openai_request.body.stream_options
+    include_usage = options is not None and options.include_usage
     usage, opened = UsageSum(), set[int]()
     async with aclosing(rest):
         try:
             async for delta in _chained(first, rest):
                 if not envelope:
-                    no_usage = {"usage": None} if openai_request.include_usage else {}
+                    no_usage = {"usage": None} if include_usage else {}
                     envelope = {**_envelope(openai_request, builder.prefix, delta, builder.chunk_object), **no_usage}
                 usage.add(delta, openai_request.n)
                 opens = delta.index not in opened
                 opened.add(delta.index)
                 for chunk in await written(delta.num_logprobs, _chunks, builder, delta, opens, envelope):
                     yield chunk
-            if openai_request.include_usage:
+            if include_usage:
                 yield sse.data({**envelope, "choices": [], "usage": usage.shape()})
         except OutriderError as error:
             yield sse.data(error_body(error))
@@ -152,7 +138,8 @@ async def _events(
 
 def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envelope: dict[str, Any]) -> list[str]:
     """What a stream says of a delta; `opens`: the first of its completion."""
-    choices = [*([builder.opening(delta.index)] if opens else []), builder.piece(delta)]
+    opening = builder.opening(delta.index) if opens else None
+    choices = [opening, None if builder.is_silent(delta) else builder.piece(delta)]
     return [sse.data({**envelope, "choices": [choice]}) for choice in choices if choice is not None]
 
 
@@ -175,74 +162,187 @@ def _envelope(openai_request: OpenAIRequest, prefix: str, first: GenerationDelta
     }
 
 
-TO_THE_CONTEXT_S_END = 2**31 - 1  # where max_tokens is not given; the gateway cuts it to what is left
-_UNSUPPORTED = (
-    "tools", "functions", "function_call", "audio", "web_search_options", "reasoning_effort", "verbosity",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "echo", "prompt_logprobs",
-    "use_beam_search", "logits_processors",
-)  # fmt: skip
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-class ChatEndpoint:
-    """The next message of a conversation."""
+@dataclass(slots=True)
+class UsageSum:
+    """Tokens of a whole answer."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
-        self._engine = engine
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
 
-    async def create(self, request: Request) -> Response:
-        """One answer to one conversation."""
-        openai_request = read_chat(await read_body(request), request, self._engine)
-        return await respond(
-            request,
-            self._engine,
-            openai_request,
-            ChatResponseBuilder(openai_request, TokenTexts(self._engine.tokenizer)),
-        )
+    def add(self, delta: GenerationDelta, n: int) -> None:
+        """Counts a completion that ended; a prompt counts once, whatever its completions."""
+        if delta.usage is None:
+            return
+        self.completion += delta.usage.completion_tokens
+        if delta.index % n == 0:
+            self.prompt += delta.usage.prompt_tokens
+            self.cached += delta.usage.cached_tokens
+
+    def shape(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
 
 
-def read_chat(body: Body, request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
-    """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
-    body.refuse(*_UNSUPPORTED)
-    body.refuse("tool_choice", unless=("none", "auto"))  # without tools both ask for nothing
-    body.refuse("modalities", unless=(["text"],))
-    stream, include_usage = reads_stream(body)
-    limit_name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = body.get(limit_name)
-    num_logprobs = _num_logprobs(body)
-    sampling = replace(
-        read_sampling(body, engine.verifier.info.model.default_sampling),
-        max_tokens=TO_THE_CONTEXT_S_END if max_tokens is None else max_tokens,
-        logprobs=num_logprobs,
-    )
-    chat = replace(
-        read_common(body, request, engine.model_name),
-        messages=_messages(body),
-        add_generation_prompt=body.flag("add_generation_prompt", True),
-        sampling=sampling,
-        max_tokens_given=max_tokens is not None,
-    )
-    names = {**names_in(body), "logprobs": "top_logprobs", "max_tokens": limit_name}
-    return OpenAIRequest(
-        requests=(chat,),
-        model=engine.model_name,
-        stream=stream,
-        include_usage=include_usage,
-        reports_speculation=body.get("speculation") is not None,
-        returns_token_ids=body.flag("return_token_ids"),
-        num_logprobs=num_logprobs,
-        names=(names,),
+def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
+    """One completion, whole; its last delta has the finish."""
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        origins=tuple(chain.from_iterable(delta.origins for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
     )
 
 
-class ChatResponseBuilder:
+def finish_shape(delta: GenerationDelta) -> dict[str, Any]:
+    """Why a completion ended; nulls while it goes on."""
+    reason = None if delta.finish_reason is None else delta.finish_reason.name.lower()
+    stop = delta.stop_string if delta.stop_string is not None else delta.stop_token_id
+    return {"finish_reason": reason, "stop_reason": stop}
+
+
+def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) -> dict[str, Any]:
+    """What goes beyond OpenAI, where it was asked for, and what nobody can ask for."""
+    out: dict[str, Any] = {"near_ties": True} if delta.near_ties else {}
+    if token_ids:
+        out["token_ids"] = list(delta.token_ids)
+        out["token_origins"] = [origin.name.lower() for origin in delta.origins]
+    if speculation and delta.tally is not None:
+        out["speculation"] = tally_shape(delta.tally) | {"acceptance": delta.acceptance.name.lower()}
+    return out
+
+
+def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
+    """What the rounds of a completion came to."""
+    drafts, drafted = tally.num_drafts, tally.num_draft_tokens
+    return {
+        "num_rounds": tally.num_rounds,
+        "num_drafts": drafts,
+        "num_draft_tokens": drafted,
+        "num_accepted_tokens": tally.num_accepted_tokens,
+        "num_accepted_per_position": tally.accepted_per_position,
+        "num_tested_per_position": tally.tested_per_position,
+        "acceptance_rate": tally.num_accepted_tokens / drafted if drafted else 0.0,
+        "mean_acceptance_length": 1 + tally.num_accepted_tokens / drafts if drafts else 1.0,
+        "overhead_us": tally.overhead_us,
+        "method": tally.method,
+        "mode": tally.mode,
+        "num_rounds_by_mode": tally.rounds_by_mode,
+    }
+
+
+class TextPlace:
+    """A place in a text that grows by tokens, some of which are half a character."""
+
+    def __init__(self) -> None:
+        self.offset = 0  # characters before it
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def advance(self, raw: bytes) -> None:
+        """Steps over a token's bytes."""
+        self.offset += len(self._decode(raw))
+
+
+class TokenTexts:
+    """Tokens as log probabilities name them: their text, or, where they are half a character, their bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = tokenizer.token_bytes
+
+    def raw(self, token_id: int) -> bytes:
+        """A token's bytes; none for an id without a token."""
+        return (self._bytes[token_id] or b"") if token_id < len(self._bytes) else b""
+
+    def text(self, token_id: int) -> str:
+        """A token's name: no two tokens share one, but for ids without a token."""
+        raw = self.raw(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def chat(self, positions: Sequence[PositionLogprobs], count: int) -> dict[str, Any]:
+        """The chat endpoint's form."""
+        content = []
+        for candidates in positions:
+            chosen, *_ = candidates
+            top = sorted(candidates, key=lambda entry: entry.rank)[:count]
+            content.append({
+                **self._entry(chosen.id, chosen.logprob),
+                "top_logprobs": [self._entry(entry.id, entry.logprob) for entry in top],
+            })  # fmt: skip
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": list(self.raw(token_id))}
+
+    def completion(self, positions: Sequence[PositionLogprobs], place: TextPlace, count: int) -> dict[str, Any]:
+        """The completions endpoint's form; `place` is where in the text these tokens begin."""
+        tokens, values, tops, offsets = [], [], [], []
+        for candidates in positions:
+            chosen, *_ = candidates
+            tokens.append(self.text(chosen.id))
+            values.append(finite(chosen.logprob))
+            tops.append({self.text(entry.id): finite(entry.logprob) for entry in candidates} if count else None)
+            offsets.append(place.offset)
+            place.advance(self.raw(chosen.id))
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def finite(logprob: float) -> float:
+    """A value that JSON can hold."""
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+class ResponseBuilder(ABC):
+    """What an endpoint's answers look like."""
+
+    prefix: ClassVar[str]  # of ids
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, openai_request: OpenAIRequest, texts: TokenTexts) -> None:
+        self._openai_request, self._texts = openai_request, texts
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice that a completion's stream begins with; None: it begins with text."""
+        return None
+
+    @abstractmethod
+    def choice(self, delta: GenerationDelta) -> dict[str, Any]:
+        """A whole completion."""
+
+    @abstractmethod
+    def piece(self, delta: GenerationDelta) -> dict[str, Any]:
+        """What a stream says of a delta."""
+
+    def is_silent(self, delta: GenerationDelta) -> bool:
+        """Whether a stream says nothing of a delta: half a character that nobody asked to see as a token."""
+        asked = self._openai_request.num_logprobs is not None or self._openai_request.body.return_token_ids
+        return not delta.text and delta.finish_reason is None and not (asked and delta.token_ids)
+
+    def rest(self, delta: GenerationDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """What both endpoints say beside the text."""
+        body = self._openai_request.body
+        extension = extension_shape(delta, body.speculation is not None, body.return_token_ids)
+        return {"logprobs": logprobs, **finish_shape(delta), **extension}
+
+
+class ChatResponseBuilder(ResponseBuilder):
     """The chat.completion objects."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-
-    def __init__(self, openai_request: OpenAIRequest, texts: TokenTexts) -> None:
-        self._openai_request, self._texts = openai_request, texts
 
     def opening(self, index: int) -> dict[str, Any]:
         """The first chunk says who speaks."""
@@ -256,183 +356,34 @@ class ChatResponseBuilder:
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole message."""
         message = {"role": "assistant", "content": delta.text, "refusal": None}
-        return {"index": delta.index, "message": message, **self._rest(delta)}
+        return {"index": delta.index, "message": message, **self.rest(delta, self._logprobs(delta))}
 
-    def piece(self, delta: GenerationDelta) -> dict[str, Any] | None:
-        """Nothing for half a character."""
-        asked = self._openai_request.num_logprobs is not None or self._openai_request.returns_token_ids
-        if not delta.text and delta.finish_reason is None and not (asked and delta.token_ids):
-            return None
+    def piece(self, delta: GenerationDelta) -> dict[str, Any]:
+        """A part of a message."""
         content = {"content": delta.text} if delta.text or delta.token_ids else {}
-        return {"index": delta.index, "delta": content, **self._rest(delta)}
+        return {"index": delta.index, "delta": content, **self.rest(delta, self._logprobs(delta))}
 
-    def _rest(self, delta: GenerationDelta) -> dict[str, Any]:
-        openai_request, count = self._openai_request, self._openai_request.num_logprobs
-        return {
-            "logprobs": None if count is None else self._texts.chat(delta.logprobs, count),
-            **finish_shape(delta),
-            **extension_shape(delta, openai_request.reports_speculation, openai_request.returns_token_ids),
-        }
+    def _logprobs(self, delta: GenerationDelta) -> dict[str, Any] | None:
+        count = self._openai_request.num_logprobs
+        return None if count is None else self._texts.chat(delta.logprobs, count)
 
 
-def _num_logprobs(body: Body) -> Any:
-    """None without log probabilities; the number of alternatives is the validator's to judge."""
-    if body.flag("logprobs"):
-        return body.get("top_logprobs", 0)
-    if body.get("top_logprobs"):
-        raise invalid("top_logprobs", "is given without logprobs; allowed: only with logprobs true")
-    return None
-
-
-def _messages(body: Body) -> tuple[Mapping[str, Any], ...]:
-    """The conversation with its contents as texts; what else a message holds is the chat template's."""
-    if not body.items("messages"):
-        raise invalid("messages", "is missing or empty; allowed: at least one message")
-    messages = []
-    for place, message in enumerate(body.items("messages")):
-        where = f"messages[{place}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise invalid(where, "has no role; allowed: an object with role and content")
-        if message.get("tool_calls") or message.get("function_call"):
-            raise invalid(f"{where}.tool_calls", "is not supported; leave it out")
-        messages.append({**message, "content": _content(message.get("content"), where)})
-    return tuple(messages)
-
-
-def _content(content: Any, where: str) -> str:
-    """A text, or a list of text parts."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if not isinstance(content, list):
-        raise invalid(f"{where}.content", f"is {kind(content)}; allowed: a text or a list of parts")
-    texts = []
-    for place, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise invalid(f"{where}.content[{place}]", 'is no text; allowed: {"type": "text", "text": ...}')
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-MAX_PROMPTS = 256
-_UNSUPPORTED_OF_COMPLETIONS = (
-    "suffix",
-    "echo",
-    "prompt_logprobs",
-    "use_beam_search",
-    "logits_processors",
-    "prompt_embeds",
-)
-
-
-class CompletionsEndpoint:
-    """Completions of texts or token ids."""
-
-    def __init__(self, engine: GenerationEngine) -> None:
-        self._engine = engine
-
-    async def create(self, request: Request) -> Response:
-        """One answer to one or several prompts."""
-        openai_request = read_completion(await read_body(request), request, self._engine)
-        return await respond(
-            request,
-            self._engine,
-            openai_request,
-            CompletionResponseBuilder(openai_request, TokenTexts(self._engine.tokenizer)),
-        )
-
-
-def read_completion(body: Body, request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
-    """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
-    body.refuse(*_UNSUPPORTED_OF_COMPLETIONS)
-    if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
-        raise invalid("best_of", "is not n, and choosing among more is not supported; leave it out")
-    stream, include_usage = reads_stream(body)
-    common = read_common(body, request, engine.model_name)
-    defaults = engine.verifier.info.model.default_sampling
-    logprobs, max_tokens = body.get("logprobs"), body.get("max_tokens")
-    sampling = replace(read_sampling(body, defaults), logprobs=_as_count(logprobs))
-    if max_tokens is not None:
-        sampling = replace(sampling, max_tokens=max_tokens)
-    common = replace(common, sampling=sampling, max_tokens_given=max_tokens is not None)
-    prompts = _prompts(body, common)
-    places = [""] if len(prompts) == 1 else [f"[{place}]" for place in range(len(prompts))]
-    return OpenAIRequest(
-        requests=prompts,
-        model=engine.model_name,
-        stream=stream,
-        include_usage=include_usage,
-        reports_speculation=body.get("speculation") is not None,
-        returns_token_ids=body.flag("return_token_ids"),
-        num_logprobs=sampling.logprobs,
-        names=tuple(_names(body, place) for place in places),
-    )
-
-
-class CompletionResponseBuilder:
-    """The text_completion objects."""
+class CompletionResponseBuilder(ResponseBuilder):
+    """The text_completion objects; a whole one and a chunk have one shape."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     def __init__(self, openai_request: OpenAIRequest, texts: TokenTexts) -> None:
-        self._openai_request, self._texts = openai_request, texts
+        super().__init__(openai_request, texts)
         self._places: dict[int, TextPlace] = {}
 
-    def opening(self, index: int) -> None:
-        """A stream of text begins with text."""
-
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
-        """A whole completion, or a chunk of it: the two have one shape."""
-        openai_request, logprobs = self._openai_request, None
-        if openai_request.num_logprobs is not None:
+        """A whole completion, or a chunk of it."""
+        count, logprobs = self._openai_request.num_logprobs, None
+        if count is not None:
             place = self._places.setdefault(delta.index, TextPlace())
-            logprobs = self._texts.completion(delta.logprobs, place, openai_request.num_logprobs)
-        return {
-            "index": delta.index,
-            "text": delta.text,
-            "logprobs": logprobs,
-            **finish_shape(delta),
-            **extension_shape(delta, openai_request.reports_speculation, openai_request.returns_token_ids),
-        }
+            logprobs = self._texts.completion(delta.logprobs, place, count)
+        return {"index": delta.index, "text": delta.text, **self.rest(delta, logprobs)}
 
-    def piece(self, delta: GenerationDelta) -> dict[str, Any] | None:
-        """Nothing for half a character."""
-        asked = self._openai_request.num_logprobs is not None or self._openai_request.returns_token_ids
-        silent = not delta.text and delta.finish_reason is None
-        return None if silent and not (asked and delta.token_ids) else self.choice(delta)
-
-
-def _as_count(logprobs: Any) -> Any:
-    """vLLM's clients may send true for 1."""
-    return int(logprobs) if isinstance(logprobs, bool) and logprobs else logprobs
-
-
-def _prompts(body: Body, common: GenerationRequest) -> tuple[GenerationRequest, ...]:
-    """A text, several, a list of token ids, or several."""
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        return (replace(common, text=prompt),)
-    if not isinstance(prompt, list) or not prompt:
-        problem = "is missing" if prompt is None else "is empty" if prompt == [] else f"is {kind(prompt)}"
-        raise invalid("prompt", f"{problem}; allowed: a text, token ids, or a list of either")
-    if isinstance(prompt[0], int | float):
-        return (replace(common, token_ids=tuple(prompt)),)
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid("prompt", f"has {len(prompt)} entries; allowed: at most {MAX_PROMPTS} prompts")
-    return tuple(_one_prompt(common, place, value) for place, value in enumerate(prompt))
-
-
-def _one_prompt(common: GenerationRequest, place: int, value: Any) -> GenerationRequest:
-    if common.request_id:
-        common = replace(common, request_id=f"{common.request_id}-{place}")
-    if isinstance(value, str):
-        return replace(common, text=value)
-    if isinstance(value, list):
-        return replace(common, token_ids=tuple(value))
-    raise invalid(f"prompt[{place}]", f"is {kind(value)}; allowed: a text or a list of token ids")
-
-
-def _names(body: Body, place: str) -> dict[str, str]:
-    return {name: here + place if here == "prompt" else here for name, here in names_in(body).items()}
+    piece = choice
