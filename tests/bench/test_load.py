@@ -17,8 +17,9 @@ import pytest
 from support.figures import texts_of
 from support.services import START_S, Trio, outrider, succeed
 
-from outrider.bench.load import HttpClient
-from outrider.bench.load_report import (
+from outrider.bench.load_clients import HttpClient
+from outrider.bench.load_report import distribution, render, summarise
+from outrider.bench.load_requests import (
     BenchRequest,
     BenchServeSettings,
     Delivery,
@@ -27,12 +28,9 @@ from outrider.bench.load_report import (
     closed_loop,
     measure,
     open_loop,
-    percentile,
-    render,
-    spread,
-    summarise,
 )
 from outrider.bench.prompts import choose, read_texts
+from outrider.bench.results import percentile
 from outrider.cli.__main__ import main
 from outrider.cli.local_services import Services, wait_for_draft
 from outrider.cli.terminal import parse
@@ -214,7 +212,7 @@ def test_percentiles() -> None:
     assert [percentile([1.0, 2.0, 3.0, 4.0], percent) for percent in (0, 50, 90, 100)] == pytest.approx(
         [1, 2.5, 3.7, 4]
     )
-    assert percentile([5.0], 99) == 5.0 and spread([]) is None
+    assert percentile([5.0], 99) == 5.0 and distribution([]) is None
 
 
 def test_prompts(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from support.figures import texts_of
 
 from outrider.bench.figures import draw_network, write_figure
 from outrider.bench.network import NetworkSettings, after_ms, check_aims, interval
-from outrider.bench.network_fleet import LinkDirection, Network, Stalls, summarise_rounds
-from outrider.bench.network_proxy import DelayProxy, new_loop
+from outrider.bench.network_backends import summarise_rounds
+from outrider.bench.network_proxy import DelayProxy, LinkDirection, Network, Stalls, new_loop
 from outrider.bench.network_report import render
 from outrider.planner.policy import Round
 from outrider.rpc.messages import Commit, StepTimings

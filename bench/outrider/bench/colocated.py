@@ -1,18 +1,24 @@
 """Draft and target in one process on one thread, one after the other: the classical co-located speculation that the
 services are measured against. The engines and the sans-I/O core are those of the services; there is no event loop, no
-queue and no socket in between, so nothing but the models' passes and their own Python takes time."""
+queue and no socket in between, so nothing but the models' passes and their own Python takes time.
+
+As a worker: `python -m outrider.bench.colocated TARGET DRAFT THREADS [expand]`, under stretched draft passes."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from outrider.bench.network_backends import summarise_rounds
+from outrider.bench.network_draft import PassPacer
+from outrider.bench.worker import Handler, serve_requests
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.boot import runner_options as draft_options
@@ -33,6 +39,7 @@ from outrider.gateway.speculation.core import (
 )
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.messages import Close, Open, from_failure
+from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.servicer import Deliver
 from outrider.target_service.boot import limits_of, load, new_engine
 from outrider.target_service.boot import runner_options as target_options
@@ -163,3 +170,27 @@ def _use_threads(num: int | None) -> None:
     """For this thread's products from now on."""
     if num is not None and torch.get_num_threads() != num:
         torch.set_num_threads(num)
+
+
+def make_handler(target: Path, draft: Path, threads: int, expand: bool) -> Handler:
+    """Answers {"prompts", "seeds", "sampling", "k", "pass_ms"} with the digest of the rounds. Above temperature 0
+    acceptance is by rejection, which accepts the most."""
+    pace = PassPacer()
+    pace.stretch_passes()
+    engines = Colocated.of(target, draft, threads=threads, expand=expand)
+
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        pace.pass_s = question["pass_ms"] / 1e3
+        sampling = SamplingParams(**question["sampling"])
+        opens = [
+            Open(0, tuple(ids), sampling, seed=seed, one_hot=sampling.greedy)
+            for ids, seed in zip(question["prompts"], question["seeds"], strict=True)
+        ]
+        return asdict(summarise_rounds(engines.decode(opens, Policy(question["k"]))))
+
+    return handle
+
+
+if __name__ == "__main__":
+    folders = (Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(serve_requests(lambda: make_handler(*folders, int(sys.argv[3]), "expand" in sys.argv[4:])))

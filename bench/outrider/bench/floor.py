@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outrider.bench.worker import serve_requests
+from outrider.bench.worker import Handler, serve_requests
 from outrider.engine.checkpoint import read_tensors, weight_files
 from outrider.engine.models.base import NotForDecoder
 from outrider.engine.models.decoder import KEEP_PLAIN_BYTES
@@ -111,7 +111,7 @@ def timed(work: Callable[[], object], passes: int) -> list[float]:
     return times
 
 
-def make_handler(folder: Path, threads: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def make_handler(folder: Path, threads: int) -> Handler:
     """Answers {"rows", "passes"} with the products' times (none for models that are not our decoder's), and {} with
     the probe's."""
     torch.set_num_threads(threads)

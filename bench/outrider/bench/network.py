@@ -1,12 +1,8 @@
 """`outrider bench network`: what the way between the services costs, over delays, modes and costs of the draft.
 
-The settings of `outrider bench network`.
-
-Never below: the draft is killed at a random moment of a completion; what follows is compared with plain decoding.
-
-The numbers aimed at, from a result: what was reached, repeat by repeat where both runs have one.
-
-"Never below" a bound means that the 95 % interval of the median does not lie below it."""
+Beside the blocks it kills drafts at random moments of a completion, to compare what follows with plain decoding, and
+checks the numbers that are aimed at, repeat by repeat where both runs have one. "Never below" a bound means that the
+95 % interval of the median does not lie below it."""
 
 from __future__ import annotations
 
@@ -27,27 +23,24 @@ from pydantic import BeforeValidator, Field, model_validator
 from outrider.bench.command import Note, PairSettings, note, report_failures
 from outrider.bench.figures import draw_network, write_figure
 from outrider.bench.machine import CoreSpinner, describe, share_cores
-from outrider.bench.network_draft import DraftWorker
-from outrider.bench.network_fleet import (
+from outrider.bench.network_backends import (
     AUTO,
     BRANCHES,
     COLOCATED,
     COLOCATED_ALL,
     PLAIN,
     SERVICES,
-    Network,
     NetworkBatch,
-    NetworkFleet,
     ServicesBackend,
-    Setup,
     batch_of,
-    connect,
-    start_draft,
-    start_network_fleet,
 )
+from outrider.bench.network_fleet import NetworkFleet, Setup, connect, start_network_fleet
+from outrider.bench.network_proxy import Network
 from outrider.bench.network_report import LOOPBACK, Block, measure_block, render
+from outrider.bench.processes import start_slow_draft
 from outrider.bench.prompts import PROMPTS, read_prompts
 from outrider.bench.results import Json, new_result, spread, store, title
+from outrider.bench.worker import BenchWorker
 from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.planner.policy import Round
 
@@ -113,7 +106,7 @@ WITHIN_S = 0.05  # of the round that ends next: the moment has nothing to do wit
 class DraftKiller:
     """Kills the draft a while after a number of tokens."""
 
-    draft: DraftWorker
+    draft: BenchWorker
     after_tokens: int
     wait_s: float
     killed_at: float | None = None
@@ -153,9 +146,9 @@ async def measure_kills(
 
 async def _after_kill(fleet: NetworkFleet, batch: NetworkBatch, after_tokens: int, wait_s: float) -> float:
     """A draft of its own is started, used and killed. Raises ValueError if the completion ended too early."""
-    with start_draft(fleet.setup) as draft:
-        await asyncio.to_thread(draft.wait, fleet.setup.timeout_s)
-        async with connect(fleet.setup, fleet.target.address, draft.address) as gateway:
+    with start_slow_draft(fleet.setup.folders.draft, fleet.setup.cores.draft) as draft:
+        ready = await asyncio.to_thread(draft.wait, fleet.setup.timeout_s)
+        async with connect(fleet.setup, fleet.target.address, ready["address"]) as gateway:
             killer = DraftKiller(draft, after_tokens, wait_s)
             backend = ServicesBackend(gateway.engine, gateway.watcher, BRANCHES)
             rounds = await backend.stream(batch, 0, killer.on_round)

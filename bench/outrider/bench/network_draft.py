@@ -1,12 +1,10 @@
-"""The draft service with stretched passes, as a worker: `python -m outrider.bench.network_draft ARGUMENTS of
-outrider draft`. It says {"address"} once it listens, and takes {"pass_ms"} at any time.
-
-A slow draft: every pass of a draft model stretched to a length by sleeping, which leaves the cores to others."""
+"""A slow draft service as a worker: `python -m outrider.bench.network_draft ARGUMENTS of outrider draft`. Every pass of
+its model is stretched to a length by sleeping, which leaves the cores to others. It is ready with {"address"} once it
+listens, and takes {"pass_ms"} at any time."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import signal
@@ -15,8 +13,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from typing import Any
 
-from outrider.bench.worker import BenchWorker, Send, take_output
+from outrider.bench.worker import Send, answer_requests, take_output
 from outrider.cli.__main__ import main as run_command
 from outrider.cli.local_services import LISTENING
 from outrider.proposers.draft_model import DraftModelProposer
@@ -41,27 +40,6 @@ class PassPacer:
             return drafted
 
         setattr(DraftModelProposer, "run", paced)  # noqa: B010  # for this process, on purpose
-
-
-class DraftWorker(BenchWorker):
-    """This module as a process, seen from the bench."""
-
-    def __init__(self, arguments: Sequence[str], cores: Sequence[int]) -> None:
-        command = [sys.executable, "-m", "outrider.bench.network_draft", *arguments]
-        super().__init__("draft", command, cores)
-        self.address = ""
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns when it listens. Raises BenchWorkerFailed."""
-        self.address = self.receive(timeout_s)["address"]
-
-    def set_pass_ms(self, pass_ms: float) -> None:
-        """How long a pass takes at least, from now on."""
-        self.ask({"pass_ms": pass_ms})
-
-    def kill(self) -> None:
-        """Ends it without a word."""
-        self._process.kill()
 
 
 class Announcement(io.StringIO):
@@ -92,9 +70,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _take_orders(pace: PassPacer, send: Send) -> None:
-    for line in sys.stdin:
-        pace.pass_s = json.loads(line)["pass_ms"] / 1e3
-        send({"pass_ms": pace.pass_s * 1e3})
+    def handle(question: dict[str, Any]) -> dict[str, Any]:
+        pace.pass_s = question["pass_ms"] / 1e3
+        return question
+
+    answer_requests(handle, send)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

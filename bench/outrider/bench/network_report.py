@@ -10,19 +10,19 @@ from statistics import median
 
 from outrider.bench.command import Note
 from outrider.bench.machine import ForeignLoad
-from outrider.bench.network_fleet import (
+from outrider.bench.network_backends import (
     BRANCHES,
     CHAINS,
     COLOCATED,
     COLOCATED_ALL,
     PLAIN,
     SEQUENTIAL,
-    Network,
     NetworkBatch,
-    NetworkFleet,
     RoundSummary,
     batch_of,
 )
+from outrider.bench.network_fleet import NetworkFleet
+from outrider.bench.network_proxy import Network
 from outrider.bench.results import Json, align, bracketed, number, other_programs, spread, title, where
 from outrider.planner.formulas import Costs, branches, chains, floor, sequential
 

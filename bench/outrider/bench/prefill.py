@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from outrider.bench.machine import describe
-from outrider.bench.results import Json, dump
+from outrider.bench.results import Json, bracketed, dump, markdown, percentile, spread
 from outrider.engine.model_runner import build_runner
 from outrider.pairs import pair_path
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Open, TargetCommand, TargetEvent
@@ -187,23 +187,21 @@ def one_run(driver: Driver, options: argparse.Namespace) -> Json:
 
 def p99(values: list[float]) -> float:
     """The 99th percentile; infinite where no stream had a commit."""
-    return sorted(values)[int(0.99 * (len(values) - 1))] if values else float("inf")
+    return percentile(sorted(values), 99) if values else float("inf")
 
 
 def table(runs: list[Json]) -> str:
     """Medians, with the least and the greatest in brackets."""
-    rows = [("first token, ms", "ttft_alone_ms", "ttft_beside_ms", "ttft_ratio", "at most 3")]
-    rows += [("p99 between commits, ms", "p99_before_ms", "p99_meanwhile_ms", "p99_ratio", "at most 2")]
-    lines = ["| | alone | together | ratio | aim |", "|---|---|---|---|---|"]
-    for name, alone, together, ratio, aim in rows:
-        cells = [_cell([run[alone] for run in runs], 0), _cell([run[together] for run in runs], 0)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {_cell([run[ratio] for run in runs], 2)} | {aim} |")
-    return "\n".join(lines)
 
+    def cell(name: str, digits: int) -> str:
+        return bracketed(spread([run[name] for run in runs]), digits)
 
-def _cell(values: list[float], digits: int) -> str:
-    middle = sorted(values)[len(values) // 2]
-    return f"{middle:.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+    rows = [
+        ("first token, ms", cell("ttft_alone_ms", 0), cell("ttft_beside_ms", 0), cell("ttft_ratio", 2), "at most 3"),
+        ("p99 between commits, ms", cell("p99_before_ms", 0), cell("p99_meanwhile_ms", 0), cell("p99_ratio", 2),
+         "at most 2"),
+    ]  # fmt: skip
+    return "\n".join(markdown(("", "alone", "together", "ratio", "aim"), rows))
 
 
 def _plain(options: argparse.Namespace) -> Json:

@@ -32,6 +32,14 @@ def spread(values: Sequence[float | None]) -> Json | None:
     return {"median": median(found), "min": min(found), "max": max(found), "values": found} if found else None
 
 
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Between the two nearest values, in proportion."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
 def bracketed(found: Json | None, digits: int = 2) -> str:
     """A median, with the least and the greatest in brackets."""
     if found is None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.bench.worker import serve_requests
+from outrider.bench.worker import Handler, serve_requests
 
 LOOKUP_NGRAM = 2
 
 
-def make_handler(
-    target: Path, draft: Path, threads: int, num_draft_tokens: int
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def make_handler(target: Path, draft: Path, threads: int, num_draft_tokens: int) -> Handler:
     """Answers {"mode", "prompts", "max_tokens", "temperature", "seed"} with seconds and the number of tokens."""
     torch.set_num_threads(threads)
     model, assistant = _load(target), _load(draft)

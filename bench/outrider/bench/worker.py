@@ -1,4 +1,7 @@
-"""Processes that the bench asks for measurements: a JSON object a line in each direction, over pipes."""
+"""Processes that the bench asks for something: the floor, peers, co-located engines, delay proxies, a slow draft.
+
+A JSON object a line in each direction, over pipes: the process says once that it is ready, and with what, then answers
+question by question; {"error": ...} ends it. Both sides of that are here."""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ ANSWER_S = 900.0
 END_S = 10.0
 
 Send = Callable[[dict[str, Any]], None]
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class BenchWorkerFailed(Exception):
@@ -44,6 +48,7 @@ class BenchWorker:
 
     def __init__(self, name: str, command: Sequence[str], cores: Sequence[int] = (), *, pauses: bool = False) -> None:
         self.name = name
+        self.ready: dict[str, Any] = {}  # what it said when it was; see wait()
         self._pauses = pauses
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
@@ -61,6 +66,11 @@ class BenchWorker:
                 process_group=0 if pauses else None,
             )
 
+    @classmethod
+    def of_module(cls, name: str, module: str, *arguments: object, cores: Sequence[int] = ()) -> Self:
+        """A module of the bench as a process."""
+        return cls(name, [sys.executable, "-m", f"outrider.bench.{module}", *map(str, arguments)], cores)
+
     def __enter__(self) -> Self:
         return self
 
@@ -68,6 +78,11 @@ class BenchWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def wait(self, timeout_s: float) -> dict[str, Any]:
+        """Returns what it says when it is ready. Raises BenchWorkerFailed."""
+        self.ready = self.receive(timeout_s)
+        return self.ready
 
     def receive(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """The next answer. Raises BenchWorkerFailed."""
@@ -96,6 +111,10 @@ class BenchWorker:
         except BrokenPipeError as error:
             raise BenchWorkerFailed(f"{self.name} has ended. Its last lines:\n{self._tail()}") from error
         return self.receive()
+
+    def kill(self) -> None:
+        """Ends the process without a word."""
+        self._process.kill()
 
     def close(self) -> None:
         """Ends the process."""
@@ -132,15 +151,20 @@ def take_output() -> Send:
     return send
 
 
-def serve_requests(make: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> int:
+def serve_requests(make: Callable[[], Handler]) -> int:
     """The worker's side: makes the handler, says that it is ready, answers until the input ends."""
     send = take_output()
     try:
         handle = make()
         send({"ready": True})
-        for line in sys.stdin:
-            send(handle(json.loads(line)))
+        answer_requests(handle, send)
     except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
         return 1
     return 0
+
+
+def answer_requests(handle: Handler, send: Send) -> None:
+    """Answers until the input ends."""
+    for line in sys.stdin:
+        send(handle(json.loads(line)))

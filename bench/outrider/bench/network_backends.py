@@ -1,0 +1,194 @@
+"""The ways of decoding that the network bench compares, each as one run of a batch, and what a run's rounds say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any, Protocol
+
+from outrider.bench.worker import BenchWorker
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.request import GenerationRequest, SpeculationOptions
+from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
+from outrider.planner.policy import Round
+from outrider.rpc.messages import DraftEvent, DraftInfo, DraftTokens, Open
+from outrider.rpc.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSummary:
+    """One run, without each stream's first round, which holds the prompt."""
+
+    ms_per_token: float  # of a stream
+    tokens_per_round: float
+    accepted: int
+    tested: int  # drafted tokens that were reached: those before them were accepted
+    verify_ms: float  # median, sampling included
+    pass_ms: float  # of the draft; 0 where it is not known
+    hits: float | None  # share of rounds whose window had been drafted before the round began; None without drafts
+
+
+def summarise_rounds(streams: Sequence[Sequence[Round]], branches: Sequence[Collection[int]] = ()) -> RoundSummary:
+    """Sums up all streams; `branches` are the chains of each that began as a branch. Raises ValueError where no
+    stream has two rounds."""
+    later = [closed for rounds in streams for closed in rounds[1:]]
+    if not later:
+        raise ValueError("every completion ended with its first round: ask for more tokens")
+    spans = [(rounds[-1].ended - rounds[0].ended, _num_tokens(rounds[1:])) for rounds in streams if len(rounds) > 1]
+    whole = [closed for rounds in streams for closed in rounds[1:-1]] or later  # a stream's last round is cut
+    drafted = [closed for closed in later if closed.commit.num_drafted]
+    tested = sum(min(closed.commit.num_accepted + 1, closed.commit.num_drafted) for closed in drafted)
+    timed = [closed for closed in drafted if closed.draft_us]
+    passes = sum(closed.commit.num_drafted for closed in timed)
+    return RoundSummary(
+        ms_per_token=1e3 * sum(span for span, _ in spans) / sum(num for _, num in spans),
+        tokens_per_round=_num_tokens(whole) / len(whole),
+        accepted=sum(closed.commit.num_accepted for closed in drafted),
+        tested=tested,
+        verify_ms=median(closed.commit.timings.verify_us + closed.commit.timings.sample_us for closed in whole) / 1e3,
+        pass_ms=sum(closed.draft_us for closed in timed) / passes / 1e3 if passes else 0.0,
+        hits=_hits(streams, branches) if drafted and branches else None,
+    )
+
+
+def _hits(streams: Sequence[Sequence[Round]], branches: Sequence[Collection[int]]) -> float:
+    """A hit goes on with the chain of the round before, or with one that began as a branch of it."""
+    hits = [
+        bool(later.commit.num_drafted) and (later.commit.chain == earlier.commit.chain or later.commit.chain in begun)
+        for rounds, begun in zip(streams, branches, strict=True)
+        for earlier, later in pairwise(rounds[1:])
+    ]
+    return sum(hits) / len(hits) if hits else 0.0
+
+
+def _num_tokens(rounds: Sequence[Round]) -> int:
+    return sum(len(closed.commit.ids) for closed in rounds)
+
+
+PLAIN, SEQUENTIAL, CHAINS, BRANCHES, AUTO = "plain", "sequential", "chains", "branches", "auto"
+COLOCATED, COLOCATED_ALL = "colocated", "colocated-all"  # on the target's cores; on the draft's too
+SERVICES = (PLAIN, SEQUENTIAL, CHAINS, BRANCHES, AUTO)
+OnRound = Callable[[Round], None]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkBatch:
+    """What is decoded in one run."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    seeds: tuple[int, ...]
+    sampling: SamplingParams
+    num_draft_tokens: int
+
+
+class NetworkBackend(Protocol):
+    """A way of decoding."""
+
+    async def run(self, batch: NetworkBatch) -> RoundSummary:
+        """Decodes every prompt at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicesBackend:
+    """Through the gateway's engine and both services."""
+
+    engine: GenerationEngine
+    watcher: BranchWatcher
+    mode: str
+
+    async def run(self, batch: NetworkBatch) -> RoundSummary:
+        """All completions at once."""
+        self.watcher.begun.clear()
+        streams = await asyncio.gather(*(self.stream(batch, index) for index in range(len(batch.prompts))))
+        ahead = self.mode not in (PLAIN, SEQUENTIAL)
+        return summarise_rounds(streams, [self.watcher.begun.get(seed, set()) for seed in batch.seeds] if ahead else ())
+
+    async def stream(self, batch: NetworkBatch, index: int, on_round: OnRound = lambda closed: None) -> list[Round]:
+        """One completion's rounds. `auto` chooses the number of drafted tokens, too."""
+        k = None if self.mode == AUTO else batch.num_draft_tokens
+        speculation = SpeculationOptions(num_draft_tokens=k, mode=self.mode)
+        request = GenerationRequest(
+            token_ids=batch.prompts[index],
+            sampling=sampling_of(batch, index),
+            speculation=SpeculationOptions(enabled=False) if self.mode == PLAIN else speculation,
+        )
+        rounds: list[Round] = []
+        async with aclosing(self.engine.generate(request)) as deltas:
+            async for delta in deltas:
+                if delta.round is not None:
+                    rounds.append(delta.round)
+                    on_round(delta.round)
+        return rounds
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedBackend:
+    """In one process, in turn."""
+
+    worker: BenchWorker
+    pass_ms: float
+
+    async def run(self, batch: NetworkBatch) -> RoundSummary:
+        """One question, one answer."""
+        question = {
+            "prompts": batch.prompts,
+            "seeds": batch.seeds,
+            "sampling": {name: value for name, value in asdict(batch.sampling).items() if name in CROSSING},
+            "k": batch.num_draft_tokens,
+            "pass_ms": self.pass_ms,
+        }
+        return RoundSummary(**await asyncio.to_thread(self.worker.ask, question))
+
+
+CROSSING = ("temperature", "max_tokens", "ignore_eos")  # of the sampling parameters
+
+
+def sampling_of(batch: NetworkBatch, index: int) -> SamplingParams:
+    """A stream's own parameters."""
+    fields: dict[str, Any] = {name: getattr(batch.sampling, name) for name in CROSSING}
+    return SamplingParams(**fields, seed=batch.seeds[index])
+
+
+@dataclass(slots=True)
+class BranchWatcher:
+    """A Drafter that notes which chains began as branches, by the seeds of the requests."""
+
+    drafter: Drafter
+    begun: dict[int, set[int]] = field(default_factory=dict)
+
+    @property
+    def info(self) -> DraftInfo | None:
+        """The draft's own."""
+        return self.drafter.info
+
+    @property
+    def round_trip_us(self) -> float:
+        """The draft's own."""
+        return self.drafter.round_trip_us
+
+    def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
+        """Listens in."""
+        begun = self.begun.setdefault(request.seed, set())
+
+        def listen(event: DraftEvent | Lost) -> None:
+            if isinstance(event, DraftTokens) and event.parent is not None:
+                begun.add(event.chain)
+            on_event(event)
+
+        return self.drafter.open(request, listen)
+
+
+def batch_of(
+    prompts: Sequence[Sequence[int]], streams: int, temperature: float, max_tokens: int, k: int, seed: int
+) -> NetworkBatch:
+    """Prompts are used again where there are more streams."""
+    return NetworkBatch(
+        prompts=tuple(tuple(prompts[index % len(prompts)]) for index in range(streams)),
+        seeds=tuple(seed * 1000 + index for index in range(streams)),
+        sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True),
+        num_draft_tokens=k,
+    )
