@@ -20,7 +20,7 @@ given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients prove simulate check bench bench-network bench-kernels gpu protos install clean
+.PHONY: help demo test test-clients prove simulate check bench bench-network bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo 'make gpu                                                          on a GPU: its tests, its kernels, whole steps'
 	@echo 'make protos                                                       the gRPC stubs, anew, and the image they must stay true to'
 	@echo 'make install                                                      $(VENV) with everything in it'
+	@echo 'make release                                                      archive and wheel of this version, checked, in dist/'
 	@echo 'make clean                                                        removes what make made'
 
 install: $(STAMP)
@@ -84,6 +85,9 @@ gpu: $(STAMP)
 protos: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh
 	PYTHON=$(CURDIR)/$(BIN)/python protos/image.sh
+
+release: $(STAMP)
+	PYTHON=$(CURDIR)/$(BIN)/python ./release.sh
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from dataclasses import dataclass
@@ -30,12 +31,16 @@ from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS
 from outrider.client import Client
 
 LIBRARIES = {"client": "", "llm": "llm", "training": "llm"}  # what is imported, not run by a command
-OPTIONAL = {"triton"}  # comes with torch where that is built for CUDA, and is imported only there
+COME_ALONG = {
+    "triton",  # with torch where that is built for CUDA, and is imported only there
+    "pydantic_core",  # with pydantic, always of one version with it
+}
 PEERS = {"vllm", "llama_cpp", "gguf"}  # other engines that the bench compares with, where they are
 FORBIDDEN = {"torch", "transformers", "numpy", "safetensors"}
 DISTRIBUTIONS = metadata.packages_distributions()
 SERVICES = ("gateway", "target", "draft")
 PROMPT_IDS = [11, 12, 13]
+VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 TIMEOUT_S = 30.0
 
 
@@ -80,18 +85,23 @@ def libraries(names: set[str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, without compiled kernels and without the embedded pair's weights, for speed."""
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a wheel is made of, without compiled kernels and without the embedded pair's weights, for speed."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(REPOSITORY / name, folder)
     skipped = shutil.ignore_patterns("*.so", "*.safetensors", "__pycache__", "results")
     for root in ROOTS:
         shutil.copytree(REPOSITORY / root, folder / root, ignore=skipped)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(project: Path) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PATH": ""}
-    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
-    (built,) = (folder / "out").iterdir()
+    subprocess.run(command, cwd=project, env=environment, capture_output=True, check=True)
+    (built,) = (project / "out").iterdir()
     return built
 
 
@@ -143,7 +153,7 @@ def test_an_extra_has_what_its_commands_import(requirements: list[Requirement], 
     used = set()
     for library, where in libraries(names).items():
         providers = {canonicalize_name(name) for name in DISTRIBUTIONS.get(library, ())}
-        assert library in OPTIONAL | PEERS or providers & wanted, f"{where}, which is not of outrider[{extra}]"
+        assert library in COME_ALONG | PEERS or providers & wanted, f"{where}, which is not of outrider[{extra}]"
         used |= providers
     if extra in SERVICES:
         assert wanted - asked(requirements, "") <= used, "nothing imports it"
@@ -282,3 +292,64 @@ def fresh(wheel: Path, tmp_path: Path) -> Python:
 @pytest.mark.timeout(600)
 async def test_the_gateway_alone_from_a_package_index(fresh: Python, tmp_path: Path) -> None:
     await serve_alone(fresh, tmp_path)
+
+
+@pytest.fixture
+def clone(project: Path, tmp_path: Path) -> Path:
+    """A repository of the project with one commit, in which a build takes seconds."""
+    folder = tmp_path / "clone"
+    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("out"))
+    for name in ("CHANGELOG.md", "release.sh"):
+        shutil.copy(REPOSITORY / name, folder)
+    git(folder, "init", "--quiet")
+    commit(folder)
+    return folder
+
+
+def git(folder: Path, *arguments: str) -> None:
+    names = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *names, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def commit(folder: Path) -> None:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "all")
+
+
+def release(folder: Path) -> subprocess.CompletedProcess[str]:
+    """With what is on this machine but its compilers."""
+    tools = folder.parent / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in ("bash", "dirname", "git", "head", "mktemp", "rm", "sed"):
+        if not (tools / name).exists():
+            (tools / name).symlink_to(str(shutil.which(name)))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": str(tools), "PYTHON": sys.executable}
+    return subprocess.run(["./release.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_release_is_built_and_installed(clone: Path) -> None:
+    done = release(clone)
+    assert done.returncode == 0 and done.stdout.endswith(
+        f"dist/ holds outrider {VERSION}; tag it: git tag v{VERSION}\n"
+    )
+    built = {path.name for path in (clone / "dist").iterdir()}
+    assert built == {f"outrider-{VERSION}.tar.gz", f"outrider-{VERSION}-py3-none-any.whl"}
+    git(clone, "tag", f"v{VERSION}")
+    (clone / "README.md").write_text("another")
+    commit(clone)
+    assert "is another commit: raise the version" in release(clone).stderr
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_release_that_is_not_written_down_is_refused(clone: Path) -> None:
+    (clone / "more.txt").write_text("more")
+    done = release(clone)
+    assert done.returncode == 1 and "the tree is not clean; commit or remove: ?? more.txt" in done.stderr
+    text = (clone / "pyproject.toml").read_text(encoding="utf-8")
+    (clone / "pyproject.toml").write_text(text.replace(f'version = "{VERSION}"', 'version = "7.0"', 1))
+    commit(clone)
+    done = release(clone)
+    assert done.returncode == 1 and not (clone / "dist").exists()
+    assert f"CHANGELOG.md begins with {VERSION}, pyproject.toml has 7.0" in done.stderr
