@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.services import Trio, outrider, succeed
 
-from outrider.cli.trace import Axis, BadTrace, Segment, Span, find_requests, painted, read_trace, unpainted
+from outrider.cli.terminal import painted
+from outrider.cli.trace import Axis, BadTrace, Segment, Span, find_requests, read_trace, unpainted
 
 MS = 1_000_000
 ROW = re.compile(r" *(\d+) +(\d+\.\d) +(\d+\.\d) +(\d+) +(\d+) +(\d+) +(\d+) +(\d+|-)  (.*)")
@@ -189,9 +190,9 @@ def test_what_the_services_wrote(trio: Trio) -> None:
 
 def test_the_larger_share_names_a_column() -> None:
     axis = Axis(0, 100, 10)
-    segments = [Segment(0, 26, "a", "<"), Segment(26, 29, "b", ""), Segment(29, 200, "c", "")]
+    segments = [Segment(0, 26, "a", "cyan"), Segment(26, 29, "b", ""), Segment(29, 200, "c", "")]
     assert axis.draw(segments, unpainted) == "aaaccccccc"
-    assert axis.draw(segments[:2], painted) == "<aaa\x1b[0m"
+    assert axis.draw(segments[:2], painted) == "\x1b[36maaa\x1b[0m"
     assert axis.draw([Segment(-50, -1, "x", ""), Segment(100, 120, "y", "")], unpainted) == ""
 
 

@@ -1,11 +1,5 @@
-"""`outrider chat`: a conversation with a gateway's model, and what speculation did for each answer.
-
-The settings of `outrider chat`.
-
-What a chat looks like: on a terminal the answer's last line and its numbers are drawn anew as tokens come, elsewhere
-there is the text alone.
-
-A conversation with a gateway: its messages, and what happens to them when an answer ends early."""
+"""`outrider chat`: a conversation with a gateway's model, and what speculation did for each answer. On a terminal the
+answer's last line and its numbers are drawn anew as tokens come; elsewhere there is the text alone."""
 
 from __future__ import annotations
 
@@ -14,79 +8,43 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from outrider.cli.generate import CollectedCompletion
-from outrider.cli.terminal import VISIBLE, Painter, TokenWriter, load_tokenizer, of_gateway, one_line, parse
+from outrider.cli.generate import CollectedCompletion, RequestSettings
+from outrider.cli.terminal import (
+    STYLES,
+    VISIBLE,
+    Painter,
+    TokenWriter,
+    fail,
+    load_tokenizer,
+    of_gateway,
+    one_line,
+    parse,
+)
 from outrider.client import GatewayInfo, Part, SyncClient
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import InvalidArgument, OutriderError
-from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
-from outrider.rpc.settings import ServiceSettings
-
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
-    "seed",
-)  # fmt: skip
+from outrider.rpc.sampling_params import TokenOrigin
 
 
-class ChatSettings(ServiceSettings):
+class ChatSettings(RequestSettings):
     """Whom to talk to, how answers are chosen, and how they are shown."""
 
     section: ClassVar[str] = "chat"
 
-    gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
     system: str = Field("", description="the system message that every conversation begins with")
     max_tokens: int = Field(512, ge=1, lt=2**32, description="most tokens of an answer; fewer where the context ends")
-    temperature: float | None = Field(None, description="divides the logits; 0 is greedy (default: the model's)")
-    top_p: float | None = Field(None, description="keep the smallest set of tokens with this mass")
-    top_k: int | None = Field(None, description="keep the k most probable tokens; 0 and -1: all")
-    min_p: float | None = Field(None, description="drop tokens below this share of the largest probability")
-    repetition_penalty: float | None = Field(None, description="divides the logits of tokens in prompt and output")
-    presence_penalty: float | None = Field(None, description="subtracted from the logits of tokens in the output")
-    frequency_penalty: float | None = Field(None, description="the same, times the token's count")
-    stop: tuple[str, ...] | None = Field(None, description="a text that ends an answer")
-    seed: int | None = Field(None, ge=0, lt=2**64, description="makes the answers reproducible")
     speculation: bool = Field(True, description="draft at all; /speculation switches it during the chat")
-    num_draft_tokens: int | None = Field(
-        None, ge=0, lt=2**32, description="tokens drafted a round (default: the gateway's)"
-    )
-    mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
-        None, description="how far the draft runs ahead (default: the gateway's)"
-    )
-    acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
-    tokenizer: Path | None = Field(None, description="the target's folder, to colour token by token")
     plain: bool = Field(False, description="no colours and no line that is drawn anew, also on a terminal")
     stats: bool = Field(True, description="a line on each answer; on standard error where the output is no terminal")
-    timeout: float | None = Field(None, gt=0, description="seconds until an answer is given up")
-    priority: int = Field(0, description="lower is served first under load")
-    salt: str = Field("", description="separates prefix caches")
-
-    def options(self) -> dict[str, Any]:
-        """What every request of the chat has, as the client takes it."""
-        given = {name: getattr(self, name) for name in SAMPLING}
-        return {name: value for name, value in given.items() if value is not None} | {
-            "num_draft_tokens": self.num_draft_tokens,
-            "mode": self.mode or "",
-            "acceptance": AcceptanceRule[self.acceptance.upper()],
-            "timeout": self.timeout,
-            "priority": self.priority,
-            "salt": self.salt,
-        }
 
 
-STYLES = {
-    TokenOrigin.ACCEPTED: "green",
-    TokenOrigin.RECOVERED: "yellow",
-    TokenOrigin.BONUS: "cyan",
-    TokenOrigin.PLAIN: "",
-}
 PROMPT = "> "
 FRAMES_PER_S = 15
 
@@ -235,10 +193,9 @@ _ROOM = re.compile(r"allowed: at most (\d+)")
 class Conversation:
     """The messages so far. Every question is sent with all of them; the target's prefix cache knows the old ones."""
 
-    def __init__(self, client: SyncClient, system: str, max_tokens: int, options: dict[str, Any]) -> None:
+    def __init__(self, client: SyncClient, system: str, options: dict[str, Any]) -> None:
         self._client = client
         self._opening = [{"role": "system", "content": system}] if system else []
-        self._max_tokens = max_tokens
         self._options = options
         self.messages: list[dict[str, str]] = []
         self.speculate = True
@@ -267,20 +224,16 @@ class Conversation:
         """The gateway is the one that counts tokens: where it says that the context has less room, that is asked
         for."""
         try:
-            yield from self._request(self._max_tokens)
+            yield from self._request()
         except InvalidArgument as error:
             room = _room(error)
             if room is None:
                 raise
-            yield from self._request(room)
+            yield from self._request(max_tokens=room)
 
-    def _request(self, max_tokens: int) -> Iterator[Part]:
-        return self._client.generate(
-            messages=self.messages,
-            max_tokens=max_tokens,
-            speculate=None if self.speculate else False,
-            **self._options,
-        )
+    def _request(self, **more: int) -> Iterator[Part]:
+        speculate = None if self.speculate else False
+        return self._client.generate(messages=self.messages, speculate=speculate, **self._options | more)
 
 
 def _room(error: InvalidArgument) -> int | None:
@@ -315,15 +268,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
         with SyncClient(settings.gateway) as client:
             info = client.info(timeout=ASK_S)
-            conversation = Conversation(client, settings.system, settings.max_tokens, settings.options())
+            conversation = Conversation(client, settings.system, settings.options() | settings.given())
             conversation.speculate = settings.speculation
             view = make_view(settings.plain, settings.stats, tokenizer)
             _talk(conversation, view, info)
     except FAILURES as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
-        return 1
+        return fail(prog, error, of_gateway(error, settings.gateway))
     return 0
 
 

@@ -1,6 +1,5 @@
-"""`outrider check-pair`: does a draft fit a target? Tokenizers, vocabularies and, on a text, how often they agree.
-
-Two models read one text: how much their next-token distributions have in common at every position."""
+"""`outrider check-pair`: does a draft fit a target? Compares tokenizers and vocabularies and, on a text that both
+models read, how much their next-token distributions have in common at every position."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from outrider.cli.terminal import load_tokenizer, one_line, parse, read_text, require_config
+from outrider.cli.terminal import fail, load_tokenizer, one_line, parse, read_text, require_config
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner
@@ -57,8 +56,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
         if settings.text is not None:
             _compare_models(settings, ids)
     except (OSError, ValueError) as error:
-        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
-        return 1
+        return fail(prog, error, one_line(error))
     return 0
 
 
@@ -75,8 +73,6 @@ def _compare_tokenizers(settings: CheckPairSettings) -> list[int]:
 
 
 def _compare_models(settings: CheckPairSettings, ids: Sequence[int]) -> None:
-    pass
-
     if len(ids) < 2:
         raise ValueError(f"{settings.text} has {len(ids)} tokens; at least 2 are needed")
     result = compare_models(settings.target, settings.draft, ids, settings.threads)

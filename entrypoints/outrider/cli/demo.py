@@ -1,23 +1,104 @@
-"""`outrider demo`: the three services on this machine, a completion in colours, and what speculation is worth here.
-
-What the demo measured, as lines of text."""
+"""`outrider demo`: the three services on this machine, a completion in colours, and what speculation is worth here."""
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from types import FrameType
+from typing import ClassVar
+
+from pydantic import Field
 
 from outrider.cli.generate import CollectedCompletion
-from outrider.cli.local_services import DemoSettings, Fleet, Folders, ServiceFailed, Services
-from outrider.cli.terminal import Painter, TokenWriter, make_painter, parse, steps
+from outrider.cli.local_services import (
+    GRACE_S,
+    LOOPBACK,
+    Folders,
+    LocalSettings,
+    Service,
+    ServiceFailed,
+    Services,
+    leave_on_signals,
+    wait_for_draft,
+)
+from outrider.cli.terminal import Advance, Painter, TokenWriter, fail, make_painter, parse, steps
 from outrider.client import generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError
+
+PROMPT = 'def parse_args(argv):\n    """'
+
+
+class DemoSettings(LocalSettings):
+    """What the demo generates, measures and shows."""
+
+    section: ClassVar[str] = "demo"
+
+    prompt: str = Field(PROMPT, min_length=1, description="the text to continue; also the bare argument")
+    max_tokens: int = Field(128, ge=1, le=900, description="tokens of the completion")
+    temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy")
+    seed: int = Field(0, ge=0, description="of the sampling, above temperature 0")
+    num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round")
+    expand: bool = Field(True, description="compare with plain decoding, on a target that is made large")
+    compare_tokens: int = Field(64, ge=2, le=900, description="tokens of each completion of the comparison")
+    repeats: int = Field(
+        3, ge=1, le=100, description="completions of the comparison, with and without speculation each"
+    )
+    trace_file: Path = Field(Path("trace.jsonl"), description="where the trace goes, as OTLP JSON lines")
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The services of one demo. The target, and the gateway with it, can be replaced."""
+
+    services: Services
+    settings: DemoSettings
+    folders: Folders
+    draft: Service | None = None
+    target: Service | None = None
+    gateway: Service | None = None
+
+    def start(self, advance: Advance) -> str:
+        """Starts the three services and returns the gateway's address."""
+        self.draft = self._start("draft", "--model", str(self.folders.draft))
+        self.target = self._start_target()  # both load at the same time
+        advance(f"draft listens on {self._wait(self.draft)}")
+        return self._connect(advance, self.draft, self.target)
+
+    def enlarge(self, advance: Advance) -> str:
+        """Puts the pair's expansion in the target's place and returns the new gateway's address."""
+        if self.draft is None or self.target is None or self.gateway is None:
+            raise ValueError("there is no fleet to enlarge: start it first")
+        self.services.stop(self.gateway, self.target)
+        self.target = self._start_target("--expand")
+        return self._connect(advance, self.draft, self.target)
+
+    def _connect(self, advance: Advance, draft: Service, target: Service) -> str:
+        """Waits for the target and starts a gateway in front of the two."""
+        advance(f"target listens on {self._wait(target)}")
+        self.gateway = self._start(
+            "gateway", "--target", target.address, "--draft", draft.address, "--tokenizer", str(self.folders.target),
+            "--num-draft-tokens", str(self.settings.num_draft_tokens),
+        )  # fmt: skip
+        address = self._wait(self.gateway)
+        wait_for_draft(address, self.settings.start_timeout, self.services.check)
+        advance(f"gateway listens on {address}")
+        return address
+
+    def _start_target(self, *more: str) -> Service:
+        if self.settings.threads is not None:
+            more += ("--threads", str(self.settings.threads))
+        return self._start("target", "--model", str(self.folders.target), *more)
+
+    def _start(self, name: str, *arguments: str) -> Service:
+        common = ["--listen", LOOPBACK, "--grace-s", GRACE_S, "--trace-file", str(self.settings.trace_file)]
+        return self.services.start(name, [name, *common, *arguments])
+
+    def _wait(self, service: Service) -> str:
+        return self.services.wait(service, self.settings.start_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +204,11 @@ WARM_UP_TOKENS = 8
 def main(argv: Sequence[str] | None = None, prog: str = "outrider demo") -> int:
     """Runs the demo; 1 if a service does not start, dies, or refuses the request."""
     settings = parse(DemoSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION, bare=("prompt",))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    leave_on_signals()
     try:
         run(settings, make_painter(settings.plain))
     except (ServiceFailed, OutriderError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"\n{prog}: error: {error}", file=sys.stderr)
-        return 1
+        return fail(f"\n{prog}", error)
     return 0
 
 
@@ -211,11 +288,6 @@ def _complete(settings: DemoSettings, address: str, speculate: bool, max_tokens:
     ):
         answer.add(part)
     return answer
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends as on Ctrl-C, with the services."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
-"""`outrider generate`: asks a gateway for completions and shows them as they come, or as JSON.
-
-The settings of `outrider generate`: a prompt, SamplingParams' fields by their names, and how to speculate.
-
-A completion as it grows: the parts that a gateway streams, put together."""
+"""`outrider generate`: asks a gateway for completions and shows them as they come, or as JSON. Its settings are
+SamplingParams' fields by their names, and how to speculate."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from outrider.cli.terminal import (
     TokenWriter,
+    fail,
     load_tokenizer,
     make_painter,
     of_gateway,
@@ -37,18 +35,63 @@ from outrider.rpc.settings import ServiceSettings
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class SamplingSettings(ServiceSettings):
-    """How tokens are chosen; what is not given is the model's default. The gateway judges the values."""
+class RequestSettings(ServiceSettings):
+    """What both `generate` and `chat` ask of a gateway. What is not given is the model's or the gateway's default; the
+    gateway judges the values."""
 
-    section: ClassVar[str] = "sampling"
-
-    temperature: float | None = Field(None, description="divides the logits; 0 is greedy")
+    gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
+    temperature: float | None = Field(None, description="divides the logits; 0 is greedy (default: the model's)")
     top_p: float | None = Field(None, description="keep the smallest set of tokens with this mass")
     top_k: int | None = Field(None, description="keep the k most probable tokens; 0 and -1: all")
     min_p: float | None = Field(None, description="drop tokens below this share of the largest probability")
     repetition_penalty: float | None = Field(None, description="divides the logits of tokens in prompt and output")
     presence_penalty: float | None = Field(None, description="subtracted from the logits of tokens in the output")
     frequency_penalty: float | None = Field(None, description="the same, times the token's count")
+    stop: tuple[str, ...] | None = Field(None, description="a text that ends the output")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="makes the output reproducible")
+    speculation: bool = Field(True, description="draft at all")
+    num_draft_tokens: int | None = Field(
+        None, ge=0, lt=2**32, description="tokens drafted a round (default: the gateway's)"
+    )
+    mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
+        None, description="how far the draft runs ahead (default: the gateway's)"
+    )
+    acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
+    tokenizer: Path | None = Field(None, description="the target's folder, to colour token by token")
+    plain: bool = Field(False, description="no colours")
+    timeout: float | None = Field(None, gt=0, description="seconds until a request is given up")
+    priority: int = Field(0, description="lower is served first under load")
+    salt: str = Field("", description="separates prefix caches")
+
+    def given(self) -> dict[str, Any]:
+        """The sampling parameters that were given, as SamplingParams takes them."""
+        values = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def options(self) -> dict[str, Any]:
+        """The rest of what every request says, as the client takes it."""
+        return {
+            "num_draft_tokens": self.num_draft_tokens,
+            "mode": self.mode or "",
+            "acceptance": AcceptanceRule[self.acceptance.upper()],
+            "timeout": self.timeout,
+            "priority": self.priority,
+            "salt": self.salt,
+        }
+
+
+class GenerateSettings(RequestSettings):
+    """What is asked of a gateway, and how the answer is shown."""
+
+    section: ClassVar[str] = "generate"
+
+    model: str = Field("", description="name of the model (default: the one that is served)")
+    prompt: str | None = Field(None, description="the text to continue; also the bare argument")
+    token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
+    n: int = Field(1, ge=1, lt=2**32, description="completions of the prompt")
+    method: str = Field("", description="how to draft (default: the draft service's)")
+    output: Literal["text", "json"] = Field("text", description="json, or --json: one object a completion, at its end")
+    request_id: str = Field("", description="name of the request in logs and traces")
     logit_bias: dict[UInt32, float] | None = Field(None, description='added to logits, as in {"42": -1.5}')
     allowed_token_ids: tuple[UInt32, ...] | None = Field(None, description="the only ids that may come, as in 1,2,3")
     bad_words: tuple[str, ...] | None = Field(None, description="a text that must not come")
@@ -59,7 +102,6 @@ class SamplingSettings(ServiceSettings):
         None, ge=0, lt=2**32, description="most tokens of a completion (the gateway's default: 16)"
     )
     min_tokens: int | None = Field(None, ge=0, lt=2**32, description="tokens before which nothing ends the output")
-    stop: tuple[str, ...] | None = Field(None, description="a text that ends the output")
     stop_token_ids: tuple[UInt32, ...] | None = Field(None, description="ids that end the output, as in 1,2,3")
     ignore_eos: bool | None = Field(None, description="go on past the end-of-sequence token")
     include_stop_str_in_output: bool | None = Field(None, description="leave the stop text in the output")
@@ -71,56 +113,23 @@ class SamplingSettings(ServiceSettings):
     detokenize: bool | None = Field(None, description="make text; off: ids alone")
     structured_output: dict[str, Any] | None = Field(None, description='a constraint, as in {"regex": "[0-9]+"}')
     truncate_prompt_tokens: int | None = Field(None, description="keep only the prompt's last tokens")
-    seed: int | None = Field(None, ge=0, lt=2**64, description="makes the output reproducible")
 
     def given(self) -> dict[str, Any]:
-        """The sampling parameters that were given, as SamplingParams takes them."""
-        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
-        if self.structured_output is not None:
-            values["structured_output"] = StructuredOutput(**self.structured_output)
-        return {name: value for name, value in values.items() if value is not None}
+        """The same, with the constraint as SamplingParams has it."""
+        constraint = self.structured_output
+        return super().given() | ({} if constraint is None else {"structured_output": StructuredOutput(**constraint)})
 
-    _ids = field_validator("allowed_token_ids", "stop_token_ids", mode="before")(split_ids)
+    _ids = field_validator("token_ids", "allowed_token_ids", "stop_token_ids", mode="before")(split_ids)
     _id_lists = field_validator("bad_words_ids", mode="before")(split_each)
     _json = field_validator("logit_bias", "structured_output", mode="before")(read_json)
 
     @model_validator(mode="after")
-    def _check_structured_output(self) -> SamplingSettings:
+    def _check_structured_output(self) -> GenerateSettings:
         if self.structured_output is not None:
             known = {field.name for field in fields(StructuredOutput)}
             if unknown := sorted(self.structured_output.keys() - known):
                 raise ValueError(f"structured_output has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
         return self
-
-
-class GenerateSettings(SamplingSettings):
-    """What is asked of a gateway, and how the answer is shown."""
-
-    section: ClassVar[str] = "generate"
-
-    gateway: str = Field("127.0.0.1:50050", description="address of the gateway")
-    model: str = Field("", description="name of the model (default: the one that is served)")
-    prompt: str | None = Field(None, description="the text to continue; also the bare argument")
-    token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
-    n: int = Field(1, ge=1, lt=2**32, description="completions of the prompt")
-    num_draft_tokens: int | None = Field(
-        None, ge=0, lt=2**32, description="tokens drafted a round (default: the gateway's)"
-    )
-    method: str = Field("", description="how to draft (default: the draft service's)")
-    mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
-        None, description="how far the draft runs ahead (default: the gateway's)"
-    )
-    acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
-    speculation: bool = Field(True, description="draft at all")
-    tokenizer: Path | None = Field(None, description="the target's folder, to colour token by token")
-    output: Literal["text", "json"] = Field("text", description="json, or --json: one object a completion, at its end")
-    plain: bool = Field(False, description="no colours")
-    timeout: float | None = Field(None, gt=0, description="seconds until the request is given up")
-    request_id: str = Field("", description="name of the request in logs and traces")
-    priority: int = Field(0, description="lower is served first under load")
-    salt: str = Field("", description="separates prefix caches")
-
-    _prompt_ids = field_validator("token_ids", mode="before")(split_ids)
 
     @model_validator(mode="after")
     def _check_prompt(self) -> GenerateSettings:
@@ -230,10 +239,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider generate") -> 
         else:
             _print_text(settings, tokenizer, _request(settings))
     except (OutriderError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{prog}: error: {of_gateway(error, settings.gateway)}", file=sys.stderr)
-        return 1
+        return fail(prog, error, of_gateway(error, settings.gateway))
     return 0
 
 
@@ -242,17 +248,12 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
         settings.gateway,
         settings.prompt,
         token_ids=settings.token_ids,
-        timeout=settings.timeout,
         n=settings.n,
         speculate=None if settings.speculation else False,
-        num_draft_tokens=settings.num_draft_tokens,
         method=settings.method,
-        mode=settings.mode or "",
-        acceptance=AcceptanceRule[settings.acceptance.upper()],
         request_id=settings.request_id,
-        priority=settings.priority,
-        salt=settings.salt,
         model=settings.model,
+        **settings.options(),
         **settings.given(),
     )
 

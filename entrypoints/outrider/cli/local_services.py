@@ -1,10 +1,6 @@
-"""The demo's processes: a draft, a target and a gateway on loopback, on ports that the system chooses.
-
-Service processes of this machine: started, watched until they listen, and ended together, whatever happens.
-
-Whether a gateway has found its peers: it listens before, and then answers without a draft, or not at all.
-
-The settings of `outrider demo`."""
+"""Service processes of this machine: started, watched until they listen, and ended together, whatever happens. A
+gateway listens before it has found its peers, and then answers without a draft, or not at all: `wait_for_draft` waits
+for them."""
 
 from __future__ import annotations
 
@@ -19,12 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self
+from types import FrameType, TracebackType
+from typing import Self
 
 from pydantic import Field
 
-from outrider.cli.terminal import Advance
 from outrider.client import Client
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.settings import ServiceSettings
@@ -33,6 +28,9 @@ LISTENING = re.compile(r"^\S+ listening on (\S+)$", re.MULTILINE)
 POLL_S = 0.05
 TERMINATE_S = 4.0  # then SIGKILL
 TAIL_LINES = 12
+ASK_S = 5.0
+LOOPBACK = "127.0.0.1:0"  # on a port that the system chooses
+GRACE_S = "2"
 
 
 class ServiceFailed(Exception):
@@ -157,9 +155,6 @@ class Services:
         self._running = [service for service in self._running if service not in services]
 
 
-ASK_S = 5.0
-
-
 def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None]) -> None:
     """Returns when the gateway knows a target and a draft; `check` is called while it does not. Raises TimeoutError."""
     asyncio.run(_wait(address, time.monotonic() + timeout_s, check))
@@ -182,35 +177,6 @@ async def has_draft(client: Client) -> bool:
         return False
 
 
-PROMPT = 'def parse_args(argv):\n    """'
-
-
-class DemoSettings(ServiceSettings):
-    """What the demo generates, measures and shows."""
-
-    section: ClassVar[str] = "demo"
-
-    prompt: str = Field(PROMPT, min_length=1, description="the text to continue; also the bare argument")
-    max_tokens: int = Field(128, ge=1, le=900, description="tokens of the completion")
-    temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy")
-    seed: int = Field(0, ge=0, description="of the sampling, above temperature 0")
-    num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round")
-    pair: str = Field("python", description="the embedded pair")
-    expand: bool = Field(True, description="compare with plain decoding, on a target that is made large")
-    compare_tokens: int = Field(64, ge=2, le=900, description="tokens of each completion of the comparison")
-    repeats: int = Field(
-        3, ge=1, le=100, description="completions of the comparison, with and without speculation each"
-    )
-    plain: bool = Field(False, description="no colours, and no progress bars")
-    trace_file: Path = Field(Path("trace.jsonl"), description="where the trace goes, as OTLP JSON lines")
-    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
-    start_timeout: float = Field(120.0, gt=0, description="seconds that a service may take to start")
-
-
-LOOPBACK = "127.0.0.1:0"
-GRACE_S = "2"
-
-
 @dataclass(frozen=True, slots=True)
 class Folders:
     """The checkpoints of a pair."""
@@ -219,52 +185,20 @@ class Folders:
     draft: Path
 
 
-@dataclass(slots=True)
-class Fleet:
-    """The services of one demo. The target, and the gateway with it, can be replaced."""
+class LocalSettings(ServiceSettings):
+    """What the commands that start services have in common."""
 
-    services: Services
-    settings: DemoSettings
-    folders: Folders
-    draft: Service | None = None
-    target: Service | None = None
-    gateway: Service | None = None
+    pair: str = Field("python", description="the embedded pair")
+    plain: bool = Field(False, description="no colours, and no progress bars")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
+    start_timeout: float = Field(120.0, gt=0, description="seconds that a service may take to start")
 
-    def start(self, advance: Advance) -> str:
-        """Starts the three services and returns the gateway's address."""
-        self.draft = self._start("draft", "--model", str(self.folders.draft))
-        self.target = self._start_target()  # both load at the same time
-        advance(f"draft listens on {self._wait(self.draft)}")
-        return self._connect(advance, self.draft, self.target)
 
-    def enlarge(self, advance: Advance) -> str:
-        """Puts the pair's expansion in the target's place and returns the new gateway's address."""
-        if self.draft is None or self.target is None or self.gateway is None:
-            raise ValueError("there is no fleet to enlarge: start it first")
-        self.services.stop(self.gateway, self.target)
-        self.target = self._start_target("--expand")
-        return self._connect(advance, self.draft, self.target)
+def leave_on_signals() -> None:
+    """From now on SIGTERM and SIGHUP end this process as Ctrl-C does, with the services."""
 
-    def _connect(self, advance: Advance, draft: Service, target: Service) -> str:
-        """Waits for the target and starts a gateway in front of the two."""
-        advance(f"target listens on {self._wait(target)}")
-        self.gateway = self._start(
-            "gateway", "--target", target.address, "--draft", draft.address, "--tokenizer", str(self.folders.target),
-            "--num-draft-tokens", str(self.settings.num_draft_tokens),
-        )  # fmt: skip
-        address = self._wait(self.gateway)
-        wait_for_draft(address, self.settings.start_timeout, self.services.check)
-        advance(f"gateway listens on {address}")
-        return address
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
 
-    def _start_target(self, *more: str) -> Service:
-        if self.settings.threads is not None:
-            more += ("--threads", str(self.settings.threads))
-        return self._start("target", "--model", str(self.folders.target), *more)
-
-    def _start(self, name: str, *arguments: str) -> Service:
-        common = ["--listen", LOOPBACK, "--grace-s", GRACE_S, "--trace-file", str(self.settings.trace_file)]
-        return self.services.start(name, [name, *common, *arguments])
-
-    def _wait(self, service: Service) -> str:
-        return self.services.wait(service, self.settings.start_timeout)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)

@@ -1,35 +1,39 @@
-"""`outrider serve`: draft, target and gateway on this machine, until it is ended.
-
-The settings of `outrider serve`, and the command lines of the three services that follow from them. What is left
-open is left to the services, and so to their own variables: OUTRIDER_TARGET__MAX_ROWS works here, too."""
+"""`outrider serve`: draft, target and gateway on this machine, until it is ended. What its settings leave open is left
+to the services, and so to their own variables: OUTRIDER_TARGET__MAX_ROWS works here, too."""
 
 from __future__ import annotations
 
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from outrider.cli.local_services import GRACE_S, LOOPBACK, Service, ServiceFailed, Services, wait_for_draft
-from outrider.cli.terminal import Painter, make_painter, parse, steps
+from outrider.cli.local_services import (
+    GRACE_S,
+    LOOPBACK,
+    LocalSettings,
+    Service,
+    ServiceFailed,
+    Services,
+    leave_on_signals,
+    wait_for_draft,
+)
+from outrider.cli.terminal import Painter, fail, make_painter, parse, steps
 from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.server import require_free
-from outrider.rpc.settings import ServiceSettings
 
 NGRAM = "ngram"
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 
 
-class ServeSettings(ServiceSettings):
+class ServeSettings(LocalSettings):
     """Which models, where they run, and where clients come in."""
 
     section: ClassVar[str] = "serve"
@@ -56,7 +60,6 @@ class ServeSettings(ServiceSettings):
     )
     device: str | None = Field(None, description="where both models run, as cpu or cuda (the services': cpu)")
     draft_device: str | None = Field(None, description="where the draft runs, if elsewhere")
-    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
     draft_threads: int | None = Field(None, ge=1, le=256, description="threads of the draft (default: all cores)")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the models')")
     cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its own choice)")
@@ -68,7 +71,6 @@ class ServeSettings(ServiceSettings):
     trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
     trace_file: Path | None = Field(None, description="file to append traces to, for outrider trace")
     start_timeout: float = Field(600.0, gt=0, description="seconds that a service may take to start")
-    plain: bool = Field(False, description="no colours, and no progress bars")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -209,8 +211,7 @@ class Running:
 def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int:
     """Serves until a signal, which ends it with 0; 1 if a service does not start, or the target or gateway dies."""
     settings = parse(ServeSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION, bare=("target",))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    leave_on_signals()
     painter = make_painter(settings.plain)
     try:
         settings = settings.located()
@@ -221,10 +222,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
             painter.lines(welcome(settings, running))
             return watch(running, painter)
     except (ServiceFailed, OutriderError, OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 1
+        return fail(prog, error)
 
 
 def start(services: Services, settings: ServeSettings, painter: Painter) -> Running:
@@ -280,11 +278,6 @@ def _lives(draft: Service, painter: Painter) -> bool:
         painter.note(f"{error}\ngoing on without a draft: plain decoding, no request fails")
         return False
     return True
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Ends as on Ctrl-C, with the services."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,5 @@
-"""Tokens on a terminal: the colour says how a token came about.
-
-Writes a completion's text, each token in the colour of its origin.
-
-Bars where a command waits: on a terminal by rich, elsewhere a line for each step.
-
-What the commands say of what they were given: one line, which names the flag, the file or the address.
-
-What the commands' settings need beyond outrider.rpc.settings: bare arguments, and values that are lists in one
-text."""
+"""What the commands share: bare arguments and lists among their settings, errors in one line that names the flag, the
+file or the address, and a terminal on which the colour of a token says how it came about and bars show a wait."""
 
 from __future__ import annotations
 
@@ -20,6 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from pydantic import BaseModel
+from rich.color import ColorSystem
+from rich.style import Style
 
 from outrider.client import Part
 from outrider.gateway.text.detokenizer import make_detokenizer
@@ -29,11 +23,10 @@ from outrider.rpc.hub import locate
 from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
 from outrider.rpc.settings import ServiceSettings, options, parse_settings
 
-RESET, BOLD, DIM = "\x1b[0m", "\x1b[1m", "\x1b[2m"
-COLOURS = {
-    TokenOrigin.ACCEPTED: "\x1b[32m",  # green
-    TokenOrigin.RECOVERED: "\x1b[33m",  # yellow
-    TokenOrigin.BONUS: "\x1b[36m",  # cyan
+STYLES = {  # as rich names them
+    TokenOrigin.ACCEPTED: "green",
+    TokenOrigin.RECOVERED: "yellow",
+    TokenOrigin.BONUS: "cyan",
     TokenOrigin.PLAIN: "",
 }
 MEANINGS = {
@@ -46,45 +39,46 @@ MEANINGS = {
 VISIBLE = {code: f"\\x{code:02x}" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
 
+def painted(text: str, style: str) -> str:
+    """The text in a style of rich's, by escape sequences."""
+    return Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
+
+
 class Painter:
-    """Writes a completion's text. Without colours it writes the text as it is."""
+    """Writes a completion's text, each piece at once. Without colours it writes the text as it is."""
 
     def __init__(self, out: TextIO, colours: bool) -> None:
         self._out = out
         self.colours = colours
 
     def token(self, text: str, origin: TokenOrigin) -> None:
-        """Writes at once."""
-        self._out.write(self._paint(text.translate(VISIBLE), COLOURS.get(origin, "")) if self.colours else text)
-        self._out.flush()
+        """What a token adds."""
+        self._write(text.translate(VISIBLE) if self.colours else text, STYLES.get(origin, ""))
 
     def prompt(self, text: str) -> None:
         """What the completion continues."""
-        self._out.write(self._paint(text, DIM) if self.colours else text)
-        self._out.flush()
+        self._write(text, "dim")
 
     def note(self, text: str) -> None:
         """A line of ours, which is no model's text."""
-        self._out.write((self._paint(text, DIM) if self.colours else text) + "\n")
-        self._out.flush()
+        self._write(text, "dim", after="\n")
 
     def title(self, text: str) -> None:
         """A heading."""
-        self._out.write("\n" + (self._paint(text, BOLD) if self.colours else text) + "\n")
-        self._out.flush()
+        self._write(text, "bold", before="\n", after="\n")
 
     def lines(self, lines: Iterable[str]) -> None:
         """Lines as they are."""
-        self._out.write("".join(f"{line}\n" for line in lines))
-        self._out.flush()
+        self._write("".join(f"{line}\n" for line in lines))
 
     def legend(self) -> None:
         """What the colours mean."""
         if self.colours:
-            self.lines(f"  {self._paint(f'{o.name.lower():<10}', COLOURS[o])} {MEANINGS[o]}" for o in TokenOrigin)
+            self.lines(f"  {painted(f'{o.name.lower():<10}', STYLES[o])} {MEANINGS[o]}" for o in TokenOrigin)
 
-    def _paint(self, text: str, colour: str) -> str:
-        return f"{colour}{text}{RESET}" if colour and text else text
+    def _write(self, text: str, style: str = "", before: str = "", after: str = "") -> None:
+        self._out.write(before + (painted(text, style) if self.colours else text) + after)
+        self._out.flush()
 
 
 def make_painter(plain: bool) -> Painter:
@@ -148,6 +142,14 @@ TOKENIZER_FILES = (
     "tiktoken.model", "vocab.json", "vocab.txt",
 )  # fmt: skip
 NOT_CONNECTED = "failed to connect to all addresses"  # how gRPC begins
+
+
+def fail(prog: str, error: Exception, message: str = "") -> int:
+    """Says what was wrong, and returns a command's status for it. A reader that went away is no error of its own."""
+    if isinstance(error, BrokenPipeError):
+        raise error
+    print(f"{prog}: error: {message or error}", file=sys.stderr)
+    return 1
 
 
 def one_line(error: Exception) -> str:

@@ -1,11 +1,6 @@
-"""`outrider trace`: the rounds of a request as a waterfall, from a file of traces.
-
-A request's rounds as lines of text: numbers on the left, on the right time, in which every column is a slice and its
-letter says what most of the slice went to.
-
-The requests of a trace: each with its rounds, their parts, and the steps of draft and target that served it.
-
-Reads OTLP JSON lines, as --trace-file of the services writes them: a line is one ExportTraceServiceRequest."""
+"""`outrider trace`: the rounds of a request as a waterfall, from a file of traces (OTLP JSON lines, as --trace-file of
+the services writes them). A round is a line: numbers on the left, on the right time, in which every column is a slice
+and its letter says what most of the slice went to."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from outrider.cli.terminal import RESET, make_painter, parse
+from outrider.cli.terminal import fail, make_painter, painted, parse
 from outrider.rpc import telemetry as names
 from outrider.rpc.settings import ServiceSettings
 
@@ -252,13 +247,13 @@ Paint = Callable[[str, str], str]
 
 # Part to letter and colour. Letters alone must do: a pipe has no colours, and not everybody sees them.
 LETTERS = {
-    names.SPAN_DRAFT: ("d", "\x1b[36m"),
-    names.SPAN_WIRE: (".", "\x1b[2m"),
-    names.SPAN_QUEUE: ("q", "\x1b[31m"),
-    names.SPAN_VERIFY: ("V", "\x1b[32m"),
-    names.SPAN_SAMPLE: ("s", "\x1b[33m"),
+    names.SPAN_DRAFT: ("d", "cyan"),
+    names.SPAN_WIRE: (".", "dim"),
+    names.SPAN_QUEUE: ("q", "red"),
+    names.SPAN_VERIFY: ("V", "green"),
+    names.SPAN_SAMPLE: ("s", "yellow"),
 }
-STEP = ("#", "\x1b[2m")
+STEP = ("#", "dim")
 ROUNDS_A_BLOCK = 12  # that share a time axis: with more, a round would be too narrow to show its parts
 HEAD = f"{'round':>5} {'at ms':>8} {'ms':>7} {'k':>3} {'drafted':>7} {'accepted':>8} {'emitted':>7} {'chain':>6}  "
 LEAST_WIDTH = 24  # columns of time
@@ -363,13 +358,8 @@ def _join(cells: Sequence[str], colours: Sequence[str], paint: Paint) -> str:
     return out
 
 
-def painted(text: str, colour: str) -> str:
-    """With its colour."""
-    return f"{colour}{text}{RESET}" if colour else text
-
-
 def unpainted(text: str, colour: str) -> str:
-    """Without."""
+    """Without its colour."""
     return text
 
 
@@ -406,10 +396,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider trace") -> int
             raise ValueError(f"{settings.file} has no request: the gateway writes them, so give it a --trace-file, too")
         print("\n".join(_lines(settings, requests)))
     except (OSError, ValueError) as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 1
+        return fail(prog, error)
     return 0
 
 
