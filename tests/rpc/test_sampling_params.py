@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from outrider.cli.chat import ChatSettings
 from outrider.cli.generate import SamplingSettings
 from outrider.client.request import build_request
+from outrider.engine.checkpoint import SAMPLING_KEYS
 from outrider.llm import SamplingParams as LLMSamplingParams
 from outrider.rpc import sampling_params as s
 from outrider.rpc.codec import decode_draft_info, decode_target_info
@@ -21,6 +24,7 @@ from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.sampling_params import (
     BASELINE,
     PARAMETERS,
+    RECOMMENDED,
     SAMPLING_FIELDS,
     AcceptanceRule,
     LogprobsMode,
@@ -284,6 +288,11 @@ def test_a_signature_has_the_table_s_parameters(name: str) -> None:
     assert {*PARAMETERS} - own == {*without}
 
 
+def test_the_engine_reads_what_authors_recommend() -> None:
+    """The engine knows nothing of messages between processes: it has a list of its own."""
+    assert set(SAMPLING_KEYS) == set(RECOMMENDED)
+
+
 def test_the_client_sends_the_table_s_parameters() -> None:
     everything = SET | ELSEWHERE
     sent = build_request("x", **everything).sampling
@@ -297,3 +306,19 @@ def test_what_ends_at_the_gateway_does_not_travel() -> None:
     params = sampling_for_peers(SamplingParams(**(SET | ELSEWHERE)))
     kept = {name for name in PARAMETERS if getattr(params, name) == getattr(SamplingParams(), name)}
     assert kept == {"bad_words", "stop", "truncate_prompt_tokens", "seed"}
+
+
+def test_a_parameter_stands_where_something_is_computed_with_it() -> None:
+    """The table says the rest: who repeats a parameter elsewhere says a fact twice."""
+    root = Path(__file__).parents[2]
+    tops = ("rpc", "planner", "kernels", "engine", "proposers", "draft_service", "gateway")
+    sources = [path for top in tops for path in (root / top).rglob("*.py")]
+    named = {str(path.relative_to(root)) for path in sources if re.search(r"\bmin_p\b", path.read_text("utf-8"))}
+    assert named == {
+        "rpc/outrider/rpc/sampling_params.py",
+        "engine/outrider/engine/checkpoint.py",  # of generation_config.json
+        "engine/outrider/engine/sampler.py",
+        "kernels/outrider/kernels/types.py",
+        "kernels/outrider/kernels/sampling/reference.py",
+        "kernels/outrider/kernels/sampling/triton.py",
+    }

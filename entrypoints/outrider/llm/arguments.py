@@ -30,7 +30,7 @@ from outrider.llm.validation import (
     require_known,
 )
 from outrider.rpc.hub import is_hub_id, locate
-from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode
+from outrider.rpc.sampling_params import RECOMMENDED, AcceptanceRule, LogprobsMode
 from outrider.rpc.validate import ALL_LOGPROBS, MAX_LOGPROBS, SPECULATION_MODES
 
 EMBEDS = "models generate; they do not embed, score or classify"
@@ -102,7 +102,7 @@ OLD: dict[str, str | None] = {
 SHORT = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
 DTYPES = {name: name for name in ("auto", "float32", "bfloat16", "float16")} | {"float": "float32", "half": "float16"}
-GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+GENERATION_KEYS = (*RECOMMENDED, "max_new_tokens")
 ACCEPTANCE = {rule.name.lower(): rule for rule in AcceptanceRule}
 
 

@@ -29,15 +29,14 @@ from outrider.llm.sampling_params import SamplingParams, params_per_prompt, seed
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
 from outrider.rpc.messages import ModelInfo
-
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from outrider.rpc.sampling_params import RECOMMENDED
 
 
 def default_params(arguments: EngineArguments, info: ModelInfo) -> SamplingParams:
     """generation_config.json, under `override_generation_config`; vLLM's defaults where they say nothing."""
     given: dict[str, Any] = {}
     if arguments.generation_config == "auto":
-        given = {name: getattr(info.default_sampling, name) for name in NAMES}
+        given = {name: getattr(info.default_sampling, name) for name in RECOMMENDED}
         given["max_new_tokens"] = _max_new_tokens(arguments)
     given |= arguments.override_generation_config or {}
     longest = given.pop("max_new_tokens", None)

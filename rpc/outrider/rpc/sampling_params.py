@@ -208,12 +208,15 @@ class Parameter:
     check: Check
     reach: Reach = Reach.NAMED
     http: str | None = ""  # its name in HTTP's bodies; empty: the same; None: HTTP has it not
+    recommended: bool = False  # a model's authors may recommend it, in generation_config.json
 
 
 # Below this, logits divided by it leave float32's range; 0 alone is greedy.
 MIN_DIVISOR = 1e-5
 _FIRST, _KNOWN, _GATEWAY = Reach.FIRST, Reach.KNOWN, Reach.GATEWAY
 _TEMPERATURE = number(MIN_DIVISOR, 100, f"0 (greedy), or {MIN_DIVISOR:g} to 100", zero=True)
+_TOP_P = number(1e-9, 1, "above 0 and at most 1")
+_REPETITION = number(MIN_DIVISOR, 100, "above 0 and at most 100")
 
 
 def _context(limits: Limits) -> int:
@@ -228,11 +231,11 @@ def _max_tokens(limits: Limits) -> int:
 class SamplingParams:
     """The table: one row a parameter. An instance has every default resolved."""
 
-    temperature: Annotated[float, Parameter(_TEMPERATURE, _FIRST)] = 1.0
-    top_p: Annotated[float, Parameter(number(1e-9, 1, "above 0 and at most 1"), _FIRST)] = 1.0
-    top_k: Annotated[int, Parameter(integer(-1, 2**31 - 1), _FIRST)] = 0  # 0 and -1: off
-    min_p: Annotated[float, Parameter(number(0, 1), _FIRST)] = 0.0
-    repetition_penalty: Annotated[float, Parameter(number(MIN_DIVISOR, 100, "above 0 and at most 100"), _FIRST)] = 1.0
+    temperature: Annotated[float, Parameter(_TEMPERATURE, _FIRST, recommended=True)] = 1.0
+    top_p: Annotated[float, Parameter(_TOP_P, _FIRST, recommended=True)] = 1.0
+    top_k: Annotated[int, Parameter(integer(-1, 2**31 - 1), _FIRST, recommended=True)] = 0  # 0 and -1: off
+    min_p: Annotated[float, Parameter(number(0, 1), _FIRST, recommended=True)] = 0.0
+    repetition_penalty: Annotated[float, Parameter(_REPETITION, _FIRST, recommended=True)] = 1.0
     presence_penalty: Annotated[float, Parameter(number(-2, 2), _FIRST)] = 0.0
     frequency_penalty: Annotated[float, Parameter(number(-2, 2), _FIRST)] = 0.0
     logit_bias: Annotated[dict[int, float], Parameter(biases(1024, 100), _FIRST)] = field(default_factory=dict)
@@ -279,6 +282,7 @@ BASELINE = (
     "acceptance.rejection",
     "acceptance.coupled",
 )
+RECOMMENDED = tuple(name for name, row in PARAMETERS.items() if row.recommended)
 _OPTIONAL = {name for name in PARAMETERS if getattr(DEFAULT_SAMPLING, name) is None}
 _LISTS = {name for name in PARAMETERS if isinstance(getattr(DEFAULT_SAMPLING, name), tuple)}
 # What is the model's where a request leaves it out. Lists, maps and constraints cannot be absent, only empty.
