@@ -1,12 +1,9 @@
 """Several tokens of many sequences in a row, with one wait: captured passes, and captured draws between them.
 
-The host launches a pass and a draw for each token and reads the table of all of them at the end. It holds for sequences
-whose sampling is numbers alone; what depends on the tokens drawn (penalties, bad words) goes token by token.
-
-How a device draws the next token of every sequence of a pass, and leaves it where the next pass reads it.
-
-Nothing is read on the host, so that passes and draws follow one another like one: their launches wait for nobody. What
-was drawn lies in a table, a row a pass, which is read once at the end."""
+A draw takes the next token of every sequence and leaves it where the next pass reads it, so that the host launches a
+pass and a draw for each token and waits for none. What was drawn lies in a table, a row a pass, which is read once at
+the end. It holds for sequences whose sampling is numbers alone; what depends on the tokens drawn (penalties, bad words)
+goes token by token."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from outrider.engine.sampler import OFF, is_numeric_only, parameters_of, row_sam
 from outrider.engine.staging import Column, StagedColumns, words_of
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import MAX_ENTRIES, advance, best_ids, greedy_choice, logits_to_probs
-from outrider.kernels.verify.reference import coupled_choice
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule
+from outrider.proposers.drawing import drafted_tokens, pack, race
 
 MOST_RANKED = 8  # ids of a row that are ranked: the drawn one, and the best of the others
 
@@ -108,8 +105,9 @@ def draw(
     if kind.races:
         noise = exponential_noise(*counters, logits.shape[1])  # [sequences, vocab]
         is_raced = columns["races"] != 0  # [sequences]
-        ids = torch.where(is_raced, coupled_choice(probs, noise), ids)
-        scores = torch.where(is_raced[:, None], -noise / probs, logits) if kind.ranks else logits
+        winners, raced = race(probs, noise)
+        ids = torch.where(is_raced, winners, ids)
+        scores = torch.where(is_raced[:, None], raced(), logits) if kind.ranks else logits
     if kind.ranks:
         extra.append(best_ids(scores, MOST_RANKED))  # [sequences, MOST_RANKED]
     if kind.weighs:
@@ -239,20 +237,16 @@ def _read(table: Tensor, layout: DrawLayout, rows: Sequence[DraftRows]) -> list[
 
 def _tokens(parts: list[Tensor], kind: DrawKind, rows: Sequence[DraftRows]) -> list[DraftedToken | None]:
     """Of one pass."""
-    ids = parts[0].tolist()
-    ranked = parts[1].tolist() if kind.ranks else [()] * len(ids)
-    tokens: list[DraftedToken | None] = []
-    for index, row in enumerate(rows):
-        token = ids[index]
-        others = tuple(other for other in ranked[index] if other not in (token, -1))[: row.num_top_tokens]
-        entries = _entries(parts[-3:], index) if row.draft_sampling.rule == DraftRule.REJECTION else (b"", b"")
-        tokens.append(DraftedToken(token, *entries, others) if token >= 0 else None)
-    return tokens
+    count = len(rows)  # the bucket may have more
+    ids = parts[0][:count].tolist()
+    ranked = parts[1][:count].tolist() if kind.ranks else [()] * count
+    weighs = [row.draft_sampling.rule == DraftRule.REJECTION for row in rows]
+    entries = [_entries(parts[-3:], index) if weighed else (b"", b"") for index, weighed in enumerate(weighs)]
+    return drafted_tokens(ids, ranked, entries, rows)
 
 
 def _entries(parts: list[Tensor], index: int) -> tuple[bytes, bytes]:
     """Ids and weights of one sequence, packed."""
     counts, ids, weights = parts
     count = int(counts[index])
-    packed = (entries[index, :count].numpy().astype("<u4").tobytes() for entries in (ids, weights))
-    return next(packed), next(packed)
+    return pack(ids[index, :count]), pack(weights[index, :count])

@@ -7,8 +7,8 @@ integer weights that travel with the token, under coupling by the noise that bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -19,14 +19,13 @@ from outrider.engine.sampler import assemble
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
     adjust_logits,
-    best_ids,
     draft_sample,
     greedy_choice,
     logits_to_probs,
 )
-from outrider.kernels.verify.reference import coupled_choice
 from outrider.proposers.device_draft import MOST_PASSES, DeviceChains
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, DraftSampling
+from outrider.proposers.drawing import drafted_tokens, pack, race, ranked_ids
 
 
 class DraftModelProposer:
@@ -85,13 +84,14 @@ class DraftModelProposer:
         sampling = assemble([row.sampling_rows() for row in rows], logits.device)
         if rule is DraftRule.ARGMAX:
             ids, invalid = greedy_choice(logits, sampling)  # [rows] each
-            return _without_weights(ids, invalid, _top_tokens(lambda: adjust_logits(logits, sampling), rows), rows)
-        probs, invalid = logits_to_probs(logits, sampling)  # [rows, vocab], [rows]
-        if rule is DraftRule.COUPLED:
-            noise = self._noise.rows([row.span() for row in rows])  # [rows, vocab]
-            ids = coupled_choice(probs, noise)
-            return _without_weights(ids, invalid, _top_tokens(lambda: -noise / probs, rows), rows)
-        return self._draw_weighted(probs, invalid, rows)
+            ranked = ranked_ids(lambda: adjust_logits(logits, sampling), rows)
+        else:
+            probs, invalid = logits_to_probs(logits, sampling)  # [rows, vocab], [rows]
+            if rule is DraftRule.REJECTION:
+                return self._draw_weighted(probs, invalid, rows)
+            ids, scores = race(probs, self._noise.rows([row.span() for row in rows]))  # [rows]
+            ranked = ranked_ids(scores, rows)
+        return drafted_tokens(ids.masked_fill(invalid, -1).tolist(), ranked, [(b"", b"")] * len(rows), rows)
 
     def _draw_weighted(self, probs: Tensor, invalid: Tensor, rows: list[DraftRows]) -> list[DraftedToken | None]:
         """`probs` are [rows, vocab], `invalid` [rows]."""
@@ -99,15 +99,11 @@ class DraftModelProposer:
             probs[invalid] = 1.0 / probs.shape[1]  # drawn like the others, and not used
         words = self._words.rows([row.span() for row in rows])  # [rows, 4]
         samples = draft_sample(probs, words, self._mass)
-        tokens, bad = samples.token_ids.tolist(), invalid.tolist()
         starts = (4 * samples.entry_starts).tolist()  # in bytes
-        ids, weights = _packed(samples.entry_ids), _packed(samples.entry_weights)
-        return [
-            None
-            if bad[row] or token < 0
-            else DraftedToken(token, ids[starts[row] : starts[row + 1]], weights[starts[row] : starts[row + 1]])
-            for row, token in enumerate(tokens)
-        ]
+        ids, weights = pack(samples.entry_ids), pack(samples.entry_weights)
+        entries = [(ids[start:end], weights[start:end]) for start, end in pairwise(starts)]
+        tokens = samples.token_ids.masked_fill(invalid, -1).tolist()
+        return drafted_tokens(tokens, [()] * len(rows), entries, rows)
 
 
 def _chains(runner: ModelRunner, mass: float) -> DeviceChains | None:
@@ -123,30 +119,6 @@ _NO_DRAW = len(DraftRule)  # a group of its own, after the rules: these rows hav
 
 def _group(row: DraftRows) -> int:
     return int(row.draft_sampling.rule) if row.draws else _NO_DRAW
-
-
-def _packed(values: Tensor) -> bytes:
-    """Values are [entries] int64 below 2^32."""
-    return values.cpu().numpy().astype("<u4").tobytes()
-
-
-def _top_tokens(score: Callable[[], Tensor], rows: Sequence[DraftRows]) -> list[list[int]]:
-    """The tokens of the best finite scores, one more than wanted: the drawn one may be among them; [rows, vocab]. Under
-    coupling the scores hold the noise that the target will meet, so that they rank what it will take instead."""
-    wanted = max(row.num_top_tokens for row in rows)
-    return best_ids(score(), wanted + 1).tolist() if wanted else [[]] * len(rows)
-
-
-def _without_weights(
-    ids: Tensor, invalid: Tensor, best: Sequence[Sequence[int]], rows: Sequence[DraftRows]
-) -> list[DraftedToken | None]:
-    """Ids and flags are [rows]; `best` may hold the drawn token, and ends with -1 where there are no more."""
-    drafted: list[DraftedToken | None] = []
-    for token, bad, ranked, row in zip(ids.tolist(), invalid.tolist(), best, rows, strict=True):
-        others = [other for other in ranked if other not in (token, -1)]
-        valid = not bad and token >= 0
-        drafted.append(DraftedToken(token, top_tokens=tuple(others[: row.num_top_tokens])) if valid else None)
-    return drafted
 
 
 def _advance(row: DraftRows, drafted: DraftedToken | None) -> None:
