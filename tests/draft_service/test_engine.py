@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
 
-from outrider.draft_service import engine
+from outrider.draft_service import chains
 from outrider.draft_service.sequence import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
@@ -318,14 +318,14 @@ def test_a_step_that_fails_before_all_weights_are_noted_is_rolled_back(
     call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every token leaves with the weights that it was drawn from."""
-    calls, wire_weights = 0, engine._wire_weights
+    calls, weights_of = 0, chains._weights_of
 
     def fragile(drafted: DraftedToken) -> TokenWeights | None:
         nonlocal calls
         calls += 1
         if calls == call:
             raise RuntimeError("injected")
-        return wire_weights(drafted)
+        return weights_of(drafted)
 
     def pieces(harness: DraftHarness) -> list[DraftTokens]:
         harness.send(*(new_open(number, [10 + number, 3, 4], SAMPLED, seed=number) for number in (1, 2, 3)))
@@ -341,5 +341,5 @@ def test_a_step_that_fails_before_all_weights_are_noted_is_rolled_back(
         return sorted(found, key=lambda piece: (piece.sequence_id, piece.position))
 
     clean = pieces(DraftHarness())
-    monkeypatch.setattr(engine, "_wire_weights", fragile)
+    monkeypatch.setattr(chains, "_weights_of", fragile)
     assert [len(piece.weights) for piece in clean] == [4] * 6 and pieces(DraftHarness()) == clean

@@ -7,23 +7,23 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
 from support.environment import SEED
 
-from outrider.draft_service.engine import MAX_BRANCH_STEPS
-from outrider.draft_service.sequence import (
+from outrider.draft_service.chains import (
     LEAST_CHANCE,
     Branch,
-    DraftSequence,
+    Branches,
+    Chain,
     Outcome,
     OutcomeRates,
-    matching_branch,
     outcome_probs,
     rank_of,
 )
+from outrider.draft_service.engine import MAX_BRANCH_STEPS
+from outrider.draft_service.sequence import DraftLimits, DraftSequence
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.kv_cache_manager import CachedSequence as EngineSequence
 from outrider.proposers.ngram import NgramProposer
@@ -36,14 +36,14 @@ CHAIN = [10, 11, 12, 13]
 
 
 def drafted(
-    ids: list[int], until: int = 100, max_window: int = 100, **options: Any
+    ids: list[int], until: int = 100, max_window: int = 100, number: int = 3, capacity: int = 1000
 ) -> tuple[DraftSequence, KVCacheManager]:
     """A sequence after PROMPT that has drafted `ids`; all but the last token are computed."""
     cache = KVCacheManager(BlockPool(8), 4)
     matcher = NgramProposer(1, 1).open(PROMPT)
-    options = {"chain": 3, "capacity": 1000, "sink": lambda _: None, **options}
-    draft = DraftSequence((1, 7), CachedSequence(list(PROMPT)), len(PROMPT), method=matcher, **options)
-    draft.grant(credit(7, until, max_window))
+    chain = Chain(number, CachedSequence(list(PROMPT)), sent=len(PROMPT))
+    draft = DraftSequence((1, 7), len(PROMPT), chain, DraftLimits(capacity), matcher, sink=lambda _: None)
+    draft.limits.grant(credit(7, until, max_window))
     extend(draft, cache, ids)
     return draft, cache
 
@@ -52,8 +52,7 @@ def extend(draft: DraftSequence, cache: KVCacheManager, ids: list[int]) -> None:
     cache.extend(draft.sequence)
     draft.sequence.tokens.extend(ids)
     draft.method.append(ids)  # type: ignore[union-attr]
-    for _ in ids:
-        draft.add_weights(None)
+    draft.chain.weights += [None] * len(ids)
     cache.extend(draft.sequence)
     draft.sequence.num_computed_tokens = len(draft.sequence) - 1
 
@@ -93,16 +92,16 @@ CASES = [
 def test_a_commit_meets_a_chain(case: Case, sent: int) -> None:
     draft, cache = drafted(CHAIN[:sent], max_window=max(sent, 1))
     assert [piece.ids for piece in draft.take_pieces()] == ([tuple(CHAIN[:sent])] if sent else [])
-    draft.grant(credit(7, 100, 100))
+    draft.limits.grant(credit(7, 100, 100))
     extend(draft, cache, CHAIN[sent:])
     draft.on_commit(case.commit, cache)
     assert draft.sequence.tokens == [*PROMPT, *case.tokens]
     assert draft.committed == len(PROMPT) + case.committed
-    assert draft.chain == case.chain
+    assert draft.chain.number == case.chain
     assert draft.sequence.num_computed_tokens == case.computed
     assert draft.method.num_tokens == len(draft.sequence)  # type: ignore[union-attr]
     # What is unsent starts where the last piece ended, or at the committed length of a new chain.
-    draft.grant(credit(7, 100, 1))
+    draft.limits.grant(credit(7, 100, 1))
     start = draft.committed if case.chain == 4 else len(PROMPT) + sent
     pieces = [piece for piece in draft.take_pieces() if piece.ids]
     assert [(piece.chain, piece.position) for piece in pieces] == [
@@ -125,16 +124,16 @@ def test_commits_before_credit_are_stored() -> None:
 
 
 def test_chains_start_where_the_open_says() -> None:
-    draft, _ = drafted([10], until=6, chain=17)
+    draft, _ = drafted([10], until=6, number=17)
     assert [piece.chain for piece in draft.take_pieces()] == [17]
 
 
 def test_credit_never_falls() -> None:
     draft, _ = drafted([], until=0)
     for until, expected in ((8, 8), (6, 8), (9, 9), (0, 9)):
-        draft.grant(credit(7, until))
-        assert draft.until == expected
-    draft.grant(credit(7, 20, max_window=0))
+        draft.limits.grant(credit(7, until))
+        assert draft.limits.until == expected
+    draft.limits.grant(credit(7, 20, max_window=0))
     assert draft.limit == 0 and not draft.wants_tokens
 
 
@@ -177,11 +176,11 @@ def test_a_finished_sequence_drafts_nothing_more() -> None:
 
 def test_device_time_is_summed_by_piece() -> None:
     draft, _ = drafted([10, 11, 12], until=100, max_window=2)
-    draft.draft_us = 300
+    draft.chain.draft_us = 300
     assert [piece.draft_us for piece in draft.take_pieces()] == [300]
-    draft.draft_us += 50
-    draft.grant(credit(7, 8, 2))
-    draft.until = 8
+    draft.chain.draft_us += 50
+    draft.limits.grant(credit(7, 8, 2))
+    draft.limits.until = 8
     assert [piece.draft_us for piece in draft.take_pieces()] == [50]
 
 
@@ -289,7 +288,7 @@ def test_what_has_survived_but_not_left_leaves_at_once() -> None:
     harness = DraftHarness()
     harness.run(new_open(1, BRANCHES_PROMPT, GREEDY), credit(1, len(BRANCHES_PROMPT) + K, K, BRANCHES))
     draft = harness.engine.sequences[STREAM, 1]
-    draft.grant(credit(1, len(BRANCHES_PROMPT) + 2 * (K + 1), K, BRANCHES))
+    draft.limits.grant(credit(1, len(BRANCHES_PROMPT) + 2 * (K + 1), K, BRANCHES))
     harness.engine.step(0.0)
     harness.engine.step(0.0)  # two more tokens, not a piece yet
     chain = draft.sequence.tokens[len(BRANCHES_PROMPT) :]
@@ -316,8 +315,10 @@ def test_rates_and_ranks() -> None:
 def test_an_outcome_of_a_branch_is_as_likely_as_both_together() -> None:
     table = OutcomeRates().table(2)
     chances = [column[:2] for column in table.chances]  # after 2 tokens and the one that follows, another window
-    branch = Branch(4, 0, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (8, 9), 13: (10,)})
-    orphan = Branch(5, 3, 11, EngineSequence([*range(11), 3, 6, 7]), {12: (11,)})  # its parent has gone
+    branch = Branch.of(4, Outcome(0, 11, 3), EngineSequence([*range(11), 3, 6, 7]))
+    branch.top_tokens = {12: (8, 9), 13: (10,)}
+    orphan = Branch.of(5, Outcome(3, 11, 3), EngineSequence([*range(11), 3, 6, 7]))  # its parent has gone
+    orphan.top_tokens = {12: (11,)}
     found = outcome_probs(table, 0, 10, {10: (1, 2), 11: (3, 4), 12: (5,), 13: (6,)}, [branch, orphan])
     expected = {
         Outcome(0, 10, 1): chances[0][0],
@@ -345,20 +346,20 @@ def test_branches_of_a_branch_are_there_when_its_outcome_comes() -> None:
     draft = harness.engine.sequences[STREAM, 1]
     assert {piece.parent for piece in pieces if piece.chain > 0 and piece.parent is not None} == {0}
     second = next(branch for branch in draft.branches if branch.parent > 0)
-    first = next(branch for branch in draft.branches if branch.chain == second.parent)
+    first = next(branch for branch in draft.branches if branch.number == second.parent)
     new = first.sequence.tokens[len(BRANCHES_PROMPT) : first.position + 1]
     length, passes, flushes = len(BRANCHES_PROMPT) + len(new), len(harness.batches), len(harness.flushes)
     harness.send(commit(1, len(BRANCHES_PROMPT), *new, chain=0, num_drafted=K, num_accepted=len(new) - 1))
     harness.engine.step(0.0)
-    assert draft.chain == first.chain and len(harness.batches) <= passes + 1
+    assert draft.chain.number == first.number and len(harness.batches) <= passes + 1
     sent = {event.chain: event for event in harness.flushes[flushes] if isinstance(event, DraftTokens)}
-    assert sent[second.chain].position == second.position and sent[second.chain].parent == first.chain
+    assert sent[second.number].position == second.position and sent[second.number].parent == first.number
     assert all(branch.sequence.tokens[:length] == [*BRANCHES_PROMPT, *new] for branch in draft.branches)
     again = second.sequence.tokens[length : second.position + 1]
-    harness.run(commit(1, length, *again, chain=first.chain, num_drafted=K, num_accepted=len(again) - 1))
+    harness.run(commit(1, length, *again, chain=first.number, num_drafted=K, num_accepted=len(again) - 1))
     harness.check()
-    drafted = list(sent[second.chain].ids[1:])
-    assert draft.chain == second.chain and len(drafted) == K
+    drafted = list(sent[second.number].ids[1:])
+    assert draft.chain.number == second.number and len(drafted) == K
     assert drafted == continuation(harness, request, [*BRANCHES_PROMPT, *new, *again], K)
 
 
@@ -369,15 +370,16 @@ def test_what_the_target_does_not_hold_is_not_gone_on_with() -> None:
     assert refused.position > len(BRANCHES_PROMPT)
     harness.run(commit(1, len(BRANCHES_PROMPT), chain[0], chain=0, dropped=(refused.chain,)))
     draft = harness.engine.sequences[STREAM, 1]
-    assert draft.chain == 0 and refused.chain not in {branch.chain for branch in draft.branches}
+    assert draft.chain.number == 0 and refused.chain not in {branch.number for branch in draft.branches}
 
 
 def test_the_lowest_number_wins() -> None:
-    branches = [Branch(number, 0, 2, EngineSequence([1, 2, 9, 8])) for number in (5, 3)]
-    chosen = matching_branch(branches, 2, [9])
-    assert chosen is not None and chosen.chain == 3 and matching_branch(branches, 2, [7]) is None
-    orphan = Branch(4, 3, 3, EngineSequence([1, 2, 9, 8]))  # of a branch that had to go: its own guess is still one
-    assert matching_branch([orphan], 2, [9]) is None and matching_branch([orphan], 2, [9, 8]) is orphan
+    branches = Branches([Branch.of(number, Outcome(0, 2, 9), EngineSequence([1, 2, 9, 8])) for number in (5, 3)])
+    chosen = branches.matching(2, [9])
+    assert chosen is not None and chosen.number == 3 and branches.matching(2, [7]) is None
+    # Of a branch that had to go: its own guess is still one.
+    orphan = Branches([Branch.of(4, Outcome(3, 3, 8), EngineSequence([1, 2, 9, 8]))])
+    assert orphan.matching(2, [9]) is None and orphan.matching(2, [9, 8]) is orphan.held[0]
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -233,14 +233,14 @@ class DraftWatch:
             for message in command.messages:
                 key = (command.stream, message.sequence_id)
                 if isinstance(message, Commit) and key in engine.sequences:
-                    taken = (*key, engine.sequences[key].chain)
+                    taken = (*key, engine.sequences[key].chain.number)
                     self.taken += taken in self._sent
                     self._sent.discard(taken)
 
         def watched_step(now: float) -> float | None:
             wait = step(now)
             for draft in engine.sequences.values():
-                self.ahead += len(draft.sequence) - draft.committed > draft.piece_len
+                self.ahead += len(draft.sequence) - draft.committed > draft.limits.piece_len
                 self.branches += len(draft.branches) > 0
             return wait
 

@@ -21,7 +21,7 @@ from scipy.stats import chisquare
 from support.engines import COUPLED, DraftHarness, TargetHarness, opened
 from torch import Tensor
 
-from outrider.draft_service import engine as draft_engine
+from outrider.draft_service import chains
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import SequenceSampler
@@ -283,18 +283,18 @@ def test_scenario_04_draft_probs_are_not_changed_before_their_use(bug: bool, mon
     sent: dict[int, bytes] = {}  # digests by object
     used: list[tuple[bytes, bytes]] = []  # at sending, and now
     if bug:
-        buffers, packed, calls = (bytearray(1 << 16), bytearray(1 << 16)), draft_model._packed, count()
+        buffers, packed, calls = (bytearray(1 << 16), bytearray(1 << 16)), draft_model.pack, count()
 
         def into_one_buffer(values: torch.Tensor) -> memoryview:
             data, buffer = packed(values), buffers[next(calls) % 2]
             buffer[: len(data)] = data
             return memoryview(buffer)[: len(data)]
 
-        monkeypatch.setattr(draft_model, "_packed", into_one_buffer)
-    wire_weights, of = draft_engine._wire_weights, DraftWeights.of
+        monkeypatch.setattr(draft_model, "pack", into_one_buffer)
+    weights_of, of = chains._weights_of, DraftWeights.of
 
     def note_sent(drafted: Any) -> TokenWeights | None:
-        weights = wire_weights(drafted)
+        weights = weights_of(drafted)
         assert weights is not None
         sent[id(weights.ids)] = digest(weights.ids, weights.weights)
         return weights
@@ -303,7 +303,7 @@ def test_scenario_04_draft_probs_are_not_changed_before_their_use(bug: bool, mon
         used.extend((sent[id(vector[0])], digest(*vector)) for vector in vectors)
         return of(vectors)
 
-    monkeypatch.setattr(draft_engine, "_wire_weights", note_sent)
+    monkeypatch.setattr(chains, "_weights_of", note_sent)
     monkeypatch.setattr(verifier, "DraftWeights", SimpleNamespace(of=note_used))
     verify = HostVerifier.verify
 

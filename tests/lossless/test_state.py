@@ -325,7 +325,7 @@ def rounds(harness: DraftHarness, sampling: object, acceptance: AcceptanceRule) 
         ledger.check(runner, fresh_draft_prefill())
         start, outcome = len(tokens), rng.choice([0, 1, 2] if draft.branches else [0, 2])
         if outcome == 1:
-            branch = rng.choice(draft.branches)
+            branch = rng.choice(draft.branches.held)
             new = branch.sequence.tokens[start : branch.position + 1]
         else:
             new = draft.sequence.tokens[start : start + rng.randint(1, K + 1)]
@@ -333,7 +333,7 @@ def rounds(harness: DraftHarness, sampling: object, acceptance: AcceptanceRule) 
                 new = [*new[:-1], rng.randrange(3, 90)]
         outcomes[outcome] += 1
         tokens += new
-        told = commit(1, start, *new, chain=draft.chain, num_drafted=K, num_accepted=min(len(new) - 1, K))
+        told = commit(1, start, *new, chain=draft.chain.number, num_drafted=K, num_accepted=min(len(new) - 1, K))
         harness.run(told, credit(1, len(tokens) + 2 * (K + 1), K, BRANCHES))
         harness.check()
     return outcomes[0], outcomes[1], outcomes[2]

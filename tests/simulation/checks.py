@@ -117,7 +117,7 @@ class Watch:
         require(known == self.seen[: draft.committed], f"{self.name}: the draft's committed tokens are others")
         if self.is_honest is None:
             return
-        lines = {branch.chain: branch.sequence for branch in draft.branches}
+        lines = {branch.number: branch.sequence for branch in draft.branches}
         tokens = lines.get(piece.chain, draft.sequence).tokens
         state = self.draft_table.state_after(tokens[: piece.position])
         for index, token in enumerate(piece.ids):

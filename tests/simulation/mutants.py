@@ -63,7 +63,7 @@ def _keeps_tail(restart: Any, draft: DraftSequence, length: int, ids: Any, cache
     restart(draft, length, ids, cache)
     for token in tail[: max(0, draft.limit - len(draft.sequence))]:
         draft.sequence.tokens.append(token)
-        draft.add_weights(None)
+        draft.chain.weights.append(None)
 
 
 def _takes_gaps(add: Any, chains: ChainBuffer, piece: Any) -> None:

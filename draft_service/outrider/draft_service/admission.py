@@ -1,6 +1,5 @@
-"""From an Open to a sequence: its method, its prompt (a fork's is its parent's), and what cannot be served.
-
-Spans of batch steps, linked to the requests that they served. Without a tracer nothing is made."""
+"""From an Open to a sequence: its method, its prompt (a fork's is its parent's), what cannot be served, and the link by
+which the spans of batch steps tell whom they served. Without a tracer no span is made."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Link, Tracer
 
-from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey, Sink
+from outrider.draft_service.chains import Chain
+from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SequenceSampler
@@ -125,14 +125,12 @@ def build_sequence(
         state = method.open(tokens)
     return DraftSequence(
         key=key,
-        sink=sink,
-        sequence=CachedSequence(tokens, salt=request.salt),
         prompt_len=len(prompt_ids),
-        chain=request.first_chain,
-        capacity=capacity,
+        chain=Chain(request.first_chain, CachedSequence(tokens, salt=request.salt), sent=len(tokens)),
+        limits=DraftLimits(capacity),
         method=state,
-        arrival=arrival,
-        priority=request.priority,
+        sink=sink,
+        seniority=(request.priority, arrival),
         deadline=now + request.timeout_ms / 1000 if request.timeout_ms else None,
         parent=parent,
         link=link_to(request.traceparent),

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from opentelemetry.trace import Tracer
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, record_step
-from outrider.draft_service.scheduler import BranchPlanner, BranchStep, DraftScheduler, note_top_tokens, rows_of
+from outrider.draft_service.scheduler import BranchPlanner, BranchStep, DraftScheduler
 from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.worker import require_device
-from outrider.proposers.draft_rows import DraftedToken, DraftRows
+from outrider.proposers.draft_rows import DraftRows
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
 from outrider.rpc.messages import (
     Close,
@@ -25,7 +25,6 @@ from outrider.rpc.messages import (
     DraftCommand,
     DraftEvent,
     Open,
-    TokenWeights,
     to_failure,
 )
 from outrider.rpc.servicer import Deliver, Detach
@@ -107,7 +106,8 @@ class DraftEngine:
             require_device(self._model.proposer.runner.model.device)
         in_step, self._in_step = self._in_step, []
         for draft in in_step:
-            draft.roll_back(self._cache)
+            for chain in (draft.chain, *draft.branches):
+                chain.roll_back(self._cache)
         if len(in_step) > 1:
             self._suspects = in_step
             return
@@ -150,7 +150,7 @@ class DraftEngine:
 
     def _update(self, draft: DraftSequence, message: Commit | Credit) -> None:
         if isinstance(message, Credit):
-            draft.grant(message)
+            draft.limits.grant(message)
             return
         if self._model and isinstance(draft.method, ModelState):
             check_ids(message.ids, self._model.vocab_size)
@@ -164,9 +164,8 @@ class DraftEngine:
             ids = draft.method.propose(draft.limit - len(draft.sequence))
             draft.method.append(ids)
             draft.sequence.tokens.extend(ids)
-            for _ in ids:
-                draft.add_weights(None)
-            draft.ended = draft.wants_tokens  # nothing more is found until the tokens change
+            draft.chain.weights += [None] * len(ids)
+            draft.chain.ended = draft.wants_tokens  # nothing more is found until the tokens change
 
     def _draft(
         self, model: ModelMethod, steps: list[tuple[DraftSequence, int]], branch_steps: list[BranchStep]
@@ -174,21 +173,18 @@ class DraftEngine:
         """One pass, or several: the next tokens of every chain, and of every branch."""
         self._in_step = [*{draft: None for draft, _ in (*steps, *branch_steps)}]
         started = time.perf_counter_ns()
-        rows = [row for draft, num_rows in steps if (row := draft.rows(num_rows)) is not None]
-        rows += [row for draft, branch in branch_steps if (row := rows_of(draft, branch)) is not None]
+        lines = [(draft, draft.chain, num_rows) for draft, num_rows in steps]
+        lines += [(draft, branch, 1) for draft, branch in branch_steps]
+        rows = [row for draft, line, num_rows in lines if (row := draft.rows(line, num_rows)) is not None]
         draws = [row.draws for row in rows]
         num_passes = self._num_passes(model, rows, steps, branch_steps)
         drafted = model.proposer.run(rows, num_passes)
         duration_us = (time.perf_counter_ns() - started) // 1000
-        for (_, branch), tokens in zip(branch_steps, drafted[len(steps) :], strict=True):
-            branch.ended = len(tokens) < num_passes
-            note_top_tokens(branch, tokens)
-        for (draft, _), drew, tokens in zip(steps, draws[: len(steps)], drafted[: len(steps)], strict=True):
-            draft.draft_us += duration_us
-            draft.ended = drew and len(tokens) < num_passes
-            for token in tokens:
-                draft.add_weights(_wire_weights(token))
-            note_top_tokens(draft, tokens)
+        for (_, line, _), drew, tokens in zip(lines, draws, drafted, strict=True):
+            line.ended = drew and len(tokens) < num_passes
+            line.note(tokens)
+        for draft, _ in steps:
+            draft.chain.draft_us += duration_us
             # Less one: the last committed token may have to be computed again, so its block stays writable.
             self._cache.publish(draft.sequence, draft.committed - 1)
         self._in_step = []
@@ -223,10 +219,10 @@ class DraftEngine:
         their turn again."""
         return any(
             model.proposer.prepare(
-                draft.method.draft_sampling, draft.committed, len(draft.sequence) + draft.piece_len + 1
+                draft.method.draft_sampling, draft.committed, len(draft.sequence) + draft.limits.piece_len + 1
             )
             for draft in self._sequences.values()
-            if isinstance(draft.method, ModelState) and draft.until > draft.committed and not draft.finished
+            if isinstance(draft.method, ModelState) and draft.limits.until > draft.committed and not draft.finished
         )
 
     def _expire(self, now: float) -> None:
@@ -251,7 +247,3 @@ class DraftEngine:
             for piece in draft.take_pieces():
                 draft.sink(piece)
         self._flush()
-
-
-def _wire_weights(drafted: DraftedToken) -> TokenWeights | None:
-    return TokenWeights(drafted.ids, drafted.weights) if drafted.ids else None

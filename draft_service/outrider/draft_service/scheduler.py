@@ -1,15 +1,14 @@
-"""Which sequences the draft model steps next, with how many rows, and who gives up blocks.
-
-Which branches are opened and grown in the next pass: one row for each, beside the rows of the chains."""
+"""What the draft model steps next, and who gives up blocks for it: chains and prompts with their rows (DraftScheduler),
+and beside them branches, which are opened and grown by one row each (BranchPlanner)."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from outrider.draft_service.sequence import Branch, DraftSequence, ModelState, Outcome, outcome_probs
+from outrider.draft_service.chains import Branch, Outcome, outcome_probs
+from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager, OutOfBlocks
-from outrider.proposers.draft_rows import DraftedToken, DraftRows
 
 LONG_PREFILL = 32  # rows: more than this are a prompt's, and wait until the chains have theirs
 
@@ -37,7 +36,7 @@ class DraftScheduler:
 
     def release(self, sequence: DraftSequence) -> None:
         """Takes a sequence's blocks; it looks into the prefix cache before it computes again."""
-        sequence.drop_branches(self.cache)
+        sequence.branches.give_up(self.cache)
         self.cache.release(sequence.sequence)
         sequence.admitted = False
 
@@ -70,8 +69,8 @@ class DraftScheduler:
         """Guesses go before anything else; whether there were any."""
         holders = [draft for draft in everyone if draft.branches]
         for draft in holders:
-            draft.drop_branches(self.cache)
-            draft.evicted_at = draft.committed
+            draft.branches.give_up(self.cache)
+            draft.branches.evicted_at = draft.committed
         return bool(holders)
 
 
@@ -82,9 +81,9 @@ def _may_run(draft: DraftSequence) -> bool:
     return draft.wants_tokens and (draft.parent is None or not draft.parent.wants_tokens)
 
 
-def _order(draft: DraftSequence) -> tuple[bool, int, int]:
+def _order(draft: DraftSequence) -> tuple[bool, tuple[int, int]]:
     is_prefill = len(draft.sequence) - draft.sequence.num_computed_tokens > LONG_PREFILL
-    return (is_prefill, draft.priority, draft.arrival)
+    return is_prefill, draft.seniority
 
 
 def _victim(
@@ -96,8 +95,8 @@ def _victim(
         other for other in everyone if other.sequence.block_table and other not in planned and other is not draft
     ]
     without_credit = [other for other in holders if not other.wants_tokens]
-    behind = [other for other in holders if (other.priority, other.arrival) > (draft.priority, draft.arrival)]
-    return max(without_credit or behind, key=lambda other: (other.priority, other.arrival), default=None)
+    behind = [other for other in holders if other.seniority > draft.seniority]
+    return max(without_credit or behind, key=lambda other: other.seniority, default=None)
 
 
 CopyBlocks = Callable[[Sequence[tuple[int, int]]], None]
@@ -113,13 +112,13 @@ class BranchPlanner:
 
     def plan(self, drafts: Iterable[DraftSequence], room: int) -> list[BranchStep]:
         """The branches of the next pass, at most `room` of all sequences together, with blocks for their rows."""
-        branching = [draft for draft in drafts if _may_branch(draft)]
+        branching = [draft for draft in drafts if draft.may_branch]
         branch_steps: list[BranchStep] = []
         for draft in branching:
-            most = min(draft.max_branches, max(1, room // len(branching)))
+            most = min(draft.limits.max_branches, max(1, room // len(branching)))
             if draft.window_is_drafted and len(draft.branches) < most:
                 self._open(draft, most)
-            for branch in list(draft.branches):
+            for branch in tuple(draft.branches):
                 grows = not branch.ended and len(branch.sequence) < draft.end_of(branch)
                 if len(branch_steps) < room and grows and self._has_blocks(draft, branch):
                     branch_steps.append((draft, branch))
@@ -128,14 +127,15 @@ class BranchPlanner:
     def _open(self, draft: DraftSequence, most: int) -> None:
         """Starts what is missing of the likeliest outcomes, while there are less than `most` branches."""
         copies: list[tuple[int, int]] = []
-        table = draft.rates.table(draft.piece_len)
-        chances = outcome_probs(table, draft.chain, draft.committed, draft.top_tokens, draft.branches)
-        lines = {draft.chain: draft.sequence} | {branch.chain: branch.sequence for branch in draft.branches}
-        known = {branch.outcome for branch in draft.branches}
+        chain, branches = draft.chain, draft.branches
+        table = branches.rates.table(draft.limits.piece_len)
+        chances = outcome_probs(table, chain.number, draft.committed, chain.top_tokens, branches)
+        parents = {line.number: line.sequence for line in (chain, *branches)}
+        known = {branch.outcome for branch in branches}
         for outcome in heapq.nlargest(most, chances, key=chances.__getitem__):  # of equal ones the first
-            if len(draft.branches) >= most:
+            if len(branches) >= most:
                 break
-            if outcome not in known and not self._fork(draft, lines[outcome.chain], outcome, copies):
+            if outcome not in known and not self._fork(draft, parents[outcome.chain], outcome, copies):
                 break
         self._copy_blocks(copies)
 
@@ -150,8 +150,7 @@ class BranchPlanner:
         except OutOfBlocks:
             return False
         sequence.tokens.append(outcome.token_id)
-        draft.last_chain += 1
-        draft.branches.append(Branch(draft.last_chain, outcome.chain, outcome.position, sequence))
+        draft.branches.held.append(Branch.of(draft.next_number(), outcome, sequence))
         if copy is not None:
             copies.append(copy)
         return True
@@ -161,26 +160,6 @@ class BranchPlanner:
             self._cache.extend(branch.sequence)
         except OutOfBlocks:
             self._cache.release(branch.sequence)
-            draft.branches.remove(branch)
+            draft.branches.held.remove(branch)
             return False
         return True
-
-
-def _may_branch(draft: DraftSequence) -> bool:
-    """Whether it is asked to, has something to branch from, and did not just have to make room for others."""
-    asked = draft.num_top_tokens > 0 and draft.piece_len > 0
-    return asked and not draft.finished and draft.evicted_at != draft.committed
-
-
-def note_top_tokens(line: DraftSequence | Branch, tokens: Sequence[DraftedToken]) -> None:
-    """What might have stood in the place of the tokens just drawn, which end a chain or a branch."""
-    first = len(line.sequence) - len(tokens)
-    line.top_tokens |= {first + index: token.top_tokens for index, token in enumerate(tokens) if token.top_tokens}
-
-
-def rows_of(draft: DraftSequence, branch: Branch) -> DraftRows | None:
-    """The row of a branch; None where no model drafts."""
-    if not isinstance(draft.method, ModelState):
-        return None
-    sampler, draft_sampling = draft.method.sampler, draft.method.draft_sampling
-    return DraftRows(branch.sequence, 1, draft.committed, sampler, draft_sampling, draft.limit, draft.num_top_tokens)
