@@ -32,9 +32,8 @@ from outrider.engine.model_runner import RunnerOptions
 from outrider.engine.worker import Worker
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.channel import connect
-from outrider.rpc.codec import decode_draft_info
+from outrider.rpc.codec import DRAFT_STREAM, decode_draft_info
 from outrider.rpc.errors import Unavailable
-from outrider.rpc.frames import DRAFT_STREAM
 from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, DraftTokens, Failure, ModelInfo
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import build_server

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 
 from outrider.rpc import frames
+from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, Message
 from outrider.rpc.errors import ProtocolError, ResourceExhausted
 from outrider.rpc.frames import (
-    DRAFT_STREAM,
     ID_WINDOW,
     MAX_FRAME_BYTES,
-    TARGET_STREAM,
     FrameAssembler,
     FramePacker,
     IdRanges,
-    Message,
     SequenceState,
     SequenceTable,
 )

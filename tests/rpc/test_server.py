@@ -1,17 +1,12 @@
-"""Servers: addresses, health that follows the device, reflection, and the graceful end on signals.
-
-A blocking call in a thread: its items, its errors, and its end when the reader stops or is interrupted."""
+"""Servers: addresses, health that follows the device, reflection, and the graceful end on signals."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc.channel import connect, dial_target, listen_target
 from outrider.rpc.errors import InvalidArgument, Unavailable
-from outrider.rpc.server import MAX_AHEAD, Background, HealthMonitor, build_server, serve_until_signal
+from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
 from outrider.v1 import target_pb2, target_pb2_grpc
 
 SERVICE = "outrider.v1.TargetService"
@@ -177,68 +172,3 @@ async def test_the_process_ends_where_the_work_behind_its_server_does() -> None:
     with pytest.raises(RuntimeError, match="the device is gone"):
         await asyncio.wait_for(serving, 5)
     await build_server(server.address, [SERVICE], lambda grpc_server: None).stop()
-
-
-OnStop = Callable[[Callable[[], object]], None]
-
-
-def test_items_and_errors() -> None:
-    def three(on_stop: OnStop) -> Iterator[int]:
-        yield from (1, 2, 3)
-        raise ValueError("over")
-
-    items = Background(three).items()
-    assert [next(items), next(items), next(items)] == [1, 2, 3]
-    with pytest.raises(ValueError, match="over"):
-        next(items)
-
-
-def test_a_reader_that_stops_aborts_the_call() -> None:
-    released = threading.Event()
-
-    def blocking(on_stop: OnStop) -> Iterator[int]:
-        on_stop(released.set)
-        yield 1
-        released.wait(10)
-
-    items = Background(blocking).items()
-    assert next(items) == 1
-    items.close()  # type: ignore[attr-defined]
-    assert released.is_set()
-
-
-def test_a_slow_reader_holds_the_call_up() -> None:
-    taken: list[int] = []
-
-    def fast(on_stop: OnStop) -> Iterator[int]:
-        for number in range(10 * MAX_AHEAD):
-            taken.append(number)
-            yield number
-
-    items = Background(fast).items()
-    next(items)
-    time.sleep(0.1)
-    assert len(taken) <= MAX_AHEAD + 3
-    assert len(list(items)) == 10 * MAX_AHEAD - 1
-
-
-def test_an_interrupt_ends_it() -> None:
-    code = (
-        "import threading\n"
-        "from outrider.rpc.server import Background\n"
-        "def wait(on_stop):\n"
-        "    done = threading.Event(); on_stop(done.set)\n"
-        "    print('waiting', flush=True); done.wait(60); return iter(())\n"
-        "    yield\n"
-        "for _ in Background(wait).items(): pass\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    if process.stdout is None:
-        pytest.fail("no output")
-    assert process.stdout.readline() == "waiting\n"
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) != 0
-    process.stdout.close()

@@ -14,9 +14,8 @@ import grpc.aio
 import pytest
 
 from outrider.rpc.channel import connect
-from outrider.rpc.codec import decode_commit, encode_commit
+from outrider.rpc.codec import TARGET_STREAM, decode_commit, encode_commit
 from outrider.rpc.errors import OutriderError, ProtocolError, Unavailable
-from outrider.rpc.frames import TARGET_STREAM
 from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import build_server

@@ -13,8 +13,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
-from outrider.rpc.codec import encode_draft_info, encode_target_info
-from outrider.rpc.frames import DRAFT_STREAM, TARGET_STREAM
+from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, encode_draft_info, encode_target_info
 from outrider.rpc.messages import (
     Close,
     Closed,

@@ -20,8 +20,7 @@ from support.models import save_tiny
 
 from outrider.cli.local_services import Services
 from outrider.rpc.channel import connect
-from outrider.rpc.codec import decode_target_info
-from outrider.rpc.frames import TARGET_STREAM
+from outrider.rpc.codec import TARGET_STREAM, decode_target_info
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure
 from outrider.rpc.stream import FrameStream, client_stream
 from outrider.target_service.boot import TargetService, build, load

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.rpc.codec import encode_draft_info
-from outrider.rpc.frames import DRAFT_STREAM
+from outrider.rpc.codec import DRAFT_STREAM, encode_draft_info
 from outrider.rpc.messages import (
     Commit,
     Credit,

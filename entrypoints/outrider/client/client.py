@@ -13,12 +13,12 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from outrider.client.background import Background
 from outrider.client.request import build_request, request_metadata
 from outrider.client.resume import Resumption, Retry, Route, addresses_of
 from outrider.client.types import GatewayInfo, Part, decode_info
 from outrider.rpc.channel import channel_options, connect, dial_target
 from outrider.rpc.errors import OutriderError, from_rpc_error
-from outrider.rpc.server import Background
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 

@@ -1,23 +1,19 @@
-"""The framing of the draft and target streams, without I/O: what packs messages into frames and what takes them out.
-`FramePacker` and `FrameAssembler` of one side share a `SequenceTable`.
+"""The framing of the draft and target streams, without I/O: `FramePacker` makes frames of at most 64 KiB out of
+messages, `FrameAssembler` makes messages of frames. The two of one side share a `SequenceTable`.
 
-Which sequence ids of one stream are live, closing or over. A stream may carry any number of sequences: ids that are
-over are kept as ranges, and only those of a window below the highest id, since gateways count ids up.
+The packer. Short messages leave first, in the order they were pushed. Long ones (an Open with many ids, log
+probabilities of a prompt) leave in slices, round robin, in what room a frame has left. A sequence that still has slices
+to send has a *lane*, in which its later messages wait, so that messages of one sequence keep their order. A Close
+discards what its sequence has not sent. An Open of which nothing was sent vanishes with it, and the caller finds the id
+in `vanished`: nobody else will answer that Close. A fork waits for its parent's whole Open, and a parent's Close for
+the Opens of its forks, which name an unclosed sequence.
 
-Packs messages into frames of at most 64 KiB, without I/O.
+The assembler holds the peer to the rules of the stream: frames without gaps or repeats, ids that were opened, slices
+that add up. A broken rule is a ProtocolError, after which the stream is of no use. What arrives late for a sequence
+that is over is no error: it is ignored. An Open that asks for what only a newer peer knows fails that sequence alone.
 
-Short messages leave first, in the order they were pushed. Long ones (an Open with many ids, log probabilities of a
-prompt) leave in slices, round robin, in what room a frame has left. A sequence that still has slices to send has a
-*lane*, in which its later messages wait, so that messages of one sequence keep their order.
-
-A Close discards what its sequence has not sent. An Open of which nothing was sent vanishes with it, and the caller
-finds the id in `vanished`: nobody else will answer that Close. A fork waits for its parent's whole Open, and a
-parent's Close for the Opens of its forks, which name an unclosed sequence.
-
-Turns received frames into whole messages, without I/O, and holds the peer to the rules of the stream: frames
-without gaps or repeats, ids that were opened, slices that add up. A broken rule is a ProtocolError, after which the
-stream is of no use. What arrives late for a sequence that is over is no error: it is ignored. An Open that asks for
-what only a newer peer knows fails that sequence alone."""
+The table. A stream may carry any number of sequences: ids that are over are kept as ranges, and only those of a window
+below the highest id, since gateways count ids up."""
 
 from __future__ import annotations
 
@@ -29,20 +25,18 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from outrider.rpc.codec import (
-    DRAFT_STREAM,
-    TARGET_STREAM,
-    Direction,
-    Encoded,
-    Message,
-    OpenSlice,
-    StreamKind,
-    decode_header,
-)
+from outrider.rpc.codec import Direction, Encoded, Message, OpenSlice, decode_header
 from outrider.rpc.errors import InvalidArgument, ProtocolError, ResourceExhausted
 from outrider.rpc.messages import Close, Closed, Commit, Failure, FrameHeader, Open, to_failure
 
+MAX_FRAME_BYTES = 64 * 1024
+MAX_SLICES = 2  # of a frame: more log probabilities take milliseconds to encode, and to decode
+HEADER_BYTES = 48  # at most, of an encoded FrameHeader
+ENTRY_BYTES = 6  # at most, of the tag and the length before an entry
 ID_WINDOW = 1 << 16  # an id further below the highest one opened, and not live, counts as over
+MAX_OPEN_IDS = 1 << 24  # far above every context length; bounds what a broken peer can make us store
+
+Decoded = Message | OpenSlice | InvalidArgument | None  # None: a kind that only a newer peer knows
 
 
 class IdRanges:
@@ -147,12 +141,6 @@ class SequenceTable:
         """Notes that a sequence finished, failed or was released."""
         if self._active.pop(sequence_id, None) is not None:
             self._over.add(sequence_id)
-
-
-MAX_FRAME_BYTES = 64 * 1024
-MAX_SLICES = 2  # of a frame: more log probabilities take milliseconds to encode, and to decode
-HEADER_BYTES = 48  # at most, of an encoded FrameHeader
-ENTRY_BYTES = 6  # at most, of the tag and the length before an entry
 
 
 class _Bulk:
@@ -398,10 +386,6 @@ class FramePacker:
         return room - int(size)
 
 
-Decoded = Message | OpenSlice | InvalidArgument | None  # None: a kind that only a newer peer knows
-MAX_OPEN_IDS = 1 << 24  # far above every context length; bounds what a broken peer can make us store
-
-
 @dataclass(slots=True)
 class _PartialOpen:
     """An Open whose slices are still on their way."""
@@ -547,19 +531,3 @@ class FrameAssembler:
         elif state is not SequenceState.CLOSING:
             # Also after the sequence's own end: whoever keeps a finished sequence until its Close lets go now.
             received.messages.append(message)
-
-
-__all__ = [
-    "DRAFT_STREAM",
-    "MAX_FRAME_BYTES",
-    "TARGET_STREAM",
-    "Direction",
-    "FrameAssembler",
-    "FramePacker",
-    "IdRanges",
-    "Message",
-    "Received",
-    "SequenceState",
-    "SequenceTable",
-    "StreamKind",
-]

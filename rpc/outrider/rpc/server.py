@@ -3,12 +3,7 @@ and a graceful end on SIGTERM or SIGINT.
 
 Health in two senses, as orchestrators ask for it. Liveness, under the name "": the process works, and a restart
 would mend nothing. Readiness, under the names of the services: calls can be served now. The event loop answers health
-checks even while the device works, so a device thread has to be asked for explicitly.
-
-Whether an address can be listened on, before anything expensive is made for it.
-
-Iterating over a blocking call in a thread of its own, so that a signal never strikes inside of it: Ctrl-C in the
-middle of gRPC's blocking code can leave a lock that its channel waits for, for ever, when it is closed."""
+checks even while the device works, so a device thread has to be asked for explicitly."""
 
 from __future__ import annotations
 
@@ -17,14 +12,12 @@ import errno
 import gc
 import logging
 import os
-import queue
 import signal
 import socket
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -35,6 +28,14 @@ from grpc_reflection.v1alpha import reflection
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, listen_target, with_port
 from outrider.rpc.errors import ErrorInterceptor, Unavailable
 
+log = logging.getLogger(__name__)
+
+_FORCED_EXIT = 130  # what a shell reports for a program ended by an interrupt
+_HEALTH_SERVICE = "grpc.health.v1.Health"
+# Peers (health watchers, reconnecting gateways) see the new state before the server goes away.
+_SETTLE_S = 0.1
+# Others are left to gRPC, which knows more ways: without IPv6, it falls back from [::].
+_REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
 LIVENESS = ""
 
@@ -115,14 +116,6 @@ class HealthMonitor:
         self._answers[name] = serving
         response = health_pb2.HealthCheckResponse
         await self.servicer.set(name, response.SERVING if serving else response.NOT_SERVING)
-
-
-log = logging.getLogger(__name__)
-
-_FORCED_EXIT = 130  # what a shell reports for a program ended by an interrupt
-_HEALTH_SERVICE = "grpc.health.v1.Health"
-# Peers (health watchers, reconnecting gateways) see the new state before the server goes away.
-_SETTLE_S = 0.1
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
@@ -257,10 +250,6 @@ async def serve_until_signal(
             loop.remove_signal_handler(number)
 
 
-# Others are left to gRPC, which knows more ways: without IPv6, it falls back from [::].
-_REFUSED = (errno.EADDRINUSE, errno.EACCES)
-
-
 def require_free(address: str) -> None:
     """Raises Unavailable for an address that is in use: a large model takes minutes to load before it would be bound,
     and gRPC then writes lines of its own."""
@@ -284,64 +273,3 @@ def require_free(address: str) -> None:
 
 def _refusal(address: str, error: OSError) -> Unavailable:
     return Unavailable(f"cannot listen on {address}: {error.strerror}", reason="ADDRESS_IN_USE")
-
-
-T = TypeVar("T")
-
-MAX_AHEAD = 64  # items that a slow reader leaves unread before the call is held up
-MEMORY_POLL_S = 0.1
-JOIN_S = 2.0
-
-
-class _End:
-    """The call ended; `error` is what it raised."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-
-
-class Background(Generic[T]):
-    """Runs `iterate(on_stop)` in a thread. The function hands what aborts its blocking call to `on_stop`."""
-
-    def __init__(self, iterate: Callable[[Callable[[Callable[[], object]], None]], Iterator[T]]) -> None:
-        self._iterate = iterate
-        self._items: queue.Queue[T | _End] = queue.Queue(MAX_AHEAD)
-        self._stopped = threading.Event()
-        self._aborts: list[Callable[[], object]] = []
-        self._thread = threading.Thread(target=self._run, name="outrider-client", daemon=True)
-
-    def items(self) -> Iterator[T]:
-        """Yields what the call yields, and raises what it raises. Closing the iterator aborts the call."""
-        self._thread.start()
-        try:
-            while not isinstance(item := self._items.get(), _End):
-                yield item
-            if item.error is not None:
-                raise item.error
-        finally:
-            self._stop()
-
-    def _run(self) -> None:
-        error: Exception | None = None
-        try:
-            for item in self._iterate(self._aborts.append):
-                self._put(item)
-                if self._stopped.is_set():
-                    return
-        except Exception as raised:  # the reader raises it
-            error = raised
-        self._put(_End(error))
-
-    def _put(self, item: T | _End) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._items.put(item, timeout=MEMORY_POLL_S)
-                return
-            except queue.Full:
-                continue
-
-    def _stop(self) -> None:
-        self._stopped.set()
-        for abort in self._aborts:
-            abort()
-        self._thread.join(JOIN_S)

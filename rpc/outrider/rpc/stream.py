@@ -1,13 +1,7 @@
 """FrameStream: one side of a draft or target stream over grpc.aio. It coalesces what is sent in one turn of the event
 loop into one frame, sends a heartbeat when idle, notices a peer that is silent or whose device is stuck, and
-estimates the round trip. All methods belong to the event loop; the device thread uses call_soon_threadsafe.
-
-What a FrameStream reads and writes: the two ends of a grpc.aio stream, made alike.
-
-Estimates the round trip to a peer from frame headers. Clocks need not agree: the peer says how long it held the
-last frame it saw, and that is taken off the time that this side measured.
-
-From the device thread to the event loop: what one step says to one stream leaves in one frame."""
+estimates the round trip (RoundTrip). All methods belong to the event loop; a device thread sends by Outboxes, so that
+what one step says to one stream leaves in one frame."""
 
 from __future__ import annotations
 
@@ -28,6 +22,16 @@ from outrider.rpc.errors import Internal, OutriderError, Unavailable, from_rpc_e
 from outrider.rpc.frames import MAX_FRAME_BYTES, Decoded, FrameAssembler, FramePacker, SequenceTable
 from outrider.rpc.messages import Closed, FrameHeader, Open, to_failure
 
+log = logging.getLogger(__name__)
+
+MessageBatch = list[Message]  # what one frame brought: it holds together
+SILENT_PEER = "SILENT_PEER"  # the reason of a stream that ends since nothing comes
+_SMOOTHING = 1 / 8  # of the round trip, as TCP does
+_MAX_OUTSTANDING = 1024  # frames; a peer that acknowledges none of so many is measured no more until it does
+_MAX_STEP_AGE_MS = (1 << 32) - 1
+_LAST_WRITE_S = 1.0  # for a write to a peer that may not be reading any more
+_SLOW_S = 1.0  # a frame that takes longer to leave meets a slow reader
+
 
 class FrameTransport(Protocol):
     """One side of a bidirectional stream of frames."""
@@ -42,14 +46,14 @@ class FrameTransport(Protocol):
         """Ends the stream at once, if this side can."""
 
 
-class ClientTransport:
-    """The client's end: a StreamStreamCall."""
+class ServerTransport:
+    """The server's end: a ServicerContext. The stream ends when the handler returns."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
 
     async def read(self) -> Any | None:
-        """The next frame; AioRpcError if the call failed."""
+        """The next frame; AioRpcError if a client's call failed."""
         frame = await self._call.read()
         return None if frame is grpc.aio.EOF else frame
 
@@ -58,35 +62,21 @@ class ClientTransport:
         await self._call.write(frame)
 
     def abort(self) -> None:
+        """Nothing: the handler returns or raises, and gRPC ends the call with its status."""
+
+
+class ClientTransport(ServerTransport):
+    """The client's end: a StreamStreamCall, which is read and written alike."""
+
+    def abort(self) -> None:
         """Cancels the call; the server releases what the stream opened."""
         self._call.cancel()
 
 
-class ServerTransport:
-    """The server's end: a ServicerContext. The stream ends when the handler returns."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    async def read(self) -> Any | None:
-        """The next frame."""
-        frame = await self._context.read()
-        return None if frame is grpc.aio.EOF else frame
-
-    async def write(self, frame: Any) -> None:
-        """Sends a frame."""
-        await self._context.write(frame)
-
-    def abort(self) -> None:
-        """Nothing: the handler returns or raises, and gRPC ends the call with its status."""
-
-
-_SMOOTHING = 1 / 8  # as TCP does
-_MAX_OUTSTANDING = 1024  # frames; a peer that acknowledges none of so many is measured no more until it does
-
-
 class RoundTrip:
-    """Smoothed and least round trip, in microseconds; 0 before the first measurement."""
+    """Smoothed and least round trip to a peer, in microseconds, from frame headers; 0 before the first measurement.
+    Clocks need not agree: the peer says how long it held the last frame it saw, and that is taken off the time that
+    this side measured."""
 
     __slots__ = ("_last_received", "_last_received_at", "_sent", "min_us", "smoothed_us")
 
@@ -119,15 +109,6 @@ class RoundTrip:
         first = not self.smoothed_us
         self.smoothed_us = sample_us if first else self.smoothed_us + _SMOOTHING * (sample_us - self.smoothed_us)
         self.min_us = sample_us if first else min(self.min_us, sample_us)
-
-
-log = logging.getLogger(__name__)
-
-MessageBatch = list[Message]  # what one frame brought: it holds together
-SILENT_PEER = "SILENT_PEER"  # the reason of a stream that ends since nothing comes
-_MAX_STEP_AGE_MS = (1 << 32) - 1
-_LAST_WRITE_S = 1.0  # for a write to a peer that may not be reading any more
-_SLOW_S = 1.0  # a frame that takes longer to leave meets a slow reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from outrider.rpc.codec import encode_target_info
-from outrider.rpc.frames import TARGET_STREAM
+from outrider.rpc.codec import TARGET_STREAM, encode_target_info
 from outrider.rpc.messages import (
     Credit,
     DraftTokens,
