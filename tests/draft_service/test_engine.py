@@ -343,3 +343,18 @@ def test_a_step_that_fails_before_all_weights_are_noted_is_rolled_back(
     clean = pieces(DraftHarness())
     monkeypatch.setattr(chains, "_weights_of", fragile)
     assert [len(piece.weights) for piece in clean] == [4] * 6 and pieces(DraftHarness()) == clean
+
+
+def test_a_bug_before_a_step_is_planned_fails_what_is_open_and_leaves_the_engine_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness, prompt, window = DraftHarness(), list(range(3, 24)), 4
+    harness.send(new_open(1, prompt), credit(1, len(prompt) + window, window))
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.engine._scheduler, "plan", lambda drafts: [][0])
+        with pytest.raises(IndexError) as raised:
+            harness.engine.step(0.0)
+    harness.engine.on_error(raised.value)
+    assert [event.sequence_id for event in harness.events if isinstance(event, Failure)] == [1]
+    assert not harness.engine.sequences and harness.engine.step(0.0) is None
+    assert harness.ids(new_open(2, prompt), credit(2, len(prompt) + window, window))
