@@ -197,6 +197,8 @@ WRONG_TYPES: list[tuple[str, dict[str, Any]]] = [
     ("sampling.structured_output: is a text; allowed: a StructuredOutput", {"structured_output": "json"}),
     ("speculation.acceptance: is 'foo'; allowed: AcceptanceRule.AUTO, ", {"acceptance": "foo"}),
     ("speculation.num_draft_tokens: is a text; allowed: a whole number", {"num_draft_tokens": "a"}),
+    ("speculation.methods: is 3; allowed: a text or a list of texts", {"methods": 3}),
+    ("model: is 3; allowed: a text of whole characters", {"model": 3}),
     ("request_id: is 5; allowed: a text", {"request_id": 5}),
     ("output_ids: is a list; allowed: a list of lists of token ids", {"output_ids": [["a"]]}),
     ("n: is 0; allowed: a whole number, 1 to 64", {"n": 0}),

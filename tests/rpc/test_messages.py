@@ -263,6 +263,11 @@ def test_credits_commits_and_requests() -> None:
     assert fields(lambda: v.validate_generation(n=2, output_ids=((1,),))) == ["output_ids"]
     assert fields(lambda: v.validate_generation(request_id="a\x1b[2Jb")) == ["request_id"]
     v.validate_generation(request_id="größe 7, 大")
+    v.validate_generation(method="ngram", methods=("ngram",))
+    for methods in (("ngram", "draft_model"), ("ngram", "ngram")):
+        assert fields(lambda methods=methods: v.validate_generation(methods=methods)) == ["speculation.methods"]
+    assert fields(lambda: v.validate_generation(methods=("",))) == ["speculation.methods[0]"]
+    assert fields(lambda: v.validate_generation(method="a", methods=("b",))) == ["speculation.method"]
 
 
 def test_parts_are_collected() -> None:

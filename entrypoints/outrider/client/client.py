@@ -1,6 +1,4 @@
-"""The asynchronous client.
-
-The client for callers without an event loop."""
+"""The asynchronous client, and the same for callers without an event loop."""
 
 from __future__ import annotations
 

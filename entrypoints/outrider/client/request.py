@@ -1,9 +1,6 @@
-"""Fields of a request's messages, set from what a caller gave. A value of the wrong type is refused under its field's
-name, as the gateway refuses one out of bounds; protobuf's own words often leave the name out.
-
-What a gateway is asked for.
-
-What the calls of both clients share: metadata."""
+"""What a gateway is asked for: `build_request` makes the message from what a caller gave. A value of the wrong type is
+refused under its field's name, as the gateway refuses one out of bounds; protobuf's own words often leave the name
+out."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What has arrived of a request, and so what is to be asked for if its stream breaks. No I/O.
+"""A stream that breaks: what has arrived of the request, and so what is asked for next (`Resumption`), and when, where
+and after how long (`Route`). No I/O.
 
 A gateway takes the ids that a client has as output generated before: with the same seed the answer goes on where it
 stopped, its text too. Greedy and coupled completions come out as if nothing had happened (in batch-invariant mode;
-elsewhere up to near-ties), those accepted by rejection with the same distribution.
-
-When a call that failed is made again, where, and after how long. No I/O."""
+elsewhere up to near-ties), those accepted by rejection with the same distribution."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""The messages of the draft and target streams, between dataclass and protobuf: one encode_x and decode_x a message.
-A number that no field can hold raises ValueError.
+"""Between the dataclasses of `messages` and protobuf: one encode_x and decode_x for each message of the draft and
+target streams, for its parts, and for what a service says of itself. A number that no field can hold raises
+ValueError.
 
-Parts of messages, between dataclass and protobuf: distributions, log probabilities, times, load.
-
-What a service says of itself, between dataclass and protobuf.
-
-Which messages travel on which stream in which direction: tables from dataclass to protobuf field and back. The
-framing above them is written once for all four directions."""
+At the end stand the tables of which messages travel on which stream in which direction. The framing above them
+(`frames`) is written once for all four directions."""
 
 from __future__ import annotations
 
