@@ -1,8 +1,5 @@
-"""Prompts as vLLM takes them: text, token ids, and dicts of either.
-
-Conversations become prompts: the checkpoint's chat template, or the caller's.
-
-The tokenizer in the form that vLLM's users know."""
+"""Prompts as vLLM takes them: text, token ids, dicts of either, and conversations, which become prompts by the
+checkpoint's chat template or the caller's; and the tokenizer in the form that vLLM's users know."""
 
 from __future__ import annotations
 

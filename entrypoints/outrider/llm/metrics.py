@@ -1,10 +1,10 @@
-"""`get_metrics()`: counters, gauges, histograms and vectors under vLLM's names, without `_total`.
-
-The log line of speculation, in vLLM's words, for whoever reads its logs."""
+"""`get_metrics()`: counters, gauges, histograms and vectors under vLLM's names, without `_total`; and the log line of
+speculation, in vLLM's words, for whoever reads its logs."""
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import time
 from collections import Counter as Tally
@@ -20,6 +20,24 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 10.0
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts, over completions that have ended."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def add(self, tally: SpeculationTally) -> None:
+        """One completion's."""
+        self.num_drafts += tally.num_drafts
+        self.num_draft_tokens += tally.num_draft_tokens
+        self.num_accepted_tokens += tally.num_accepted_tokens
+        pairs = itertools.zip_longest(self.accepted_per_position, tally.accepted_per_position, fillvalue=0)
+        self.accepted_per_position = [before + more for before, more in pairs]
+
+
 class SpeculationLog:
     """Says every ten seconds, if something was drafted, what became of it: counted as completions end."""
 
@@ -29,13 +47,7 @@ class SpeculationLog:
 
     def add(self, tally: SpeculationTally) -> None:
         """One completion has ended."""
-        self._drafts += tally.num_drafts
-        self._drafted += tally.num_draft_tokens
-        self._accepted += tally.num_accepted_tokens
-        counts = tally.accepted_per_position
-        self._per_position.extend([0] * (len(counts) - len(self._per_position)))
-        for position, count in enumerate(counts):
-            self._per_position[position] += count
+        self._counts.add(tally)
         seconds = self._clock() - self._began
         if seconds >= INTERVAL_S:
             self._say(seconds)
@@ -43,23 +55,23 @@ class SpeculationLog:
 
     def _reset(self) -> None:
         self._began = self._clock()
-        self._drafts = self._drafted = self._accepted = 0
-        self._per_position: list[int] = []
+        self._counts = DraftCounts()
 
     def _say(self, seconds: float) -> None:
-        if self._drafts == 0 or self._drafted == 0:
+        counts = self._counts
+        if counts.num_drafts == 0 or counts.num_draft_tokens == 0:
             return
         log.info(
             "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, "
             "Drafted throughput: %.2f tokens/s, Accepted: %d tokens, Drafted: %d tokens, "
             "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
-            1 + self._accepted / self._drafts,
-            self._accepted / seconds,
-            self._drafted / seconds,
-            self._accepted,
-            self._drafted,
-            ", ".join(f"{count / self._drafts:.3f}" for count in self._per_position),
-            100 * self._accepted / self._drafted,
+            1 + counts.num_accepted_tokens / counts.num_drafts,
+            counts.num_accepted_tokens / seconds,
+            counts.num_draft_tokens / seconds,
+            counts.num_accepted_tokens,
+            counts.num_draft_tokens,
+            ", ".join(f"{count / counts.num_drafts:.3f}" for count in counts.accepted_per_position),
+            100 * counts.num_accepted_tokens / counts.num_draft_tokens,
         )
 
 
@@ -139,7 +151,7 @@ class Statistics:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._k, self._max_running = num_speculative_tokens, max_running
         self._sums: Tally[str] = Tally()
-        self._per_position = [0] * num_speculative_tokens
+        self._drafts = DraftCounts(accepted_per_position=[0] * num_speculative_tokens)
         self._finished: Tally[str] = Tally({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.times = {name: Samples() for name in TIMES}
         self._log = SpeculationLog()
@@ -165,7 +177,7 @@ class Statistics:
         self._sums["prefix_cache_queries"] += delta.usage.prompt_tokens
         self._sums["prefix_cache_hits"] += delta.usage.cached_tokens
         if delta.tally is not None:
-            self._add_tally(delta.tally)
+            self._drafts.add(delta.tally)
             self._log.add(delta.tally)
 
     def snapshot(self, cache_usage: float | None) -> list[Metric]:
@@ -186,18 +198,10 @@ class Statistics:
             out.append(samples.histogram(f"vllm:{name}", labels))
         if self._k:
             for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-                out.append(Counter(f"vllm:spec_decode_{name}", labels, self._sums[name]))
-            out.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, list(self._per_position)))
+                out.append(Counter(f"vllm:spec_decode_{name}", labels, getattr(self._drafts, name)))
+            positions = list(self._drafts.accepted_per_position)
+            out.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, positions))
         return out
-
-    def _add_tally(self, tally: SpeculationTally) -> None:
-        self._sums["num_drafts"] += tally.num_drafts
-        self._sums["num_draft_tokens"] += tally.num_draft_tokens
-        self._sums["num_accepted_tokens"] += tally.num_accepted_tokens
-        missing = len(tally.accepted_per_position) - len(self._per_position)
-        self._per_position.extend([0] * missing)
-        for position, count in enumerate(tally.accepted_per_position):
-            self._per_position[position] += count
 
 
 class RequestWatch:

@@ -1,6 +1,5 @@
-"""What `generate` returns: RequestOutput, CompletionOutput and Logprob, with vLLM's fields.
-
-What speculation came to for one completion, with vLLM's names: `CompletionOutput.spec_decode_metrics`."""
+"""What `generate` returns: RequestOutput, CompletionOutput and Logprob, with vLLM's fields, and what speculation came
+to for a completion, with vLLM's names (`CompletionOutput.spec_decode_metrics`)."""
 
 from __future__ import annotations
 
