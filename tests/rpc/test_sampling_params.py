@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from outrider.cli.chat import ChatSettings
-from outrider.cli.generate import SamplingSettings
+from outrider.cli.generate import GenerateSettings
 from outrider.client.request import build_request
 from outrider.engine.checkpoint import SAMPLING_KEYS
 from outrider.llm import SamplingParams as LLMSamplingParams
@@ -250,7 +250,7 @@ SIGNATURES: dict[str, tuple[set[str], dict[str, str]]] = {
             "structured_output": "vLLM calls it structured_outputs",
         },
     ),
-    "generate": ({*SamplingSettings.model_fields}, {}),
+    "generate": ({*GenerateSettings.model_fields}, {}),
     "chat": (
         {*ChatSettings.model_fields},
         dict.fromkeys(
