@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,11 @@ def test_without_a_gpu_it_says_so_in_one_line(repository: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.splitlines() == ["there is no GPU here, and nothing was checked"]
+
+
+def test_the_parts_for_a_gpu_are_there() -> None:
+    parts = import_module("outrider.bench.gpu").PARTS
+    assert parts.keys() == {"tests", "kernels"} and all(find_spec(module) for module, *_ in parts.values())
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -245,6 +245,10 @@ def _table(shape: Shape, index: int) -> list[int]:
 
 BENCH = Path("bench")
 RESULTS = BENCH / "results" / "steps"
+PARTS = {  # modules with their arguments, each a process of its own
+    "tests": ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
+    "kernels": ("outrider.bench.kernels", "--device", "cuda"),
+}
 
 
 def main() -> int:
@@ -257,13 +261,9 @@ def main() -> int:
         print("there is no GPU here, and nothing was checked", file=sys.stderr)
         return 2
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    parts = {
-        "tests": ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
-        "kernels": ("-m", "outrider.bench.kernels", "--device", "cuda"),
-    }
     codes = [
-        subprocess.run([sys.executable, *part], cwd=BENCH.parent, env=environment, check=False).returncode
-        for name, part in parts.items()
+        subprocess.run([sys.executable, "-m", *part], cwd=BENCH.parent, env=environment, check=False).returncode
+        for name, part in PARTS.items()
         if options.only in (None, name)
     ]
     if options.only in (None, "steps"):
