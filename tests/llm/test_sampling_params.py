@@ -91,6 +91,14 @@ def test_unknown_fields_raise() -> None:
         SamplingParams(temprature=1)  # type: ignore[call-arg]
 
 
+def test_positional_arguments_are_named_in_errors() -> None:
+    assert SamplingParams(2, 0.5).presence_penalty == 0.5
+    with pytest.raises(ValueError, match="n must be an integer of at least 1, got 0"):
+        SamplingParams(0)
+    with pytest.raises(TypeError, match=f"SamplingParams takes {len(fields(SamplingParams))} arguments, got 60"):
+        SamplingParams(*[1] * 60)
+
+
 def test_values_that_are_taken_in_other_forms() -> None:
     """One text is a list of one, numpy's numbers are numbers, any list of ids is one."""
     assert SamplingParams(bad_words="abc").bad_words == SamplingParams(bad_words=("abc",)).bad_words == ["abc"]

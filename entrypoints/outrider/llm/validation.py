@@ -89,8 +89,11 @@ def plain_errors(of: str) -> Callable[[type[T]], type[T]]:
             try:
                 validated(self, *args, **kwargs)
             except ValidationError as error:
-                require_known(kwargs, inspect.signature(cls).parameters, of)
-                raise _plain(cls, error, kwargs) from None
+                names = list(inspect.signature(cls).parameters)
+                require_known(kwargs, names, of)
+                if len(args) > len(names):
+                    raise TypeError(f"{of} takes {len(names)} arguments, got {len(args)}") from None
+                raise _plain(cls, error, dict(zip(names, args, strict=False)) | kwargs) from None
 
         cls.__init__ = __init__  # type: ignore[assignment]
         return cls
@@ -103,10 +106,8 @@ def _plain(cls: type, error: ValidationError, given: Mapping[str, Any]) -> Excep
     if first["type"] == "value_error":
         own: ValueError = first["ctx"]["error"]
         return own
-    place, names = first["loc"][0], list(inspect.signature(cls).parameters)
-    if isinstance(place, int) and place >= len(names):
-        return TypeError(f"{cls.__name__} takes {len(names)} arguments")
-    name = names[place] if isinstance(place, int) else place
+    place = first["loc"][0]
+    name = list(given)[place] if isinstance(place, int) else place  # of a positional argument
     return must_be(cls, name, given.get(name, first["input"]), first["msg"].lower())
 
 
