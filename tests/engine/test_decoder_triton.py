@@ -79,16 +79,16 @@ def no_tf32() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_cpu(
-    name: str, triton_everywhere: torch.device, no_tf32: None, request: pytest.FixtureRequest
+    name: str, triton_everywhere: torch.device, no_tf32: None, request: pytest.FixtureRequest, prove: bool
 ) -> None:
     family, options = MODELS[name]
     runner = build(family, triton_everywhere, **options)
-    ours = {kind: run(runner, steps) for kind, steps in STEPS.items()}
+    ours = {kind: run(runner, steps) for kind, steps in STEPS.items() if prove or kind == "ragged"}
     request.getfixturevalue("monkeypatch").undo()  # the reference: every op's PyTorch form
     with cpu_kernels("pytorch"):
         reference = build(family, "cpu", **options)
-    for kind, steps in STEPS.items():
-        torch.testing.assert_close(ours[kind], run(reference, steps), atol=2e-5, rtol=2e-5)
+    for kind, logits in ours.items():
+        torch.testing.assert_close(logits, run(reference, STEPS[kind]), atol=2e-5, rtol=2e-5)
 
 
 SCHEDULES = {"ones": [34, 1, 5], "twos": [17, 2, 2, 17, 2], "fives": [5, 5, 30], "seventeens": [17, 17, 6]}
@@ -106,12 +106,13 @@ def in_chunks(runner: ModelRunner, schedule: list[int], *, beside: bool = False)
     return torch.cat(logits)
 
 
-def test_batch_invariant_bits(triton_everywhere: torch.device) -> None:
+def test_batch_invariant_bits(triton_everywhere: torch.device, prove: bool) -> None:
     """Alone or among others, whole or in chunks."""
     runner = build("qwen3", triton_everywhere, batch_invariant=True, **MIXED)
     whole = in_chunks(runner, [LENGTH])
     for name, schedule in SCHEDULES.items():
-        assert torch.equal(in_chunks(runner, schedule), whole), name
+        if prove or name == "ones":
+            assert torch.equal(in_chunks(runner, schedule), whole), name
     assert torch.equal(in_chunks(runner, SCHEDULES["fives"], beside=True), whole)
 
 
