@@ -58,7 +58,7 @@ test-clients: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
 
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/simulation tests/test_packaging.py $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/target_service tests/simulation tests/test_packaging.py $(ARGS)
 
 simulate: $(STAMP)
 	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)
