@@ -20,7 +20,7 @@ given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients prove simulate check bench bench-network bench-kernels gpu protos install release clean
+.PHONY: help demo test test-clients prove prove-laws simulate check bench bench-network bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make prove                                                        the long forms of what proves losslessness'
+	@echo 'make prove-laws                                                    the exact ones of these, a few minutes'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
 	@echo 'make check                                                        style, types, protos, import rules'
 	@echo 'make bench [ARGS="--batches 1,4"]                                 the embedded pair against peers and the floor'
@@ -59,6 +60,12 @@ test-clients: $(STAMP)
 
 prove: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/target_service tests/simulation tests/test_packaging.py $(ARGS)
+
+# Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests.
+prove-laws: $(STAMP)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/kernels tests/target_service tests/lossless/test_law.py \
+		tests/lossless/test_law_mutants.py tests/lossless/test_edges.py tests/lossless/test_state.py \
+		tests/lossless/test_scenarios_law.py tests/lossless/test_scenarios_sampling.py $(ARGS)
 
 simulate: $(STAMP)
 	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)
