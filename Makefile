@@ -20,13 +20,14 @@ given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients prove prove-laws simulate check bench bench-network bench-kernels gpu protos install release clean
+.PHONY: help demo test test-clients test-k8s prove prove-laws simulate check bench bench-network bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo [PROMPT="def main():"] [MAX_TOKENS=200] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
+	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
 	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make prove-laws                                                    the exact ones of these, a few minutes'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
@@ -58,8 +59,12 @@ test-clients: $(STAMP)
 	examples/clients/install.sh
 	$(QUIET) $(BIN)/python -m pytest --prove tests/clients -rs $(ARGS)
 
+test-k8s: $(STAMP)
+	tests/k8s/install.sh
+	$(QUIET) $(BIN)/python -m pytest --prove tests/k8s -rs $(ARGS)
+
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/target_service tests/simulation tests/test_packaging.py $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/target_service tests/simulation tests/planner tests/test_packaging.py $(ARGS)
 
 # Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests.
 prove-laws: $(STAMP)

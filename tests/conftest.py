@@ -17,6 +17,8 @@ import torch
 # does; set it to 1 on a machine with a GPU to run the interpreted tests instead of the compiled ones.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+pytest_plugins = ["support.services"]  # its three services are started once for all folders
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--prove", action="store_true", help="the long forms: more draws, prompts and cells")

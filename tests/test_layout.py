@@ -33,7 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "gateway": RPC | {"planner", "proposers"},  # of the proposers only TOKEN_ONLY
     "llm": MODEL | RPC | SERVICES | {"planner", "client"},
     "client": RPC,
-    "cli": MODEL | RPC | SERVICES | {"pairs", "training", "llm", "client"},  # the bench's commands are names of modules
+    "cli": MODEL
+    | RPC
+    | SERVICES
+    | {"planner", "pairs", "training", "llm", "client"},  # the bench's commands are names of modules
     "bench": MODEL | RPC | SERVICES | {"planner", "pairs", "llm", "client", "cli"},
     "pairs": set(),
     "training": MODEL | {"pairs"},

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.models import save_tiny, tiny_hf_model, tiny_state, train_byte_level
-from support.services import succeed
+from support.services import START_S, Trio, succeed
 
-from outrider.cli.local_services import Services, wait_for_draft
+from outrider.cli import demo
+from outrider.cli.local_services import Service, Services, wait_for_draft
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BY_CI = {"make check", "make test", "make prove-laws"}  # .ci/run is these three
 ELSEWHERE = "## First OpenAI call"  # its commands are run by tests/gateway/test_page.py
 SERVICES = ("target", "draft", "gateway")
-START_S = 60
 
 
 def commands() -> list[str]:
@@ -56,37 +59,63 @@ def test_what_the_text_names_exists() -> None:
         assert (REPOSITORY / link).exists(), link
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("command", [command for command in MAKE if command not in BY_CI])
-def test_the_demo_as_it_stands(command: str, tmp_path: Path) -> None:
-    """With what is installed here, a short comparison (once), and its trace elsewhere; else word by word."""
-    compares = command == "make demo"
+def make(command: str, tools: Path, **settings: str) -> str:
+    """Runs a command of make's with the `outrider` of a folder; what it wrote."""
     arguments = shlex.split(command)
-    arguments[1:1] = ["-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
-    brief = {
-        "TRACE_FILE": str(tmp_path / "trace.jsonl"),
-        "REPEATS": "1",
-        "COMPARE_TOKENS": "10",
-        "EXPAND": str(compares),
-    }
+    arguments[1:1] = ["-o", ".venv/.installed", f"BIN={tools}"]
     outer = ("MAKE", "MFLAGS", "ARGS", "PROMPT", "MAX_TOKENS")  # this test may itself run under make
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment |= {f"OUTRIDER_DEMO__{name}": value for name, value in brief.items()}
+    environment |= {f"OUTRIDER_DEMO__{name}": value for name, value in settings.items()}
     done = subprocess.run(
         arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=170, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "tokens per round" in done.stdout and "by position" in done.stdout
-    assert (tmp_path / "trace.jsonl").stat().st_size
+    return done.stdout
+
+
+COMPLETION = (
+    r"^tokens +\d+ \(.*\), then ",
+    r"^tokens per round +\d\.\d\d in \d+ rounds",
+    r"^by position +1: \d+% \(\d+/\d+\)  2: ",
+    r"^control overhead +\d+\.\d\d ms a round",
+)
+COMPARISON = (
+    r"^with speculation +\d+\.\d tokens/s",
+    r"^without +\d+\.\d tokens/s",
+    r"^ratio +\d+\.\d\d",
+    r"^same tokens +(?:yes|no)\b",
+)
+
+
+def found(patterns: Sequence[str], text: str) -> list[str]:
+    return [pattern for pattern in patterns if re.search(pattern.replace("^", "^ *"), text, re.MULTILINE)]
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_as_it_stands(tmp_path: Path) -> None:
+    """With what is installed here, a short comparison (once), and its trace elsewhere."""
+    trace = tmp_path / "trace.jsonl"
+    out = make("make demo", Path(sys.executable).parent, TRACE_FILE=str(trace), REPEATS="1", COMPARE_TOKENS="10")
+    listens = [f"^{name} listens on 127.0.0.1:" for name in SERVICES]
+    wanted = [*listens, *COMPLETION, *COMPARISON, f"^traces: appended to {trace} "]
+    assert found(wanted, out) == wanted and "\x1b" not in out, out
+    traced = trace.read_text().splitlines()
+    assert traced and all("resourceSpans" in json.loads(line) for line in traced)
+
+
+@pytest.mark.parametrize("command", [command for command in MAKE if command not in {"make demo", *BY_CI}])
+def test_the_demo_of_something_else(command: str, trio: Trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What make hands to the demo, and the demo with that, on services that run and without the large target."""
+    recorder = tmp_path / "outrider"
+    recorder.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    recorder.chmod(0o755)
+    arguments = make(command, tmp_path).split("\0")[:-1]
+    running = SimpleNamespace(gateway=SimpleNamespace(address=trio.gateway))
+    monkeypatch.setattr(demo, "start", lambda *given: running)
+    out = succeed(*arguments, env={"OUTRIDER_DEMO__EXPAND": "false"})
+    assert found([*COMPLETION, *COMPARISON], out) == list(COMPLETION), out
     if "PROMPT" in command:
-        assert "def parse_args(argv):" in done.stdout and re.search(r"tokens +200 |then stop", done.stdout)
-    figures = (
-        r"with speculation +\d+\.\d tokens/s",
-        r"without +\d+\.\d tokens/s",
-        r"ratio +\d+\.\d\d",
-        r"same tokens +(?:yes|no)\b",
-    )
-    assert all(bool(re.search(figure, done.stdout)) is compares for figure in figures)
+        assert "def parse_args(argv):" in out and re.search(r"tokens +200 |then stop", out)
 
 
 @pytest.fixture
@@ -104,22 +133,27 @@ def folder(tmp_path: Path) -> Path:
 def test_the_commands_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Services on ports that are free; the addresses that follow are theirs."""
     monkeypatch.chdir(folder)
-    addresses: dict[str, str] = {}
-    ran = set()
+    started: dict[str, Service] = {}  # the first of an address that is named
+    every, ran = [], set()
     with Services() as services:
+
+        def present(argument: str) -> str:
+            """The address that a service really has."""
+            return services.wait(started[argument], START_S) if argument in started else argument
+
         for command in OUTRIDER:
             _, name, *arguments = shlex.split(command)
-            if name not in SERVICES:
-                arguments = [addresses.get(argument, argument) for argument in arguments]
-                assert succeed(*([name, *arguments]), cwd=folder)
-            else:
-                place = arguments.index("--listen") + 1
-                named, arguments[place] = arguments[place], "127.0.0.1:0"
-                arguments = [addresses.get(argument, argument) for argument in arguments]
-                service = services.start(name, [name, *arguments, "--grace-s", "1"])
-                addresses.setdefault(named, services.wait(service, START_S))
-                if name == "gateway":
-                    wait_for_draft(service.address, START_S, services.check)
             ran.add(name)
+            if name not in SERVICES:
+                assert succeed(name, *map(present, arguments), cwd=folder)
+                continue
+            place = arguments.index("--listen") + 1
+            named, arguments[place] = arguments[place], "127.0.0.1:0"
+            service = services.start(name, [name, *map(present, arguments), "--grace-s", "1"])
+            started.setdefault(named, service)
+            every.append(service)
+            if name == "gateway":
+                wait_for_draft(services.wait(service, START_S), START_S, services.check)
+        assert all(services.wait(service, START_S) for service in every)
     assert ran >= {*SERVICES, "generate", "check-pair", "convert", "--help"}
     assert (folder / "models/converted/model.safetensors").is_file()

@@ -34,7 +34,8 @@ TOUR = REPOSITORY / "docs/tour.md"
 TEXT = TOUR.read_text(encoding="utf-8")
 VOCAB = 400
 MOST_STOPS = 15
-BESIDE = {"rpc/outrider/rpc/server.py"}  # health checks, which run while a request does
+# Health checks, which run while a request does.
+BESIDE = {"rpc/outrider/rpc/server.py", "rpc/outrider/rpc/engine_service.py"}
 STATED = re.search(r"(\d+) Python files with ([\d,]+) lines at most", TEXT)
 NAMED = re.findall(r"\[`([\w.]+)`\]\(([^)#]+)\)", TEXT)
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.engines import hf_greedy
 from support.environment import SEED
 from support.models import save_tiny, tiny_hf_model, train_byte_level
 
-from outrider.bench.colocated import Colocated
+from outrider.bench.colocated import Colocated, make_handler
+from outrider.bench.network_backends import ColocatedBackend, NetworkBatch
 from outrider.cli.local_services import ServiceFailed, Services
 from outrider.client import SyncClient
 from outrider.planner.policy import Policy, Round
+from outrider.proposers.draft_model import DraftModelProposer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
@@ -103,6 +107,16 @@ def test_one_process_serves_what_the_services_serve(folders: list[Path]) -> None
     tokens = [token for part in parts for token in part.token_ids]
     assert tokens == hf_greedy(tiny_hf_model("llama", 1, vocab_size=300), prompt, LENGTH)
     assert parts[-1].speculation is not None and parts[-1].speculation.num_drafts >= len(parts) // 2
+
+
+async def test_it_is_a_way_of_the_network_bench(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounds hold four passes, each stretched to its length; the draft's own are much shorter."""
+    monkeypatch.setattr(DraftModelProposer, "run", DraftModelProposer.run)  # restores it
+    worker: Any = SimpleNamespace(ask=make_handler([*map(str, folders), "1"]))
+    batch = NetworkBatch.of([range(10, 40)], streams=2, temperature=1.0, max_tokens=LENGTH, k=4, seed=SEED)
+    found = await ColocatedBackend(worker, pass_ms=5.0).run(batch)
+    assert found.accepted <= found.tested and found.tested > 0 and found.hits is None
+    assert found.ms_per_token * found.tokens_per_round > 0.9 * 4 * 5.0
 
 
 def test_models_that_are_no_pair_are_refused_by_name(folders: list[Path]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.figures import texts_of
+from support.bench import texts_of
 
 from outrider.bench import figures
 from outrider.bench.figures import draw_load, draw_network, draw_pair, write_figure

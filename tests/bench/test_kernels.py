@@ -7,46 +7,38 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import json
 import math
-import os
-import subprocess
 import sys
-from importlib import import_module
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.bench import Measured, only_result
 from support.devices import Replayed, pretended_device
 from support.kernels import INTERPRETED, interpreter
 
+from outrider.bench import gpu, kernels
+from outrider.bench.kernels_cases import CUDA, QUICK, Case, KernelWork
 from outrider.kernels import dispatch
 
-TIMEOUT_S = 120
 TIMES = {"us", "against_us", "floor_us", "share_of_floor", "times_as_fast"}
 NUMBERS = TIMES | {"copy_gb_s", "read_gb_s", "product_gflop_s"}
 
 
 @pytest.fixture(scope="module")
-def quick(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """What --quick prints, and its result."""
-    path = tmp_path_factory.mktemp("kernels") / "result.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "outrider.bench.kernels", "--quick", "--output", str(path)],
-        cwd=path.parent,
-        env=os.environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing is stored
-    return done.stdout, json.loads(path.read_text())
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as text:
+        patch.setattr(sys, "argv", ["kernels.py", "--quick", "--output", "result.json"])
+        patch.chdir(folder)
+        assert kernels.main() == 0
+    return text.getvalue(), only_result(folder)
 
 
 def public_functions(folder: Path) -> set[str]:
@@ -65,7 +57,7 @@ def public_functions(folder: Path) -> set[str]:
     return found
 
 
-def test_every_public_function_has_a_row_on_both_devices(quick: tuple[str, dict[str, Any]], repository: Path) -> None:
+def test_every_public_function_has_a_row_on_both_devices(quick: Measured, repository: Path) -> None:
     _, result = quick
     expected = public_functions(repository / "kernels/outrider/kernels")
     assert {"layers.Linear", "attention.planned_attention", "verify.accept"} <= expected
@@ -85,7 +77,7 @@ def test_every_triton_file_stands_beside_a_reference(repository: Path) -> None:
         assert any(name in text for other, text in texts.items() for name in names if other != path), path
 
 
-def test_the_cpu_is_measured(quick: tuple[str, dict[str, Any]]) -> None:
+def test_the_cpu_is_measured(quick: Measured) -> None:
     _, result = quick
     rows = [row for row in result["rows"] if row["device"] == "cpu"]
     assert rows and not any("not_measured" in row for row in rows)
@@ -95,7 +87,7 @@ def test_the_cpu_is_measured(quick: tuple[str, dict[str, Any]]) -> None:
         assert all(math.isfinite(row[name]["max"]) and len(row[name]["values"]) == 2 for name in NUMBERS)
 
 
-def test_what_was_not_measured_has_no_number(quick: tuple[str, dict[str, Any]]) -> None:
+def test_what_was_not_measured_has_no_number(quick: Measured) -> None:
     text, result = quick
     rows = [row for row in result["rows"] if row["device"] == "cuda"]
     reason = "run it with --device cuda" if torch.cuda.is_available() else "no GPU"
@@ -107,59 +99,49 @@ def test_what_was_not_measured_has_no_number(quick: tuple[str, dict[str, Any]]) 
         assert part in shapes
 
 
-def test_a_result_names_no_place(quick: tuple[str, dict[str, Any]]) -> None:
-    text = json.dumps(quick[1])
-    assert str(Path.home()) not in text and os.uname().nodename not in text and "/" + "tmp" not in text
-
-
-def test_stored_under_the_name_of_the_device(quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_stored_under_the_name_of_the_device(quick: Measured, tmp_path: Path) -> None:
     text, result = quick
     result = result | {"device": result["device"] | {"name": "Some(R) GPU 80GB"}}
-    path = import_module("outrider.bench.kernels").store_with_page(tmp_path, result)
+    path = kernels.store_with_page(tmp_path, result)
     assert path.stem.endswith("-some-gpu-80gb") and json.loads(path.read_text()) == result
     page = path.with_suffix(".md").read_text()
     assert page.splitlines()[0] == "# Kernels on Some(R) GPU 80GB" and page.splitlines()[1:] == text.splitlines()[1:]
 
 
-def test_the_comparisons_meant_for_a_gpu_agree() -> None:
+def test_the_comparisons_meant_for_a_gpu_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here in bfloat16 on the CPU, in the shapes of --quick: measuring compares the results first."""
-    case, kernels, measured = (
-        import_module(name)
-        for name in ("outrider.bench.kernels_cases", "outrider.bench.kernels", "outrider.bench.kernels")
-    )
-    place = dataclasses.replace(case.QUICK, name="cuda", dtype=torch.bfloat16)
-    probe = measured.Probe(place, quick=True)
+    monkeypatch.setattr(kernels, "WARM_UP", 0)
+    place = dataclasses.replace(QUICK, name="cuda", dtype=torch.bfloat16, batches=(2,))
+    probe = kernels.Probe(place, quick=True)
     cases = list(kernels.cases(place))
-    assert {row.function for row in cases} == {row.function for row in kernels.cases(case.CUDA)}
+    assert {row.function for row in cases} == {row.function for row in kernels.cases(CUDA)}
     for row in cases:
-        assert measured.measure(place, probe, row.make, 1, 0)["us"]["median"] > 0
+        assert kernels.measure(place, probe, row.make, 1, 0)["us"]["median"] > 0
 
 
 @pytest.mark.parametrize("error", [0.01, math.nan])
 def test_a_kernel_that_differs_gets_no_time(error: float) -> None:
-    case, measured = import_module("outrider.bench.kernels_cases"), import_module("outrider.bench.kernels")
-    probe = measured.Probe(case.QUICK, quick=True)
+    probe = kernels.Probe(QUICK, quick=True)
     x = torch.ones(8)
     spoilt = x.clone()
     spoilt[3] += error
-    with pytest.raises(measured.Differs, match="differs by"):
-        measured.measure(case.QUICK, probe, lambda: case.KernelWork(lambda: spoilt, lambda: x, 64), 1, 0)
+    with pytest.raises(kernels.Differs, match="differs by"):
+        kernels.measure(QUICK, probe, lambda: KernelWork(lambda: spoilt, lambda: x, 64), 1, 0)
 
 
 def test_a_row_that_fails_takes_no_other_with_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case, kernels = import_module("outrider.bench.kernels_cases"), import_module("outrider.bench.kernels")
     x = torch.ones(8)
 
     def made() -> Any:
-        return case.KernelWork(lambda: x, lambda: x, 64)
+        return KernelWork(lambda: x, lambda: x, 64)
 
     def fails() -> Any:
         raise RuntimeError("out of memory\nand more")
 
-    rows = [case.Case("a.one", "", "", fails), case.Case("a.two", "", "", made)]
-    monkeypatch.setattr(kernels, "cases", lambda place: rows if place is case.QUICK else [])
+    rows = [Case("a.one", "", "", fails), Case("a.two", "", "", made)]
+    monkeypatch.setattr(kernels, "cases", lambda place: rows if place is QUICK else [])
     monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick"])
     assert kernels.main() == 1
     failed, measured = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| `a."))
@@ -170,62 +152,57 @@ def test_a_row_that_fails_takes_no_other_with_it(
 def test_flags_are_checked(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["kernels.py", *flags])
     with pytest.raises(SystemExit) as stopped:
-        import_module("outrider.bench.kernels").main()
+        kernels.main()
     assert stopped.value.code == 2
 
 
 def test_the_floor_is_the_slower_of_memory_and_products() -> None:
-    case, measured = import_module("outrider.bench.kernels_cases"), import_module("outrider.bench.kernels")
-    rates = measured.Rates(copy_gb_s=100.0, read_gb_s=125.0, product_gflop_s=1000.0)
-    assert rates.floor_us(case.KernelWork(int, int, num_bytes=1_000_000)) == pytest.approx(8.0)
-    assert rates.floor_us(case.KernelWork(int, int, num_bytes=1_000_000, flops=40_000_000)) == pytest.approx(40.0)
+    rates = kernels.Rates(copy_gb_s=100.0, read_gb_s=125.0, product_gflop_s=1000.0)
+    for flops, floor_us in ((0, 8.0), (40_000_000, 40.0)):
+        assert rates.floor_us(KernelWork(int, int, num_bytes=1_000_000, flops=flops)) == pytest.approx(floor_us)
 
 
 __all__ = ["interpreter"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(repository: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "outrider.bench.gpu"],
-        env=os.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.splitlines() == ["there is no GPU here, and nothing was checked"]
+def test_without_a_gpu_it_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    assert gpu.main() == 2
+    assert capsys.readouterr() == ("", "there is no GPU here, and nothing was checked\n")
 
 
 def test_the_parts_for_a_gpu_are_there() -> None:
-    parts = import_module("outrider.bench.gpu").PARTS
-    assert parts.keys() == {"tests", "kernels"} and all(find_spec(module) for module, *_ in parts.values())
+    assert gpu.PARTS.keys() == {"tests", "kernels"}
+    assert all(find_spec(module) for module, *_ in gpu.PARTS.values())
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_whole_steps_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, case = import_module("outrider.bench.gpu"), import_module("outrider.bench.kernels_cases")
-    shape = dataclasses.replace(steps.QUICK, batches=(1,))
-    monkeypatch.setattr(steps, "QUICK", shape)
+    shape = dataclasses.replace(gpu.QUICK, batches=(1,), context=8, vocab_size=101)
+    monkeypatch.setattr(gpu, "WARM_UP", 0)
+    monkeypatch.setattr(gpu, "QUICK", shape)
     monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
     device = Replayed()
-    runner, _ = steps.captured_runner(shape, case.QUICK, device)
-    result = steps.measure_steps(shape, case.QUICK, runner, repeats=1) | {"device": {"name": "some device"}}
+    runner, _ = gpu.captured_runner(shape, QUICK, device)
+    result = gpu.measure_steps(shape, QUICK, runner, repeats=1) | {"device": {"name": "some device"}}
     (row,) = result["rows"]
-    assert device.replayed == 2 * (steps.WARM_UP + 1)
+    assert device.replayed == 2  # of the one repeat: timed by the host, then by the device
     assert row["batch"] == 1 and row["bytes"] > 0
     assert all(math.isfinite(row[name]["median"]) and row[name]["median"] > 0 for name in ("replayed_us", "floor_us"))
-    assert "some device" in "\n".join(steps.render(result))
+    assert "some device" in "\n".join(gpu.render(result))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_what_follows_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, rounds, case = (
-        import_module(name) for name in ("outrider.bench.gpu", "outrider.bench.gpu", "outrider.bench.kernels_cases")
-    )
-    monkeypatch.setattr(rounds, "WARM_UP", 0)
-    shape = dataclasses.replace(steps.QUICK, batches=(1,))
+    monkeypatch.setattr(gpu, "WARM_UP", 0)
+    shape = dataclasses.replace(gpu.QUICK, batches=(1,), context=8, vocab_size=101)
     with pretended_device() as device:
-        place, graphs = dataclasses.replace(case.QUICK, device="cuda"), device.new_graphs(torch.device("cuda"))
-        runner, _ = steps.captured_runner(shape, place, graphs)
-        result = rounds.measure_rounds(shape, runner, repeats=1)
+        place, graphs = dataclasses.replace(QUICK, device="cuda"), device.new_graphs(torch.device("cuda"))
+        runner, _ = gpu.captured_runner(shape, place, graphs)
+        result = gpu.measure_rounds(shape, runner, repeats=1)
     assert [row["rule"] for row in result["judging"]] == ["greedy", "coupled", "rejection"]
     assert [row["rule"] for row in result["drafting"]] == ["argmax", "rejection", "coupled"]
-    assert len("\n".join(rounds.render_rounds(result)).splitlines()) == 13
+    assert len("\n".join(gpu.render_rounds(result)).splitlines()) == 13

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.figures import texts_of
+from support.bench import texts_of
 from support.services import START_S, Trio, outrider, succeed
 
 from outrider.bench.load_clients import HttpClient
@@ -49,8 +50,10 @@ async def toy_server(answer: bytes, models: bytes = MODELS) -> AsyncGenerator[st
     """An HTTP server that says the same to everybody."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        path = (await reader.readline()).split()[1]
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + models if path == b"/v1/models" else answer)
+        head = await reader.readuntil(b"\r\n\r\n")
+        if length := re.search(rb"(?i)content-length: (\d+)", head):
+            await reader.readexactly(int(length[1]))
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + models if head.startswith(b"GET /v1/models ") else answer)
         await writer.drain()
         writer.close()
 
@@ -67,29 +70,27 @@ STREAM = (
 )
 
 
-async def test_a_foreign_server_without_token_ids_or_speculation() -> None:
+async def test_a_foreign_server_without_token_ids_or_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     async with toy_server(STREAM) as url:
         common = ("bench", "serve", "--base-url", url)
-        done, refused, unknown = await asyncio.gather(
-            asyncio.to_thread(outrider, *common, "--requests", "3"),
-            asyncio.to_thread(outrider, *common, "--no-speculation"),
-            asyncio.to_thread(outrider, *common, "--model", "other"),
-        )
-    assert "3 of 3 requests" in done.stdout and "acceptance   not known" in done.stdout, done.stderr
-    assert refused.returncode == 1 and "says nothing of speculation" in refused.stderr
-    assert unknown.returncode == 1 and "there is no model 'other'; there are: toy" in unknown.stderr
+        assert await asyncio.to_thread(main, [*common, "--requests", "3"]) == 0
+        said = capsys.readouterr().out
+        assert "3 of 3 requests" in said and "acceptance   not known" in said
+        assert await asyncio.to_thread(main, [*common, "--no-speculation"]) == 1
+        assert "says nothing of speculation" in capsys.readouterr().err
+        assert await asyncio.to_thread(main, [*common, "--model", "other"]) == 1
+        assert "there is no model 'other'; there are: toy" in capsys.readouterr().err
 
 
-async def test_a_load_that_fails_has_its_reasons_and_status_1() -> None:
+async def test_a_load_that_fails_has_its_reasons_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     busy = b'HTTP/1.1 429 Busy\r\n\r\n{"error": {"message": "come back"}}'
     async with toy_server(busy) as url:
         common = ("bench", "serve", "--base-url", url, "--requests", "2")
-        done, warmed = await asyncio.gather(
-            asyncio.to_thread(outrider, *common, "--warmup", "0", "--slo-ttft-ms", "1"),
-            asyncio.to_thread(outrider, *common),
-        )
-    assert done.returncode == 1 and "0 of 2 requests" in done.stdout and "2 x HTTP 429: come back" in done.stdout
-    assert warmed.returncode == 1 and "a request to warm up failed: HTTP 429: come back" in warmed.stderr
+        assert await asyncio.to_thread(main, [*common, "--warmup", "0", "--slo-ttft-ms", "1"]) == 1
+        said = capsys.readouterr().out
+        assert "0 of 2 requests" in said and "2 x HTTP 429: come back" in said
+        assert await asyncio.to_thread(main, list(common)) == 1
+        assert "a request to warm up failed: HTTP 429: come back" in capsys.readouterr().err
 
 
 HEAD, BODY = STREAM[: STREAM.index(b"data:")], STREAM[STREAM.index(b"data:") :]
@@ -107,7 +108,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (HEAD + b"data: {\n\n", "an event is no JSON: b'{'"),
         (HEAD + b"data: 1\n\n", "an event is no object: b'1'"),
         (CHUNKED + b"99\r\nabc", "the server broke off in the middle of its answer"),
-        (b"\x00\x00", "this is no HTTP server: it answered b'\\x00\\x00'"),
+        (b"\x00\x00\r\n", "this is no HTTP server: "),
     ],
 )
 async def test_what_a_server_may_answer(answer: bytes, error: str) -> None:
@@ -115,7 +116,7 @@ async def test_what_a_server_may_answer(answer: bytes, error: str) -> None:
         server = HttpClient(settings("--base-url", url))
         assert await server.describe() == "toy"
         found = await measure(server, ASK, Record(0, 0.0), 5.0, nobody)
-    assert found.error == error
+    assert found.error.startswith(error) and bool(found.error) == bool(error)
     assert bool(error) or (found.num_tokens, found.prompt_tokens, found.finish, len(found.times)) == (5, 3, "stop", 2)
 
 
@@ -245,17 +246,20 @@ def http(trio: Trio) -> Iterator[str]:
         yield f"http://{line.split()[-1]}"
 
 
-def bench(tmp_path: Path, *arguments: str) -> tuple[str, Any, set[str]]:
+def bench(folder: Path, *arguments: str) -> tuple[str, Any, set[str]]:
     """What it printed, its JSON, and the texts of its picture. A mode of its own: by itself a gateway may find that
     drafts do not pay on this machine."""
-    files = ("--json", str(tmp_path / "result.json"), f"--plot={tmp_path / 'plot.svg'}")
+    files = ("--json", str(folder / "result.json"), f"--plot={folder / 'plot.svg'}")
     out = succeed("bench", "serve", "--requests", "6", "--max-tokens", "8", "--ignore-eos", *files, *MODE, *arguments)
-    return out, json.loads((tmp_path / "result.json").read_text()), texts_of(tmp_path / "plot.svg")
+    return out, json.loads((folder / "result.json").read_text()), texts_of(folder / "plot.svg")
 
 
-def test_a_closed_loop_over_grpc(trio: Trio, tmp_path: Path) -> None:
+def test_a_load_over_both_protocols_with_the_same_prompts(trio: Trio, http: str, tmp_path: Path) -> None:
+    """A closed loop over gRPC, an open one over HTTP."""
     objectives = ("--slo-ttft-ms", "60000", "--slo-itl-ms", "0.001")
-    out, result, plot = bench(tmp_path, "--gateway", trio.gateway, "--concurrency", "2", *objectives)
+    out, result, plot = bench(
+        tmp_path, "--gateway", trio.gateway, "--seed", "3", "--concurrency", "2", "--warmup", "0", *objectives
+    )
     assert "6 of 6 requests" in out and "closed loop, 2 at once" in out and "target with draft" in out
     assert result["completed"] == 6 and result["failed"] == {} and result["output_tokens"] == 48
     assert [row["output_tokens"] for row in result["records"]] == [8] * 6
@@ -268,18 +272,13 @@ def test_a_closed_loop_over_grpc(trio: Trio, tmp_path: Path) -> None:
         assert 0 < times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
     assert {"time to first token, ms", "end to end, ms", "objective 60000", "objective 0.001"} <= plot
 
-
-def test_an_open_loop_over_http_with_the_same_prompts(trio: Trio, http: str, tmp_path: Path) -> None:
-    out, result, _ = bench(
-        tmp_path, "--base-url", f"{http}/v1/", "--rate", "20", "--seed", "3", "--slo-ttft-ms", "60000"
-    )
-    assert "open loop, 20 requests/s (Poisson)" in out and result["server"] == "target"
-    assert result["completed"] == 6 and result["output_tokens"] == 48 and result["goodput"]["good"] == 6
-    dues = [row["due_ms"] / 1e3 for row in result["records"]]
-    assert dues == pytest.approx(arrivals(6, 20, 3), abs=0.002)
-    _, other, _ = bench(tmp_path, "--gateway", trio.gateway, "--seed", "3", "--concurrency", "1", "--warmup", "0")
+    flags = ("--rate", "20", "--seed", "3", "--slo-ttft-ms", "60000")
+    out, other, _ = bench(tmp_path, "--base-url", f"{http}/v1/", *flags)
+    assert "open loop, 20 requests/s (Poisson)" in out and other["server"] == "target"
+    assert other["completed"] == 6 and other["output_tokens"] == 48 and other["goodput"]["good"] == 6
+    assert [row["due_ms"] / 1e3 for row in other["records"]] == pytest.approx(arrivals(6, 20, 3), abs=0.002)
     assert other["prompt_tokens"] == result["prompt_tokens"]  # the same prompts, counted alike
-    assert result["speculation"]["num_rounds"] > 0 and result["speculation"]["num_accepted_tokens"] > 0
+    assert other["speculation"]["num_rounds"] > 0 and other["speculation"]["num_accepted_tokens"] > 0
 
 
 def test_chat_without_speculation_with_prompts_of_a_file(http: str, trio: Trio, tmp_path: Path) -> None:
@@ -299,38 +298,39 @@ def test_chat_without_speculation_with_prompts_of_a_file(http: str, trio: Trio, 
         (("--gateway", "a:1", "--model", "m"), "--model and --api-key go with --base-url"),
         (("--base-url", "127.0.0.1:8000"), "must be as http://HOST:PORT"),
         (("--gateway", "a:1", "--rate", "0"), "--rate: input should be greater than 0"),
+        (("--gateway", "a:1", "--rat", "2"), "unknown flag --rat: did you mean --rate?"),
     ],
 )
-def test_settings_that_do_not_fit(
-    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "serve", *arguments])
-    shown = capsys.readouterr().err
-    assert ended.value.code == 2 and shown.startswith("outrider bench serve: error: ") and complaint in shown
+def test_settings_that_do_not_fit(arguments: tuple[str, ...], complaint: str) -> None:
+    done = outrider("bench", "serve", *arguments)
+    assert done.returncode == 2 and complaint in done.stderr
+    assert done.stderr.startswith("outrider bench serve: error: ")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "complaint"),
+    ("arguments", "complaint"),
     [
-        (("--gateway", "a:1", "--rat", "2"), 2, "unknown flag --rat: did you mean --rate?"),
-        (("--gateway", "127.0.0.1:1"), 1, "onnect"),
-        (("--base-url", "http://127.0.0.1:1"), 1, "onnect"),
-        (("--gateway", "127.0.0.1:1", "--prompts", "nowhere"), 1, "nowhere"),
-        (("--gateway", "127.0.0.1:1", "--json", "no/such/folder.json"), 1, "no/such/folder.json"),
+        (("--gateway", "127.0.0.1:1"), "onnect"),
+        (("--base-url", "http://127.0.0.1:1"), "onnect"),
+        (("--gateway", "127.0.0.1:1", "--prompts", "nowhere"), "nowhere"),
+        (("--gateway", "127.0.0.1:1", "--json", "no/such/folder.json"), "no/such/folder.json"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(arguments: tuple[str, ...], status: int, complaint: str) -> None:
+def test_what_cannot_be_done_is_one_line(arguments: tuple[str, ...], complaint: str) -> None:
     done = outrider("bench", "serve", *arguments)
-    assert done.returncode == status and done.stdout == "" and complaint in done.stderr
+    assert done.returncode == 1 and done.stdout == "" and complaint in done.stderr
     assert done.stderr.startswith("outrider bench serve: error: ") and "Traceback" not in done.stderr
 
 
-def test_bench_stays_a_command_of_its_own() -> None:
-    assert succeed("bench", "--help").startswith("usage: outrider bench [-h]")
-    text = succeed("bench", "serve", "--help")
-    assert text.startswith("usage: outrider bench serve ") and "OUTRIDER_BENCH_SERVE__" in text
-    done = outrider("bench", "sevre", "--rate", "1")
-    assert done.returncode == 2 and "unknown command bench sevre: did you mean bench serve?" in done.stderr
-    done = outrider("bench", "--bathces", "1")
-    assert done.returncode == 2 and "did you mean --batches?" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--help",), 0, r"usage: outrider bench \[-h\]"),
+        (("serve", "--help"), 0, r"(?s)usage: outrider bench serve .*OUTRIDER_BENCH_SERVE__"),
+        (("sevre", "--rate", "1"), 2, r".*unknown command bench sevre: did you mean bench serve\?"),
+        (("--bathces", "1"), 2, r".*did you mean --batches\?"),
+    ],
+)
+def test_bench_stays_a_command_of_its_own(arguments: tuple[str, ...], status: int, said: str) -> None:
+    done = outrider("bench", *arguments)
+    assert done.returncode == status and re.match(said, done.stderr if status else done.stdout)

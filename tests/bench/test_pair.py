@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 import time
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,41 +17,31 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.figures import texts_of
+from support.bench import Measured, run_bench, texts_of
+from support.services import START_S
 
 from outrider.bench.figures import draw_pair, write_figure
-from outrider.bench.measure import Run, rows_of_step, steady
+from outrider.bench.measure import Cell, Run, rows_of_step, steady
+from outrider.bench.pair import BenchSettings, start_peers
 from outrider.bench.pair_report import last_result, moved, render
 from outrider.bench.results import store
 from outrider.bench.worker import BenchWorker, BenchWorkerFailed
+from outrider.cli.local_services import Folders
 from outrider.client import SpeculationStats
+from outrider.pairs import pair_path
 from outrider.rpc.sampling_params import AcceptanceRule
 
-TIMEOUT_S = 180
-WAYS = {"outrider plain", "outrider rejection", "transformers plain", "transformers assisted"}
+WAYS = {"outrider plain", "outrider rejection"}
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """What --quick prints, and its result."""
-    path = tmp_path_factory.mktemp("bench") / "result.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "outrider.cli", "bench", "--quick", "--output", str(path)],
-        cwd=path.parent,
-        env=os.environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing is stored
-    return done.stdout, json.loads(path.read_text())
+    smaller = ("--modes", "plain,rejection,coupled", "--floor-passes", "1", "--no-transformers")
+    return run_bench(tmp_path_factory.mktemp("bench"), "--quick", *smaller)
 
 
-def test_quick_measures_every_way(quick: tuple[str, dict[str, Any]]) -> None:
+def test_quick_measures_every_way(quick: Measured) -> None:
     text, result = quick
     greedy, sampled = result["blocks"]
     assert greedy["ways"].keys() >= WAYS and sampled["ways"].keys() >= WAYS | {"outrider coupled"}
@@ -66,23 +56,18 @@ def test_quick_measures_every_way(quick: tuple[str, dict[str, Any]]) -> None:
     assert "1 stream, greedy" in text and "share of floor" in text and "accepted/tested" in text
 
 
-def test_a_result_names_no_place(quick: tuple[str, dict[str, Any]]) -> None:
-    text = json.dumps(quick[1])
-    assert str(Path.home()) not in text and os.uname().nodename not in text and "/" + "tmp" not in text
-
-
-def test_stored_plotted_compared(quick: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_stored_plotted_compared(quick: Measured, tmp_path: Path) -> None:
     result = quick[1]
     path = store(tmp_path, result)
     assert write_figure(path.with_suffix(".svg"), lambda: draw_pair(result))
-    assert {"1 stream, greedy", "outrider rejection", "transformers assisted"} <= texts_of(path.with_suffix(".svg"))
+    assert {"1 stream, greedy", "outrider rejection", "outrider coupled"} <= texts_of(path.with_suffix(".svg"))
     found = last_result(tmp_path, result["machine"], result["setup"])
     assert found == result
     assert last_result(tmp_path, result["machine"] | {"cores": 999}, result["setup"]) is None
     assert moved(result, result) == []
 
 
-def test_what_moved_beyond_the_spread_is_named(quick: tuple[str, dict[str, Any]]) -> None:
+def test_what_moved_beyond_the_spread_is_named(quick: Measured) -> None:
     old, new = copy.deepcopy(quick[1]), copy.deepcopy(quick[1])
     name = "outrider rejection / outrider plain"
     old["blocks"][0]["ratios"][name] = {"median": 1.5, "min": 1.4, "max": 1.6, "values": [1.4, 1.5, 1.6]}
@@ -92,7 +77,7 @@ def test_what_moved_beyond_the_spread_is_named(quick: tuple[str, dict[str, Any]]
     assert moved(old, new) == []
 
 
-def test_the_table_has_a_line_for_every_way(quick: tuple[str, dict[str, Any]]) -> None:
+def test_the_table_has_a_line_for_every_way(quick: Measured) -> None:
     lines = list(render(quick[1]))
     for block in quick[1]["blocks"]:
         for name in block["ways"]:
@@ -130,13 +115,44 @@ def test_a_pausing_worker_stands_still_between_questions() -> None:
         "import sys, threading, time\nfrom outrider.bench.worker import serve_requests\nticks = []\n"
         "def tick():\n  while True: ticks.append(0); time.sleep(0.001)\n"
         "threading.Thread(target=tick, daemon=True).start()\n"
-        "sys.exit(serve_requests(lambda: lambda question: {'ticks': len(ticks)}))"
+        "sys.exit(serve_requests(lambda arguments: lambda question: {'ticks': len(ticks)}))"
     )
     with BenchWorker("ticking", [sys.executable, "-c", code], pauses=True) as worker:
-        worker.receive(TIMEOUT_S)
+        worker.receive(START_S)
         before = worker.ask({})["ticks"]
         time.sleep(0.5)
         assert worker.ask({})["ticks"] < before + 200  # of 500 that it would have made
+
+
+class InProcess:
+    """A worker that is no process: what it would be started with makes its handler."""
+
+    def __init__(self, name: str, module: str, *arguments: object) -> None:
+        self.ask = import_module(f"outrider.bench.{module}").make_handler([str(argument) for argument in arguments])
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to end."""
+
+    def wait(self, timeout_s: float) -> None:
+        """It is ready."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_transformers_decodes_in_every_way(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    monkeypatch.setattr(BenchWorker, "of_module", InProcess)
+    pair = pair_path()
+    with ExitStack() as stack:
+        peers = list(start_peers(stack, BenchSettings(), Folders(pair.target, pair.draft)))
+        assert [peer.name for peer in peers] == [
+            f"transformers {way}" for way in ("plain", "assisted", "prompt-lookup")
+        ]
+        assert [peer.fits(Cell(4, temperature)) for peer in peers] == [True, False, False]
+        for peer in peers:
+            run = peer.decode(Cell(1, temperature), [[5, 6, 7, 8]], 8, 0)
+            assert run.num_tokens == 8 and run.tokens_per_s > 0
 
 
 @pytest.mark.parametrize("peer", ["vllm", "llama.cpp"])
@@ -147,7 +163,7 @@ def test_a_peer_that_is_not_installed_says_so(repository: Path, tmp_path: Path, 
         BenchWorker(peer, command) as worker,
         pytest.raises(BenchWorkerFailed, match=f"{peer}: ModuleNotFoundError: No module"),
     ):
-        worker.receive(TIMEOUT_S)
+        worker.receive(START_S)
 
 
 CONFIG = {

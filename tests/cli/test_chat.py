@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from support.services import TIMEOUT_S, Trio, outrider
+from support.services import Done, Trio, outrider
 
 from outrider.cli.chat import progress, summary
 from outrider.cli.generate import CollectedCompletion
 from outrider.client import generate
 
-CHAT = [sys.executable, "-m", "outrider.cli", "chat", "--temperature", "0", "--mode", "sequential"]
+GREEDY = ("--temperature", "0", "--mode", "sequential")
 QUESTION = "def add(a, b):"
 WAIT_S = 20
 # A session of its own whose terminal is standard input's: by it Ctrl-C becomes a signal.
@@ -33,11 +33,9 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def chat(trio: Trio, questions: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*CHAT, "--gateway", trio.gateway, *arguments],
-        input=questions, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+def chat(trio: Trio, questions: str | bytes, *arguments: str) -> Done:
+    stdin = questions.encode() if isinstance(questions, str) else questions
+    return outrider("chat", *GREEDY, "--gateway", trio.gateway, *arguments, stdin=stdin)
 
 
 def answer_to(trio: Trio, *texts: str, system: str = "", max_tokens: int = 12) -> str:
@@ -98,12 +96,9 @@ def test_what_is_refused_ends_a_pipe_with_one_line(trio: Trio) -> None:
 
 
 def test_a_line_that_is_no_text_is_named(trio: Trio) -> None:
-    done = subprocess.run(
-        [*CHAT, "--gateway", trio.gateway, "--max-tokens", "2"],
-        input=b"hello\na\xff\n", capture_output=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1 and done.stdout.count(b"\n") >= 1  # the first is answered
-    assert done.stderr.endswith(b"\noutrider chat: error: line 2 of the input is not UTF-8\n")
+    done = chat(trio, b"hello\na\xff\n", "--max-tokens", "2")
+    assert done.returncode == 1 and done.stdout.count("\n") >= 1  # the first is answered
+    assert done.stderr.endswith("\noutrider chat: error: line 2 of the input is not UTF-8\n")
 
 
 def test_variables_of_other_commands_are_no_near_misses(trio: Trio) -> None:
@@ -149,7 +144,8 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
     leader, follower = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     environment.pop("NO_COLOR", None)
-    command = [sys.executable, "-c", IN_A_SESSION, *CHAT, *arguments]
+    chat = [sys.executable, "-m", "outrider.cli", "chat", *GREEDY]
+    command = [sys.executable, "-c", IN_A_SESSION, *chat, *arguments]
     with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment) as process:
         os.close(follower)
         try:

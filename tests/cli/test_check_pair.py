@@ -9,7 +9,7 @@ import pytest
 from support.models import save_tiny, train_byte_level
 from support.services import outrider, succeed
 
-from outrider.cli.check_pair import tokens_per_round
+from outrider.cli.agreement import tokens_per_round
 from outrider.pairs import pair_path
 
 TEXT = "the quick brown fox jumps over the lazy dog; def main(): return 42\n" * 3

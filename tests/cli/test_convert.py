@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support.models import save_tiny, tiny_hf_model, tiny_state
 from support.services import outrider, succeed
 
+from outrider.cli import convert_file
 from outrider.engine.loader import load_model
 
 
@@ -64,8 +65,8 @@ def test_shards(folder: Path, tmp_path: Path) -> None:
 def test_tied_tensors_are_copied(folder: Path, tmp_path: Path) -> None:
     shared = torch.arange(6.0).reshape(2, 3)
     torch.save({"a": shared, "b": shared, "c": shared.T}, folder / "pytorch_model.bin")
-    succeed("convert", str(folder), str(tmp_path / "new"))
-    converted = load_file(tmp_path / "new/model.safetensors")
+    assert convert_file.main(folder / "pytorch_model.bin", tmp_path / "model.safetensors") == 0
+    converted = load_file(tmp_path / "model.safetensors")
     assert torch.equal(converted["a"], converted["b"]) and torch.equal(converted["c"], shared.T)
 
 

@@ -54,10 +54,32 @@ def address_after(lines: list[str], name: str) -> str:
     return next(line for line in lines if line.startswith(name)).rpartition(" ")[2]
 
 
+def metrics_lines(lines: list[str]) -> list[str]:
+    return [line.split()[-1] for line in lines if line.startswith("  metrics")]
+
+
+@pytest.mark.parametrize(
+    ("given", "addresses"),
+    [
+        ("", [None] * 3),
+        ("127.0.0.1:9100", ["127.0.0.1:9100", "127.0.0.1:9101", "127.0.0.1:9102"]),
+        (":0", [":0"] * 3),
+        ("nowhere", ["nowhere"] * 3),  # which the services refuse
+    ],
+)
+def test_three_services_have_metrics_on_three_ports(given: str, addresses: list[str | None]) -> None:
+    started = settings("--metrics", given)
+    commands = (started.gateway_arguments("t", "d"), started.target_arguments(), started.draft_arguments())
+    for command, address in zip(commands, addresses, strict=True):
+        passed = [flag for flag in command if flag.startswith("--metrics")]
+        assert passed == ([f"--metrics={address}"] if address else [])
+
+
 @needs_proc
 def test_a_pair_is_served_over_grpc_and_http_until_ctrl_c(tmp_path: Path) -> None:
     pair = pair_path()
     addresses = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--trace-file", "trace.jsonl")
+    addresses += ("--metrics", "127.0.0.1:0")
     with serving(
         str(pair.target), "--draft", str(pair.draft), *addresses, "--model-name", "mine", "--num-draft-tokens", "3",
         cwd=tmp_path,
@@ -73,6 +95,10 @@ def test_a_pair_is_served_over_grpc_and_http_until_ctrl_c(tmp_path: Path) -> Non
         url = address_after(lines, "  OpenAI")
         with urllib.request.urlopen(f"{url}/models", timeout=10) as answer:
             assert b'"mine"' in answer.read()
+        for place, line in zip(("", "target_", "draft_"), metrics_lines(lines), strict=True):
+            with urllib.request.urlopen(line, timeout=10) as answer:
+                named = {"": b"outrider_rounds_total{"}.get(place, f"outrider_{place}model_info".encode())
+                assert named in answer.read()
         children = children_of(process.pid)
         assert len(children) == 3
         process.send_signal(signal.SIGINT)

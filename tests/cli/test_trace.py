@@ -204,3 +204,12 @@ def test_spans_as_they_are_read(tmp_path: Path) -> None:
     assert find_requests([found]) == []
     with pytest.raises(BadTrace):
         read_trace(Path(written(tmp_path, "1")))
+
+
+def test_rounds_that_are_summed_up_count(tmp_path: Path) -> None:
+    more = {"round__drafted": 8, "round__accepted": 4, "round__emitted": 6, "rounds__count": 2}
+    text = two_rounds() + line(span("outrider.rounds", "r1-3", 116, 130, "r1", **more))
+    out = succeed("trace", written(tmp_path, text))
+    assert "4 rounds, 2.75 tokens a round, accepted 58% (7/12)" in out
+    assert out.splitlines()[-1].startswith("2 more rounds are in the trace as one span")
+    assert "more rounds" not in succeed("trace", written(tmp_path, two_rounds()))

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fakes import ToyDraft, ToyTarget, expected, target_info, until
-from support.models import train_byte_level
+from support.gateways import over_grpc, toy_tokenizer
 
 from outrider import client as client_module
 from outrider.client import NO_RETRY, Client, build_request
 from outrider.client.types import decode_response
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.servicer import GenerationServicer
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, LogprobsMode, SamplingParams, StructuredOutput
-from outrider.rpc.server import build_server
 from outrider.v1 import generation_pb2
 
 PROMPT = (11, 12, 13)
@@ -28,21 +25,16 @@ PROMPT = (11, 12, 13)
 
 @asynccontextmanager
 async def gateway(
-    folder: Path, target: ToyTarget, draft: ToyDraft | None = None, **config: Any
+    target: ToyTarget, draft: ToyDraft | None = None, **config: Any
 ) -> AsyncIterator[tuple[str, GenerationEngine]]:
-    train_byte_level().save(str(folder / "tokenizer.json"))
-    engine = GenerationEngine(Tokenizer.load(folder), target, draft, EngineConfig(**config))
-    server = build_server("127.0.0.1:0", [SERVICE_NAME], GenerationServicer(engine).register)
-    await server.start()
-    try:
-        yield server.address, engine
-    finally:
-        await server.stop(0)
+    engine = GenerationEngine(toy_tokenizer(), target, draft, EngineConfig(**config))
+    async with over_grpc(GenerationServicer(engine)) as address:
+        yield address, engine
 
 
-async def test_generates(tmp_path: Path) -> None:
+async def test_generates() -> None:
     target = ToyTarget(num_cached=1)
-    async with gateway(tmp_path, target, ToyDraft(wrong_every=3)) as (address, _), Client(address) as client:
+    async with gateway(target, ToyDraft(wrong_every=3)) as (address, _), Client(address) as client:
         sampling = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0, prompt_logprobs=0, stop_token_ids=(1,))
         parts = [part async for part in client.generate(token_ids=PROMPT, sampling=sampling, request_id="r7")]
         assert [token for part in parts for token in part.token_ids] == expected(PROMPT, 20)
@@ -58,9 +50,9 @@ async def test_generates(tmp_path: Path) -> None:
         assert all(len(part.logprobs) == len(part.token_ids) == len(part.origins) for part in parts)
 
 
-async def test_text_stops_and_completions(tmp_path: Path) -> None:
+async def test_text_stops_and_completions() -> None:
     target = ToyTarget()
-    async with gateway(tmp_path, target, ToyDraft()) as (address, _), Client(address) as client:
+    async with gateway(target, ToyDraft()) as (address, _), Client(address) as client:
         parts = [part async for part in client.generate("the quick", n=3, temperature=0.0, max_tokens=9, stop="~~")]
         assert {part.index for part in parts} == {0, 1, 2} and target.opens[0].sampling.max_tokens == 9
         assert len(parts[0].prompt_token_ids) == len(target.opens[0].prompt_ids)
@@ -72,20 +64,20 @@ async def test_text_stops_and_completions(tmp_path: Path) -> None:
         assert parts[-1].speculation is not None and parts[-1].speculation.num_drafts == 0
 
 
-async def test_defaults_are_the_models(tmp_path: Path) -> None:
+async def test_defaults_are_the_models() -> None:
     info = target_info(default_sampling=SamplingParams(temperature=0.7, top_k=20, max_tokens=16))
     target = ToyTarget(info=info)
-    async with gateway(tmp_path, target) as (address, _), Client(address) as client:
+    async with gateway(target) as (address, _), Client(address) as client:
         async for _ in client.generate("the quick", top_k=5):
             pass
         sampling = target.opens[0].sampling
         assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.7, 5, 16)
 
 
-async def test_errors_are_the_gateways(tmp_path: Path) -> None:
+async def test_errors_are_the_gateways() -> None:
     target = ToyTarget(step_s=0.05)
     async with (
-        gateway(tmp_path, target, max_active=1, max_waiting=0) as (address, engine),
+        gateway(target, max_active=1, max_waiting=0) as (address, engine),
         Client(address, retry=NO_RETRY) as client,
     ):
         with pytest.raises(InvalidArgument) as invalid:
@@ -106,27 +98,27 @@ async def test_errors_are_the_gateways(tmp_path: Path) -> None:
             await client.info(5)
 
 
-async def test_a_trace_context_passes_through(tmp_path: Path) -> None:
+async def test_a_trace_context_passes_through() -> None:
     target, context = ToyTarget(), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with gateway(tmp_path, target, trust_traceparent=True) as (address, _), Client(address) as client:
+    async with gateway(target, trust_traceparent=True) as (address, _), Client(address) as client:
         _ = [part async for part in client.generate("x", traceparent=context)]
     assert target.opens[0].traceparent == context
 
 
-async def test_info(tmp_path: Path) -> None:
+async def test_info() -> None:
     async with (
-        gateway(tmp_path, ToyTarget(), ToyDraft(), num_draft_tokens=7, model_name="mine") as (address, _),
+        gateway(ToyTarget(), ToyDraft(), num_draft_tokens=7, model_name="mine") as (address, _),
         Client(address) as client,
     ):
         info = await client.info()
         assert info.target.name == "mine" and info.draft is not None and info.draft.name == "toy-draft"
         assert info.num_draft_tokens == 7 and info.methods == ("draft_model", "eagle")
-    async with gateway(tmp_path, ToyTarget()) as (address, _), Client(address) as client:
+    async with gateway(ToyTarget()) as (address, _), Client(address) as client:
         assert (await client.info()).draft is None
 
 
-async def test_without_an_event_loop(tmp_path: Path) -> None:
-    async with gateway(tmp_path, ToyTarget(), ToyDraft()) as (address, _):
+async def test_without_an_event_loop() -> None:
+    async with gateway(ToyTarget(), ToyDraft()) as (address, _):
         parts = await asyncio.to_thread(
             lambda: list(client_module.generate(address, token_ids=PROMPT, temperature=0.0, max_tokens=12))
         )

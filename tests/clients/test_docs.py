@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.services import START_S, Fleet
+from support.services import START_S, Trio
 
 from outrider.client import Client
 
@@ -27,9 +27,9 @@ TEXT = DOCS.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
-async def run(code: str, fleet: Fleet) -> str:
+async def run(code: str, trio: Trio) -> str:
     for named in ("127.0.0.1:50050", "127.0.0.1:50060"):
-        code = code.replace(named, fleet.gateway)
+        code = code.replace(named, trio.gateway)
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -37,10 +37,10 @@ async def run(code: str, fleet: Fleet) -> str:
     return done.stdout
 
 
-async def test_the_examples(fleet: Fleet) -> None:
+async def test_the_examples(trio: Trio) -> None:
     """Both clients print the same; a refusal names its fields; a second gateway is named, and not needed."""
-    outputs = [await run(code, fleet) for code in BLOCKS]
-    async with Client(fleet.gateway) as client:
+    outputs = [await run(code, trio) for code in BLOCKS]
+    async with Client(trio.gateway) as client:
         text = [part.text async for part in client.generate("def parse_args(argv):", max_tokens=24, temperature=0.0)]
     assert outputs[0] == outputs[1] == "".join(text) != ""
     assert [line.split()[0] for line in outputs[2].splitlines()] == ["sampling.temperature", "sampling.top_p"]
@@ -101,11 +101,11 @@ def check_buf(lines: list[str], address: str) -> str:
     return "".join(part.get("text", "") for part in parts)
 
 
-async def test_buf_as_it_stands(fleet: Fleet) -> None:
+async def test_buf_as_it_stands(trio: Trio) -> None:
     lines = blocks()[1]
     assert all(line.startswith("buf curl ") for line in lines)
-    text = await asyncio.to_thread(check_buf, lines, fleet.gateway)
-    async with Client(fleet.gateway) as client:
+    text = await asyncio.to_thread(check_buf, lines, trio.gateway)
+    async with Client(trio.gateway) as client:
         parts = client.generate("def parse_args(argv):", max_tokens=24, temperature=0.0)
         assert text == "".join([part.text async for part in parts])
 

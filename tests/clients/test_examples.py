@@ -9,20 +9,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 from support.fakes import ToyDraft, ToyTarget, expected, until
-from support.gateways import text_of, toy_tokenizer
-from support.services import Fleet
+from support.gateways import over_grpc, text_of, toy_tokenizer
+from support.services import Trio
 
 from outrider.client import Client
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.request import GenerationDelta, GenerationRequest
-from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.rpc.server import build_server
+from outrider.gateway.servicer import GenerationServicer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "clients"
 PROMPT = "the quick"
@@ -49,17 +47,6 @@ class WatchedEngine(GenerationEngine):
             yield delta
 
 
-@asynccontextmanager
-async def serving(target: ToyTarget) -> AsyncIterator[str]:
-    engine = WatchedEngine(toy_tokenizer(), target, ToyDraft(wrong_every=3))
-    server = build_server("127.0.0.1:0", [SERVICE_NAME], GenerationServicer(engine).register)
-    await server.start()
-    try:
-        yield server.address
-    finally:
-        await server.stop(0)
-
-
 async def run(*command: str | Path, environment: dict[str, str] | None = None) -> str:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, env=os.environ | (environment or {})
@@ -75,7 +62,8 @@ async def run(*command: str | Path, environment: dict[str, str] | None = None) -
 
 async def check(*command: str | Path, stopped: str, refused: str, build: Path | None = None) -> None:
     target = ToyTarget(step_s=0.03)  # 200 tokens, three a step, are two seconds
-    async with serving(target) as address:
+    engine = WatchedEngine(toy_tokenizer(), target, ToyDraft(wrong_every=3))
+    async with over_grpc(GenerationServicer(engine)) as address:
         environment = {} if build is None else {"OUT": str(build)}
         out = await run(*command, address, PROMPT, environment=environment)
     assert [request.sampling.max_tokens for request in target.opens] == [24, 200]
@@ -107,40 +95,40 @@ def made(language: str, build: Path) -> Path:
     return build
 
 
+@pytest.fixture(scope="session")
+def build(repository: Path) -> Path:
+    """Where examples/clients/build.sh puts what it makes."""
+    return repository / "build" / "clients"
+
+
 @pytest.mark.parametrize("name", ["python_sync.py", "python_aio.py"])
 async def test_python(name: str) -> None:
     await check(sys.executable, FOLDER / name, stopped="CANCELLED", refused="INVALID_ARGUMENT")
 
 
-async def test_node(build: Path) -> None:
-    await asyncio.to_thread(made, "node", build)
-    await check("node", FOLDER / "node/generate.js", stopped="CANCELLED", refused="INVALID_ARGUMENT", build=build)
+@pytest.mark.parametrize(
+    ("language", "command", "stopped", "refused"),
+    [
+        ("node", ("node", FOLDER / "node/generate.js"), "CANCELLED", "INVALID_ARGUMENT"),
+        pytest.param("go", ("go/generate",), "Canceled", "InvalidArgument", marks=pytest.mark.slow),
+        pytest.param("cpp", ("cpp/generate",), "code 1", "code 3", marks=pytest.mark.slow),
+        pytest.param("ruby", ("ruby", FOLDER / "ruby/generate.rb"), "code 1", "code 3", marks=pytest.mark.slow),
+    ],
+)
+async def test_other_languages(
+    language: str, command: tuple[str | Path, ...], stopped: str, refused: str, build: Path
+) -> None:
+    await asyncio.to_thread(made, language, build)
+    program = command if len(command) > 1 else (build / command[0],)
+    await check(*program, stopped=stopped, refused=refused, build=build)
 
 
-@pytest.mark.slow
-async def test_go(build: Path) -> None:
-    await asyncio.to_thread(made, "go", build)
-    await check(build / "go/generate", stopped="Canceled", refused="InvalidArgument")
-
-
-@pytest.mark.slow
-async def test_cpp(build: Path) -> None:
-    await asyncio.to_thread(made, "cpp", build)
-    await check(build / "cpp/generate", stopped="code 1", refused="code 3")
-
-
-@pytest.mark.slow
-async def test_ruby(build: Path) -> None:
-    await asyncio.to_thread(made, "ruby", build)
-    await check("ruby", FOLDER / "ruby/generate.rb", stopped="code 1", refused="code 3", build=build)
-
-
-async def test_the_services_without_a_gateway(fleet: Fleet) -> None:
+async def test_the_services_without_a_gateway(trio: Trio) -> None:
     """Propose and Verify by hand give what the gateway gives, and drafts are accepted."""
     prompt = "def parse_args(argv):"
-    arguments = (fleet.target, fleet.draft, str(fleet.pair.target / "tokenizer.json"), prompt)
+    arguments = (trio.target, trio.draft, str(trio.pair.target / "tokenizer.json"), prompt)
     out = await run(sys.executable, FOLDER / "direct.py", *arguments)
-    async with Client(fleet.gateway) as client:
+    async with Client(trio.gateway) as client:
         text = [part.text async for part in client.generate(prompt, max_tokens=24, temperature=0.0)]
     assert out.startswith("".join(text) + "\n24 tokens, ")
     assert int(out.splitlines()[-1].split()[2]) > 10

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.gateways import KINDS, Kind, ids_of, text_of_parts
-from support.services import Fleet
+from support.services import Trio
 
 from outrider.cli.local_services import Service
 from outrider.client import Client, Part, SyncClient
@@ -21,15 +21,15 @@ COUPLED = {"temperature": 1.0, "seed": 41, "acceptance": AcceptanceRule.COUPLED}
 REJECTION = {"temperature": 1.0, "seed": 42, "acceptance": AcceptanceRule.REJECTION}
 
 
-async def whole(fleet: Fleet, options: dict[str, Any]) -> list[Part]:
-    async with Client(fleet.gateway) as client:
+async def whole(trio: Trio, options: dict[str, Any]) -> list[Part]:
+    async with Client(trio.gateway) as client:
         return [part async for part in client.generate(PROMPT, **options)]
 
 
-async def broken(kind: Kind, fleet: Fleet, after: int, options: dict[str, Any]) -> list[Part]:
+async def broken(kind: Kind, trio: Trio, after: int, options: dict[str, Any]) -> list[Part]:
     """The parts of a request whose gateway is killed when `after` tokens have arrived."""
-    victim = await asyncio.to_thread(fleet.victim)
-    addresses, killing = [victim.address, fleet.gateway], Killing(fleet, victim, after)
+    victim = await asyncio.to_thread(trio.victim)
+    addresses, killing = [victim.address, trio.gateway], Killing(trio, victim, after)
     if kind == "aio":
         async with Client(addresses) as client:
             async for part in client.generate(PROMPT, **options):
@@ -46,17 +46,17 @@ async def broken(kind: Kind, fleet: Fleet, after: int, options: dict[str, Any]) 
 class Killing:
     """Keeps the parts, and kills the gateway in their middle."""
 
-    def __init__(self, fleet: Fleet, victim: Service, after: int) -> None:
+    def __init__(self, trio: Trio, victim: Service, after: int) -> None:
         self.parts: list[Part] = []
         self.done = False
-        self._fleet, self._victim, self._left = fleet, victim, after
+        self._trio, self._victim, self._left = trio, victim, after
 
     def take(self, part: Part) -> None:
         self.parts.append(part)
         self._left -= len(part.token_ids)
         if self._left <= 0 and not self.done:
             self.done = True
-            self._fleet.kill(self._victim)
+            self._trio.kill(self._victim)
 
 
 def check(parts: list[Part], unbroken: list[Part], indices: range) -> None:
@@ -68,10 +68,10 @@ def check(parts: list[Part], unbroken: list[Part], indices: range) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), [("aio", GREEDY), ("sync", COUPLED)], ids=["greedy", "coupled"])
-async def test_output_is_that_of_an_unbroken_stream(kind: Kind, options: dict[str, Any], fleet: Fleet) -> None:
+async def test_output_is_that_of_an_unbroken_stream(kind: Kind, options: dict[str, Any], trio: Trio) -> None:
     options = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **options}
-    unbroken = await whole(fleet, options)
-    parts = await broken(kind, fleet, 20, options)
+    unbroken = await whole(trio, options)
+    parts = await broken(kind, trio, 20, options)
     assert len(ids_of(parts)) == MAX_TOKENS
     check(parts, unbroken, range(1))
 
@@ -80,12 +80,12 @@ async def test_output_is_that_of_an_unbroken_stream(kind: Kind, options: dict[st
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [1, 9, 40, 90])
-async def test_at_many_points(kind: Kind, after: int, fleet: Fleet) -> None:
+async def test_at_many_points(kind: Kind, after: int, trio: Trio) -> None:
     """Several completions, by both rules."""
     for rule in (GREEDY, COUPLED, REJECTION):
         options = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "n": 2, **rule}
-        unbroken = await whole(fleet, options)
-        parts = await broken(kind, fleet, after, options)
+        unbroken = await whole(trio, options)
+        parts = await broken(kind, trio, after, options)
         if rule is not REJECTION:
             check(parts, unbroken, range(2))
         for index in range(2):

@@ -351,7 +351,7 @@ def test_a_bug_before_a_step_is_planned_fails_what_is_open_and_leaves_the_engine
     harness, prompt, window = DraftHarness(), list(range(3, 24)), 4
     harness.send(new_open(1, prompt), credit(1, len(prompt) + window, window))
     with monkeypatch.context() as patch:
-        patch.setattr(harness.engine._scheduler, "plan", lambda drafts: [][0])
+        patch.setattr(harness.engine.scheduler, "plan", lambda drafts: [][0])
         with pytest.raises(IndexError) as raised:
             harness.engine.step(0.0)
     harness.engine.on_error(raised.value)

@@ -1,14 +1,8 @@
-"""The service over real gRPC on the loopback: streams, bad messages, releases, draining, health, spans.
-
-`python -m outrider.draft_service` in a process of its own: its line, its end, its errors."""
+"""The service over real gRPC on the loopback: streams, bad messages, releases, draining, health, spans."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,25 +13,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from support.engines import GREEDY, STREAM, DraftHarness, commit, credit, new_open, tiny_draft
+from support.engines import GREEDY, DraftHarness, commit, credit, new_open, tiny_draft
 from support.models import save_tiny
 
-from outrider.draft_service.__main__ import main
 from outrider.draft_service.admission import make_methods
-from outrider.draft_service.boot import build_health, build_model_method, load_methods
+from outrider.draft_service.boot import build_model_method, load_methods
 from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
-from outrider.draft_service.servicer import SERVICE, DraftServicer, register
+from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.model_runner import RunnerOptions
 from outrider.engine.worker import Worker
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.channel import connect
-from outrider.rpc.codec import DRAFT_STREAM, decode_draft_info
+from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM
+from outrider.rpc.engine_service import build_service
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, DraftTokens, Failure, ModelInfo
 from outrider.rpc.sampling_params import SamplingParams
-from outrider.rpc.server import build_server
 from outrider.rpc.stream import FrameStream, Outboxes, client_stream
+from outrider.rpc.telemetry import StepTracer
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 INFO = DraftInfo(ModelInfo("tiny", "d", 97, 512), (DraftMethod("draft_model"), DraftMethod("ngram")))
@@ -53,8 +47,7 @@ class Service:
         self.engine = DraftEngine(make_methods([method, NgramProposer()]), flush=outboxes.flush)
         self.thread: Worker[DraftEngineCommand] = Worker(self.engine, "test-device", 1)
         self.servicer = DraftServicer(self.thread, outboxes, INFO)
-        health = build_health(self.engine, self.thread)
-        self.server = build_server("localhost:0", [SERVICE], lambda s: register(self.servicer, s), health=health)
+        self.server = build_service("localhost:0", self.engine, self.thread, self.servicer).server
         self.pool = method.cache.pool
 
     def stream(self, channel: grpc.aio.Channel) -> FrameStream:
@@ -147,8 +140,8 @@ async def test_draining_refuses_opens_and_ends_after_the_last_sequence(
 async def test_info_and_health_follow_the_device(service: tuple[Service, grpc.aio.Channel]) -> None:
     draft, channel = service
     answer = await draft_pb2_grpc.DraftServiceStub(channel).GetDraftInfo(draft_pb2.GetDraftInfoRequest())
-    assert decode_draft_info(answer) == INFO
-    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert DRAFT_INFO.decode(answer) == INFO
+    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=DraftServicer.service))
     async with asyncio.timeout(5):
         while (await health.read()).status != health_pb2.HealthCheckResponse.SERVING:
             pass
@@ -164,60 +157,13 @@ async def test_info_and_health_follow_the_device(service: tuple[Service, grpc.ai
 def test_step_spans_link_to_the_requests() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    harness = DraftHarness(tracer=provider.get_tracer("test"))
+    harness = DraftHarness(tracer=StepTracer(provider.get_tracer("test")))
     parent = f"00-{'1' * 32}-{'2' * 16}-01"
     harness.run(new_open(1, [1, 2, 3], traceparent=parent), new_open(2, [4, 5], GREEDY), credit(1, 5), credit(2, 4))
     spans = exporter.get_finished_spans()
     assert [span.attributes["outrider.batch.sequences"] for span in spans if span.attributes] == [2, 2]
     assert [f"{link.context.span_id:x}" for link in spans[0].links] == ["2" * 16]
     assert all(span.end_time - span.start_time > 0 for span in spans if span.end_time and span.start_time)
-    assert harness.engine.sequences[STREAM, 2].link is None
-
-
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "outrider.draft_service", "--listen", "localhost:0"]
-
-
-def environment() -> dict[str, str]:
-    roots = ("protos", "rpc", "planner", "kernels", "engine", "proposers", "draft_service")
-    return os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in roots), "OMP_NUM_THREADS": "1"}
-
-
-def test_it_says_where_it_listens_and_ends_on_sigterm(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "tiny")
-    command = [*COMMAND, "--model", str(model), "--threads", "1", "--num-blocks", "8", "--grace-s", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("draft listening on localhost:")
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=20)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-    assert process.returncode == 0 and "Traceback" not in log
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "/no/such/folder"], "there is no folder /no/such/folder"),
-        (["--model", str(Path(__file__).parent)], "config.json"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_served(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments, "--listen", "localhost:0"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("outrider draft: error: ") and message in error
-
-
-def test_settings_need_a_model_or_a_method_without(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "--method ngram" in capsys.readouterr().err
 
 
 def test_what_it_says_of_itself(tmp_path: Path) -> None:

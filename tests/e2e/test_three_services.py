@@ -1,16 +1,21 @@
 """Draft, target and gateway as three processes: greedy tokens equal transformers' own for every k and batch, a draft
-that is killed in mid-stream costs speed only, and coupled text depends on no draft."""
+that is killed in mid-stream costs speed only, and coupled text depends on no draft. Over HTTP it is the same, and
+sampling parameters have their effect."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from openai import AsyncOpenAI
 from support.engines import hf_greedy
 from support.models import save_tiny, tiny_hf_model, train_byte_level
 
@@ -21,6 +26,8 @@ from outrider.v1 import generation_pb2_grpc
 
 VOCAB = 300
 START_S = 60.0
+PROMPT = [11, 12, 13]
+HTTP = re.compile(r"gateway http on (\S+)")
 
 
 @dataclass
@@ -35,6 +42,10 @@ class Trio:
     @property
     def address(self) -> str:
         return self.gateway.address
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.gateway.find(HTTP)}"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,7 @@ def trio(folders: tuple[Path, Path]) -> Iterator[Trio]:
         services.wait(draft, START_S)
         services.wait(target, START_S)
         arguments = ["--target", target.address, "--draft", draft.address, "--tokenizer", str(target_folder)]
-        gateway = start(services, "gateway", *arguments)
+        gateway = start(services, "gateway", *arguments, "--http", "127.0.0.1:0", "--model-name", "tiny")
         services.wait(gateway, START_S)
         yield Trio(services, draft, target, gateway)
 
@@ -120,6 +131,55 @@ async def test_completions_differ_and_share_the_prompt(stub: Any) -> None:
     texts = {index: tokens_of([r for r in responses if r.index == index]) for index in range(3)}
     assert len({tuple(ids) for ids in texts.values()}) == 3
     assert max(r.usage.cached_tokens for r in responses) >= 48
+
+
+@pytest.fixture
+async def openai(trio: Trio) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{trio.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+async def ask(client: AsyncOpenAI, prompt: Any, speculation: dict[str, Any] | None = None, **fields: Any) -> Any:
+    extra = {"return_token_ids": True, "ignore_eos": True, "speculation": speculation or {}}
+    fields = {"model": "tiny", "prompt": prompt, "max_tokens": 24, **fields}
+    return await client.completions.create(**fields, extra_body=extra)
+
+
+def ids_of(answer: Any, index: int = 0) -> list[int]:
+    return list(answer.choices[index].model_extra["token_ids"])
+
+
+@pytest.mark.parametrize("k", [0, 3])
+async def test_greedy_equals_generate_over_http(openai: AsyncOpenAI, k: int) -> None:
+    model, rng = tiny_hf_model("llama", 1, vocab_size=VOCAB), random.Random(k)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
+    answer = await ask(openai, prompts, {"num_draft_tokens": k}, temperature=0, n=2)
+    for place, prompt in enumerate(prompts):
+        assert ids_of(answer, 2 * place) == ids_of(answer, 2 * place + 1) == hf_greedy(model, prompt, 24)
+        assert (answer.choices[2 * place].model_extra["speculation"]["num_drafts"] > 0) == (k > 0)
+
+
+async def test_seeds_biases_and_logprobs_have_their_effect(openai: AsyncOpenAI) -> None:
+    rule = {"acceptance": "coupled"}
+    first, again, other = [ids_of(await ask(openai, PROMPT, rule, temperature=1, seed=seed)) for seed in (5, 5, 6)]
+    assert first == again != other
+    assert ids_of(await ask(openai, PROMPT, {"enabled": False, **rule}, temperature=1, seed=5)) == first
+    both = await ask(openai, PROMPT, temperature=1, seed=5, n=2)
+    assert ids_of(both, 0) != ids_of(both, 1)
+    biased = await ask(openai, PROMPT, temperature=0, logit_bias={"42": 100}, max_tokens=5, logprobs=3)
+    assert ids_of(biased) == [42] * 5
+    logprobs = biased.choices[0].logprobs
+    assert all(3 <= len(top) <= 4 and top[token] == value for top, token, value in
+               zip(logprobs.top_logprobs, logprobs.tokens, logprobs.token_logprobs, strict=True))  # fmt: skip
+    assert all(sum(map(math.exp, top.values())) <= 1 for top in logprobs.top_logprobs)
+
+
+async def test_a_structure_is_refused_by_name(trio: Trio) -> None:
+    """This target has none; its refusal names the field as HTTP does."""
+    async with httpx.AsyncClient(base_url=trio.url) as client:
+        body = {"prompt": PROMPT, "response_format": {"type": "json_object"}}
+        answer = await client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
 
 async def test_a_draft_killed_in_mid_stream_costs_speed_only(stub: Any, trio: Trio) -> None:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
+import grpc.aio
 import pytest
 from support.environment import SEED
+from support.services import Trio
 
 from outrider.bench.prompts import read_prompts
-from outrider.cli.local_services import Services
+from outrider.gateway.peers import replicas
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.pairs import pair_path
 from outrider.planner.policy import Policy, Round
+from outrider.rpc.codec import StreamKind
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
-from outrider.rpc.stream import ClientTransport
+from outrider.rpc.stream import FrameStream, client_stream
 
 K, NUM_TOKENS = 4, 192
 GRPC_HEADER = 5
@@ -31,46 +32,43 @@ CASES = {  # temperature, rule, policy, most bytes a token on each link
 }
 
 
-@pytest.fixture(scope="module")
-def addresses() -> Iterator[tuple[str, str]]:
-    pair = pair_path()
-    with Services() as services:
-        arguments = ["--listen", "127.0.0.1:0", "--threads", "1"]
-        target = services.start("target", ["target", "--model", str(pair.target), *arguments])
-        draft = services.start("draft", ["draft", "--model", str(pair.draft), *arguments])
-        for service in (target, draft):
-            services.wait(service, 60.0)
-        yield target.address, draft.address
+class Counted:
+    """A call, and the bytes of its frames by the link's kind and direction."""
+
+    def __init__(self, call: Any, total: Counter[str]) -> None:
+        self._call, self._total = call, total
+        self.cancel = call.cancel
+
+    async def read(self) -> Any:
+        frame = await self._call.read()
+        if frame is not grpc.aio.EOF:
+            self._total[type(frame).__name__] += frame.ByteSize() + GRPC_HEADER
+        return frame
+
+    async def write(self, frame: Any) -> None:
+        self._total[type(frame).__name__] += frame.ByteSize() + GRPC_HEADER
+        await self._call.write(frame)
 
 
 @pytest.fixture
 def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes of all frames by the link's kind and direction."""
+    """Bytes of all frames of the gateway's streams."""
     total: Counter[str] = Counter()
-    read, write = ClientTransport.read, ClientTransport.write
 
-    async def counted_read(self: ClientTransport) -> Any:
-        frame = await read(self)
-        if frame is not None:
-            total[type(frame).__name__] += frame.ByteSize() + GRPC_HEADER
-        return frame
+    def counting(kind: StreamKind, call: Any, **options: Any) -> FrameStream:
+        return client_stream(kind, Counted(call, total), **options)
 
-    async def counted_write(self: ClientTransport, frame: Any) -> None:
-        total[type(frame).__name__] += frame.ByteSize() + GRPC_HEADER
-        await write(self, frame)
-
-    monkeypatch.setattr(ClientTransport, "read", counted_read)
-    monkeypatch.setattr(ClientTransport, "write", counted_write)
+    monkeypatch.setattr(replicas, "client_stream", counting)
     return total
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_bytes_for_each_committed_token(addresses: tuple[str, str], carried: Counter[str], name: str) -> None:
+async def test_bytes_for_each_committed_token(trio: Trio, carried: Counter[str], name: str) -> None:
     temperature, rule, policy, most = CASES[name]
-    (prompt,) = read_prompts(Tokenizer.load(pair_path().target), None, 1)
+    (prompt,) = read_prompts(Tokenizer.load(trio.pair.target), None, 1)
     sampling = SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True)
     opened = Open(0, tuple(prompt), sampling, acceptance=rule, seed=SEED, one_hot=not temperature)
-    async with RemoteTargets([addresses[0]]) as targets, RemoteDrafts([addresses[1]]) as drafts:
+    async with RemoteTargets([trio.target]) as targets, RemoteDrafts([trio.draft]) as drafts:
         async with asyncio.timeout(30):
             await asyncio.gather(targets.wait_usable(), drafts.wait_usable())
             rounds = [item async for item in speculate(drafts, targets, opened, policy) if isinstance(item, Round)]

@@ -110,7 +110,6 @@ SIZE = SMALLEST | {"vocab_size": 61, "max_position_embeddings": 320}
 NUM_BLOCKS = 64
 POISON = NUM_BLOCKS - 1  # as a block it is one of NaN, as a slot it lies in block 3, as a row or position in no step
 NUM_SEQUENCES = 6
-NUM_STEPS = 30
 REPLAYED_LIMITS = StepLimits(max_rows=24, max_sequences=NUM_SEQUENCES, max_query_len=5)
 
 
@@ -207,19 +206,20 @@ def check_cache(ours_of: ModelRunner, reference: ModelRunner) -> None:
 
 @torch.inference_mode()
 def test_replays_are_the_eager_pass(
-    reference: ModelRunner, triton_everywhere: torch.device, monkeypatch: pytest.MonkeyPatch
+    reference: ModelRunner, triton_everywhere: torch.device, monkeypatch: pytest.MonkeyPatch, prove: bool
 ) -> None:
+    num_steps = 30 if prove else 12
     captured, texts = Captured(triton_everywhere), [Text(0), Text(0)]
     captured.wait()
     check_cache(captured.runner, reference)  # capturing stored nothing
     prompts = [text.prompts() for text in texts]
     assert captured.steps.run(prompts[0]) is None  # too long for a window
     captured.runner.forward(prompts[0])
-    steps = [(texts[0].windows(), texts[1].windows()) for _ in range(NUM_STEPS)]
+    steps = [(texts[0].windows(), texts[1].windows()) for _ in range(num_steps)]
     found = [captured.run(ours) for ours, _ in steps]
     captured.wait()
     if isinstance(captured.device, Replayed):
-        assert captured.device.replayed == NUM_STEPS
+        assert captured.device.replayed == num_steps
     monkeypatch.undo()
     reference.forward(prompts[1])
     tolerance = 2e-5 if triton_everywhere.type == "cpu" else 1e-4

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.devices import Replayed
-from support.kernels import compile_only
+from support.kernels import Compiled, compile_only
 from support.models import tiny_config
 
 from outrider.engine.batch import BatchEntry, StepLimits
@@ -83,10 +83,10 @@ def _model(batch_invariant: bool) -> Decoder:
     return Decoder(config, state, dtype=torch.bfloat16, device=torch.device("cpu"), batch_invariant=batch_invariant)
 
 
-def _binaries(launched: list[tuple[str, str]]) -> dict[str, int]:
+def _binaries(launched: list[Compiled]) -> dict[str, int]:
     found: dict[str, set[str]] = defaultdict(set)
-    for name, binary in launched:
-        found[name].add(binary)
+    for launch in launched:
+        found[launch.name].add(launch.binary)
     return {name: len(binaries) for name, binaries in found.items()}
 
 

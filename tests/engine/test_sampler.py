@@ -30,13 +30,11 @@ from outrider.engine.sampler import (
     SamplingRows,
     SequenceSampler,
     assemble,
-    process,
-    process_greedy,
     reported_values,
     top_logprobs,
 )
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
-from outrider.kernels.sampling.reference import logits_to_probs
+from outrider.kernels.sampling.reference import greedy_choice, logits_to_probs
 from outrider.kernels.types import RowSampling
 from outrider.rpc.sampling_params import SamplingParams
 
@@ -64,7 +62,8 @@ def sampler(prompt: list[int] | None = None, output: list[int] | None = None, **
 
 
 def support(window: SamplingRows, logits: torch.Tensor | None = None) -> list[list[int]]:
-    probs, _ = process(torch.zeros(window.num_rows, VOCAB_SIZE) if logits is None else logits, [window])
+    rows = torch.zeros(window.num_rows, VOCAB_SIZE) if logits is None else logits
+    probs, _ = logits_to_probs(rows, assemble([window]))
     return [row.nonzero().squeeze(1).tolist() for row in probs]
 
 
@@ -77,12 +76,12 @@ def test_each_row_of_a_window_equals_plain_decoding(
     committed = SequenceSampler(params, prompt, [], [0], VOCAB_SIZE)
     for token in output:
         committed.append([token])
-    window, invalid = process(logits, [SamplingRows(committed, drafted)])
+    window, invalid = logits_to_probs(logits, assemble([SamplingRows(committed, drafted)]))
     for row in range(len(drafted) + 1):
         prefix = drafted[:row]
         plain = SequenceSampler(params, prompt, output + prefix, [0], VOCAB_SIZE)
-        expected, expected_invalid = process(logits[row : row + 1], [SamplingRows(plain)])
-        chain, _ = process(logits[row : row + 1], [SamplingRows(committed, prefix, first=row)])
+        expected, expected_invalid = logits_to_probs(logits[row : row + 1], assemble([SamplingRows(plain)]))
+        chain, _ = logits_to_probs(logits[row : row + 1], assemble([SamplingRows(committed, prefix, first=row)]))
         assert torch.equal(window[row], expected[0]) and torch.equal(chain, expected)
         assert bool(invalid[row]) == bool(expected_invalid)
 
@@ -93,10 +92,10 @@ def test_a_batch_equals_each_sequence_alone(cases: list[tuple[SamplingParams, li
     plans = [SamplingRows(SequenceSampler(params, [1, 2], [3], [0], VOCAB_SIZE), drafted) for params, drafted in cases]
     num_rows = sum(plan.num_rows for plan in plans)
     logits = torch.tensor([[random.uniform(-3, 3) for _ in range(VOCAB_SIZE)] for _ in range(num_rows)])
-    together, _ = process(logits, plans)
+    together, _ = logits_to_probs(logits, assemble(plans))
     start = 0
     for plan in plans:
-        alone, _ = process(logits[start : start + plan.num_rows], [plan])
+        alone, _ = logits_to_probs(logits[start : start + plan.num_rows], assemble([plan]))
         assert torch.allclose(together[start : start + plan.num_rows], alone, rtol=1e-6, atol=0)
         start += plan.num_rows
 
@@ -174,13 +173,13 @@ def test_greedy_choices_are_the_one_hot_rows(drafted: list[int]) -> None:
         SamplingRows(sampler([1, 2, 1], [3], temperature=0, frequency_penalty=1.0, repetition_penalty=1.2), drafted)
     ]
     logits = torch.randn(len(drafted) + 1, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
-    ids, invalid = process_greedy(logits, plans)
-    assert torch.equal(process(logits, plans)[0].argmax(dim=-1), ids) and not invalid.any()
+    ids, invalid = greedy_choice(logits, assemble(plans, for_argmax=True))
+    assert torch.equal(logits_to_probs(logits, assemble(plans))[0].argmax(dim=-1), ids) and not invalid.any()
 
 
 def test_a_mask_is_applied_by_row() -> None:
     masks = torch.tensor([[0b0110], [0b1000]], dtype=torch.int32)
-    probs, _ = process(torch.zeros(2, VOCAB_SIZE), [SamplingRows(sampler(), [1])], masks)
+    probs, _ = logits_to_probs(torch.zeros(2, VOCAB_SIZE), assemble([SamplingRows(sampler(), [1])], "cpu", masks))
     assert [row.nonzero().squeeze(1).tolist() for row in probs] == [[1, 2], [3]]
 
 

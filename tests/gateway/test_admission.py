@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGroup
+from outrider.gateway.admission import Admission, AdmissionCost
+from outrider.gateway.http.serving import AdmissionGroup
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
 
 ONE = AdmissionCost(1, 10)

@@ -13,9 +13,8 @@ from support.environment import SEED
 
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
-from outrider.planner.forecast import SharedStats
+from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import OFF, Limits, Mode, Plan, Policy, Round
-from outrider.planner.step_costs import VerifyCosts
 from outrider.rpc.messages import Commit, StepTimings
 
 BASE = Policy(4)

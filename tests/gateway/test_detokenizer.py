@@ -14,15 +14,15 @@ from support.models import train_byte_fallback, train_byte_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from outrider.gateway.text.detokenizer import (
+from outrider.gateway.text.tokenizer import (
     MAX_WAITING_IDS,
     TextDelta,
     TextStream,
+    Tokenizer,
     earliest_stop,
     held_back,
     make_detokenizer,
 )
-from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 
 KINDS = ("byte_level", "byte_fallback")

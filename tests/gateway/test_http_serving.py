@@ -17,7 +17,7 @@ from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, t
 from outrider.client import Client
 from outrider.gateway import request, servicer
 from outrider.gateway.http import serving, sse
-from outrider.gateway.http.protocol import parse_body, read_completion
+from outrider.gateway.http.protocol import HttpOptions, parse_body, read_completion
 from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.servicer import decode_request
 from outrider.rpc.messages import TokenLogprob
@@ -52,6 +52,39 @@ async def test_equals_grpc_and_says_what_it_did() -> None:
         assert stats["acceptance"] == "rejection" and 0 < stats["acceptance_rate"] < 1
         assert stats["num_rounds_by_mode"] == {"sequential": stats["num_rounds"]} and stats["mode"] == "sequential"
         assert stats["method"] == "draft_model"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wanted", ["none", "summary", "detailed"])
+async def test_what_became_of_drafts_in_vllm_s_shape(wanted: str, stream: bool) -> None:
+    """As AIPerf reads it: beside the choices, once, of all of them together; in a stream with the last chunk."""
+    options = HttpOptions(spec_decode_metrics=wanted)
+    body = {**GREEDY, "n": 2, "speculation": {}, "stream": stream, "stream_options": {"include_usage": True}}
+    async with gateway(draft=ToyDraft(wrong_every=3), options=options) as served, served.client() as client:
+        if stream:
+            *chunks, last = [json.loads(event) for event in (await stream_events(client, "/v1/completions", body))[:-1]]
+            assert not any("metrics" in chunk for chunk in chunks) and last["usage"]["completion_tokens"] == 40
+            tallies = [
+                choice["speculation"] for chunk in chunks for choice in chunk["choices"] if "speculation" in choice
+            ]
+        else:
+            last = (await client.post("/v1/completions", json={**body, "stream_options": None})).json()
+            tallies = [choice["speculation"] for choice in last["choices"]]
+        if wanted == "none":
+            assert "metrics" not in last
+            return
+        said = last["metrics"]["speculative_decoding"]
+        drafts, drafted, accepted = (
+            sum(tally[name] for tally in tallies) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        )
+        assert said["num_spec_steps"] == drafts == sum(said["acceptance_histogram"]) > 0
+        assert said["num_draft_tokens"] == drafted and said["num_accepted_draft_tokens"] == accepted
+        assert accepted == sum(count * steps for count, steps in enumerate(said["acceptance_histogram"]))
+        assert said["mean_acceptance_length"] == 1 + accepted / drafts and said["num_spec_tokens"] == 4
+        assert said["draft_acceptance_rate"] == accepted / drafted
+        assert (sum(said.get("per_step_drafted", ())), sum(said.get("per_step_accepted", ()))) == (
+            (drafted, accepted) if wanted == "detailed" else (0, 0)
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])

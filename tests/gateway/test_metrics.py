@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from contextlib import AsyncExitStack, suppress
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from support.fakes import QUICK, TargetServicer, ToyDraft, ToyTarget, serving, target_info, until
+from support.fakes import (
+    QUICK,
+    DraftServicer,
+    TargetServicer,
+    ToyDraft,
+    ToyTarget,
+    generate,
+    request,
+    serving,
+    target_info,
+    until,
+)
 from support.gateways import PROMPT, Gateway, gateway, toy_tokenizer
+from support.metrics import Samples, samples_of, scraped
 
-from outrider.client import Client
-from outrider.gateway.metrics import PARTS, GatewayMetrics, MeteredEngine
-from outrider.gateway.peers.remote import RemoteTargets
+from outrider.client import Client, Part
+from outrider.gateway.metered import DEMAND_EVERY_S, MeteredEngine, _Pieces
+from outrider.gateway.metrics import PARTS, WINDOWS, GatewayMetrics
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest
+from outrider.planner.estimates import Acceptance
 from outrider.planner.policy import Round
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
-from outrider.rpc.messages import Commit, StepTimings
+from outrider.rpc.messages import Commit, DraftTokens, Load, StepTimings
 from outrider.rpc.sampling_params import SamplingParams
-
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 async def scrape(served: Gateway) -> Samples:
     async with served.client() as client:
         answer = await client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
-    families = text_string_to_metric_families(answer.text)
-    return {
-        (sample.name.removeprefix("outrider_"), tuple(sorted(sample.labels.items()))): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    return samples_of(answer.text)
 
 
 async def ask(served: Gateway, **fields: Any) -> Any:
     async with served.client() as client:
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "speculation": {}, **fields}
         return (await client.post("/v1/completions", json=body)).json()
+
+
+def vars_of(part: Part) -> dict[str, int]:
+    assert part.speculation is not None
+    return {"num_rounds": part.speculation.num_rounds}
 
 
 async def test_counts_are_those_of_the_answers() -> None:
@@ -62,6 +75,11 @@ async def test_counts_are_those_of_the_answers() -> None:
         drafted = [tally["num_draft_tokens"] for tally in tallies] + [last.speculation.num_draft_tokens]
         accepted = [tally["num_accepted_tokens"] for tally in tallies] + [last.speculation.num_accepted_tokens]
         assert found["spec_decode_num_drafts_total", ()] == sum(drafts) > 0
+        for position, per_position in enumerate(zip(*(t["num_tested_per_position"] for t in tallies), strict=True)):
+            count = sum(per_position) + last.speculation.num_tested_per_position[position]
+            labels = (("position", str(position)),)
+            assert found.get(("spec_decode_num_tested_tokens_per_pos_total", labels), 0) == count
+        assert found["round_draft_tokens_sum", ()] == 4 * sum(t["num_rounds"] for t in [*tallies, vars_of(last)])
         assert found["spec_decode_num_draft_tokens_total", ()] == sum(drafted)
         assert found["spec_decode_num_accepted_tokens_total", ()] == sum(accepted) > 0
         for position, per_position in enumerate(zip(*(t["num_accepted_per_position"] for t in tallies), strict=True)):
@@ -110,17 +128,6 @@ async def test_running_and_waiting() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: served.engine.admission.num_active == 0)
         assert (await scrape(served))["num_requests_running", ()] == 0
-
-
-async def test_the_documentation_names_every_series(repository: Path) -> None:
-    text = (repository / "docs/http.md").read_text(encoding="utf-8")
-    rows = text[text.index("## Metrics") : text.index("## The live page")]
-    named = {name.partition("{")[0] for name in re.findall(r"`([a-z0-9_.{}]+)`", rows)}
-    named |= {name.replace("...", "spec_decode") for name in named}
-    async with gateway() as served:
-        families = text_string_to_metric_families(served.engine.metrics.render("")[0].decode())
-    names = {family.name.removeprefix("outrider_") for family in families if family.name.startswith("outrider_")}
-    assert len(names) > 20 and {name for name in names if not {name, f"{name}_total"} & named} == set()
 
 
 async def test_errors_before_a_delivery_are_refusals_with_a_reason() -> None:
@@ -188,3 +195,146 @@ async def test_replicas_tell_what_computes_there() -> None:
     told = {sample.labels["address"]: sample.labels["kernels"] for sample in family.samples}
     assert told == dict(zip(addresses, ("c-avx512", "torch-avx2"), strict=True))
     assert {(sample.labels["role"], sample.value) for sample in family.samples} == {("target", 1.0)}
+
+
+def piece(chain: int, position: int, *ids: int) -> DraftTokens:
+    return DraftTokens(0, chain, position, ids)
+
+
+def closed_round(
+    index: int, position: int, num_drafted: int, chain: int | None, started: float, **fields: Any
+) -> Round:
+    commit = Commit(0, position, (1,) * (num_drafted + 1), (), chain, num_drafted, num_drafted)
+    return Round(index, commit, 4, started, started + 1.0, 0, **{"mode": "sequential"} | fields)
+
+
+def test_when_a_window_came() -> None:
+    """By the arrival of the piece that the window begins in, against the beginning of the round."""
+    now = time.monotonic()
+    pieces = _Pieces()
+    pieces.add(piece(0, 3, 1, 1))
+    assert pieces.window_of(closed_round(0, 3, 2, 0, now - 9)) is None, "the prompt's round"
+    assert not pieces._held, "what a round has passed is forgotten"
+    pieces.add(piece(0, 6, 1, 1))
+    pieces.add(piece(1, 6, 2, 2))
+    assert pieces.window_of(closed_round(1, 6, 1, 0, time.monotonic() + 1)) == "hit"
+    assert pieces.window_of(closed_round(2, 8, 0, None, time.monotonic())) == "miss", "the pieces ended before it"
+    pieces.add(piece(2, 9, 1, 1, 1))
+    assert pieces.window_of(closed_round(3, 9, 2, 2, now - 9)) == "late"
+    pieces.add(piece(3, 11, 5, 5))
+    assert pieces.window_of(closed_round(4, 12, 0, None, time.monotonic() + 1)) == "stale"
+    assert pieces.window_of(closed_round(5, 13, 0, None, now, mode="off")) is None
+
+
+async def test_windows_are_those_of_the_rounds() -> None:
+    async with gateway(ToyTarget(), ToyDraft(wrong_every=5)) as served:
+        did = (await ask(served, max_tokens=40))["choices"][0]["speculation"]
+        found = await scrape(served)
+        windows = {window: found["spec_decode_windows_total", (("window", window),)] for window in WINDOWS}
+        assert windows["late"] > 0, "in sequential mode each window is waited for"
+        assert sum(windows.values()) == did["num_rounds"] - 1
+        assert found["draft_wanted_rounds_total", ()] == did["num_rounds"]
+
+
+async def test_a_slow_draft_is_still_wanted() -> None:
+    """Speculation goes off, since the draft is busy; what it would be asked for without load goes on."""
+    target = ToyTarget(step_s=0.005, info=target_info(max_model_len=2000))
+    draft = ToyDraft()
+    async with gateway(target, draft, mode="auto") as served:
+        engine = served.engine
+        await ask(served, max_tokens=100)
+        assert engine._known is not None
+        stats = engine._known[1]
+        stats.draft_pass.value, stats.between.value = 100.0, 100.0
+        stats.costs.add(5, 5000.0, False, 16.0)
+        off = closed_round(1, 3, 0, None, 0.0, mode="off", inputs={"acceptance": 1.0})
+        engine._demand._asked_at = -DEMAND_EVERY_S
+        assert engine._demand.wants(replace(off, mode="chains")), "it drafts, and is fast"
+        stats.draft_pass.value, stats.between.value = 1e6, 1e6
+        engine._demand._asked_at = -DEMAND_EVERY_S
+        assert engine._demand.wants(off), "and it still would, without the load that it has now"
+        assert not engine._demand.wants(replace(off, inputs={})), "this request wants none"
+        stats.acceptance = Acceptance()
+        for _ in range(100):
+            stats.acceptance.add(4, 0)
+        engine._demand._asked_at = -DEMAND_EVERY_S
+        assert not engine._demand.wants(off), "a draft that is never right would not pay, however fast"
+
+
+@asynccontextmanager
+async def replicas() -> AsyncIterator[tuple[MeteredEngine, TargetServicer, GatewayMetrics]]:
+    """An engine before a target and a draft over gRPC, as a gateway's process builds it."""
+    metrics = GatewayMetrics()
+    one, other = TargetServicer(ToyTarget()), DraftServicer(ToyDraft())
+    quick = [replace(QUICK, wrap=metrics.stream_config(role).wrap) for role in ("target", "draft")]
+    async with (
+        serving(one) as target,
+        serving(other) as draft,
+        RemoteTargets([target.address], stream_config=quick[0]) as targets,
+        RemoteDrafts([draft.address], stream_config=quick[1]) as drafts,
+    ):
+        await until(lambda: targets.usable and drafts.usable)
+        yield MeteredEngine(toy_tokenizer(), targets, drafts, metrics=metrics, vllm_names=True), one, metrics
+
+
+async def test_replicas_and_their_wires() -> None:
+    async with replicas() as (engine, servicer, metrics):
+        targets, drafts = engine.verifier, engine.drafter
+        assert isinstance(targets, RemoteTargets) and isinstance(drafts, RemoteDrafts)
+        place = [(("address", pool.replicas[0].address), ("role", role)) for role, pool in
+                 (("target", targets), ("draft", drafts))]  # fmt: skip
+        found = scraped(metrics)
+        assert [found["replica_up", labels] for labels in place] == [1, 1]
+        assert [found["replica_reopens_total", labels] for labels in place] == [0, 0]
+        before = {key: value for key, value in found.items() if key[0] == "wire_bytes_total"}
+        assert len(before) == 4
+        tokens = await generate(drafts, targets, request(60))
+        found = scraped(metrics)
+        after = {key: value for key, value in found.items() if key[0] == "wire_bytes_total"}
+        assert all(10_000 > after[key] - before[key] > len(tokens) for key in before), "ids alone are a byte each"
+        link = targets.open(request(200), lambda event: None)
+        assert link is not None
+        found = scraped(metrics)
+        assert found["replica_sequences", place[0]] == found["replica_load", place[0]] == 1
+        targets.replicas[0].breaker._open_s = 1.0
+        assert scraped(metrics)["replica_breaker_open", place[0]] == 1
+        targets.replicas[0].breaker.succeeded()
+        assert scraped(metrics)["replica_breaker_open", place[0]] == 0
+        await servicer.streams[0].close()
+        await until(lambda: targets.replicas[0].num_streams == 2)
+        found = scraped(metrics)
+        assert found["replica_reopens_total", place[0]] == 1 and found["replica_reopens_total", place[1]] == 0
+
+
+async def test_a_gateway_under_vllm_s_names() -> None:
+    async with replicas() as (engine, _, metrics):
+        labels = (("engine", "0"), ("model_name", "toy"))
+        targets = engine.verifier
+        assert isinstance(targets, RemoteTargets)
+        (replica,) = targets.replicas
+        assert replica.info is not None
+        replica.info = replace(replica.info, model=replace(replica.info.model, num_blocks=40, block_size=16))
+        found = scraped(metrics)
+        assert found["vllm:num_requests_running", labels] == found["vllm:kv_cache_usage_perc", labels] == 0
+        replica.reported = Load(1, 0, 30)
+        assert scraped(metrics)["vllm:kv_cache_usage_perc", labels] == 0.25
+        cache = next(dict(labels) for name, labels in scraped(metrics) if name == "vllm:cache_config_info")
+        assert (cache["block_size"], cache["num_gpu_blocks"]) == ("16", "40")
+
+
+async def test_a_sampled_request_is_an_exemplar() -> None:
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    engine = MeteredEngine(toy_tokenizer(), ToyTarget(), ToyDraft(), tracer=tracer)
+    sampling = SamplingParams(temperature=0.0, max_tokens=24)
+    async for _ in engine.generate(GenerationRequest(token_ids=tuple(PROMPT), sampling=sampling)):
+        pass
+    text = engine.metrics.render("application/openmetrics-text")[0].decode()
+    with_trace = {line.partition("_bucket")[0] for line in text.splitlines() if 'trace_id="' in line}
+    wanted = (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "round_seconds",
+        "e2e_request_latency_seconds",
+    )
+    assert {f"outrider_{name}" for name in wanted} <= with_trace
+    assert not engine._watches

@@ -1,6 +1,4 @@
-"""Placement by prompt and load, and the circuit breaker, on a clock of the test's own.
-
-Which model is served while targets have more than one.
+"""The circuit breaker, on a clock of the test's own.
 
 What the addresses of a command line stand for, with a resolver of the test's own.
 
@@ -10,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
-from support.environment import SEED
 from support.fakes import (
     PROMPT,
     QUICK,
@@ -35,59 +31,9 @@ from support.fakes import (
 from outrider.gateway.peers import replicas
 from outrider.gateway.peers.addresses import Addresses, look_up
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.peers.replicas import (
-    AFFINITY_TOKENS,
-    FIRST_OPEN_S,
-    MAX_FAILURES,
-    MAX_OPEN_S,
-    Breaker,
-    affinity_key,
-    choose,
-    choose_model,
-)
+from outrider.gateway.peers.replicas import FIRST_OPEN_S, MAX_FAILURES, MAX_OPEN_S, Breaker
 from outrider.rpc.errors import Internal, InvalidArgument
 from outrider.rpc.messages import Failure
-
-NAMES = [f"10.0.0.{number}:50052" for number in range(6)]
-IDLE = dict.fromkeys(NAMES, 0)
-
-
-def keys(count: int) -> list[bytes]:
-    dice = random.Random(SEED)
-    return [affinity_key([dice.randrange(50_000) for _ in range(20)]) for _ in range(count)]
-
-
-def test_what_begins_alike_has_one_key_and_a_salt_parts_it() -> None:
-    start = list(range(AFFINITY_TOKENS))
-    assert affinity_key([*start, 1, 2]) == affinity_key([*start, 9]) != affinity_key(start[::-1])
-    assert affinity_key(start) != affinity_key(start, "tenant")
-    assert affinity_key([]) == affinity_key([]) != affinity_key([0])
-
-
-def test_idle_replicas_share_evenly_and_the_order_of_names_does_not_matter() -> None:
-    chosen = [choose(key, IDLE) for key in keys(3000)]
-    assert all(400 < chosen.count(name) < 600 for name in NAMES)
-    backwards = dict(reversed(IDLE.items()))
-    assert chosen == [choose(key, backwards) for key in keys(3000)]
-
-
-def test_a_lost_replica_moves_only_its_own_share() -> None:
-    left = dict.fromkeys(NAMES[1:], 0)
-    for key in keys(500):
-        before = choose(key, IDLE)
-        assert before == NAMES[0] or choose(key, left) == before
-    assert choose(b"key", {}) is None
-
-
-def test_a_busy_replica_is_passed_over_and_none_gets_much_more_than_the_mean() -> None:
-    loads = dict(IDLE)
-    for _ in range(600):  # one prompt for all
-        name = choose(b"popular", loads)
-        assert name is not None
-        loads[name] += 1
-    assert sum(loads.values()) == 600 and max(loads.values()) <= 126
-    first = choose(b"popular", IDLE)
-    assert first is not None and choose(b"popular", {**IDLE, first: 9}) != first
 
 
 def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:
@@ -130,42 +76,6 @@ def test_one_break_of_many_sequences_is_one_rest_and_only_a_trial_doubles_it() -
     for _ in range(10):  # the trial, and what else was still there
         breaker.failed(2 * FIRST_OPEN_S)
     assert not breaker.allows(3.9 * FIRST_OPEN_S) and breaker.allows(4 * FIRST_OPEN_S)
-
-
-def answers(text: str) -> list[tuple[str, bool]]:
-    """A letter a target; a small one takes no new sequences."""
-    return [(letter.upper(), letter.isupper()) for letter in text]
-
-
-@pytest.mark.parametrize(
-    ("current", "targets", "chosen"),
-    [
-        (None, "", None),
-        (None, "A", "A"),
-        (None, "BAA", "A"),
-        (None, "BAAB", "B"),  # of equals the first
-        (None, "aaB", "B"),
-        ("A", "AAB", "A"),
-        ("A", "AB", "A"),
-        ("A", "BBA", "B"),
-        ("A", "BBBAA", "B"),
-        ("A", "BCBCA", "A"),  # nobody has more than half
-        ("A", "aB", "B"),
-        ("A", "bbA", "A"),
-        ("A", "BCCa", "C"),
-        ("A", "bb", "A"),
-        ("A", "", "A"),
-    ],
-)
-def test_the_model_that_is_served(current: str | None, targets: str, chosen: str | None) -> None:
-    assert choose_model(current, answers(targets)) == chosen
-
-
-def test_a_rolling_change_changes_over_once() -> None:
-    served: list[str | None] = ["A"]
-    for number in range(6):
-        served += [choose_model(served[-1], answers("B" * number + "A" * (5 - number) + "a"))]
-    assert served == ["A", "A", "A", "A", "A", "B", "B"]
 
 
 class Resolver:

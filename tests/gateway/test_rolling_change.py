@@ -36,7 +36,7 @@ from support.models import train_byte_level
 from outrider.gateway import engine as gateway_engine
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import extension_shape, join
-from outrider.gateway.metrics import MeteredEngine
+from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.peers.handshake import check_pair
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest
@@ -45,8 +45,8 @@ from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import Emit, SpeculationCore
 from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.planner.forecast import VerifyCosts
 from outrider.planner.policy import Policy, Round
-from outrider.planner.step_costs import VerifyCosts
 from outrider.rpc.errors import FailedPrecondition, Unavailable
 from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
 from outrider.rpc.sampling_params import SamplingParams

@@ -80,9 +80,9 @@ def test_matches_auto_tokenizer(tmp_path: Path, case: int) -> None:
 def test_loading_keeps_torch_and_transformers_out(folder: Path) -> None:
     program = f"""
 import sys
-from outrider.gateway.text.detokenizer import TextStream
+from outrider.gateway.text.tokenizer import TextStream
 from outrider.gateway.text.tokenizer import Tokenizer
-Tokenizer.load({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}])
+Tokenizer.load({str(folder)!r}).render_chat([{{"role": "user", "content": "hi"}}])
 sys.exit(1 if {{"torch", "transformers", "numpy"}} & set(sys.modules) else 0)
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": os.pathsep.join(sys.path)})
@@ -108,7 +108,7 @@ def test_chat_matches_transformers(folder: Path) -> None:
     for opening in (True, False):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
         assert ours.render_chat(messages, opening) == expected
-        assert ours.encode_chat(messages, opening) == theirs.encode(expected, add_special_tokens=False)
+        assert ours.encode(expected, add_special_tokens=False) == theirs.encode(expected, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(

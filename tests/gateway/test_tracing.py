@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
+from opentelemetry.trace import SpanKind, StatusCode
 from support.fakes import ToyDraft, ToyTarget
+from support.gateways import over_grpc
 from support.models import train_byte_level
 
+from outrider.client import Client
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.request import GenerationRequest
+from outrider.gateway.http.errors import http_status
+from outrider.gateway.request import GenerationRequest, ServerCall
+from outrider.gateway.servicer import CALL, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import spans_for
 from outrider.planner.policy import Round
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import Commit, StepTimings
+from outrider.rpc.messages import Commit, Failure, StepTimings
 from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.telemetry import setup_tracing
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 REQUEST = GenerationRequest(
@@ -124,7 +137,7 @@ async def test_spans_of_a_request(tokenizer: Tokenizer) -> None:
 async def test_an_error_is_on_the_root_span(tokenizer: Tokenizer) -> None:
     spans = await traced(tokenizer, TracerProvider(shutdown_on_exit=False), ToyTarget(available=False))
     assert len(spans) == 1 and spans[0].attributes is not None
-    assert spans[0].attributes[names.ERROR_TYPE] == "Unavailable" and not spans[0].status.is_ok
+    assert spans[0].attributes[names.ERROR_TYPE] == "UNAVAILABLE" and not spans[0].status.is_ok
 
 
 async def test_what_is_not_sampled_builds_nothing(tokenizer: Tokenizer) -> None:
@@ -162,3 +175,129 @@ async def test_the_trace_of_a_client_that_is_not_trusted_is_linked(tokenizer: To
     (link,) = root.links
     assert (f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") == (TRACE, SPAN)
     assert f"{root.context.trace_id:032x}" in target.opens[0].traceparent
+
+
+async def spans_of(tokenizer: Tokenizer, request: GenerationRequest, target: ToyTarget, take: int = 0) -> ReadableSpan:
+    """The root span of a request, of which the caller takes so many deltas (0: all) before it goes away."""
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engine = GenerationEngine(tokenizer, target, ToyDraft(), tracer=provider.get_tracer("test"))
+    deltas = engine.generate(request)
+    with suppress(OutriderError):
+        async for count, _ in aenumerate(deltas):
+            if count == take:
+                break
+    await deltas.aclose()
+    return exporter.get_finished_spans()[-1]
+
+
+async def aenumerate(items: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
+    count = 0
+    async for item in items:
+        count += 1
+        yield count, item
+
+
+HTTP = ServerCall(
+    {names.HTTP_REQUEST_METHOD: "POST", names.HTTP_ROUTE: "/v1/completions"},
+    names.HTTP_RESPONSE_STATUS_CODE,
+    lambda error, answered: 200 if error is None else http_status(error),
+)
+ENDS: list[tuple[Failure | None, int, str, int, str | None]] = [
+    (None, 0, "OK", 200, None),
+    (None, 2, "CANCELLED", 499, None),  # the caller went away: no error
+    (Failure(0, 3, "no such field"), 0, "INVALID_ARGUMENT", 400, None),  # nor what the caller did wrong
+    (Failure(0, 13, "a bug"), 0, "INTERNAL", 500, "INTERNAL"),
+    (Failure(0, 4, "too late"), 0, "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"),
+]
+
+
+@pytest.mark.parametrize(("failure", "take", "grpc_status", "http", "kind"), ENDS)
+async def test_how_a_call_ended_by_the_conventions(
+    tokenizer: Tokenizer, failure: Failure | None, take: int, grpc_status: str, http: int, kind: str | None
+) -> None:
+    for call, attribute, status in (
+        (CALL, names.RPC_RESPONSE_STATUS_CODE, grpc_status),
+        (HTTP, names.HTTP_RESPONSE_STATUS_CODE, http),
+    ):
+        request = replace(REQUEST, call=call, sampling=replace(REQUEST.sampling or SamplingParams(), max_tokens=60))
+        root = await spans_of(tokenizer, request, ToyTarget(full=failure), take)
+        assert root.attributes is not None and root.kind is SpanKind.SERVER
+        assert root.attributes.items() >= call.attributes.items()
+        assert root.attributes[attribute] == status
+        expected = None if kind is None else str(status)
+        assert root.attributes.get(names.ERROR_TYPE) == expected
+        assert (root.status.status_code is StatusCode.ERROR) == (kind is not None)
+
+
+async def test_what_a_mode_was_chosen_by_is_asked_where_it_is_recorded(tokenizer: Tokenizer) -> None:
+    for sampler, asked in ((ALWAYS_ON, True), (ALWAYS_OFF, False)):
+        provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        config, rounds = EngineConfig(mode="auto"), []
+        engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(), config, provider.get_tracer("test"))
+        async for delta in engine.generate(replace(REQUEST, n=1)):
+            rounds += [] if delta.round is None else [delta.round]
+        assert len(rounds) > 2 and bool(rounds[-1].inputs) == asked
+
+
+@pytest.mark.parametrize("max_rounds", [0, 3])
+async def test_rounds_after_the_first_ones_are_one_span(tokenizer: Tokenizer, max_rounds: int) -> None:
+    config = EngineConfig(trace_rounds=max_rounds)
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(wrong_every=4), config, provider.get_tracer("test"))
+    rounds = [delta.round async for delta in engine.generate(REQUEST) if delta.round is not None]
+    spans = exporter.get_finished_spans()
+    root, summed = spans[-1], [span for span in spans if span.name == names.SPAN_ROUNDS]
+    assert sum(span.name == names.SPAN_ROUND for span in spans) == 2 * max_rounds
+    assert {(span.attributes or {})[names.REQUEST_COMPLETION] for span in summed} == {0, 1} and len(summed) == 2
+    assert all(span.parent == root.context for span in summed)
+    for number, attribute in (
+        (len(rounds) - 2 * max_rounds, names.ROUNDS_COUNT),
+        (40 - emitted(spans), names.ROUND_EMITTED),
+    ):
+        assert sum(int((span.attributes or {})[attribute]) for span in summed) == number  # type: ignore[arg-type]
+    assert all((span.attributes or {})[names.ROUNDS_VERIFY_US] > 0 for span in summed)  # type: ignore[operator]
+    assert all(span.start_time and span.end_time and span.start_time < span.end_time for span in summed)
+
+
+async def test_a_request_over_grpc_reaches_a_collector(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the wire, as OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    received: list[Any] = []
+
+    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+        async def Export(self, request: Any, context: Any) -> Any:
+            received.append(request)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    collector = grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), collector)
+    port = collector.add_insecure_port("localhost:0")
+    await collector.start()
+    installed: list[TracerProvider] = []
+    monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://localhost:{port}")
+    stop = setup_tracing("outrider-gateway")
+    engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(), tracer=installed[0].get_tracer("test"))
+    async with over_grpc(GenerationServicer(engine)) as address, Client(address) as client:
+        parts = [part async for part in client.generate(token_ids=[11, 12, 13], max_tokens=8, request_id="r1")]
+        assert sum(len(part.token_ids) for part in parts) == 8
+    await asyncio.to_thread(stop)
+    await collector.stop(None)
+    resource = received[0].resource_spans[0]
+    assert {one.key: one.value.string_value for one in resource.resource.attributes}[
+        "service.name"
+    ] == "outrider-gateway"
+    spans = [span for one in received for span in one.resource_spans[0].scope_spans[0].spans]
+    root = next(span for span in spans if not span.parent_span_id)
+    attributes = {one.key: one.value.string_value for one in root.attributes}
+    assert attributes[names.RPC_SYSTEM_NAME] == "grpc"
+    assert attributes[names.RPC_METHOD] == "outrider.v1.GenerationService/Generate"
+    assert attributes[names.RPC_RESPONSE_STATUS_CODE] == "OK" and attributes[names.REQUEST_ID] == "r1"
+    assert names.SPAN_ROUND in {span.name for span in spans} and {span.trace_id for span in spans} == {root.trace_id}
+
+
+def emitted(spans: tuple[ReadableSpan, ...]) -> int:
+    """Tokens of the rounds that have spans of their own."""
+    own = [span.attributes or {} for span in spans if span.name == names.SPAN_ROUND]
+    return sum(int(attributes[names.ROUND_EMITTED]) for attributes in own)  # type: ignore[arg-type]

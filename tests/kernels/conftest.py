@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from support.kernels import interpreter, triton_device
+from support.kernels import form, interpreter, triton_device
 
-__all__ = ["interpreter", "triton_device"]
+__all__ = ["form", "interpreter", "triton_device"]

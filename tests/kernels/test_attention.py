@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.attention.plan import MOST_SPLITS, AttentionPlan, plan_on_device, split_keys
+from outrider.kernels.attention.plan import MOST_SPLITS, plan_on_device, split_keys
 from outrider.kernels.attention.reference import paged_attention, planned_attention
 from outrider.kernels.attention.tree_mask import CHAIN, tree_mask, tree_mask_reference
 from outrider.kernels.kv_store.reference import store_kv
@@ -264,8 +264,7 @@ class Case:
             sliding_window=options.pop("sliding_window", None), batch_invariant=options.pop("batch_invariant", False),
             parents=None if parents is None else parents.to(device),
         )  # fmt: skip
-        assert plan.device is not None
-        plan = AttentionPlan((), (), plan.batch_invariant, replace(plan.device, split_keys=split_keys))
+        plan = replace(plan, split_keys=split_keys)
         caches = self.key_cache.to(device), self.value_cache.to(device)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         scales = None if self.scales is None else (self.scales[0].to(device), self.scales[1].to(device))

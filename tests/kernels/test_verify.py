@@ -4,7 +4,7 @@ Coupled acceptance: the tokens are those of plain coupled decoding, whatever is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from lossless.law import Tokens, target_law
 from scipy.stats import chi2
-from support.kernels import BAD_VECTORS, Vector, packed
+from support.kernels import BAD_VECTORS, Vector, packed, poisoned, poisoned_allocations
 from torch import Tensor
 
 from outrider.kernels.random.reference import Purpose, exponential_noise, words
@@ -40,57 +40,68 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def accept_one(
-    rows: list[list[float]], drafted: list[int], vectors: list[Vector], uniforms: list[float]
-) -> tuple[int, list[float]]:
-    num_accepted, weights = accept(
-        torch.tensor(rows),
-        Windows.of([len(drafted)], [len(rows)]),
-        torch.tensor(drafted, dtype=torch.int64),
-        DraftWeights.of(packed(vectors)),
-        torch.tensor(uniforms, dtype=torch.float64),
-    )
-    return int(num_accepted), weights[0].tolist()
+AcceptOne = Callable[[list[list[float]], list[int], list[Vector], list[float]], tuple[int, list[float]]]
 
 
-def test_a_zero_probability_token_is_refused_even_by_the_least_coin() -> None:
+@pytest.fixture
+def accept_one(form: torch.device) -> AcceptOne:
+    """Judges one window whose tensors lie between poison: how many tokens are accepted, and the weights after them."""
+
+    def run(
+        rows: list[list[float]], drafted: list[int], vectors: list[Vector], uniforms: list[float]
+    ) -> tuple[int, list[float]]:
+        sent = DraftWeights.of(packed(vectors))
+        with poisoned_allocations():
+            num_accepted, weights = accept(
+                poisoned(torch.tensor(rows), form),
+                Windows.of([len(drafted)], [len(rows)], form),
+                poisoned(torch.tensor(drafted, dtype=torch.int64), form),
+                DraftWeights(*(poisoned(getattr(sent, name), form) for name in DraftWeights.__slots__)),
+                poisoned(torch.tensor(uniforms, dtype=torch.float64), form),
+            )
+        return int(num_accepted), weights[0].tolist()
+
+    return run
+
+
+def test_a_zero_probability_token_is_refused_even_by_the_least_coin(accept_one: AcceptOne) -> None:
     assert accept_one([[0.0, 1.0], [1.0, 0.0]], [0], [((0, 1), (1, 1))], [0.0]) == (0, [0.0, 1.0])  # 1 x 2 - 1
     assert accept_one([[0.0, 1.0], [1.0, 0.0]], [0], [None], [0.0]) == (0, [0.0, 1.0])
 
 
-def test_a_draft_equal_to_the_target_is_accepted_by_the_greatest_coin() -> None:
-    vector = ((0, 1, 2), (2, 1, 1))
+def test_a_draft_equal_to_the_target_is_accepted_by_the_greatest_coin(accept_one: AcceptOne) -> None:
+    vector: Vector = ((0, 1, 2), (2, 1, 1))
     assert accept_one([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]], [1], [vector], [LAST_COIN]) == (1, [1.0, 0.0, 0.0])
 
 
-def test_acceptance_is_strict_at_the_threshold() -> None:
+def test_acceptance_is_strict_at_the_threshold(accept_one: AcceptOne) -> None:
     rows = [[0.5, 0.5], [1.0, 0.0]]
-    vector = ((0, 1), (3, 1))  # accepted below 0.5 x 4 / 3
+    vector: Vector = ((0, 1), (3, 1))  # accepted below 0.5 x 4 / 3
     assert accept_one(rows, [0], [((0,), (1,))], [0.5])[0] == 0
     assert accept_one(rows, [0], [((0,), (1,))], [0.5 - 2.0**-24])[0] == 1
     assert accept_one(rows, [0], [vector], [11184810 * 2.0**-24])[0] == 1  # the last coin below 2/3
     assert accept_one(rows, [0], [vector], [11184811 * 2.0**-24])[0] == 0
 
 
-def test_the_residual_is_what_the_draft_left() -> None:
+def test_the_residual_is_what_the_draft_left(accept_one: AcceptOne) -> None:
     rows = [[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]
     assert accept_one(rows, [1], [((1, 2), (3, 1))], [LAST_COIN]) == (0, [2.0, 0.0, 0.0])
     assert accept_one(rows, [1], [None], [0.5]) == (0, [0.5, 0.0, 0.25])
 
 
-def test_a_zero_residual_falls_back_to_the_target() -> None:
+def test_a_zero_residual_falls_back_to_the_target(accept_one: AcceptOne) -> None:
     row = [0.5, 0.25]  # sums to less than 1, as rounding may have it
     assert accept_one([row, row], [0], [((0, 1), (3, 1))], [LAST_COIN]) == (0, [0.5, 0.25])
 
 
-def test_all_mass_on_one_token() -> None:
+def test_all_mass_on_one_token(accept_one: AcceptOne) -> None:
     rows = [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
     assert accept_one(rows, [1, 1], [None, ((1,), (32767,))], [LAST_COIN, LAST_COIN]) == (2, [1.0, 0.0])
     assert accept_one(rows, [1, 0], [None, None], [LAST_COIN, 0.0]) == (1, [0.0, 1.0])
 
 
 @pytest.mark.parametrize("bad", BAD_VECTORS)
-def test_an_unusable_vector_is_one_hot(bad: str) -> None:
+def test_an_unusable_vector_is_one_hot(bad: str, accept_one: AcceptOne) -> None:
     rows = [[0.25, 0.5, 0.25], [1.0, 0.0, 0.0]]
     good: Vector = ((0, 1), (1, 1))
     for vectors in ([BAD_VECTORS[bad]], [BAD_VECTORS[bad], good], [good, BAD_VECTORS[bad]]):
@@ -103,15 +114,15 @@ def test_an_unusable_vector_is_one_hot(bad: str) -> None:
         assert accept_one(window_rows, drafted, vectors, uniforms) == (len(vectors), rows[1])
 
 
-def test_the_greatest_usable_total_is_exact() -> None:
-    vector = ((0, 1), (2**24 - 2, 1))
+def test_the_greatest_usable_total_is_exact(accept_one: AcceptOne) -> None:
+    vector: Vector = ((0, 1), (2**24 - 2, 1))
     assert accept_one([[1.0, 0.0], [1.0, 0.0]], [0], [vector], [LAST_COIN])[0] == 1
     assert accept_one([[0.0, 1.0], [1.0, 0.0]], [0], [vector], [0.0]) == (0, [0.0, 2**24 - 2.0])
 
 
 @pytest.mark.parametrize("token_id", [-1, 2, 2**40])
-def test_a_drafted_id_outside_the_vocabulary_is_never_accepted(token_id: int) -> None:
-    vector = ((0, token_id), (1, 1))
+def test_a_drafted_id_outside_the_vocabulary_is_never_accepted(token_id: int, accept_one: AcceptOne) -> None:
+    vector: Vector = ((0, token_id), (1, 1))
     for vectors in ([None], [vector]):
         assert accept_one([[0.5, 0.5], [1.0, 0.0]], [token_id], vectors, [0.0]) == (0, [0.5, 0.5])
 
@@ -145,7 +156,10 @@ def test_a_batch_of_windows_equals_each_alone() -> None:
         for draft in range(len(drafted))
     ]
     windows = Windows.of(num_drafted)
-    num_accepted, weights = accept(probs, windows, drafted, DraftWeights.of(packed(vectors)), uniforms)
+    sent = DraftWeights.of(packed(vectors))
+    num_accepted, weights = accept(probs, windows, drafted, sent, uniforms)
+    by_starts = accept(probs, windows, drafted, sent.packed(len(drafted)), uniforms)
+    assert torch.equal(by_starts[0], num_accepted) and torch.equal(by_starts[1], weights)
     for window, count in enumerate(num_drafted):
         row, start = int(windows.row_starts[window]), int(windows.draft_starts[window])
         alone = accept(
@@ -159,11 +173,14 @@ def test_a_batch_of_windows_equals_each_alone() -> None:
         assert torch.equal(alone[1][0], weights[window])
 
 
-def test_a_nan_row_gives_no_token() -> None:
-    rows = torch.tensor([[float("nan"), 0.5], [0.5, 0.5]])
-    none = torch.empty(0, dtype=torch.int64)
-    _, weights = accept(rows, Windows.of([0, 0]), none, DraftWeights.of([]), none.double())
-    assert draw(weights, torch.zeros(2, 4, dtype=torch.int64)).tolist() == [-1, 0]
+def test_a_nan_row_gives_no_token(form: torch.device) -> None:
+    """Nor does a refused token's."""
+    nan = float("nan")
+    rows = torch.tensor([[nan, 0.5], [0.5, 0.5], [nan, 0.25], [0.5, 0.5]], device=form)
+    windows = Windows.of([0, 0, 1], [1, 1, 2], form)
+    drafted, uniforms = torch.tensor([1], device=form), torch.tensor([0.25], dtype=torch.float64, device=form)
+    _, weights = accept(rows, windows, drafted, DraftWeights.of([None], form), uniforms)
+    assert draw(weights, torch.zeros(3, 4, dtype=torch.int64, device=form)).tolist() == [-1, 0, -1]
 
 
 def test_draw_takes_no_weight_of_zero_at_either_end() -> None:

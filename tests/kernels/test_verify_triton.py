@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernels import BAD_VECTORS, Vector, packed, poisoned, poisoned_allocations
+from support.kernels import Vector, packed, poisoned, poisoned_allocations
 from torch import Tensor
 
 from outrider.kernels.random.reference import Purpose
@@ -90,16 +90,6 @@ def test_no_windows_and_no_drafted_tokens(triton_device: torch.device) -> None:
     check(torch.rand(2, 3).softmax(-1), Windows.of([0, 0]), none, [], none.double(), triton_device)
 
 
-@pytest.mark.parametrize("name", BAD_VECTORS)
-def test_an_unusable_vector_is_one_hot(triton_device: torch.device, name: str) -> None:
-    rows = torch.tensor([[0.25, 0.5, 0.25]] * 3 + [[1.0, 0.0, 0.0]])
-    vectors: list[Vector] = [((0, 1), (1, 1)), BAD_VECTORS[name], ((0, 1), (1, 1))]
-    for coin, expected in ((0.5, 1), (0.5 - 2.0**-24, 3)):
-        uniforms = torch.tensor([0.0, coin, 0.0], dtype=torch.float64)
-        num_accepted, _ = check(rows, Windows.of([3]), torch.tensor([1, 1, 1]), vectors, uniforms, triton_device)
-        assert num_accepted.tolist() == [expected]
-
-
 def test_duplicates_in_vectors_of_several_tiles(triton_device: torch.device) -> None:
     """40 entries in falling order, in tiles of 16: none twice, and two equal ones in one tile or in two."""
     rows = torch.full((2, 50), 1 / 50)
@@ -113,31 +103,6 @@ def test_duplicates_in_vectors_of_several_tiles(triton_device: torch.device) -> 
         uniforms = torch.tensor([0.5], dtype=torch.float64)
         num_accepted, _ = check(rows, Windows.of([1]), drafted, [vector], uniforms, triton_device)
         assert num_accepted.tolist() == [int(is_usable)]
-
-
-def test_edges_of_acceptance(triton_device: torch.device) -> None:
-    """Strictly less at the threshold, a target of zero, the greatest usable total, an empty residual."""
-    rows = torch.tensor([[0.5, 0.5], [0.5, 0.5], [1.0, 0.0]])
-    for coin, expected in ((0.5, 0), (0.5 - 2.0**-24, 1)):
-        uniforms = torch.tensor([coin, 0.9], dtype=torch.float64)
-        got = check(rows, Windows.of([2]), torch.tensor([0, 0]), [((0,), (1,)), None], uniforms, triton_device)
-        assert got[0].tolist() == [expected]
-    zero = torch.tensor([0.0], dtype=torch.float64)
-    wide: Vector = ((0, 1), (2**24 - 2, 1))
-    got = check(torch.tensor([[0.0, 1.0]] * 2), Windows.of([1]), torch.tensor([0]), [wide], zero, triton_device)
-    assert (got[0].tolist(), got[1].tolist()) == ([0], [[0.0, 2**24 - 2.0]])
-    last = torch.tensor([LAST_COIN], dtype=torch.float64)
-    empty = torch.tensor([[0.5, 0.25]] * 2)
-    got = check(empty, Windows.of([1]), torch.tensor([0]), [((0, 1), (3, 1))], last, triton_device)
-    assert (got[0].tolist(), got[1].tolist()) == ([0], [[0.5, 0.25]])
-
-
-def test_a_nan_row_gives_no_token(triton_device: torch.device) -> None:
-    rows = torch.tensor([[NAN, 0.5], [0.5, 0.5], [NAN, 0.25], [0.5, 0.5]])
-    uniforms = torch.tensor([0.25, 0.25], dtype=torch.float64)
-    _, weights = check(rows, Windows.of([0, 0, 1], [1, 1, 2]), torch.tensor([1]), [None], uniforms[:1], triton_device)
-    table = torch.zeros(3, 4, dtype=torch.int64, device=triton_device)
-    assert rejection_triton.draw(weights, table).tolist() == [-1, 0, -1]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 16, 70, 4097])

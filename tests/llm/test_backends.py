@@ -19,18 +19,18 @@ from typing import Any
 
 import pytest
 from support.fakes import ToyDraft, ToyTarget, expected
+from support.gateways import over_grpc
 from support.models import train_byte_level
 from support.pairs import CHAT, TinyPair, greedy_ids
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.gateway.servicer import GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
 from outrider.llm.backends import speculation_options
 from outrider.llm.local import LocalBackend
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.server import build_server
 
 NINE_GREEDY = SamplingParams(temperature=0, max_tokens=9)
 
@@ -40,12 +40,8 @@ async def gateway(folder: Path, target: ToyTarget, **config: Any) -> AsyncIterat
     train_byte_level().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT)
     engine = GenerationEngine(Tokenizer.load(folder), target, ToyDraft(wrong_every=3), EngineConfig(**config))
-    server = build_server("127.0.0.1:0", [SERVICE_NAME], GenerationServicer(engine).register)
-    await server.start()
-    try:
-        yield server.address
-    finally:
-        await server.stop(0)
+    async with over_grpc(GenerationServicer(engine)) as address:
+        yield address
 
 
 async def test_generates_over_a_gateway(tmp_path: Path) -> None:

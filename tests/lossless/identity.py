@@ -23,11 +23,11 @@ from lossless.plain import Prompt, draft_model, make_prompt
 from support.fakes import until
 
 from outrider.draft_service.admission import make_methods
-from outrider.draft_service.boot import build_health, build_model_method
+from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
 from outrider.draft_service.sequence import Sink
-from outrider.draft_service.servicer import SERVICE, DraftServicer, register
+from outrider.draft_service.servicer import DraftServicer
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence, KVCacheManager
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
@@ -36,9 +36,10 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.proposers.ngram import NgramProposer
+from outrider.rpc.engine_service import build_service
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
 from outrider.rpc.sampling_params import TokenOrigin
-from outrider.rpc.server import Server, build_server
+from outrider.rpc.server import Server
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.boot import TargetService, build
@@ -285,8 +286,7 @@ def build_draft(loaded: LoadedModel, num_blocks: int) -> Draft:
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
     info = DraftInfo(model, (DraftMethod("draft_model"), DraftMethod("ngram")))
     servicer = DraftServicer(thread, outboxes, info)
-    health = build_health(engine, thread)
-    server = build_server("127.0.0.1:0", [SERVICE], lambda s: register(servicer, s), health=health)
+    server = build_service("127.0.0.1:0", engine, thread, servicer).server
     watch = CacheWatch()
     watch.watch(method.cache)
     return Draft(server, engine, thread, method.cache, watch, pieces)

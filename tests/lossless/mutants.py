@@ -17,7 +17,8 @@ from outrider.engine.models import decoder
 from outrider.engine.sampler import SequenceSampler
 from outrider.kernels.cpu.decoder import CpuDecoder, RaggedRows
 from outrider.kernels.kv_store import reference as kv_store
-from outrider.kernels.types import Penalties, Windows
+from outrider.kernels.sampling.reference import logits_to_probs
+from outrider.kernels.types import Penalties, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, coupled_accept
 
 Bug = Callable[[pytest.MonkeyPatch], None]
@@ -196,6 +197,15 @@ def penalties_of_the_committed(patch: Patch) -> None:
         return Penalties(*(torch.cat([getattr(part, name.name) for part in parts]) for name in fields(Penalties)))
 
     patch.setattr(SequenceSampler, "penalties", mutant)
+
+
+def logits_are_a_quarter_too_flat(patch: Patch) -> None:
+    """The target judges at a temperature that is nearly right."""
+
+    def mutant(logits: Tensor, sampling: RowSampling) -> tuple[Tensor, Tensor]:
+        return logits_to_probs(0.75 * logits, sampling)
+
+    patch.setattr("outrider.target_service.verifier.logits_to_probs", mutant)
 
 
 def coupling_lets_one_more_stay(patch: Patch) -> None:

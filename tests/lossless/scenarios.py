@@ -210,7 +210,7 @@ class Inspector:
         self.requests = {request.sequence_id: request for request in requests}
         self.ledger = PrefixLedger(harness.engine.cache)
         self.num_checked = self.num_preempted = 0
-        step, preempt = harness.engine.step, harness.engine.scheduler._preempt
+        step, preempt = harness.engine.step, harness.engine.scheduler.release
 
         def watched(now: float) -> float | None:
             wait = step(now)
@@ -222,7 +222,7 @@ class Inspector:
             preempt(target)
 
         harness.engine.step = watched  # type: ignore[method-assign]
-        harness.engine.scheduler._preempt = counted  # type: ignore[method-assign]
+        harness.engine.scheduler.release = counted  # type: ignore[method-assign]
 
     def committed(self, sequence_id: int) -> list[int]:
         """By what the target said, not by what it holds."""

@@ -53,7 +53,7 @@ class Setting:
     windows_ahead: int = 0  # drafted during the verification
     max_branches: int = 0
     cut_windows: bool = False  # the target verifies fewer drafted tokens where that pays
-    short: int = TOKENS_20K  # sequences
+    short: int = TOKENS_5K  # sequences
     long: int = TOKENS_200K
 
     @property
@@ -81,7 +81,7 @@ class Setting:
 
 COUPLED = AcceptanceRule.COUPLED
 ALL = {"temperature": 0.6, "top_p": 0.97, "min_p": 0.01, **PENALTIES}
-TEMPERATURE_1 = Setting("temperature 1")
+TEMPERATURE_1 = Setting("temperature 1", short=TOKENS_20K)
 WITH_PENALTIES = Setting("penalties", PENALTIES)
 EACH = [
     TEMPERATURE_1,
@@ -90,19 +90,21 @@ EACH = [
     Setting("min_p", {"min_p": 0.05}),
     WITH_PENALTIES,
 ]
-EACH_COUPLED = [replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED) for setting in EACH]
+EACH_COUPLED = [
+    replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED, short=TOKENS_5K) for setting in EACH
+]
 TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
-BONUS = Setting("bonus", draft="tempered", short=TOKENS_5K)
+BONUS = Setting("bonus", draft="tempered")
 CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=1_250)
 SHORT = [
     *EACH,
     BONUS,
-    Setting("ngram", method="ngram", prompt=EVERY_TOKEN, short=TOKENS_5K, long=TOKENS_20K),
+    Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K),
     CHAINS,
     TEMPERATURE_1_COUPLED,
-    Setting("all", ALL, short=TOKENS_5K, long=TOKENS_20K),
+    Setting("all", ALL, long=TOKENS_20K),
     Setting("all, coupled", ALL, COUPLED, long=TOKENS_20K),
-    Setting("branches, coupled", ALL, COUPLED, windows_ahead=1, max_branches=2, short=TOKENS_5K, long=TOKENS_20K),
+    Setting("branches, coupled", ALL, COUPLED, windows_ahead=1, max_branches=2, long=TOKENS_20K),
 ]
 LONG = [*EACH_COUPLED[1:], replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K)]
 WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)

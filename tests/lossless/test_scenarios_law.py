@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.kernels.sampling.reference import draft_sample, draw_integer, logits_to_probs
 from outrider.kernels.types import DraftWeights, RowSampling, Windows
 from outrider.kernels.verify.reference import coupled_accept
-from outrider.rpc.codec import decode_piece, encode_piece
+from outrider.rpc.codec import PIECE
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service import verifier
 from outrider.target_service import verifier as verifier_module
@@ -177,7 +177,7 @@ def test_scenario_01_target_probs_are_processed(
     """1: the target's probabilities are taken unprocessed, while the draft's are processed: tokens that were cut off
     come back."""
     toy = Toy(RAW, KEPT, **sampling)
-    put(monkeypatch, bug, process=lambda logits, plans: logits_to_probs(logits, RowSampling()))
+    put(monkeypatch, bug, logits_to_probs=lambda logits, sampling: logits_to_probs(logits, RowSampling()))
     law, plain = toy.verified_law(monkeypatch), toy.plain_law()
     leaked = [ids for ids, share in law.items() if share > 0 and plain[ids] == 0]
     assert (toy.distance(monkeypatch) > 0) == bool(leaked) == bug
@@ -197,7 +197,7 @@ def test_scenario_06_tokens_are_drawn_from_what_crosses_the_wire(bug: bool, monk
     samples = draft_sample(probs, torch.zeros(1, 4, dtype=torch.int64))
     ids, weights, total = samples.entry_ids, samples.entry_weights, int(samples.entry_weights.sum())
     piece = DraftTokens(1, 0, 1, (int(samples.token_ids),), (TokenWeights.of(ids.tolist(), weights.tolist()),))
-    assert decode_piece(encode_piece(piece)) == piece
+    assert PIECE.decode(PIECE.encode(piece)) == piece
     points = [-(-(index << 64) // total) for index in range(total)]
     words = torch.tensor([[point >> 32, point & 0xFFFFFFFF] for point in points])
     if bug:

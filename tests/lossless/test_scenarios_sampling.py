@@ -31,7 +31,7 @@ from outrider.kernels.types import DraftWeights, Windows
 from outrider.kernels.verify import reference as verify
 from outrider.kernels.verify.reference import accept, accept_uniforms, draw
 from outrider.proposers import draft_model
-from outrider.rpc.codec import decode_piece, encode_piece
+from outrider.rpc.codec import PIECE
 from outrider.rpc.messages import Close, Credit, DraftTokens, Open, PositionLogprobs, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, LogprobsMode, StructuredOutput
 from outrider.target_service import outputs, verifier
@@ -205,7 +205,7 @@ def proposals(requests: list[Open], k: int, batch_invariant: bool = True) -> dic
 
 
 def through_the_wire(piece: DraftTokens) -> DraftTokens:
-    return decode_piece(type(encode_piece(piece)).FromString(encode_piece(piece).SerializeToString()))
+    return PIECE.decode(type(PIECE.encode(piece)).FromString(PIECE.encode(piece).SerializeToString()))
 
 
 def probs_after(tokens: tuple[int, ...], noise: float) -> torch.Tensor:  # [vocab] float64
@@ -251,8 +251,8 @@ def test_scenario_03_draft_probs_stay_with_their_sequence(bug: bool, monkeypatch
 
     def verified(some: list[Open], num_blocks: int) -> tuple[dict[int, tuple[Any, ...]], int]:
         harness, preempted = TargetHarness.of(target_model(noise=0.01), num_blocks=num_blocks), []
-        preempt = harness.engine.scheduler._preempt
-        harness.engine.scheduler._preempt = lambda target: (preempted.append(target), preempt(target))  # type: ignore
+        preempt = harness.engine.scheduler.release
+        harness.engine.scheduler.release = lambda target: (preempted.append(target), preempt(target))  # type: ignore
         for request in some:
             harness.send(request, pieces[request.sequence_id])
         for request in rng.sample(some, len(some)):
@@ -366,9 +366,9 @@ def test_scenario_20_a_row_that_is_no_number_is_an_error_and_never_a_token(
     """20: a NaN in a target's row becomes a token that looks valid. Here it stands in every row of a window, before and
     after the refused token: where the row decides, the sequence ends with an error, and its neighbour goes on."""
     if bug:
-        for name in ("process", "process_greedy"):
+        for name in ("logits_to_probs", "greedy_choice"):
             function = getattr(verifier, name)
-            monkeypatch.setattr(verifier, name, lambda rows, plans, f=function: f(rows.nan_to_num(0.0, 9.0), plans))
+            monkeypatch.setattr(verifier, name, lambda rows, how, f=function: f(rows.nan_to_num(0.0, 9.0), how))
     outcomes = {
         (kept, bad): verify_with(rule, kept, bad, BROKEN[value]) for kept in range(K + 1) for bad in range(K + 1)
     }

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.planner.acceptance import Acceptance, RunningMean
+from outrider.planner.estimates import Acceptance, RunningMean, StepTime
+from outrider.planner.forecast import VerifyCosts
 from outrider.planner.policy import Round
-from outrider.planner.step_costs import StepCosts, StepTime, VerifyCosts
 from outrider.rpc.messages import Commit, StepTimings
 
 FLAT = tuple((rows, 10_000) for rows in (1, 2, 4, 8, 16, 32, 64))
@@ -38,12 +38,6 @@ def test_estimates() -> None:
     for _ in range(500):
         acceptance.add(4, 2)
     assert acceptance.at(0) > 0.95 and acceptance.at(2) < 0.05 and 2.8 < acceptance.tokens(4) < 3.1
-    costs = StepCosts()
-    assert costs.at(5) == 0.0
-    costs.add(1, 10.0)
-    costs.add(9, 50.0)
-    costs.add(5, 8.0)  # less than fewer rows: both are 9
-    assert costs.at(1) == 9.0 and costs.at(5) == 9.0 and costs.at(7) == 29.5 and costs.at(500) > 50.0
     mean = RunningMean(memory=4)
     for value in (1.0, 3.0):
         mean.add(value)
@@ -76,34 +70,47 @@ def test_what_others_know_is_the_prior_and_what_is_not_tested_is_forgotten_where
 
 
 def test_step_time_between_and_beyond_what_was_measured() -> None:
+    """Eight rows cannot take less than four: each is as likely the one that was measured wrong, so both are 115."""
     time = StepTime([(2, 100), (4, 120), (8, 110), (16, 190)])
-    assert [time.at(rows) for rows in (1, 2, 3, 4, 6, 8)] == pytest.approx([100, 100, 110, 120, 120, 120])
-    assert time.at(12) == pytest.approx(155)
-    assert time.at(32) == pytest.approx(190 + 16 * 10)
-    assert StepTime([(1, 50)]).at(500) == StepTime([(1, 50)]).at(1) == 50
-    assert StepTime([]).at(1) == StepTime([]).at(1 << 20)
+    assert [time.at(rows) for rows in (1, 2, 3, 4, 6, 8)] == pytest.approx([100, 100, 107.5, 115, 115, 115])
+    assert time.at(12) == pytest.approx(152.5)
+    assert time.at(32) == pytest.approx(340)  # as steep as between the last two
+    flat = StepTime([(1, 50)])  # one number says nothing of others: flat to twice as many, from there in proportion
+    assert [flat.at(rows) for rows in (1, 2, 500)] == [50, 50, 250 * 50]
+
+
+def test_step_time_learns_without_a_profile() -> None:
+    time = StepTime()
+    assert time.at(5) == 0.0
+    for _ in range(100):
+        time.add(1, 10.0)
+        time.add(9, 50.0)
+        time.add(5, 8.0)  # less than fewer rows: both are 9
+    assert [time.at(rows) for rows in (1, 5, 7)] == pytest.approx([9.0, 9.0, 29.5], rel=0.05) and time.at(500) > 500
 
 
 def test_step_time_follows_the_steps_that_run() -> None:
+    """Not to the digit where one size takes twice its time and another six times: others, untried, are taken to be as
+    slow as both, and more rows never take less."""
     time = StepTime(FLAT)
     for _ in range(200):
         time.add(8, 20_000)
         time.add(48, 60_000)
         time.add(8, 0)  # a clock that stood still
-    assert time.at(8) == pytest.approx(20_000, rel=0.1) and time.at(48) == pytest.approx(60_000, rel=0.1)
+    assert time.at(8) == pytest.approx(20_000, rel=0.2) and time.at(48) == pytest.approx(60_000, rel=0.2)
     assert time.at(4) <= time.at(8) <= time.at(16) <= time.at(48) <= time.at(200)
 
 
 def test_step_time_forgets_what_held_up_few_steps() -> None:
     time = StepTime(HALF)
     time.add(8, 10_000_000)
-    assert time.at(8) < 1.1 * 18_000
+    assert time.at(8) < 1.15 * 18_000
     for _ in range(20):
         time.add(8, 90_000)
     held_up = time.at(8) / time.at(64)
     for _ in range(1500):
         time.add(64, 74_000)
-    assert held_up > 0.6 and time.at(8) / time.at(64) == pytest.approx(18 / 74, rel=0.15)
+    assert held_up > 0.3 and time.at(8) / time.at(64) == pytest.approx(18 / 74, rel=0.15)
 
 
 def test_overhead_is_what_no_forward_pass_explains() -> None:

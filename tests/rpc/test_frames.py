@@ -17,7 +17,6 @@ from outrider.rpc.frames import (
     MAX_FRAME_BYTES,
     FrameAssembler,
     FramePacker,
-    IdRanges,
     SequenceState,
     SequenceTable,
 )
@@ -323,15 +322,6 @@ def test_pushing_for_a_sequence_that_never_was_is_a_value_error() -> None:
         packer.push(new_open(1))
 
 
-def test_ids_that_are_over_take_ranges_not_entries() -> None:
-    numbers, ranges = list(range(3_000)), IdRanges()
-    random.Random(0).shuffle(numbers)
-    for number in numbers:
-        ranges.add(number)
-        ranges.add(number)
-    assert len(ranges) == 1 and 2_999 in ranges and 3_000 not in ranges and -1 not in ranges
-
-
 def check_order(pushed: list[Message], received: list[Message], vanished: list[int]) -> None:
     """Per sequence what arrives is what was pushed, but for what a Close discarded."""
     for sequence_id in {message.sequence_id for message in pushed}:
@@ -396,7 +386,7 @@ def passed(table: SequenceTable, first: int, last: int) -> None:
 def test_a_stream_of_many_sequences_keeps_a_window_of_ids(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = ID_WINDOW if request.config.getoption("--prove") else 1 << 11
+    window = ID_WINDOW if request.config.getoption("--prove") else 1 << 8
     monkeypatch.setattr(frames, "ID_WINDOW", window)
     table = SequenceTable()
     tracemalloc.start()
@@ -407,7 +397,7 @@ def test_a_stream_of_many_sequences_keeps_a_window_of_ids(
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert size < 1.3 * full
+    assert size - full < 4096, "bytes that grow with the number of sequences"
     assert table.num_active == 0
 
 

@@ -19,7 +19,7 @@ from outrider.client.request import build_request
 from outrider.engine.checkpoint import SAMPLING_KEYS
 from outrider.llm import SamplingParams as LLMSamplingParams
 from outrider.rpc import sampling_params as s
-from outrider.rpc.codec import decode_draft_info, decode_target_info
+from outrider.rpc.codec import DRAFT_INFO, TARGET_INFO
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.sampling_params import (
     BASELINE,
@@ -233,8 +233,8 @@ def test_the_rule_is_a_capability_too() -> None:
 
 def test_a_peer_that_names_nothing_does_what_preceded_the_list() -> None:
     older = pb.ModelInfo(name="older")
-    assert decode_target_info(target_pb2.GetTargetInfoResponse(model=older)).capabilities == BASELINE
-    assert decode_draft_info(draft_pb2.GetDraftInfoResponse(model=older)).capabilities == BASELINE
+    assert TARGET_INFO.decode(target_pb2.GetTargetInfoResponse(model=older)).capabilities == BASELINE
+    assert DRAFT_INFO.decode(draft_pb2.GetDraftInfoResponse(model=older)).capabilities == BASELINE
     everything = {field: value for field, value in SET.items() if field != "structured_output"}
     assert lacking(BASELINE, SamplingParams(**everything), AcceptanceRule.COUPLED) == []
     assert lacking(BASELINE, SamplingParams(structured_output=SET["structured_output"])) != []
@@ -311,12 +311,11 @@ def test_what_ends_at_the_gateway_does_not_travel() -> None:
 def test_a_parameter_stands_where_something_is_computed_with_it() -> None:
     """The table says the rest: who repeats a parameter elsewhere says a fact twice."""
     root = Path(__file__).parents[2]
-    tops = ("rpc", "planner", "kernels", "engine", "proposers", "draft_service", "gateway")
+    tops = ("rpc", "planner", "kernels", "engine", "proposers", "draft_service", "target_service", "gateway")
     sources = [path for top in tops for path in (root / top).rglob("*.py")]
     named = {str(path.relative_to(root)) for path in sources if re.search(r"\bmin_p\b", path.read_text("utf-8"))}
     assert named == {
         "rpc/outrider/rpc/sampling_params.py",
-        "engine/outrider/engine/checkpoint.py",  # of generation_config.json
         "engine/outrider/engine/sampler.py",
         "kernels/outrider/kernels/types.py",
         "kernels/outrider/kernels/sampling/reference.py",

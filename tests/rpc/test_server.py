@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -82,6 +83,38 @@ async def test_health_follows_the_probe_and_the_device() -> None:
     assert await health_of(channel) == "NOT_SERVING", "it drains for good"
     await channel.close()
     await server.stop()
+
+
+async def test_health_has_an_address_of_its_own_that_answers_until_the_end() -> None:
+    """In plaintext, with nothing but health, and while running calls end."""
+    release = asyncio.Event()
+
+    class Held(target_pb2_grpc.TargetServiceServicer):
+        async def GetTargetInfo(self, request: Any, context: Any) -> Any:
+            await release.wait()
+            return target_pb2.GetTargetInfoResponse(max_window=7)
+
+    server = build_server(
+        "localhost:0",
+        [SERVICE],
+        lambda grpc_server: target_pb2_grpc.add_TargetServiceServicer_to_server(Held(), grpc_server),
+        health_address="localhost:0",
+    )
+    await server.start()
+    async with connect(server.address) as channel, connect(server.health_address) as probe:
+        await becomes(probe, "SERVING")
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+            await target_pb2_grpc.TargetServiceStub(probe).GetTargetInfo(target_pb2.GetTargetInfoRequest())
+        call = target_pb2_grpc.TargetServiceStub(channel).GetTargetInfo(target_pb2.GetTargetInfoRequest())
+        await asyncio.sleep(0.05)
+        stopping = asyncio.create_task(server.stop(10))
+        await becomes(probe, "NOT_SERVING")
+        assert await health_of(probe, "") == "SERVING", "what drains is alive"
+        release.set()
+        assert (await call).max_window == 7
+        await asyncio.wait_for(stopping, 5)
+    with pytest.raises(Unavailable, match=r"cannot listen on 192\.0\.2\.1:1"):
+        build_server("localhost:0", [SERVICE], lambda _: None, health_address="192.0.2.1:1")
 
 
 async def test_a_port_in_use_is_refused_and_unix_sockets_work(tmp_path: Path) -> None:

@@ -247,3 +247,15 @@ def test_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, threads in {"3": 3, "3,2": 3, "": usable_cores(), "0": usable_cores(), "many": usable_cores()}.items():
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert usable_threads() == threads
+
+
+class Serving(ServerSettings):
+    section: ClassVar[str] = "serving"
+    listen: Address = ":0"
+
+
+@pytest.mark.parametrize("address", ["9090", "host", "unix:/tmp/metrics", "host:", "host:x", ":65536"])
+def test_metrics_are_served_over_tcp_alone(address: str) -> None:
+    with pytest.raises(SettingsError, match=f"--metrics: must be HOST:PORT or :PORT.*not '{address}'"):
+        load_settings(Serving, {"metrics": address}, environ={})
+    assert load_settings(Serving, {"metrics": ":9090"}, environ={}).metrics == ":9090"

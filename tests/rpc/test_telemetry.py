@@ -12,10 +12,19 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from outrider.rpc import telemetry
 from outrider.rpc import telemetry as names
-from outrider.rpc.telemetry import TraceFileExporter, build_provider, context_from_traceparent, inject_traceparent
+from outrider.rpc.telemetry import (
+    StepTracer,
+    TraceFileExporter,
+    build_provider,
+    context_from_traceparent,
+    inject_traceparent,
+)
 
 
 def record(provider: Any) -> tuple[str, str]:
@@ -69,6 +78,43 @@ async def test_spans_reach_a_collector_over_grpc() -> None:
         "chat tiny",
         names.SPAN_ROUND,
     ]
+
+
+def step_of(provider: TracerProvider, flags: str) -> bool:
+    """Whether the step of one request is recorded, whose header ends so."""
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    header = f"00-{'a' * 32}-{'b' * 16}-{flags}"
+    StepTracer(provider.get_tracer("test")).record("step", [header], 0, lambda: {names.BATCH_ROWS: 1})
+    return bool(exporter.get_finished_spans())
+
+
+@pytest.mark.parametrize(
+    ("sampler", "recorded"),
+    [
+        (None, True),
+        ("parentbased_traceidratio", True),  # of 0: the gateway has decided, and nobody decides again
+        ("parentbased_always_off", True),
+        ("always_off", False),
+    ],
+)
+def test_a_step_follows_the_decision_of_its_requests(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sampler: str | None, recorded: bool
+) -> None:
+    """Head sampling: OTEL_TRACES_SAMPLER decides where a request comes in."""
+    installed: list[TracerProvider] = []
+    monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    if sampler is not None:
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    for follows in (True, False):
+        telemetry.setup_tracing("t", tmp_path / "t.jsonl", follows_links=follows)
+    behind, gateway = installed
+    assert step_of(behind, "01") == recorded and not step_of(behind, "00")
+    # A gateway's own spans have links to clients that it does not trust: those decide nothing.
+    assert gateway.get_tracer("t").start_span("root").is_recording() == (sampler is None)
+    for provider in installed:
+        provider.shutdown()
 
 
 def test_the_trace_context_travels_in_a_message(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from simulation.checks import require
-from simulation.network import Clock, Event, Stream
+from simulation.network import Stream
 from simulation.tables import MAX_LEN, Table, TableRunner
 
 from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
+from outrider.planner.simulate import Clock, Device
 from outrider.proposers.device_draft import MOST_PASSES
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
@@ -23,7 +24,6 @@ from outrider.target_service.engine import TargetEngine
 from outrider.target_service.sequence import TargetLimits
 
 RETRY_S = 0.05  # as the device thread's
-LEAST_WAIT_S = 1e-4  # a shorter wait could vanish in the clock's resolution
 
 
 class EngineHost:
@@ -39,10 +39,8 @@ class EngineHost:
         self.notes: Counter[str] = Counter()
         self.up = True
         self.streams: dict[int, Stream] = {}
-        self._inbox: list[Callable[[], None]] = []
         self._outbox: dict[Stream, list[Any]] = {}
-        self._turn_due: Event | None = None
-        self._busy = False
+        self._device = Device(clock, self._step)
         self._running: set[tuple[int, int]] = set()  # sequences that held blocks after the last turn
         self.runner: TableRunner
         self.engine: Any
@@ -60,28 +58,24 @@ class EngineHost:
     def detach(self, stream: Stream) -> None:
         """A stream ended: what it opened is released."""
         if self.streams.pop(stream.number, None) is not None:
-            self._put(lambda: self.engine.handle(Detach(stream.number)))
+            self._device.put(lambda: self.engine.handle(Detach(stream.number)))
 
     def deliver(self, stream: Stream, messages: Sequence[Any]) -> None:
         """Messages arrive."""
         if stream.number in self.streams:
-            self._put(lambda: self._handle(stream, messages))
+            self._device.put(lambda: self._handle(stream, messages))
 
     def crash(self, down_s: float) -> None:
         """Everything held is gone; another process starts later."""
         self.up = False
-        self._inbox.clear()
+        self._device.reset()
         self.streams.clear()
-        if self._turn_due is not None:
-            self._turn_due.cancel()
-        self._busy = False
         self.clock.call_later(down_s, self._boot)
 
     def stall(self, duration: float) -> None:
         """The device does nothing for a while."""
         if self.up:
-            self._wait(duration)
-            self._busy = True
+            self._device.stall(duration)
 
     def check_blocks(self) -> None:
         """Raises Violation where block references and tables differ."""
@@ -120,22 +114,8 @@ class EngineHost:
         self.engine = self._new_engine()
         self.up = True
 
-    def _put(self, command: Callable[[], None]) -> None:
-        self._inbox.append(command)
-        if not self._busy:
-            self._wait(0.0)
-
-    def _wait(self, delay: float) -> None:
-        if self._turn_due is not None:
-            self._turn_due.cancel()
-        self._turn_due = self.clock.call_later(delay, self._turn)
-
-    def _turn(self) -> None:
-        """Takes every command, then one step; answers leave when the step is over."""
-        self._busy, self._turn_due = False, None
-        inbox, self._inbox = self._inbox, []
-        for command in inbox:
-            command()
+    def _step(self) -> tuple[float, float | None]:
+        """One step; answers leave when it is over."""
         forwards, self._rows_before = self.runner.num_forwards, self.runner.num_rows
         try:
             wait = self.engine.step(self.clock.now)
@@ -149,9 +129,7 @@ class EngineHost:
         outbox, self._outbox = self._outbox, {}
         for stream, events in outbox.items():
             stream.down(events, took)
-        if wait is not None:
-            self._wait(max(took + wait, LEAST_WAIT_S))
-            self._busy = took > 0
+        return took, wait
 
     def _took(self) -> float:
         if self.seconds is not None:

@@ -1,9 +1,8 @@
-"""Virtual time, and the network between the gateway and one service: streams that are FIFO until they break, and
-pieces that may be lost, doubled, delayed and reordered on top of that."""
+"""The network between the gateway and one service: streams that are FIFO until they break, and pieces that may be
+lost, doubled, delayed and reordered on top of that."""
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,60 +11,8 @@ from typing import Any, ClassVar, Protocol
 from simulation.checks import Watch
 
 from outrider.gateway.speculation.backends import Lost
+from outrider.planner.simulate import Clock, Direction
 from outrider.rpc.messages import Arithmetic, Close, Closed, Commit, Credit, DraftTokens, Failure, ModelInfo, Open
-
-Action = Callable[[], None]
-
-
-class Event:
-    """Something that happens later, unless it is cancelled."""
-
-    __slots__ = ("action",)
-
-    def __init__(self, action: Action | None) -> None:
-        self.action = action
-
-    def cancel(self) -> None:
-        """It will not happen."""
-        self.action = None
-
-
-class Clock:
-    """Runs events in the order of their times; equal times in the order they were asked for."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._serial = 0
-        self._heap: list[tuple[float, int, Event]] = []
-
-    def time(self) -> float:
-        """As an event loop's."""
-        return self.now
-
-    def monotonic(self) -> float:
-        """As the module `time`'s: the driver's clock is this one while a world runs."""
-        return self.now
-
-    def call_later(self, delay: float, action: Action) -> Event:
-        """As an event loop's."""
-        return self.at(self.now + delay, action)
-
-    def at(self, when: float, action: Action) -> Event:
-        """Does something at a time; at once, after what is due already, if that is past."""
-        event = Event(action)
-        self._serial += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._serial, event))
-        return event
-
-    def step(self) -> bool:
-        """Runs the next event; False if there is none."""
-        while self._heap:
-            when, _, event = heapq.heappop(self._heap)
-            if event.action is not None:
-                self.now = when
-                event.action()
-                return True
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +100,11 @@ class Stream:
     all_links: dict[int, SimLink] = field(default_factory=dict)
     up_until: float = float("inf")  # frames that arrive later are lost
     down_until: float = float("inf")
-    _last_up: float = 0.0
-    _last_down: float = 0.0
+    _upwards: Direction = field(init=False)
+    _downwards: Direction = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._upwards, self._downwards = (Direction(self.peer.clock, self.peer.delay) for _ in range(2))
 
     def open(self, request: Open, on_event: Callable[[Any], None], door: Door, parent: SimLink | None) -> SimLink:
         """Starts a sequence; a parent that is alive here shares its prompt."""
@@ -168,17 +118,15 @@ class Stream:
 
     def up(self, messages: list[Any], watch: Watch) -> None:
         """From the gateway to the service."""
-        for message in self._disturb(messages, watch, self._arrive_up):
-            self._last_up = self._at(self._last_up, 0.0)
-            self.peer.clock.at(self._last_up, lambda frame=message: self._arrive_up(frame))
+        for frame in self._disturb(messages, watch, self._arrive_up):
+            self._upwards.send(lambda frame=frame: self._arrive_up(frame))  # type: ignore[misc]
 
     def down(self, events: Sequence[Any], after: float) -> None:
         """From the service to the gateway, once the step that made it is over."""
         for event in events:
             watch = self.all_links[event.sequence_id].watch
             for frame in self._disturb([event], watch, self._arrive_down):
-                self._last_down = self._at(self._last_down, after)
-                self.peer.clock.at(self._last_down, lambda frame=frame: self._arrive_down(frame))
+                self._downwards.send(lambda frame=frame: self._arrive_down(frame), after)  # type: ignore[misc]
 
     def break_off(self, at_host: float, at_gateway: float) -> None:
         """Both ends notice, one after the other; what is under way until then still arrives."""
@@ -199,9 +147,6 @@ class Stream:
                 late = self.peer.clock.now + dice.uniform(0, 6 * weather.delay_s)
                 self.peer.clock.at(late, lambda piece=message: arrive([piece]))
         return [frame] if frame else []
-
-    def _at(self, last: float, after: float) -> float:
-        return max(last, self.peer.clock.now + after + self.peer.dice.uniform(0, self.peer.weather.delay_s))
 
     def _arrive_up(self, frame: list[Any]) -> None:
         if self.peer.clock.now <= self.up_until and self.peer.host.up:
@@ -235,6 +180,10 @@ class Peer:
         self.stream: Stream | None = None
         self._num_streams = 0
         self.connect()
+
+    def delay(self) -> float:
+        """Of one frame."""
+        return self.dice.uniform(0, self.weather.delay_s)
 
     def connect(self) -> None:
         """Opens a stream, or tries again later while the service is down."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
-from outrider.engine.sampler import SamplingRows, SequenceSampler, process
+from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import as_int64, exponential_noise
-from outrider.kernels.sampling.reference import DEFAULT_MASS, MAX_ENTRIES, integer_weights
+from outrider.kernels.sampling.reference import DEFAULT_MASS, MAX_ENTRIES, integer_weights, logits_to_probs
 from outrider.rpc.messages import Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
@@ -132,7 +132,7 @@ def honesty_of(table: Table, request: Open) -> IsHonest:
 def _probs(table: Table) -> Tensor:
     """Of every state, [states, vocab]."""
     sampler = SequenceSampler(SamplingParams(), (), (), (), table.vocab_size)
-    return process(table.logits.clone(), [SamplingRows(sampler)] * NUM_STATES)[0]
+    return logits_to_probs(table.logits.clone(), assemble([SamplingRows(sampler)] * NUM_STATES))[0]
 
 
 def _weighted(probs: Tensor) -> IsHonest:

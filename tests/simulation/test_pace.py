@@ -7,23 +7,28 @@ controller chooses for each must not make all slower than plain decoding."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from simulation.network import Stretch, Weather
 from simulation.tables import Table
-from simulation.world import Climate, Plan, Setting, World
+from simulation.world import Client, Climate, Plan, Setting, World
 
+from outrider.cli.virtual_loop import new_crowd
 from outrider.draft_service import engine as draft_engine
-from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
-from outrider.planner.forecast import SharedStats
+from outrider.gateway.speculation.core import SpeculationCore
+from outrider.gateway.speculation.loop import SpeculationDriver
+from outrider.planner.crowd import Machines
+from outrider.planner.estimates import StepTime
+from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Limits, Policy
-from outrider.planner.step_costs import StepCosts, VerifyCosts
+from outrider.planner.virtual_services import DraftQuality
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.goodput import Goodput
@@ -31,7 +36,7 @@ from outrider.target_service.goodput import Goodput
 VERIFY_S, BLOCKS = 0.02, 512
 SLOW = 0.2  # a draft's pass over a verification
 OVERHEAD_S = 0.0005  # of each message
-TOKENS, SEEDS = 200, (0, 1, 2)
+TOKENS = 200
 FLAT, DEEP = Policy(4, windows_ahead=1, max_branches=12), Policy(4, windows_ahead=2, max_branches=24)
 SEQUENTIAL, CHAINS = Policy(4), Policy(4, windows_ahead=1)
 
@@ -74,17 +79,16 @@ def run(policy: Policy, cost: float, delay: float, seed: int) -> World:
     """To the end; `delay` each way on each link, as a share of a verification."""
     world = world_of(policy, cost, delay, seed)
     (client,) = world.clients
-    with patch.object(loop, "time", world.clock):
-        world.clock.at(0.0, partial(client.start, None))
-        world._until(partial(getattr, client, "over"), 60.0)
+    world.clock.at(0.0, partial(client.start, None))
+    world._until(partial(getattr, client, "over"), 60.0)
     assert len(client.output) == TOKENS
     return world
 
 
-def pace(policy: Policy, cost: float, delay: float) -> float:
+def pace(policy: Policy, cost: float, delay: float, prove: bool) -> float:
     """Milliseconds a token."""
-    spent = sum(run(policy, cost, delay, seed).clock.now for seed in SEEDS)
-    return 1e3 * spent / (TOKENS * len(SEEDS))
+    seeds = range(3 if prove else 2)
+    return 1e3 * sum(run(policy, cost, delay, seed).clock.now for seed in seeds) / (TOKENS * len(seeds))
 
 
 def test_the_targets_credit_cuts_no_window_short() -> None:
@@ -94,18 +98,22 @@ def test_the_targets_credit_cuts_no_window_short() -> None:
 
 
 @pytest.mark.parametrize("cost", [0.05, SLOW])
-def test_without_delay_branches_keep_the_target_busy(cost: float) -> None:
-    found = {name: pace(policy, cost, 0.0) for name, policy in {"sequential": SEQUENTIAL, "branches": FLAT}.items()}
+def test_without_delay_branches_keep_the_target_busy(cost: float, prove: bool) -> None:
+    found = {
+        name: pace(policy, cost, 0.0, prove) for name, policy in {"sequential": SEQUENTIAL, "branches": FLAT}.items()
+    }
     print(found)
     rounds = VERIFY_S * 1e3 / 3.4  # milliseconds a token, if the target did nothing but verify
     assert found["branches"] < 1.15 * rounds and found["sequential"] > 1.25 * rounds
 
 
 @pytest.mark.parametrize(("cost", "gain", "kept"), [(0.05, 1.04, 0.9), (SLOW, 1.08, 0.8)])
-def test_branches_of_branches_hide_what_lies_further_than_a_verification(cost: float, gain: float, kept: float) -> None:
+def test_branches_of_branches_hide_what_lies_further_than_a_verification(
+    cost: float, gain: float, kept: float, prove: bool
+) -> None:
     """Four delays of 0.2 verifications and five passes of the draft: a branch of the next one comes too late."""
-    here, flat, deep = pace(DEEP, cost, 0.0), pace(FLAT, cost, 0.2), pace(DEEP, cost, 0.2)
-    chains, sequential = pace(CHAINS, cost, 0.2), pace(SEQUENTIAL, cost, 0.2)
+    here = pace(DEEP, cost, 0.0, prove)
+    flat, deep, chains, sequential = (pace(policy, cost, 0.2, prove) for policy in (FLAT, DEEP, CHAINS, SEQUENTIAL))
     print(f"{here=:.2f} {flat=:.2f} {deep=:.2f} {chains=:.2f} {sequential=:.2f}")
     assert flat / deep > gain and here / deep > kept
     assert deep < flat < chains < sequential
@@ -118,6 +126,7 @@ PROFILES = {  # milliseconds of a step by its rows, on four cores of a server in
     "slow": ((1, 22.5), (4, 26.8), (8, 26.4), (16, 31.7), (32, 52.7), (64, 91.3), (128, 205.0), (512, 700.0)),
 }
 PASS_MS, ROW_MS = 0.6, 0.08  # of the draft
+WAY_S = 0.0005  # of a message
 
 
 def bursts(profile: Sequence[tuple[int, float]], num_requests: int, *, speculates: bool) -> list[float]:
@@ -136,42 +145,45 @@ def burst(
     speculates: bool,
 ) -> float:
     """Tokens a second of requests that come together, to the end of the last."""
-    costs = StepCosts(profile)
-    world = crowd_of(known, trials, num_requests, number, speculates)
-    clock = world.clock
-    world.target.seconds = lambda rows: 1e-3 * costs.at(rows)
-    world.draft.seconds = lambda rows: 1e-3 * (PASS_MS + ROW_MS * rows)
-    world.target.engine.scheduler.goodput = Goodput([(rows, round(1e3 * ms)) for rows, ms in profile])
-    drafts_clock = SimpleNamespace(
-        perf_counter_ns=lambda: round(1e9 * world.draft.monotonic()), monotonic=clock.monotonic
-    )
-    with patch.object(loop, "time", clock), patch.object(draft_engine, "time", drafts_clock):
-        for client in world.clients:
-            clock.at(client.plan.arrives, partial(client.start, None))
-        world._until(lambda: all(client.over for client in world.clients), 600.0)
-    return num_requests * CROWD_TOKENS / clock.now
-
-
-def crowd_of(known: SharedStats, trials: SharedTrials, num_requests: int, number: int, speculates: bool) -> World:
-    """Coupled requests; about three quarters of the drafted tokens are accepted."""
-    target = Table.random(number, 40, 2.0)
-    sampling = SamplingParams(max_tokens=CROWD_TOKENS, ignore_eos=True)
     limits = Limits(Policy(4), most=8)
-    world: World
 
     def num_running() -> int:
         return sum(client.plan.arrives <= world.clock.now and not client.over for client in world.clients)
 
+    def new_controller() -> Controller:
+        return Controller(limits, known, trials, lambda: 1e3, num_running)
+
+    policy, controller = (Policy(4), new_controller) if speculates else (Policy(0), None)
+    world = crowd_of(policy, controller, num_requests, number)
+    run_crowd(world, profile)
+    return num_requests * CROWD_TOKENS / world.clock.now
+
+
+def run_crowd(world: World, profile: Sequence[tuple[int, float]]) -> None:
+    """To the end of the last request, with steps that cost by their rows."""
+    costs, clock = StepTime(profile), world.clock
+    world.target.seconds = lambda rows: 1e-3 * costs.at(rows)
+    world.draft.seconds = lambda rows: 1e-3 * (PASS_MS + ROW_MS * rows)
+    world.target.engine.scheduler.goodput = Goodput([(rows, round(1e3 * ms)) for rows, ms in profile])
+    drafts_clock = SimpleNamespace(perf_counter_ns=lambda: round(1e9 * world.draft.monotonic()), monotonic=clock.time)
+    with patch.object(draft_engine, "time", drafts_clock):
+        for client in world.clients:
+            clock.at(client.plan.arrives, partial(client.start, None))
+        world._until(lambda: all(client.over for client in world.clients), 600.0)
+
+
+def crowd_of(policy: Policy, new_controller: Callable[[], Controller] | None, num_requests: int, number: int) -> World:
+    """Coupled requests; about three quarters of the drafted tokens are accepted."""
+    target = Table.random(number, 40, 2.0)
+    sampling = SamplingParams(max_tokens=CROWD_TOKENS, ignore_eos=True)
     plans = [
         Plan(
             request=Open(0, prompt_of(index), sampling, seed=index, acceptance=AcceptanceRule.COUPLED),
-            policy=Policy(4 if speculates else 0),
+            policy=policy,
             arrives=ARRIVALS_S * index,
             think_s=0.0,
             stretch=Stretch(),
-            new_controller=(lambda: Controller(limits, known, trials, lambda: 1e3, num_running))
-            if speculates
-            else None,
+            new_controller=new_controller,
         )
         for index in range(num_requests)
     ]
@@ -180,7 +192,7 @@ def crowd_of(known: SharedStats, trials: SharedTrials, num_requests: int, number
         target=target,
         draft=target.near(number + 1, 0.45),
         plans=tuple(plans),
-        weather=Weather(0.0005),
+        weather=Weather(WAY_S),
         climate=Climate(0.0, 0.0),
         target_blocks=4096,
         draft_blocks=4096,
@@ -189,8 +201,7 @@ def crowd_of(known: SharedStats, trials: SharedTrials, num_requests: int, number
         max_rows=512,
     )
     with patch("random.Random", Steady):
-        world = World(setting, number)
-    return world
+        return World(setting, number)
 
 
 def prompt_of(index: int) -> tuple[int, ...]:
@@ -208,3 +219,38 @@ def test_auto_is_not_slower_than_plain_decoding(profile: str, num_requests: int,
     ratios = [fast / slow for fast, slow in zip(auto, plain, strict=True)]
     print(profile, num_requests, [f"{ratio:.3f}" for ratio in ratios])
     assert min(ratios) > 0.87 and sum(ratios) / len(ratios) > least
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_requests"), [(Policy(0), 16), (SEQUENTIAL, 16), (CHAINS, 4), (FLAT, 4), (FLAT, 16)]
+)
+def test_services_made_of_costs_take_the_same_time(policy: Policy, num_requests: int) -> None:
+    """What the planner simulates a crowd with, beside the engines: the same loop, costs and acceptance."""
+    profile = PROFILES["fast"]
+    world = crowd_of(policy, None, num_requests, 1)
+    first, last = dict[int, tuple[float, int]](), dict[int, float]()
+
+    def note(index: int, client: Client, now: float) -> None:
+        first.setdefault(index, (now, len(client.output)))
+        last[index] = now
+
+    for index, client in enumerate(world.clients):
+        client.on_tokens = partial(note, index, client)
+    run_crowd(world, profile)
+    tallies = [client.tally for client in world.clients]
+    tested = sum(sum(tally.tested_per_position) for tally in tallies)
+    accepted = sum(sum(tally.accepted_per_position) for tally in tallies)
+    spans = [(last[index] - began, CROWD_TOKENS - had) for index, (began, had) in first.items()]
+    engines_ms = 1e3 * sum(span for span, _ in spans) / sum(tokens for _, tokens in spans)
+
+    def new_driver(drafter: Any, verifier: Any, request: Open, clock: Any, running: object) -> SpeculationDriver:
+        core = SpeculationCore(request, policy)
+        return SpeculationDriver(drafter, verifier, core, clock, None, lambda reason: None)
+
+    costs = [(rows, 1e3 * ms) for rows, ms in profile]
+    passes = [(rows, 1e3 * (PASS_MS + ROW_MS * rows)) for rows in (1, 512)]
+    crowd = new_crowd(Machines(costs, passes, DraftQuality(accepted / max(1, tested)), WAY_S))
+    crowd.add(new_driver, num_requests, CROWD_TOKENS, spread_s=ARRIVALS_S * num_requests)
+    crowd.run(60.0)
+    print(f"{num_requests} of {policy.mode}: {engines_ms:.2f} and {crowd.ms_per_token():.2f} ms a token")
+    assert crowd.ms_per_token() == pytest.approx(engines_ms, rel=0.12)

@@ -1,4 +1,4 @@
-"""Services, network and clients under faults, from fixed seeds: about 20,000 rounds."""
+"""Services, network and clients under faults, from fixed seeds: thousands of rounds, and many more to prove it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def run(mode: Mode, num_rounds: int) -> Result:
 
 
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.GREEDY, Mode.REJECTION])
-def test_every_invariant_holds_under_faults(mode: Mode) -> None:
+def test_every_invariant_holds_under_faults(mode: Mode, prove: bool) -> None:
     """In coupled and greedy mode the output equals plain decoding's, whatever went wrong."""
-    result = run(mode, 4_000)
-    assert result.num_accepted > 600
+    result = run(mode, 8_000 if prove else 1_500)
+    assert result.num_accepted > 225
     assert result.faults.keys() >= FAULTS | DEVICE_ERRORS
     assert result.notes.keys() >= ANSWERS
-    assert (result.notes["branch"] > 50) == (mode is not Mode.REJECTION)
+    assert (result.notes["branch"] > 20) == (mode is not Mode.REJECTION)
     assert result.notes["target opened"] > 1.05 * len(result.outputs)
 
 
-def test_the_law_of_rejection_sampling_holds_under_faults() -> None:
-    result = run(Mode.LAW, 8_000)
-    assert result.num_accepted > 800 and result.num_drafted > 4_000
+def test_the_law_of_rejection_sampling_holds_under_faults(prove: bool) -> None:
+    result = run(Mode.LAW, 16_000 if prove else 3_000)
+    assert result.num_accepted > 300 and result.num_drafted > 1_500
     assert result.faults.keys() >= FAULTS
     assert all(len(output) == len(result.outputs[0]) for output in result.outputs)
     assert min(law_p_values(result.outputs)) > 1e-4

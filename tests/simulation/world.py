@@ -12,13 +12,14 @@ from unittest.mock import patch
 
 from simulation.checks import Violation, Watch, require
 from simulation.hosts import DeviceDraftHost, DraftHost, EngineHost, TargetHost
-from simulation.network import Clock, Door, Peer, Stretch, Weather
+from simulation.network import Door, Peer, Stretch, Weather
 from simulation.tables import MAX_LEN, Table, TableRunner, honesty_of
 
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.core import SpeculationCore
 from outrider.gateway.speculation.loop import SpeculationDriver
 from outrider.planner.policy import Policy, PolicyController, Round, SpeculationTally
+from outrider.planner.simulate import Clock
 from outrider.rpc.messages import Commit, Credit, Failure, Open, TargetEvent
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.rpc.servicer import Deliver
@@ -59,6 +60,7 @@ class Client:
     failure: Failure | None = None
     over: bool = False
     tally: SpeculationTally = field(default_factory=SpeculationTally)
+    on_tokens: Callable[[float], None] = lambda now: None
     _reading: bool = False
 
     def start(self, parent: Client | None) -> None:
@@ -114,6 +116,7 @@ class Client:
         self.tally.add(closed)
         watch.num_accepted += sum(origin == TokenOrigin.ACCEPTED for origin in commit.origins)
         self.output += commit.ids
+        self.on_tokens(self.clock.now)
         watch.num_read = len(self.output)
         if commit.finish_reason is not None:
             self.finish_reason = commit.finish_reason
@@ -245,14 +248,8 @@ class Result:
 
     def add(self, other: Result) -> None:
         """Sums up."""
-        self.num_rounds += other.num_rounds
-        self.num_drafted += other.num_drafted
-        self.num_accepted += other.num_accepted
-        self.num_failed += other.num_failed
-        self.virtual_s += other.virtual_s
-        self.outputs += other.outputs
-        self.faults += other.faults
-        self.notes += other.notes
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class World:
@@ -281,7 +278,7 @@ class World:
     def run(self) -> Result:
         """To the end. Raises Violation, with the line that replays it."""
         try:
-            with patch.object(loop, "time", self.clock), patch.object(loop, "DRAFT_RETRY_S", 0.03):
+            with patch.object(loop, "DRAFT_RETRY_S", 0.03):
                 self._run()
         except (Violation, Exception) as error:
             what = str(error) if isinstance(error, Violation) else repr(error)

@@ -19,9 +19,9 @@ from outrider.draft_service.engine import DraftEngine
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel, build_decoder
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
-from outrider.engine.sampler import SamplingRows, SequenceSampler, process, process_greedy
+from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
-from outrider.kernels.sampling.reference import draft_sample
+from outrider.kernels.sampling.reference import draft_sample, greedy_choice, logits_to_probs
 from outrider.kernels.verify.reference import coupled_choice
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.messages import (
@@ -139,10 +139,10 @@ def naive(request: Open, tokens: Sequence[int], loaded: LoadedModel) -> tuple[in
     sampler = SequenceSampler(
         request.sampling, tokens[:prompt_len], tokens[prompt_len:], loaded.eos_token_ids, loaded.vocab_size
     )
-    plan = [SamplingRows(sampler)]
+    sampling = assemble([SamplingRows(sampler)])
     if request.sampling.greedy or (request.one_hot and request.acceptance == AcceptanceRule.REJECTION):
-        return int(process_greedy(logits, plan)[0]), None
-    probs, _ = process(logits, plan)
+        return int(greedy_choice(logits, sampling)[0]), None
+    probs, _ = logits_to_probs(logits, sampling)
     place = [torch.tensor([n]) for n in (as_int64(request.seed), len(tokens), request.completion)]
     if request.acceptance == AcceptanceRule.COUPLED:
         return int(coupled_choice(probs, exponential_noise(*place, loaded.vocab_size))), None

@@ -13,7 +13,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
-from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, encode_draft_info, encode_target_info
+from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, TARGET_INFO, TARGET_STREAM
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -370,7 +370,7 @@ class _StreamServicer:
 
 class TargetServicer(_StreamServicer, target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(self, request: Any, context: Any) -> Any:
-        return encode_target_info(self.toy.info)
+        return TARGET_INFO.encode(self.toy.info)
 
     async def Verify(self, request: Any, context: Any) -> None:
         await self.serve(TARGET_STREAM, context)
@@ -385,7 +385,7 @@ class TargetServicer(_StreamServicer, target_pb2_grpc.TargetServiceServicer):
 
 class DraftServicer(_StreamServicer, draft_pb2_grpc.DraftServiceServicer):
     async def GetDraftInfo(self, request: Any, context: Any) -> Any:
-        return encode_draft_info(self.toy.info)
+        return DRAFT_INFO.encode(self.toy.info)
 
     async def Propose(self, request: Any, context: Any) -> None:
         await self.serve(DRAFT_STREAM, context)

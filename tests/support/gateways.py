@@ -22,10 +22,9 @@ from outrider.client import Client, Part, Retry, SyncClient
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.app import HttpServer
 from outrider.gateway.http.protocol import HttpOptions
-from outrider.gateway.metrics import MeteredEngine
+from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
-from outrider.gateway.text.detokenizer import make_detokenizer
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
 from outrider.rpc.errors import OutriderError, Unavailable
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import build_server
@@ -49,6 +48,17 @@ def save_toy_tokenizer(folder: Path) -> Path:
     train_byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}))
     return folder
+
+
+@asynccontextmanager
+async def over_grpc(servicer: GenerationServicer) -> AsyncIterator[str]:
+    """The address of a gateway on the loopback."""
+    server = build_server("127.0.0.1:0", [SERVICE_NAME], servicer.register)
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
 
 
 @dataclass
@@ -84,14 +94,12 @@ async def gateway(
     target = target or ToyTarget()
     engine = MeteredEngine(toy_tokenizer(), target, draft, EngineConfig(**config))
     http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options)
-    server = build_server("127.0.0.1:0", [SERVICE_NAME], GenerationServicer(engine).register)
-    await server.start()
-    await http.start()
-    try:
-        yield Gateway(engine, http, server.address, target)
-    finally:
-        await http.stop()
-        await server.stop(0)
+    async with over_grpc(GenerationServicer(engine)) as address:
+        await http.start()
+        try:
+            yield Gateway(engine, http, address, target)
+        finally:
+            await http.stop()
     assert engine.admission.num_active == 0
 
 
@@ -159,13 +167,8 @@ async def serving(
     """One gateway on the loopback."""
     engine = GenerationEngine(toy_tokenizer(), target or ToyTarget(), ToyDraft(wrong_every=3), EngineConfig(**config))
     servicer = CuttingServicer(engine, list(cuts), error or Unavailable("gone"))
-    server = build_server("127.0.0.1:0", [SERVICE_NAME], servicer.register)
-    servicer.address = server.address
-    await server.start()
-    try:
+    async with over_grpc(servicer) as servicer.address:
         yield servicer
-    finally:
-        await server.stop(0)
 
 
 async def ask(kind: Kind, *gateways: CuttingServicer, retry: Retry = QUICK, **options: Any) -> list[Part]:

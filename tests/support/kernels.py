@@ -12,12 +12,14 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from outrider.kernels import dispatch
 
 BAD_VECTORS: dict[str, Vector] = {
     "missing": None,
@@ -45,6 +47,19 @@ def triton_device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cpu" and not INTERPRETED:
         pytest.skip("needs TRITON_INTERPRET=1")
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["reference", "triton", pytest.param("gpu", marks=pytest.mark.gpu)])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where a test puts its tensors, so that an operation runs in this form: PyTorch's, or Triton's interpreted or
+    compiled."""
+    if request.param == "reference":
+        return torch.device("cpu")
+    pytest.importorskip("triton")
+    if (request.param == "triton") != INTERPRETED:
+        pytest.skip(f"needs TRITON_INTERPRET={int(not INTERPRETED)}")
+    monkeypatch.setattr(dispatch, "runs_triton", lambda x: True)
+    return torch.device("cpu" if INTERPRETED else "cuda")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -161,19 +176,28 @@ class _NoDevice:
         return 0
 
 
-def compile_only(capability: int) -> list[tuple[str, str]]:
-    """From now on `kernel[grid](...)` compiles. Returns a list that gets each launch's name, and its
-    binary's hash."""
+class Compiled(NamedTuple):
+    """A launch that was compiled."""
+
+    name: str
+    binary: str  # its hash
+    shared: int  # bytes of shared memory of one program
+    tensor_cores: bool
+
+
+def compile_only(capability: int) -> list[Compiled]:
+    """From now on `kernel[grid](...)` compiles. Returns a list that gets every launch."""
     import triton
     from triton.runtime.jit import JITFunction
 
     triton.runtime.driver.set_active(_NoDevice(capability))
-    compiled: list[tuple[str, str]] = []
+    compiled: list[Compiled] = []
 
     def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
             binary = kernel.run(*args, grid=grid, warmup=True, **kwargs)
-            compiled.append((kernel.fn.__name__, binary.hash))
+            tensor_cores = any(name in binary.asm["ptx"] for name in ("mma.sync", "wgmma.mma_async"))
+            compiled.append(Compiled(kernel.fn.__name__, binary.hash, binary.metadata.shared, tensor_cores))
             return binary
 
         return launch

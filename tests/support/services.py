@@ -1,18 +1,22 @@
-"""Processes as a user runs them: the command line, and the services with the embedded pair."""
+"""The command line as a user runs it, and the services with the embedded pair as processes."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from outrider.cli.__main__ import main
 from outrider.cli.local_services import Service, Services, wait_for_draft
 from outrider.pairs import PairPaths, pair_path
 
@@ -49,15 +53,30 @@ def wait_gone(pids: list[int]) -> list[int]:
 
 
 TIMEOUT_S = 60
+Done = subprocess.CompletedProcess[str]
 
 
-def outrider(
-    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs `outrider ARGUMENTS` to its end."""
+def outrider(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None, stdin: bytes = b"") -> Done:
+    """Runs `outrider ARGUMENTS` to its end in this process, on a thread that no other command uses meanwhile: its
+    status, and what it wrote."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    typed = patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    with patch.dict(os.environ, env or {}), typed, chdir(cwd or Path()), redirect_stdout(out), redirect_stderr(err):
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            status = main(arguments)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return Done(arguments, status, out.getvalue(), err.getvalue())
+
+
+def outrider_process(*arguments: str, env: dict[str, str] | None = None) -> Done:
+    """The same in a process of its own, which nothing else has prepared."""
     return subprocess.run(
         [sys.executable, "-m", "outrider.cli", *arguments],
-        cwd=cwd,
         env=os.environ | (env or {}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -68,67 +87,48 @@ def outrider(
 
 
 def succeed(*arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Runs it and returns what it wrote; any other status than 0 fails the test with what it complained of."""
+    """Runs it in this process and returns what it wrote; any other status than 0 fails the test with what it complained
+    of."""
     done = outrider(*arguments, cwd=cwd, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 START_S = 60
-
-
-@dataclass(frozen=True)
-class Trio:
-    """Where the services listen."""
-
-    gateway: str
-    target: str
-    draft: str
-    pair: PairPaths
-    trace_file: Path
-
-
-@pytest.fixture(scope="session")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
-    pair = pair_path()
-    trace_file = tmp_path_factory.mktemp("traces") / "trace.jsonl"
-    common = ["--listen", "127.0.0.1:0", "--grace-s", "1"]
-    with Services() as services:
-        draft = services.start("draft", ["draft", *common, "--model", str(pair.draft), "--threads", "1"])
-        target_flags = ["--model", str(pair.target), "--threads", "1", "--batch-invariant"]
-        target = services.start("target", ["target", *common, *target_flags])
-        addresses = [services.wait(draft, START_S), services.wait(target, START_S)]
-        peers = ["--draft", addresses[0], "--target", addresses[1], "--tokenizer", str(pair.target)]
-        gateway = services.start("gateway", ["gateway", *common, *peers, "--trace-file", str(trace_file)])
-        address = services.wait(gateway, START_S)
-        wait_for_draft(address, START_S, services.check)
-        yield Trio(address, addresses[1], addresses[0], pair, trace_file)
-
-
 COMMON = ("--listen", "127.0.0.1:0", "--grace-s", "1")
 
 
 @dataclass
-class Fleet:
-    """The services; `gateway` lives as long as they do, `victim()` is one more that a test may kill."""
+class Trio:
+    """Draft and target of the embedded pair, and gateways before them: `gateway` lives as long as they do, `victim()`
+    is one more that a test may kill."""
 
     services: Services
     pair: PairPaths
     target: str
     draft: str
-    gateway: str
-    _spare: Service | None = None
+    trace_file: Path
+    gateway: str = ""
+
+    def gateway_arguments(self) -> list[str]:
+        """Of one more gateway before the two."""
+        peers = ["--draft", self.draft, "--target", self.target, "--tokenizer", str(self.pair.target)]
+        return ["gateway", *COMMON, *peers]
 
     def start_gateway(self, *flags: str) -> Service:
-        """One more gateway, which need not listen yet."""
-        peers = ["--draft", self.draft, "--target", self.target, "--tokenizer", str(self.pair.target)]
-        return self.services.start("gateway", ["gateway", *COMMON, *peers, *flags])
+        """It need not listen yet."""
+        return self.services.start("gateway", [*self.gateway_arguments(), *flags])
+
+    def wait(self, gateway: Service) -> str:
+        """The address of a gateway that has found its peers."""
+        address = self.services.wait(gateway, START_S)
+        wait_for_draft(address, START_S, self.services.check)
+        return address
 
     def victim(self) -> Service:
-        """A gateway that is ready; the next one starts meanwhile."""
-        service, self._spare = self._spare or self.start_gateway(), self.start_gateway()
-        self.services.wait(service, START_S)
-        wait_for_draft(service.address, START_S, lambda: None)
+        """A gateway that is ready."""
+        service = self.start_gateway()
+        self.wait(service)
         return service
 
     def kill(self, service: Service) -> None:
@@ -138,21 +138,15 @@ class Fleet:
 
 
 @pytest.fixture(scope="session")
-def fleet() -> Iterator[Fleet]:
-    pair = pair_path()
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """Started once, for all tests that leave it as it is."""
+    pair, trace_file = pair_path(), tmp_path_factory.mktemp("traces") / "trace.jsonl"
     with Services() as services:
-        draft = services.start("draft", ["draft", *COMMON, "--model", str(pair.draft), "--threads", "1"])
-        target_flags = ["--model", str(pair.target), "--threads", "1", "--batch-invariant"]
-        target = services.start("target", ["target", *COMMON, *target_flags])
-        started = Fleet(services, pair, services.wait(target, START_S), services.wait(draft, START_S), "")
-        gateway = started.start_gateway("--reflection")
-        started._spare = started.start_gateway()
-        started.gateway = services.wait(gateway, START_S)
-        wait_for_draft(started.gateway, START_S, services.check)
+        common = [*COMMON, "--threads", "1"]
+        draft = services.start("draft", ["draft", *common, "--model", str(pair.draft)])
+        target = services.start("target", ["target", *common, "--model", str(pair.target), "--batch-invariant"])
+        started = Trio(services, pair, services.wait(target, START_S), services.wait(draft, START_S), trace_file)
+        # By itself a gateway may find that drafts do not pay on this machine.
+        flags = ("--mode", "sequential", "--reflection", "--trace-file", str(trace_file))
+        started.gateway = started.wait(started.start_gateway(*flags))
         yield started
-
-
-@pytest.fixture(scope="session")
-def build(repository: Path) -> Path:
-    """Where examples/clients/build.sh puts what it makes."""
-    return repository / "build" / "clients"

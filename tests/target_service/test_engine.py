@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +27,10 @@ from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import draft_sample
 from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.rpc.telemetry import StepTracer
 from outrider.target_service import outputs
+from outrider.target_service.boot import trace_step
 from outrider.target_service.goodput import Goodput
-from outrider.target_service.outputs import StepTracer
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +384,7 @@ def test_steps_link_to_their_requests() -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = StepTracer(provider.get_tracer("test"))
-    harness = TargetHarness.of(tiny_model()[1], on_step=tracer.on_step)
+    harness = TargetHarness.of(tiny_model()[1], on_step=partial(trace_step, tracer))
     parents = [f"00-{n:032x}-{n:016x}-01" for n in (7, 8)]
     for number, parent in enumerate(parents, start=1):
         request = opened(number, [5, 6, 7], max_tokens=3)

@@ -1,7 +1,5 @@
 """How a step's rows are divided: prompts get theirs, windows take turns, and the oldest is in every step. Nothing is
-computed: rows of a step count as computed, and windows are committed whole, though estimates hear that none held.
-
-A step is held back for windows on their way, never longer than that could have saved."""
+computed: rows of a step count as computed, and windows are committed whole, though estimates hear that none held."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.rpc.messages import Credit, DraftTokens
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.target_service.goodput import Goodput
-from outrider.target_service.scheduler import PROMPT_SHARE, BatchingDelay, ScheduledSequence, TargetScheduler
+from outrider.target_service.scheduler import PROMPT_SHARE, ScheduledSequence, TargetScheduler
 from outrider.target_service.sequence import TargetLimits, TargetSequence, admit
 
 LIMITS = TargetLimits(VOCAB, 1 << 20, (), num_blocks=20_000)
@@ -167,55 +165,6 @@ def test_windows_have_all_rows_where_prompts_are_found_in_the_cache() -> None:
 
 
 STEP_S = 0.04
-
-
-class Waiting(TargetSequence):
-    """A sequence of which only the due time is asked."""
-
-    def __init__(self, due: float | None) -> None:
-        self.at = due
-
-    def due(self, now: float) -> float | None:
-        return self.at
-
-
-def gathering() -> BatchingDelay:
-    made = BatchingDelay()
-    made.add_step(STEP_S, chunked=False)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("dues", "limit"),
-    [
-        ([0.0], 0.0),
-        ([0.0, 0.0, None], 0.0),  # one has no credit: it is not on its way
-        ([0.0, 9.0], STEP_S / 2),
-        ([0.0, 0.0, 0.0, 9.0], STEP_S / 4),
-        ([0.0, 9.0, 9.0, 9.0], STEP_S * 3 / 4),
-    ],
-)
-def test_the_limit_is_what_it_could_save(dues: list[float | None], limit: float) -> None:
-    made, sequences = gathering(), [Waiting(due) for due in dues]
-    assert made.hold(sequences, 1.0) == pytest.approx(limit)
-    assert made.hold(sequences, 1.0 + limit / 2) == pytest.approx(limit / 2)  # counted from the first time
-    assert made.hold(sequences, 1.0 + limit + 1e-9) == 0.0
-    made.add_step(STEP_S, chunked=False)
-    assert made.hold(sequences, 2.0) == pytest.approx(limit)
-
-
-def test_it_ends_when_the_last_one_comes() -> None:
-    made, late = gathering(), Waiting(9.0)
-    sequences = [Waiting(0.0), late]
-    assert made.hold(sequences, 1.0) > 0
-    late.at = 1.001
-    assert made.hold(sequences, 1.001) == 0.0
-
-
-def test_prompts_say_nothing_of_other_steps() -> None:
-    made = gathering()
-    made.add_step(100 * STEP_S, chunked=True)
-    assert made.hold([Waiting(0.0), Waiting(9.0)], 1.0) == pytest.approx(STEP_S / 2)
 
 
 def test_two_windows_share_a_step() -> None:

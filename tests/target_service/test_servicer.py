@@ -1,14 +1,8 @@
-"""The target service over real gRPC: frames in, commits out, release with the stream, draining, health, bad input.
-
-`outrider target` as a process: it serves, drains on SIGTERM, and says in one line why it cannot start."""
+"""The target service over real gRPC: frames in, commits out, release with the stream, draining, health, bad input."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +10,19 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.engines import VOCAB, opened
+from support.fakes import until
 from support.models import save_tiny
 
-from outrider.cli.local_services import Services
 from outrider.rpc.channel import connect
-from outrider.rpc.codec import TARGET_STREAM, decode_target_info
+from outrider.rpc.codec import TARGET_INFO, TARGET_STREAM
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure
 from outrider.rpc.stream import FrameStream, client_stream
 from outrider.target_service.boot import TargetService, build, load
-from outrider.target_service.servicer import SERVICE
+from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.v1 import target_pb2, target_pb2_grpc
+
+SERVICE = TargetServicer.service
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +39,18 @@ async def service(settings: TargetSettings) -> AsyncIterator[TargetService]:
     await running.stop()
 
 
+@pytest.fixture
+async def channel(service: TargetService) -> AsyncIterator[Any]:
+    channel = connect(service.server.address)
+    yield channel
+    await channel.close()
+
+
+@pytest.fixture
+def stub(channel: Any) -> Any:
+    return target_pb2_grpc.TargetServiceStub(channel)
+
+
 async def receive(stream: FrameStream, count: int) -> list[Any]:
     """The next `count` messages."""
     messages: list[Any] = []
@@ -51,9 +59,7 @@ async def receive(stream: FrameStream, count: int) -> list[Any]:
     return messages
 
 
-async def test_two_sequences_on_one_stream(service: TargetService) -> None:
-    channel = connect(service.server.address)
-    stub = target_pb2_grpc.TargetServiceStub(channel)
+async def test_two_sequences_on_one_stream(stub: Any) -> None:
     async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
         for number in (1, 2):
             stream.send(opened(number, range(3, 30 + number), max_tokens=6), Credit(number, 100, 0))
@@ -66,12 +72,9 @@ async def test_two_sequences_on_one_stream(service: TargetService) -> None:
                 finished += message.finish_reason is not None
         assert [len(ids) for ids in tokens.values()] == [6, 6]
         assert message.timings.verify_us > 0
-    await channel.close()
 
 
-async def test_bad_messages_fail_one_sequence(service: TargetService) -> None:
-    channel = connect(service.server.address)
-    stub = target_pb2_grpc.TargetServiceStub(channel)
+async def test_bad_messages_fail_one_sequence(stub: Any) -> None:
     async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
         stream.send(opened(1, [VOCAB + 3], max_tokens=6))
         stream.send(opened(2, [5, 6], max_tokens=6), DraftTokens(2, 0, 2, (7,) * 5000), Credit(2, 100, 4))
@@ -81,37 +84,30 @@ async def test_bad_messages_fail_one_sequence(service: TargetService) -> None:
         stream.send(opened(3, [5, 6], max_tokens=1), Credit(3, 100, 0))
         (commit,) = await receive(stream, 1)
         assert isinstance(commit, Commit) and commit.sequence_id == 3
-    await channel.close()
 
 
-async def test_the_end_of_a_stream_releases_everything(service: TargetService) -> None:
-    channel = connect(service.server.address)
-    stub = target_pb2_grpc.TargetServiceStub(channel)
+async def test_the_end_of_a_stream_releases_everything(service: TargetService, stub: Any) -> None:
     pool = service.engine.cache.pool
     async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
         stream.send(opened(1, range(3, 60), max_tokens=100), Credit(1, 60, 0))
         await receive(stream, 1)
         assert pool.num_free < pool.num_blocks
-        info = decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+        info = TARGET_INFO.decode(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
         assert 0 < info.load.free_blocks < pool.num_blocks
-    for _ in range(100):
-        if pool.num_free == pool.num_blocks:
-            break
-        await asyncio.sleep(0.02)
-    assert pool.num_free == pool.num_blocks
-    await channel.close()
+    await until(lambda: pool.num_free == pool.num_blocks)
 
 
-async def test_close_draining_and_health(service: TargetService) -> None:
-    channel = connect(service.server.address)
-    health = health_pb2_grpc.HealthStub(channel)
-    for _ in range(100):
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
-        if answer.status == health_pb2.HealthCheckResponse.SERVING:
-            break
-        await asyncio.sleep(0.02)
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    stub = target_pb2_grpc.TargetServiceStub(channel)
+async def becomes(channel: Any, name: str, status: Any) -> None:
+    """Waits for a service's health."""
+    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+    async with asyncio.timeout(5):
+        while (await health.read()).status != status:
+            pass
+    health.cancel()
+
+
+async def test_close_draining_and_health(service: TargetService, channel: Any, stub: Any) -> None:
+    await becomes(channel, SERVICE, health_pb2.HealthCheckResponse.SERVING)
     async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
         stream.send(opened(1, range(3, 9), max_tokens=50), Credit(1, 7, 0))
         await receive(stream, 1)
@@ -122,32 +118,21 @@ async def test_close_draining_and_health(service: TargetService) -> None:
         stream.send(Close(1))
         assert await receive(stream, 1) == [Closed(1)]
         await asyncio.wait_for(stream.wait_closed(), 10)  # its last sequence is gone
-    await channel.close()
 
 
-async def test_a_dead_device_thread_is_not_healthy(service: TargetService) -> None:
-    channel = connect(service.server.address)
-    health = health_pb2_grpc.HealthStub(channel)
+async def test_a_dead_device_thread_is_not_healthy(service: TargetService, channel: Any) -> None:
+    """Neither alive nor ready."""
     await asyncio.to_thread(service.thread.stop)
-    for _ in range(150):
-        answers = [await health.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", SERVICE)]
-        if all(answer.status == health_pb2.HealthCheckResponse.NOT_SERVING for answer in answers):
-            break
-        await asyncio.sleep(0.02)
-    else:
-        raise AssertionError(f"neither alive nor ready: {answers}")
-    await channel.close()
+    for name in ("", SERVICE):
+        await becomes(channel, name, health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
-async def test_info(service: TargetService, settings: TargetSettings) -> None:
-    channel = connect(service.server.address)
-    stub = target_pb2_grpc.TargetServiceStub(channel)
-    info = decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+async def test_info(stub: Any, settings: TargetSettings) -> None:
+    info = TARGET_INFO.decode(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
     assert info.model.vocab_size == VOCAB and info.model.eos_token_ids == (2,)
     assert info.model.default_sampling.temperature == pytest.approx(0.6) and info.model.num_blocks == 64
     assert info.model.name == Path(settings.model).name and info.max_window == 32
     assert [rows for rows, _ in info.step_costs[:3]] == [1, 2, 4] and all(step_us > 0 for _, step_us in info.step_costs)
-    await channel.close()
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "phi3"])
@@ -155,52 +140,6 @@ async def test_info_says_that_gemma_and_phi_are_batch_invariant(family: str, tmp
     folder = save_tiny(tmp_path, family)
     settings = TargetSettings(model=folder, listen="127.0.0.1:0", num_blocks=64, threads=1, batch_invariant=True)
     service = build(settings, load(settings))
-    await service.server.start()
-    channel = connect(service.server.address)
-    stub = target_pb2_grpc.TargetServiceStub(channel)
-    info = decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+    info = TARGET_INFO.decode(await service.servicer.GetTargetInfo(None, None))  # type: ignore[attr-defined]
     assert info.model.batch_invariant
-    await channel.close()
-    await service.stop()
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "outrider.target_service", *arguments], capture_output=True, text=True, timeout=60
-    )
-
-
-def test_serves_and_drains(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model")
-    with Services() as services:
-        service = services.start("target", ["target", "--listen", "127.0.0.1:0", "--model", str(folder)])
-        assert services.wait(service, 60).startswith("127.0.0.1:")
-        service.terminate()
-        for _ in range(100):
-            if service._process.poll() is not None:
-                break
-            time.sleep(0.1)
-        assert service._process.poll() == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--model", "no/such/folder"), "no/such/folder"),
-        (("--modl", "x"), "--model"),
-        (("--model", "x", "--max-window", "900"), "max-window"),
-        ((), "--model"),
-    ],
-)
-def test_says_why_it_cannot_start(arguments: tuple[str, ...], expected: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
-
-
-def test_refuses_a_checkpoint_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
-    done = run("--model", str(tmp_path))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    done = run("--model", str(tmp_path))
-    assert "outrider convert" in done.stderr
+    await asyncio.to_thread(service.thread.stop)

@@ -7,12 +7,10 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider.training.corpus import WindowSampler, read_sources, split_line_breaks, split_sources, tokenize
-from outrider.training.decoding import continue_windows
 from outrider.training.distill import DistillWeights, WrittenPlan, distillation_loss, mixed_batches, write_pool
-from outrider.training.evaluate import choose_prompts, distinct_share, speculate
-from outrider.training.export import export, read_weights
-from outrider.training.model import Llama, LlamaShape
-from outrider.training.optimizer import orthogonalise
+from outrider.training.evaluate import choose_prompts, distinct_share, load, speculate
+from outrider.training.export import export
+from outrider.training.model import LlamaShape, continue_windows, logits, new_model
 from outrider.training.repetition import RepetitionPlan, blocked_probs, repetitions, settle, unwritten
 from outrider.training.tokenizer import ASSISTANT, END_OF_TEXT, USER, train_tokenizer
 from outrider.training.train import TrainPlan, corpus_batches, text_loss, train
@@ -40,9 +38,9 @@ def random_stream(tokens: int = 4096) -> torch.Tensor:
     return (torch.arange(tokens) * 7 % 320).int()
 
 
-def filled(seed: int) -> Llama:
+def filled(seed: int) -> LlamaForCausalLM:
     """A model of which no product is zero."""
-    model = Llama(SHAPE, seed=seed, dtype=torch.float32)
+    model = new_model(SHAPE, seed)
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         weight.data.add_(torch.empty_like(weight).normal_(0.0, 0.05, generator=generator))
@@ -95,22 +93,15 @@ def test_windows_are_a_function_of_the_step() -> None:
     assert epoch.unique().numel() == epoch.numel()
 
 
-def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
-    matrices = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(0))
-    for shape in (matrices, matrices.mT):
-        values = torch.linalg.svdvals(orthogonalise(shape))
-        assert values.min() > 0.3 and values.max() < 1.5
-
-
 def test_a_few_steps_learn_and_a_run_goes_on_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.training.train.CHECKPOINT_EVERY", 4)
-    whole = Llama(SHAPE)
+    whole = new_model(SHAPE)
     losses = train(whole, text_loss(whole), PLAN, corpus_batches(PLAN, random_stream()))
     assert losses[-1] < losses[0] - 0.5
     checkpoint = tmp_path / "run.pt"
-    resumed = Llama(SHAPE)
+    resumed = new_model(SHAPE)
     batches = corpus_batches(PLAN, random_stream())
 
     def interrupted(step: int) -> torch.Tensor:
@@ -124,7 +115,7 @@ def test_a_few_steps_learn_and_a_run_goes_on_from_its_checkpoint(
 
 
 def test_distillation_brings_the_draft_to_the_target() -> None:
-    target, draft = filled(seed=1), Llama(SHAPE, seed=2)
+    target, draft = filled(seed=1), new_model(SHAPE, seed=2)
     plan = WrittenPlan(
         pool_windows=16, fresh_from=4, pool_every=2, steps_per_writing=2, batch_size=8, prompt=4, length=33
     )
@@ -164,7 +155,7 @@ def test_taught_distributions_have_no_repetitions_and_no_special_tokens() -> Non
 
 
 def test_settling_makes_greedy_text_repeat_less() -> None:
-    model = Llama(SHAPE, seed=3)
+    model = new_model(SHAPE, seed=3)
     stream = random_stream() % 7 + 3
     train(model, text_loss(model), PLAN, corpus_batches(PLAN, stream))
 
@@ -174,8 +165,8 @@ def test_settling_makes_greedy_text_repeat_less() -> None:
         return repetitions(written, 4)[:, 16:].float().mean().item()
 
     before = repeated_share()
-    rounds = TrainPlan(steps=120, decay_steps=120, phases=((0, 47),), warmup_steps=1, tokens_per_step=8 * 47)
-    plan = RepetitionPlan(rounds, steps_per_writing=2, windows=16, prompt=16, length=48)
+    rounds = TrainPlan(steps=60, decay_steps=60, phases=((0, 47),), warmup_steps=1, tokens_per_step=8 * 47)
+    plan = RepetitionPlan(rounds, steps_per_writing=4, windows=16, prompt=16, length=48)
     varied = torch.randint(3, 320, (4096,), generator=torch.Generator().manual_seed(0)).int()
     settle(model, varied, plan, lambda loss: loss)
     assert before > 0.9 and repeated_share() < before - 0.1
@@ -184,13 +175,11 @@ def test_settling_makes_greedy_text_repeat_less() -> None:
 def test_export_is_what_transformers_computes(library: Path, tmp_path: Path) -> None:
     model = filled(seed=4)
     tokenizer = train_tokenizer((file.text for file in read_sources(library)), vocab_size=320)
-    export(model, tokenizer, tmp_path / "model")
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    export(model, SHAPE, tokenizer, tmp_path / "model")
+    loaded = load(tmp_path / "model")
     ids = torch.randint(320, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = loaded(ids).logits
-        assert torch.allclose(model(ids), expected, atol=1e-4)
-        assert torch.allclose(read_weights(tmp_path / "model", SHAPE, torch.float32)(ids), expected, atol=1e-4)
+        assert torch.equal(model(ids).logits, loaded(ids).logits)  # its weights are bfloat16 numbers
     chat = AutoTokenizer.from_pretrained(tmp_path / "model")
     message = [{"role": "user", "content": "def "}]
     assert chat.apply_chat_template(message, tokenize=False, add_generation_prompt=True) == f"{USER}def {ASSISTANT}"
@@ -202,13 +191,15 @@ def test_decoding_agrees_with_the_whole_forward_pass() -> None:
     prompts = torch.randint(320, (3, 8), generator=torch.Generator().manual_seed(0))
     ids = continue_windows(model, prompts, 24, 0.0, torch.Generator())
     with torch.no_grad():
-        assert torch.equal(model(ids)[:, 7:-1].argmax(-1), ids[:, 8:])
+        scores = logits(model, ids)[:, 7:-1]
+    chosen = scores.gather(-1, ids[:, 8:, None])[..., 0]
+    assert (scores.max(-1).values - chosen).max() < 0.1 * scores.std()  # the products are bfloat16
 
 
 def test_a_model_accepts_all_of_its_own_drafts(library: Path, tmp_path: Path) -> None:
     tokenizer = train_tokenizer((file.text for file in read_sources(library)), vocab_size=320)
-    export(filled(seed=6), tokenizer, tmp_path / "model")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    export(filled(seed=6), SHAPE, tokenizer, tmp_path / "model")
+    model = load(tmp_path / "model")
     prompts = choose_prompts([random_stream(400)])
     committed, greedy = speculate(model, model, prompts, temperature=0.0)
     assert greedy.per_tested == 1.0 and committed.shape == (32, 128)

@@ -172,25 +172,27 @@ def _use_threads(num: int | None) -> None:
         torch.set_num_threads(num)
 
 
-def make_handler(target: Path, draft: Path, threads: int, expand: bool) -> Handler:
-    """Answers {"prompts", "seeds", "sampling", "k", "pass_ms"} with the digest of the rounds. Above temperature 0
-    acceptance is by rejection, which accepts the most."""
+def make_handler(arguments: Sequence[str]) -> Handler:
+    """Answers a NetworkBatch with "pass_ms" by the digest of its rounds. Above temperature 0 acceptance is by
+    rejection, which accepts the most."""
     pace = PassPacer()
     pace.stretch_passes()
-    engines = Colocated.of(target, draft, threads=threads, expand=expand)
+    target, draft, threads, *expand = arguments
+    engines = Colocated.of(Path(target), Path(draft), threads=int(threads), expand=bool(expand))
 
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         pace.pass_s = question["pass_ms"] / 1e3
-        sampling = SamplingParams(**question["sampling"])
+        sampling = SamplingParams(
+            temperature=question["temperature"], max_tokens=question["max_tokens"], ignore_eos=True
+        )
         opens = [
             Open(0, tuple(ids), sampling, seed=seed, one_hot=sampling.greedy)
             for ids, seed in zip(question["prompts"], question["seeds"], strict=True)
         ]
-        return asdict(summarise_rounds(engines.decode(opens, Policy(question["k"]))))
+        return asdict(summarise_rounds(engines.decode(opens, Policy(question["num_draft_tokens"]))))
 
     return handle
 
 
 if __name__ == "__main__":
-    folders = (Path(sys.argv[1]), Path(sys.argv[2]))
-    sys.exit(serve_requests(lambda: make_handler(*folders, int(sys.argv[3]), "expand" in sys.argv[4:])))
+    sys.exit(serve_requests(make_handler))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,12 @@ class PairSettings(ServiceSettings):
             return Folders(locate(self.target), locate(self.draft)), f"{self.target.name} with {self.draft.name}"
         pair = pair_path(self.pair)
         return Folders(pair.target, pair.draft), f"the embedded pair {self.pair}"
+
+    def filled(self, values: Mapping[str, Any]) -> Self:
+        """With these values where nothing else was said."""
+        return self.model_copy(
+            update={name: value for name, value in values.items() if name not in self.model_fields_set}
+        )
 
     def write(self, result: Json) -> None:
         """To the file that was asked for."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ from outrider.kernels.layers.reference import Linear
 
 COPY_ELEMENTS = 64 << 20  # 256 MiB each way: no cache holds them
 SQUARE = 1536
-PROBE_PASSES = 5
 
 
 class Products(Protocol):
@@ -88,12 +87,12 @@ def layer_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
     ]
 
 
-def probe() -> dict[str, float]:
+def probe(passes: int) -> dict[str, float]:
     """Copy bandwidth (read and written bytes both count) and the speed of a float32 product."""
     source, copy = torch.ones(COPY_ELEMENTS), torch.empty(COPY_ELEMENTS)
-    copies = timed(lambda: copy.copy_(source), PROBE_PASSES)
+    copies = timed(lambda: copy.copy_(source), passes)
     left, right = torch.randn(SQUARE, SQUARE), torch.randn(SQUARE, SQUARE)
-    products = timed(lambda: left @ right, PROBE_PASSES)
+    products = timed(lambda: left @ right, passes)
     return {
         "copy_gb_s": 2 * 4 * COPY_ELEMENTS / (min(copies) * 1e6),
         "product_gflop_s": 2 * SQUARE**3 / (min(products) * 1e6),
@@ -111,15 +110,16 @@ def timed(work: Callable[[], object], passes: int) -> list[float]:
     return times
 
 
-def make_handler(folder: Path, threads: int) -> Handler:
-    """Answers {"rows", "passes"} with the products' times (none for models that are not our decoder's), and {} with
-    the probe's."""
-    torch.set_num_threads(threads)
-    products = make_products(folder)
+def make_handler(arguments: Sequence[str]) -> Handler:
+    """Answers {"passes", "rows"} with the products' times (none for models that are not our decoder's), and {"passes"}
+    with the probe's."""
+    folder, threads = arguments
+    torch.set_num_threads(int(threads))
+    products = make_products(Path(folder))
 
     def handle(question: dict[str, Any]) -> dict[str, Any]:
         if "rows" not in question:
-            return probe()
+            return probe(question["passes"])
         if products is None:
             return {"ms": []}
         return {"ms": timed(lambda: products.run(question["rows"]), question["passes"])}
@@ -133,4 +133,4 @@ def _random_linear(outputs: int, inputs: int, keep_plain: bool) -> Linear:
 
 
 if __name__ == "__main__":
-    sys.exit(serve_requests(lambda: make_handler(Path(sys.argv[1]), int(sys.argv[2]))))
+    sys.exit(serve_requests(make_handler))

@@ -59,10 +59,11 @@ class Shape:
     vocab_size: int
     context: int
     batches: tuple[int, ...]
+    max_rows: int  # of a captured step
 
 
-REAL = Shape(SMALL, 16, 128256, 1024, (1, 8, 32))
-QUICK = Shape(TINY, 1, 211, 40, (1, 2))
+REAL = Shape(SMALL, 16, 128256, 1024, (1, 8, 32), 256)
+QUICK = Shape(TINY, 1, 211, 40, (1, 2), 16)
 
 
 def build(shape: Shape, place: Place) -> Decoder:
@@ -87,7 +88,7 @@ def captured_runner(shape: Shape, place: Place, capture: GraphDevice) -> tuple[M
     blocks = -(-(shape.context + ROWS) // BLOCK_SIZE)
     runner = ModelRunner(model, blocks * max(shape.batches), BLOCK_SIZE)
     before, started = capture.reserved_bytes(), time.perf_counter()
-    runner.capture(StepLimits(256, max(shape.batches), ROWS), capture)
+    runner.capture(StepLimits(shape.max_rows, max(shape.batches), ROWS), capture)
     seconds = round(time.perf_counter() - started, 2)
     return runner, {"seconds": seconds, "bytes": capture.reserved_bytes() - before}
 
@@ -116,8 +117,8 @@ def _row(shape: Shape, place: Place, runner: ModelRunner, probe: Probe, batch: i
     num_bytes = _bytes(runner, shape, batch)
     found: dict[str, list[float]] = defaultdict(list)
     for repeat in range(WARM_UP + repeats):
-        times = {name: _wall_us(place, way) for name, way in ways.items()}
-        _wall_us(place, ways["replayed_us"])
+        times = {name: _wall_us(place.device, way) for name, way in ways.items()}
+        _wall_us(place.device, ways["replayed_us"])
         times["device_us"] = runner.last_forward_us
         fastest = min(timed(place, probe.copy)() / 2, timed(place, probe.read)())  # the copy reads and writes
         times["floor_us"] = num_bytes / (probe.num_bytes / fastest)
@@ -129,10 +130,8 @@ def _row(shape: Shape, place: Place, runner: ModelRunner, probe: Probe, batch: i
 
 
 def _entries(shape: Shape, batch: int) -> Sequence[BatchEntry]:
-    blocks = -(-(shape.context + ROWS) // BLOCK_SIZE)
     ids = [7919 * index % shape.vocab_size for index in range(ROWS)]
-    tables = [list(range(blocks * index, blocks * (index + 1))) for index in range(batch)]
-    return [BatchEntry(ids, shape.context, table, ROWS) for table in tables]
+    return [BatchEntry(ids, shape.context, _table(shape, index), ROWS) for index in range(batch)]
 
 
 def _bytes(runner: ModelRunner, shape: Shape, batch: int) -> int:
@@ -145,11 +144,11 @@ def _bytes(runner: ModelRunner, shape: Shape, batch: int) -> int:
     return weights + batch * (cached + ROWS * shape.vocab_size * torch.float32.itemsize)
 
 
-def _wall_us(place: Place, call: Callable[[], object]) -> float:
+def _wall_us(device: str, call: Callable[[], object]) -> float:
     """Until the device is done, as a service waits for the logits."""
     started = time.perf_counter()
     call()
-    if place.device == "cuda":
+    if device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - started) * 1e6
 
@@ -201,10 +200,9 @@ def _medians(ways: Timed, repeats: int) -> Json:
     found: dict[str, list[float]] = defaultdict(list)
     for repeat in range(WARM_UP + repeats):
         for name, way in ways.items():
-            started = time.perf_counter()
-            way()
+            elapsed = _wall_us("cpu", way)  # each way ends by waiting for its tokens
             if repeat >= WARM_UP:
-                found[name].append((time.perf_counter() - started) * 1e6)
+                found[name].append(elapsed)
     return {name: spread(values) for name, values in found.items()}
 
 

@@ -29,9 +29,7 @@ from outrider.bench.kernels_cases import (
     K,
     KernelWork,
     Place,
-    layer_cases,
-    sampling_cases,
-    window_cases,
+    cases,
 )
 from outrider.bench.machine import ForeignLoad, describe
 from outrider.bench.results import Json, bracketed, dump, markdown, median_of, new_result, other_programs, spread, store
@@ -255,13 +253,6 @@ def main() -> int:
     if not (options.quick or options.only):
         print(f"\nstored in {store_with_page(options.results, result)}", file=sys.stderr)
     return int(any(row.get("failed") for row in result["rows"]))
-
-
-def cases(place: Place) -> Iterator[Case]:
-    """Every row of a place."""
-    yield from layer_cases(place)
-    yield from sampling_cases(place)
-    yield from window_cases(place)
 
 
 def _measured(place: Place, options: argparse.Namespace) -> Iterator[Json]:

@@ -1,11 +1,7 @@
 """What a row of the kernel bench is: a public function of `outrider.kernels` at one shape, and the PyTorch calls that
-it stands for.
-
-The rows of a decoder's layer: attention, the cache's writes, norms, gates, products.
-
-The rows over the vocabulary: from logits to probabilities, random numbers, draws.
-
-The rows of acceptance: which drafted tokens of a window stay, on a chain and on a tree."""
+it stands for: a decoder's layer (attention, the cache's writes, norms, gates, products), what goes over the vocabulary
+(from logits to probabilities, random numbers, draws), and acceptance (which drafted tokens of a window stay, on a chain
+and on a tree). CASES, at the end, is the table."""
 
 from __future__ import annotations
 
@@ -48,7 +44,6 @@ from outrider.kernels.verify.reference import (
 K = 4  # drafted tokens of a window
 ROWS = K + 1  # that the target computes for one sequence in a step
 BLOCK_SIZE = 16
-DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where to measure, and which shapes. `name` is one of DEVICES, and says which comparisons are meant."""
+    """Where to measure, and which shapes. `name` is cpu or cuda, and says which comparisons are meant."""
 
     name: str
     device: str
@@ -97,6 +92,7 @@ class Case:
     make: Callable[[], KernelWork]
 
 
+Activation = Callable[[Tensor], Tensor]
 SMALL = Model("1B-like", 2048, 32, 8, 64, 8192)
 LARGE = Model("8B-like", 4096, 32, 8, 128, 14336)
 TINY = Model("tiny", 128, 4, 2, 32, 256)
@@ -161,23 +157,6 @@ def random_ids(place: Place, below: int, *shape: int) -> Tensor:
 
 EPS = 1e-6
 CACHE_BLOCKS = 1024
-
-
-def layer_cases(place: Place) -> Iterator[Case]:
-    """Every function of a layer, with the rows of a window for each sequence of the batch."""
-    for model in place.models:
-        for batch in place.batches:
-            for context in place.contexts:
-                shape = f"{model.name}, batch {batch}, context {context}"
-                work = partial(_attention, place, model, batch, context)
-                yield Case("attention.planned_attention", shape, "SDPA, keys in a row", work)
-                work = partial(_attention, place, model, batch, context, planned=False)
-                yield Case("attention.paged_attention", shape, "SDPA, keys in a row", work)
-            for function, form, against, make, devices in LAYER:
-                if place.name in devices:
-                    yield Case(
-                        function, f"{model.name}, batch {batch}{form}", against, partial(make, place, model, batch)
-                    )
 
 
 def _attention(place: Place, model: Model, batch: int, context: int, *, planned: bool = True) -> KernelWork:
@@ -269,17 +248,11 @@ def _add_norm(place: Place, model: Model, batch: int) -> KernelWork:
     return KernelWork(lambda: add_rms_norm(x, residual, weight, EPS), against, num_bytes, compared=2)
 
 
-def _silu(place: Place, model: Model, batch: int) -> KernelWork:
-    both = randn(place, batch * ROWS, 2 * model.intermediate)
-    gate, up = both.chunk(2, dim=-1)
-    return KernelWork(lambda: gated_silu(both), lambda: F.silu(gate) * up, 3 * gate.numel() * place.dtype.itemsize)
-
-
-def _gelu(place: Place, model: Model, batch: int) -> KernelWork:
+def _gated(place: Place, model: Model, batch: int, *, kernel: Activation, activation: Activation) -> KernelWork:
     both = randn(place, batch * ROWS, 2 * model.intermediate)
     gate, up = both.chunk(2, dim=-1)
     num_bytes = 3 * gate.numel() * place.dtype.itemsize
-    return KernelWork(lambda: gated_gelu(both), lambda: F.gelu(gate, approximate="tanh") * up, num_bytes)
+    return KernelWork(lambda: kernel(both), lambda: activation(gate) * up, num_bytes)
 
 
 def _linear(place: Place, model: Model, batch: int, *, batch_invariant: bool = False) -> KernelWork:
@@ -290,21 +263,6 @@ def _linear(place: Place, model: Model, batch: int, *, batch_invariant: bool = F
     num_bytes = (weight.numel() + x.numel() + rows * outputs) * place.dtype.itemsize
     flops = 2 * rows * weight.numel()
     return KernelWork(lambda: linear(x), lambda: F.linear(x, weight), num_bytes, flops)
-
-
-LAYER = (
-    ("kv_store.store_kv", "", "cache[slots] = new, twice", _store, DEVICES),
-    ("kv_store.store_kv_rotary", "", "x cos + rotate_half(x) sin, then cache[slots] = new", _store_rotary, DEVICES),
-    # On a CPU rms_norm is F.rms_norm, so that a comparison with it says nothing.
-    ("layers.rms_norm", "", "x / sqrt(mean(x^2) + eps) in float32", _norm, ("cpu",)),
-    ("layers.rms_norm", "", "F.rms_norm", _norm, ("cuda",)),
-    ("layers.add_rms_norm", "", "x + residual, and the formula", _add_norm, ("cpu",)),
-    ("layers.add_rms_norm", "", "x + residual, F.rms_norm", _add_norm, ("cuda",)),
-    ("layers.gated_silu", "", "F.silu(gate) * up", _silu, DEVICES),
-    ("layers.gated_gelu", "", "F.gelu(gate) * up", _gelu, DEVICES),
-    ("layers.Linear", "", "F.linear", _linear, DEVICES),
-    ("layers.Linear", ", batch-invariant", "F.linear", partial(_linear, batch_invariant=True), DEVICES),
-)
 
 
 def _caches(place: Place, model: Model, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -339,17 +297,6 @@ REPETITION, PRESENCE, FREQUENCY = 1.1, 0.2, 0.1
 BEST = 5  # a drafted token and four alternatives
 SEEN = 512  # ids of each row that penalties concern
 WORD = 1 << 32
-
-
-def sampling_cases(place: Place) -> Iterator[Case]:
-    """Every function over the vocabulary; a draft draws one row of each sequence, a target all rows of its window."""
-    for vocab_size in place.vocab_sizes:
-        for batch in place.batches:
-            for function, form, against, make in VOCABULARY:
-                shape = f"vocabulary {vocab_size}, batch {batch}{form}"
-                yield Case(function, shape, against, partial(make, place, batch, vocab_size))
-    for batch in place.batches:
-        yield Case("random.words", f"batch {batch}", "torch.randint", partial(_words, place, batch))
 
 
 def _temperature(place: Place, batch: int, vocab_size: int) -> KernelWork:
@@ -475,20 +422,6 @@ def _words(place: Place, batch: int) -> KernelWork:
     )
 
 
-VOCABULARY = (
-    ("sampling.logits_to_probs", ", temperature", "softmax(logits / temperature)", _temperature),
-    ("sampling.logits_to_probs", ", top_k and top_p", "top-k, sort, cumsum, scatter, softmax", _truncated),
-    ("sampling.adjust_logits", ", penalties and mask", "gather, scatter, masked_fill", _adjusted),
-    ("sampling.greedy_choice", "", "argmax", _greedy),
-    ("sampling.best_ids", f", the best {BEST}", "topk", _best),
-    ("verify.coupled_choice", "", "(noise / probs).argmin", _choice),
-    ("verify.coupled_draw", "", "(probs / exponential_()).argmax", _draw),
-    ("random.exponential_noise", "", "exponential_()", _noise),
-    ("random.vocabulary_words", "", "torch.randint", _vocabulary_words),
-    ("sampling.draft_sample", "", "top-k, cumsum, multinomial", _drafted),
-)
-
-
 def _target_rows(place: Place, batch: int, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Logits [rows, vocab] and temperatures [rows] of the batch's windows."""
     logits = zipf_logits(place, batch * ROWS, vocab_size)
@@ -503,21 +436,6 @@ def _counters(place: Place, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 TREE = 16  # rows of a window that holds a tree: the root, and a drafted token for each other
 LEVELS = 4  # below the root, two children each
 ALIKE = 0.5  # standard deviation of the draft's logits around the target's
-
-
-def window_cases(place: Place) -> Iterator[Case]:
-    """Every function that judges windows."""
-    for vocab_size in place.vocab_sizes:
-        for batch in place.batches:
-            shape = f"vocabulary {vocab_size}, batch {batch}"
-            work = partial(_accept, place, batch, vocab_size)
-            yield Case("verify.accept", shape, "gather, cumprod, clamp(target - draft), dense", work)
-            yield Case("verify.draw", shape, "torch.multinomial", partial(_draw_windows, place, batch, vocab_size))
-    for batch in place.batches:
-        shape, tree = f"batch {batch}", f"batch {batch}, trees of {TREE} rows"
-        yield Case("verify.coupled_accept", shape, "==, cumprod, sum, gather", partial(_chain, place, batch))
-        yield Case("verify.coupled_accept_tree", tree, "level by level, dense", partial(_tree, place, batch))
-        yield Case("attention.tree_mask", tree, "row by row, booleans", partial(_tree_mask, place, batch))
 
 
 def _accept(place: Place, batch: int, vocab_size: int) -> KernelWork:
@@ -609,3 +527,73 @@ def _tree_mask(place: Place, batch: int) -> KernelWork:
 def _some_words(place: Place, rows: int) -> Tensor:  # [rows, 4] int64
     counters = torch.arange(rows, device=place.device)
     return words(counters, counters, Purpose.DRAFT, torch.zeros_like(counters))
+
+
+def cases(place: Place) -> Iterator[Case]:
+    """Every row of a place."""
+    for over, function, form, against, make in CASES[place.name]:
+        for shape, sizes in _shapes(place, over):
+            yield Case(function, shape + form, against, partial(make, place, *sizes))
+
+
+def _shapes(place: Place, over: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The sizes that a kind of function depends on, in words and as `make` takes them. A step has the rows of a window
+    for each sequence of the batch; a draft draws one row of each."""
+    for batch in place.batches:
+        if over == "batch":
+            yield f"batch {batch}", (batch,)
+        elif over == "vocabulary":
+            yield from ((f"vocabulary {size}, batch {batch}", (batch, size)) for size in place.vocab_sizes)
+        for model in place.models if over in ("layer", "context") else ():
+            shape = f"{model.name}, batch {batch}"
+            if over == "layer":
+                yield shape, (model, batch)
+            else:
+                yield from ((f"{shape}, context {length}", (model, batch, length)) for length in place.contexts)
+
+
+_silu = partial(_gated, kernel=gated_silu, activation=F.silu)
+_gelu = partial(_gated, kernel=gated_gelu, activation=partial(F.gelu, approximate="tanh"))
+_trees = f", trees of {TREE} rows"
+NORMS: dict[str, tuple[str, str]] = {  # on a CPU rms_norm is F.rms_norm: a comparison with it says nothing
+    "cpu": ("x / sqrt(mean(x^2) + eps) in float32", "x + residual, and the formula"),
+    "cuda": ("F.rms_norm", "x + residual, F.rms_norm"),
+}
+# What its sizes are, the function, what its shape adds, what it is compared with, what makes both; for each device.
+CASES = {
+    device: (
+        ("context", "attention.planned_attention", "", "SDPA, keys in a row", _attention),
+        ("context", "attention.paged_attention", "", "SDPA, keys in a row", partial(_attention, planned=False)),
+        ("layer", "kv_store.store_kv", "", "cache[slots] = new, twice", _store),
+        ("layer", "kv_store.store_kv_rotary", "", "x cos + rotate_half(x) sin, then cache[slots] = new", _store_rotary),
+        ("layer", "layers.rms_norm", "", norm, _norm),
+        ("layer", "layers.add_rms_norm", "", add_norm, _add_norm),
+        ("layer", "layers.gated_silu", "", "F.silu(gate) * up", _silu),
+        ("layer", "layers.gated_gelu", "", "F.gelu(gate) * up", _gelu),
+        ("layer", "layers.Linear", "", "F.linear", _linear),
+        ("layer", "layers.Linear", ", batch-invariant", "F.linear", partial(_linear, batch_invariant=True)),
+        ("vocabulary", "sampling.logits_to_probs", ", temperature", "softmax(logits / temperature)", _temperature),
+        (
+            "vocabulary",
+            "sampling.logits_to_probs",
+            ", top_k and top_p",
+            "top-k, sort, cumsum, scatter, softmax",
+            _truncated,
+        ),
+        ("vocabulary", "sampling.adjust_logits", ", penalties and mask", "gather, scatter, masked_fill", _adjusted),
+        ("vocabulary", "sampling.greedy_choice", "", "argmax", _greedy),
+        ("vocabulary", "sampling.best_ids", f", the best {BEST}", "topk", _best),
+        ("vocabulary", "verify.coupled_choice", "", "(noise / probs).argmin", _choice),
+        ("vocabulary", "verify.coupled_draw", "", "(probs / exponential_()).argmax", _draw),
+        ("vocabulary", "random.exponential_noise", "", "exponential_()", _noise),
+        ("vocabulary", "random.vocabulary_words", "", "torch.randint", _vocabulary_words),
+        ("vocabulary", "sampling.draft_sample", "", "top-k, cumsum, multinomial", _drafted),
+        ("batch", "random.words", "", "torch.randint", _words),
+        ("vocabulary", "verify.accept", "", "gather, cumprod, clamp(target - draft), dense", _accept),
+        ("vocabulary", "verify.draw", "", "torch.multinomial", _draw_windows),
+        ("batch", "verify.coupled_accept", "", "==, cumprod, sum, gather", _chain),
+        ("batch", "verify.coupled_accept_tree", _trees, "level by level, dense", _tree),
+        ("batch", "attention.tree_mask", _trees, "row by row, booleans", _tree_mask),
+    )
+    for device, (norm, add_norm) in NORMS.items()
+}

@@ -5,20 +5,18 @@ does. What goes beyond OpenAI's fields is sent only to those that know it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from outrider.bench.load_requests import BenchRequest, BenchServeSettings, Delivery
 from outrider.client import NO_RETRY, Client, Part
 from outrider.rpc.sampling_params import AcceptanceRule
-
-LINE_BYTES = 16 * 2**20  # the longest line of a stream
-MAX_BODY_BYTES = 2**20  # read of an answer that is no stream
 
 
 class HttpClient:
@@ -26,21 +24,24 @@ class HttpClient:
 
     def __init__(self, settings: BenchServeSettings) -> None:
         self._settings = settings
-        url = urlsplit(settings.base_url)
-        self._tls = url.scheme == "https"
-        self._host = url.hostname or ""
-        self._port = url.port or (443 if self._tls else 80)
-        self._authority = url.netloc.rpartition("@")[2]
-        self._root = url.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._model = settings.model
         self._is_ours = False
+        headers = {"Connection": "close", "Accept-Encoding": "identity"}
+        if settings.api_key:
+            headers["Authorization"] = f"Bearer {settings.api_key}"
+        self._http = httpx.AsyncClient(
+            base_url=settings.base_url.rstrip("/").removesuffix("/v1") + "/v1",
+            headers=headers,
+            timeout=None,  # a request's time has its own limit
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # no proxy
+            verify=ssl.create_default_context(),
+        )
 
     async def describe(self) -> str:
         """The model; raises OSError or ValueError where there is no such server."""
         async with self._exchange("GET", "/models") as response:
-            if response.status != 200:
-                raise ValueError(await response.error_text())
-            named = _cards(await response.body())
+            named = _cards(await response.aread())
         self._model = self._model or next(iter(named), "")
         if self._model not in named:
             raise ValueError(f"there is no model {self._model!r}; there are: {', '.join(named) or 'none'}")
@@ -52,20 +53,18 @@ class HttpClient:
     async def send(self, request: BenchRequest) -> AsyncGenerator[Delivery, None]:
         """One completion, streamed."""
         path = "/chat/completions" if request.chat else "/completions"
-        async with self._exchange("POST", path, self._body(request)) as response:
-            if response.status != 200:
-                raise ValueError(await response.error_text())
-            async with aclosing(response.lines()) as lines:
-                async for line in lines:
-                    if not line.startswith(b"data:"):
-                        continue
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        return
-                    yield _delivery(_parsed(data))
+        async with self._exchange("POST", path, self._body(request)) as response, aclosing(_lines(response)) as lines:
+            async for line in lines:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                yield _delivery(_parsed(data))
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Ends what is open."""
+        await self._http.aclose()
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -92,92 +91,42 @@ class HttpClient:
         return body
 
     @asynccontextmanager
-    async def _exchange(self, method: str, path: str, body: Any = None) -> AsyncGenerator[HttpResponse, None]:
-        """A request on a new connection, and its answer up to the end of the headers."""
-        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls or None, limit=LINE_BYTES)
+    async def _exchange(self, method: str, path: str, body: Any = None) -> AsyncGenerator[httpx.Response, None]:
+        """A request, and its answer up to the end of the headers. Raises OSError where there is no connection, and
+        ValueError for a refusal or what is no HTTP."""
+        began = False
         try:
-            payload = b"" if body is None else json.dumps(body).encode()
-            writer.write(self._head(method, path, len(payload)) + payload)
-            await writer.drain()
-            yield await _read_head(reader)
-        finally:
-            writer.close()
-
-    def _head(self, method: str, path: str, length: int) -> bytes:
-        headers = {
-            "Host": self._authority,
-            "Accept": "text/event-stream, application/json",
-            "Content-Type": "application/json",
-            "Content-Length": str(length),
-            "Connection": "close",
-        }
-        if self._settings.api_key:
-            headers["Authorization"] = f"Bearer {self._settings.api_key}"
-        lines = [f"{method} {self._root}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
-        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+            async with self._http.stream(method, path, json=body) as response:
+                began = True
+                if response.status_code != 200:
+                    raise ValueError(f"HTTP {response.status_code}: {_error_text(await response.aread())}")
+                yield response
+        except httpx.RemoteProtocolError as error:
+            broke_off = "the server broke off in the middle of its answer"
+            raise ValueError(broke_off if began else f"this is no HTTP server: {error}") from error
+        except httpx.TransportError as error:
+            raise OSError(f"{self._settings.base_url}: {error or type(error).__name__}") from error
 
 
-class HttpResponse:
-    """An answer whose body is still to be read."""
-
-    def __init__(self, status: int, chunked: bool, reader: asyncio.StreamReader) -> None:
-        self.status = status
-        self._chunked = chunked
-        self._reader = reader
-
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The body's lines as they come."""
-        rest = b""
-        async for block in self._blocks():
-            *lines, rest = (rest + block).split(b"\n")
-            for line in lines:
-                yield line
-        if rest:
-            yield rest
-
-    async def body(self) -> bytes:
-        """The whole body."""
-        body = b""
-        async for block in self._blocks():
-            body += block
-            if len(body) > MAX_BODY_BYTES:
-                raise ValueError("the server's answer is too long")
-        return body
-
-    async def error_text(self) -> str:
-        """What a refusal says, in one line."""
-        body = await self.body()
-        try:
-            found = json.loads(body)["error"]
-            message = found["message"] if isinstance(found, dict) else str(found)
-        except (ValueError, KeyError, TypeError):
-            message = body[:200].decode(errors="replace")
-        return f"HTTP {self.status}: {' '.join(str(message).split())}"
-
-    async def _blocks(self) -> AsyncGenerator[bytes, None]:
-        if not self._chunked:
-            while block := await self._reader.read(65536):
-                yield block
-            return
-        while size := int((await self._reader.readline()).partition(b";")[0] or b"0", 16):
-            try:
-                yield await self._reader.readexactly(size)
-            except asyncio.IncompleteReadError as error:
-                raise ValueError("the server broke off in the middle of its answer") from error
-            await self._reader.readline()
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """An answer's lines as they come. httpx's own end at U+2028, too, which a text may hold."""
+    rest = b""
+    async for block in response.aiter_raw():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
-async def _read_head(reader: asyncio.StreamReader) -> HttpResponse:
-    """The status and how the body is framed."""
-    first = await reader.readline()
-    version, _, rest = first.decode("latin-1").partition(" ")
-    if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
-        raise ValueError(f"this is no HTTP server: it answered {first[:40]!r}")
-    chunked = False
-    while line := (await reader.readline()).strip():
-        name, _, value = line.decode("latin-1").partition(":")
-        chunked |= name.lower() == "transfer-encoding" and "chunked" in value.lower()
-    return HttpResponse(int(rest[:3]), chunked, reader)
+def _error_text(body: bytes) -> str:
+    """What a refusal says, in one line."""
+    try:
+        found = json.loads(body)["error"]
+        message = found["message"] if isinstance(found, dict) else str(found)
+    except (ValueError, KeyError, TypeError):
+        message = body[:200].decode(errors="replace")
+    return " ".join(str(message).split())
 
 
 def _cards(body: bytes) -> dict[str, Any]:

@@ -176,7 +176,6 @@ def steady(streams: Sequence[Sequence[tuple[float, int]]]) -> tuple[float | None
     return sum(inside) / (end - start), sum(inside) / len(inside)
 
 
-ROUND_POLL_S = 0.02
 START_S = 30.0
 
 
@@ -229,11 +228,8 @@ def summarise(rounds: Sequence[Round], gateway_ms: float) -> dict[str, float]:
 async def _drive(addresses: ServiceAddresses, opens: Sequence[Open], policy: Policy) -> tuple[list[Round], float]:
     """All rounds of all streams, and this process's computing time in seconds."""
     async with RemoteTargets([addresses.target]) as targets, RemoteDrafts([addresses.draft]) as drafts:
-        end = time.monotonic() + START_S
-        while not (targets.usable and drafts.usable):
-            if time.monotonic() > end:
-                raise TimeoutError("the services could not be reached")
-            await asyncio.sleep(ROUND_POLL_S)
+        async with asyncio.timeout(START_S):
+            await asyncio.gather(targets.wait_usable(), drafts.wait_usable())
         started = time.process_time()
         streams = await asyncio.gather(*(_rounds(drafts, targets, request, policy) for request in opens))
         rounds = [closed for stream in streams for closed in stream]

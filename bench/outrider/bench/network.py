@@ -32,7 +32,6 @@ from outrider.bench.network_backends import (
     SERVICES,
     NetworkBatch,
     ServicesBackend,
-    batch_of,
 )
 from outrider.bench.network_fleet import NetworkFleet, Setup, connect, start_network_fleet
 from outrider.bench.network_proxy import Network
@@ -95,8 +94,7 @@ class NetworkSettings(PairSettings):
 
     def effective(self) -> NetworkSettings:
         """With what --full stands for, where nothing else was said."""
-        missing = {name: value for name, value in FULL.items() if name not in self.model_fields_set}
-        return self.model_copy(update=missing) if self.full else self
+        return self.filled(FULL) if self.full else self
 
 
 WITHIN_S = 0.05  # of the round that ends next: the moment has nothing to do with the rounds
@@ -132,7 +130,7 @@ async def measure_kills(
     plain, after = [], []
     for number in range(kills):
         k = fleet.setup.num_draft_tokens
-        batch = batch_of([prompts[number % len(prompts)]], 1, 0.0, max_tokens, k, seed + number)
+        batch = NetworkBatch.of([prompts[number % len(prompts)]], 1, 0.0, max_tokens, k, seed + number)
         plain.append((await fleet.backend(PLAIN, LOOPBACK, 0.0).run(batch)).ms_per_token)
         moment = rng.randint(max_tokens // 8, max_tokens // 2)
         after.append(await _after_kill(fleet, batch, moment, rng.uniform(0.0, WITHIN_S)))

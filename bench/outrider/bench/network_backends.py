@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol
+from typing import Self
 
 from outrider.bench.worker import BenchWorker
 from outrider.gateway.engine import GenerationEngine
@@ -81,15 +81,17 @@ class NetworkBatch:
 
     prompts: tuple[tuple[int, ...], ...]
     seeds: tuple[int, ...]
-    sampling: SamplingParams
+    temperature: float
+    max_tokens: int
     num_draft_tokens: int
 
-
-class NetworkBackend(Protocol):
-    """A way of decoding."""
-
-    async def run(self, batch: NetworkBatch) -> RoundSummary:
-        """Decodes every prompt at once."""
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Sequence[int]], streams: int, temperature: float, max_tokens: int, k: int, seed: int
+    ) -> Self:
+        """Prompts are used again where there are more streams."""
+        used = tuple(tuple(prompts[index % len(prompts)]) for index in range(streams))
+        return cls(used, tuple(seed * 1000 + index for index in range(streams)), temperature, max_tokens, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,9 @@ class ServicesBackend:
         speculation = SpeculationOptions(num_draft_tokens=k, mode=self.mode)
         request = GenerationRequest(
             token_ids=batch.prompts[index],
-            sampling=sampling_of(batch, index),
+            sampling=SamplingParams(
+                temperature=batch.temperature, max_tokens=batch.max_tokens, ignore_eos=True, seed=batch.seeds[index]
+            ),
             speculation=SpeculationOptions(enabled=False) if self.mode == PLAIN else speculation,
         )
         rounds: list[Round] = []
@@ -134,23 +138,11 @@ class ColocatedBackend:
 
     async def run(self, batch: NetworkBatch) -> RoundSummary:
         """One question, one answer."""
-        question = {
-            "prompts": batch.prompts,
-            "seeds": batch.seeds,
-            "sampling": {name: value for name, value in asdict(batch.sampling).items() if name in CROSSING},
-            "k": batch.num_draft_tokens,
-            "pass_ms": self.pass_ms,
-        }
+        question = asdict(batch) | {"pass_ms": self.pass_ms}
         return RoundSummary(**await asyncio.to_thread(self.worker.ask, question))
 
 
-CROSSING = ("temperature", "max_tokens", "ignore_eos")  # of the sampling parameters
-
-
-def sampling_of(batch: NetworkBatch, index: int) -> SamplingParams:
-    """A stream's own parameters."""
-    fields: dict[str, Any] = {name: getattr(batch.sampling, name) for name in CROSSING}
-    return SamplingParams(**fields, seed=batch.seeds[index])
+NetworkBackend = ServicesBackend | ColocatedBackend
 
 
 @dataclass(slots=True)
@@ -180,15 +172,3 @@ class BranchWatcher:
             on_event(event)
 
         return self.drafter.open(request, listen)
-
-
-def batch_of(
-    prompts: Sequence[Sequence[int]], streams: int, temperature: float, max_tokens: int, k: int, seed: int
-) -> NetworkBatch:
-    """Prompts are used again where there are more streams."""
-    return NetworkBatch(
-        prompts=tuple(tuple(prompts[index % len(prompts)]) for index in range(streams)),
-        seeds=tuple(seed * 1000 + index for index in range(streams)),
-        sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True),
-        num_draft_tokens=k,
-    )

@@ -98,8 +98,7 @@ async def start_network_fleet(
             await asyncio.to_thread(worker.wait, setup.timeout_s)
         draft_address = draft.ready["address"]
         proxy = stack.enter_context(start_proxy(target.address, draft_address))
-        await asyncio.to_thread(proxy.wait, setup.timeout_s)
-        addresses = (await asyncio.to_thread(proxy.ask, {}))["addresses"]
+        addresses = (await asyncio.to_thread(proxy.wait, setup.timeout_s))["addresses"]
         direct = await stack.enter_async_context(connect(setup, target.address, draft_address))
         proxied = {
             network.name: await stack.enter_async_context(connect(setup, *addresses))

@@ -4,7 +4,7 @@
 services and adds no delay, where `0` is loopback alone; `5~2` has up to 2 ms of jitter more or less, `5!200` stands
 still for 200 ms every now and then. Order is kept, as TCP keeps it.
 
-The proxies run as a worker: `python -m outrider.bench.network_proxy UPSTREAM...`. {} asks for the addresses,
+The proxies run as a worker: `python -m outrider.bench.network_proxy UPSTREAM...`. It is ready with {"addresses"};
 {"delay_ms", "jitter_ms", "stall_ms", "seed"} sets what holds from then on, for open connections too.
 
 The loop waits in select(), whose timeouts are exact to microseconds; epoll's are whole milliseconds."""
@@ -12,19 +12,18 @@ The loop waits in select(), whose timeouts are exact to microseconds; epoll's ar
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import selectors
 import sys
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.worker import Handler, serve_requests
+from outrider.bench.worker import Send, take_output
 
 NOTATION = re.compile(r"(?P<delay>\d+(?:\.\d+)?)(?P<relative>v?)(?:~(?P<jitter>\d+(?:\.\d+)?))?(?:!(?P<stall>\d+))?")
 STALL_EVERY_S = 2.0  # from the end of one stall to the next, on average
@@ -106,7 +105,6 @@ class LinkDirection:
 
 
 CHUNK = 1 << 16
-START_S = 10.0
 Queue = asyncio.Queue[tuple[float, bytes]]
 
 
@@ -121,7 +119,7 @@ class DelayProxy:
         self.set_conditions(0.0, 0.0, 0.0, 0)
 
     def set_conditions(self, delay_ms: float, jitter_ms: float, stall_ms: float, seed: int) -> None:
-        """For all that enters from now on. Both directions stall together. Called from any thread."""
+        """For all that enters from now on. Both directions stall together."""
         stalls = Stalls(stall_ms / 1e3, time.monotonic(), seed)
         self._directions = tuple(
             LinkDirection(delay_ms / 1e3, jitter_ms / 1e3, stalls, 2 * seed + direction) for direction in range(2)
@@ -181,32 +179,15 @@ async def _give(queue: Queue, sink: asyncio.StreamWriter) -> None:
         sink.close()
 
 
-def make_handler(upstreams: Sequence[str]) -> Handler:
-    """Proxies on a loop in a thread of its own."""
+async def serve(upstreams: Sequence[str], send: Send) -> None:
+    """Says where the proxies listen, then takes conditions until the input ends."""
     proxies = [DelayProxy(upstream) for upstream in upstreams]
-    addresses: list[str] = []
-    started = threading.Event()
-
-    async def serve() -> None:
-        addresses.extend([await proxy.start() for proxy in proxies])
-        started.set()
-        await asyncio.Event().wait()
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner, suppress(asyncio.CancelledError):
-            runner.run(serve())
-
-    threading.Thread(target=run, daemon=True).start()
-    if not started.wait(START_S):
-        raise TimeoutError("the proxies did not start")
-
-    def handle(question: dict[str, Any]) -> dict[str, Any]:
-        for index, proxy in enumerate(proxies if question else ()):
-            conditions = {**question, "seed": question["seed"] * len(proxies) + index}
-            proxy.set_conditions(**conditions)
-        return {"addresses": addresses}
-
-    return handle
+    send({"addresses": [await proxy.start() for proxy in proxies]})
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        conditions: dict[str, Any] = json.loads(line)
+        for index, proxy in enumerate(proxies):
+            proxy.set_conditions(**conditions | {"seed": conditions["seed"] * len(proxies) + index})
+        send(conditions)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -215,4 +196,5 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 if __name__ == "__main__":
-    sys.exit(serve_requests(lambda: make_handler(sys.argv[1:])))
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve(sys.argv[1:], take_output()))

@@ -19,7 +19,6 @@ from outrider.bench.network_backends import (
     SEQUENTIAL,
     NetworkBatch,
     RoundSummary,
-    batch_of,
 )
 from outrider.bench.network_fleet import NetworkFleet
 from outrider.bench.network_proxy import Network
@@ -100,7 +99,8 @@ class Block:
 
     def batch(self, prompts: Sequence[Sequence[int]], seed: int) -> NetworkBatch:
         """The runs of one repeat."""
-        return batch_of(prompts, self.streams, self.temperature, self.max_tokens, self.num_draft_tokens, seed)
+        length, k = self.max_tokens, self.num_draft_tokens
+        return NetworkBatch.of(prompts, self.streams, self.temperature, length, k, seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,22 +18,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from outrider.bench.command import Note, PairSettings, note, report_failures
+from outrider.bench.command import PairSettings, note, report_failures
 from outrider.bench.figures import draw_pair, write_figure
 from outrider.bench.machine import CoreSpinner, ForeignLoad, describe
 from outrider.bench.measure import BenchBackend, Cell, GatewayBackend, Run, WorkerBackend, measure_rounds
-from outrider.bench.pair_report import (
-    AUTO,
-    BRANCHES,
-    CHAINS,
-    COUPLED,
-    PLAIN,
-    REJECTION,
-    describe_block,
-    last_result,
-    moved,
-    render,
-)
+from outrider.bench.pair_report import describe_block, last_result, moved, render
 from outrider.bench.processes import (
     ServiceAddresses,
     start_floor,
@@ -51,6 +40,14 @@ from outrider.planner.policy import Policy
 from outrider.rpc.sampling_params import AcceptanceRule
 
 BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
+OUR_MODES: dict[BenchMode, tuple[AcceptanceRule, str]] = {  # how drafted tokens are accepted, and the gateway's mode
+    "plain": (AcceptanceRule.REJECTION, "sequential"),
+    "rejection": (AcceptanceRule.REJECTION, "sequential"),
+    "coupled": (AcceptanceRule.COUPLED, "sequential"),
+    "chains": (AcceptanceRule.AUTO, "chains"),
+    "branches": (AcceptanceRule.AUTO, "branches"),
+    "auto": (AcceptanceRule.AUTO, "auto"),
+}
 QUICK = {
     "expand": False, "batches": (1,), "repeats": 1, "max_tokens": 24, "floor_passes": 3, "store": False,
 }  # fmt: skip
@@ -73,7 +70,9 @@ class BenchSettings(PairSettings):
     )
     max_tokens: int = Field(64, ge=8, le=900, description="tokens of every completion")
     repeats: int = Field(5, ge=1, le=100, description="runs of each way of decoding, in random order")
-    floor_passes: int = Field(7, ge=1, description="passes of the bare products at each measurement")
+    floor_passes: int = Field(
+        7, ge=1, description="passes of the bare products, and of the machine's copy and product, at each measurement"
+    )
     prompts: Path | None = Field(
         None, description="a JSON list, JSON lines or plain lines: at least as many texts as the largest batch"
     )
@@ -82,66 +81,49 @@ class BenchSettings(PairSettings):
     llama_python: Path | None = Field(None, description="python of a virtual environment with llama-cpp-python")
     peers_script: Path = Field(Path("bench/outrider/bench/peers.py"), description="what these two run")
     results: Path = Field(Path("bench/results"), description="folder of the stored results")
-    quick: bool = Field(False, description="one stream, one repeat, the small target: does it run? Stores nothing")
+    quick: bool = Field(
+        False,
+        description="does it run? Where nothing else is said, one stream, one repeat, the small target; stores nothing",
+    )
 
     def effective(self) -> BenchSettings:
         """With what --quick stands for."""
-        return self.model_copy(update=QUICK) if self.quick else self
+        return self.filled(QUICK) if self.quick else self
 
 
-class Schedule:
-    """Measures cells. `floor` answers what floor's worker does."""
+def measure_cell(
+    settings: BenchSettings,
+    cell: Cell,
+    backends: Sequence[BenchBackend],
+    floor: BenchWorker,
+    prompts: Sequence[Sequence[int]],
+) -> Json:
+    """All repeats of a cell, after one of each way that counts for nothing; every run between two measurements of its
+    floor: with the rows of the way's last run, and with its own."""
 
-    def __init__(
-        self,
-        backends: Sequence[BenchBackend],
-        floor: BenchWorker,
-        *,
-        repeats: int,
-        max_tokens: int,
-        floor_passes: int,
-        seed: int,
-    ) -> None:
-        self._backends = backends
-        self._floor = floor
-        self._repeats = repeats
-        self._max_tokens = max_tokens
-        self._floor_passes = floor_passes
-        self._seed = seed
-        self._order = random.Random(seed)
+    def decode(backend: BenchBackend, seed: int) -> Run:
+        return backend.decode(cell, prompts[: cell.batch], settings.max_tokens, seed)
 
-    def measure(self, cell: Cell, prompts: Sequence[Sequence[int]], note: Note) -> Json:
-        """All repeats of a cell, after one of each way that counts for nothing."""
-        backends = [backend for backend in self._backends if backend.fits(cell)]
-        batch = prompts[: cell.batch]
-        rows = {backend.name: backend.decode(cell, batch, self._max_tokens, self._seed).rows for backend in backends}
-        before, foreign = self._floor.ask({}), ForeignLoad()
-        runs: dict[str, list[Run]] = {backend.name: [] for backend in backends}
-        for repeat in range(self._repeats):
-            for backend in self._order.sample(backends, len(backends)):
-                run = self._run(backend, cell, batch, self._seed + repeat, rows[backend.name])
-                runs[backend.name].append(run)
-                rows[backend.name] = run.rows
-            speeds = ", ".join(f"{name} {own[-1].tokens_per_s:.1f}" for name, own in runs.items())
-            note(f"  {repeat + 1} of {self._repeats}: {speeds} tokens/s")
-        others = foreign.cpus()
-        return describe_block(cell, runs, before, self._floor.ask({}), others)
-
-    def _run(
-        self, backend: BenchBackend, cell: Cell, prompts: Sequence[Sequence[int]], seed: int, last_rows: int
-    ) -> Run:
-        """One run, between two measurements of its floor: with the rows of the way's last run, and with its own."""
-        times = self._products(last_rows)
-        run = backend.decode(cell, prompts, self._max_tokens, seed)
-        times += self._products(run.rows)
-        run.products_ms = median(times) if times else None
-        return run
-
-    def _products(self, rows: int) -> list[float]:
-        if not rows:
-            return []
-        times: list[float] = self._floor.ask({"rows": rows, "passes": self._floor_passes})["ms"]
+    def products_ms(rows: int) -> list[float]:
+        times: list[float] = floor.ask({"rows": rows, "passes": settings.floor_passes})["ms"] if rows else []
         return times
+
+    order = random.Random(settings.seed)
+    rows = {backend.name: decode(backend, settings.seed).rows for backend in backends}
+    before, foreign = floor.ask({"passes": settings.floor_passes}), ForeignLoad()
+    runs: dict[str, list[Run]] = {backend.name: [] for backend in backends}
+    for repeat in range(settings.repeats):
+        for backend in order.sample(backends, len(backends)):
+            times = products_ms(rows[backend.name])
+            run = decode(backend, settings.seed + repeat)
+            times += products_ms(run.rows)
+            run.products_ms = median(times) if times else None
+            runs[backend.name].append(run)
+            rows[backend.name] = run.rows
+        speeds = ", ".join(f"{name} {own[-1].tokens_per_s:.1f}" for name, own in runs.items())
+        note(f"  {repeat + 1} of {settings.repeats}: {speeds} tokens/s")
+    others = foreign.cpus()
+    return describe_block(cell, runs, before, floor.ask({"passes": settings.floor_passes}), others)
 
 
 DESCRIPTION = (
@@ -189,15 +171,10 @@ def our_backends(runner: asyncio.Runner, address: str, settings: BenchSettings) 
     """Those that are asked for: the loop in turn under both rules, ahead of the verification, and what a gateway does
     unless told otherwise."""
     k = settings.num_draft_tokens
-    backends = {
-        "plain": GatewayBackend(PLAIN, runner, address, 0),
-        "rejection": GatewayBackend(REJECTION, runner, address, k, AcceptanceRule.REJECTION),
-        "coupled": GatewayBackend(COUPLED, runner, address, k, AcceptanceRule.COUPLED),
-        "chains": GatewayBackend(CHAINS, runner, address, k, AcceptanceRule.AUTO, mode="chains"),
-        "branches": GatewayBackend(BRANCHES, runner, address, k, AcceptanceRule.AUTO, mode="branches"),
-        "auto": GatewayBackend(AUTO, runner, address, k, AcceptanceRule.AUTO, mode="auto"),
-    }
-    return [backends[mode] for mode in settings.modes]
+    return [
+        GatewayBackend(f"outrider {mode}", runner, address, 0 if mode == "plain" else k, *OUR_MODES[mode])
+        for mode in settings.modes
+    ]
 
 
 def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders) -> Iterator[BenchBackend]:
@@ -244,17 +221,10 @@ def _block(
     prompts: Sequence[Sequence[int]],
 ) -> Json:
     """One cell, and where our rounds' time goes."""
-    schedule = Schedule(
-        backends,
-        floor,
-        repeats=settings.repeats,
-        max_tokens=settings.max_tokens,
-        floor_passes=settings.floor_passes,
-        seed=settings.seed,
-    )
-    block = schedule.measure(cell, prompts, note)
-    for backend in backends:
-        if isinstance(backend, GatewayBackend) and backend.mode == "sequential" and backend.name in block["ways"]:
+    fitting = [backend for backend in backends if backend.fits(cell)]
+    block = measure_cell(settings, cell, fitting, floor, prompts)
+    for backend in fitting:
+        if isinstance(backend, GatewayBackend) and backend.mode == "sequential":
             measured = measure_rounds(
                 fleet,
                 cell,

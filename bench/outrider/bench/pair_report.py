@@ -13,12 +13,8 @@ from outrider.bench.measure import Cell, Run
 from outrider.bench.results import Json, align, bracketed, median_of, other_programs, spread, title, where
 
 PLAIN = "outrider plain"
-REJECTION = "outrider rejection"
-COUPLED = "outrider coupled"
-CHAINS = "outrider chains"
-BRANCHES = "outrider branches"
 AUTO = "outrider auto"
-OURS = (REJECTION, COUPLED, CHAINS, BRANCHES, AUTO)
+OURS = ("outrider rejection", "outrider coupled", "outrider chains", "outrider branches", AUTO)
 
 
 def describe_way(runs: Sequence[Run], cell: Cell) -> Json:

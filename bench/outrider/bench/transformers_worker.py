@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,18 @@ from outrider.bench.worker import Handler, serve_requests
 LOOKUP_NGRAM = 2
 
 
-def make_handler(target: Path, draft: Path, threads: int, num_draft_tokens: int) -> Handler:
+def make_handler(arguments: Sequence[str]) -> Handler:
     """Answers {"mode", "prompts", "max_tokens", "temperature", "seed"} with seconds and the number of tokens."""
-    torch.set_num_threads(threads)
+    target, draft, threads, k = arguments
+    torch.set_num_threads(int(threads))
     model, assistant = _load(target), _load(draft)
-    assistant.generation_config.num_assistant_tokens = num_draft_tokens
+    assistant.generation_config.num_assistant_tokens = int(k)
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
     extra: dict[str, dict[str, Any]] = {
         "plain": {},
         "assisted": {"assistant_model": assistant},
-        "prompt-lookup": {"prompt_lookup_num_tokens": num_draft_tokens, "max_matching_ngram_size": LOOKUP_NGRAM},
+        "prompt-lookup": {"prompt_lookup_num_tokens": int(k), "max_matching_ngram_size": LOOKUP_NGRAM},
     }
 
     @torch.inference_mode()
@@ -50,7 +51,7 @@ def make_handler(target: Path, draft: Path, threads: int, num_draft_tokens: int)
     return handle
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: str) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     model.eval()
     model.generation_config.eos_token_id = None  # every completion has the same length
@@ -58,5 +59,4 @@ def _load(folder: Path) -> Any:
 
 
 if __name__ == "__main__":
-    target_folder, draft_folder, num_threads, k = sys.argv[1:5]
-    sys.exit(serve_requests(lambda: make_handler(Path(target_folder), Path(draft_folder), int(num_threads), int(k))))
+    sys.exit(serve_requests(make_handler))

@@ -151,11 +151,11 @@ def take_output() -> Send:
     return send
 
 
-def serve_requests(make: Callable[[], Handler]) -> int:
-    """The worker's side: makes the handler, says that it is ready, answers until the input ends."""
+def serve_requests(make: Callable[[Sequence[str]], Handler]) -> int:
+    """The worker's side: makes the handler by the command line, says that it is ready, answers until the input ends."""
     send = take_output()
     try:
-        handle = make()
+        handle = make(sys.argv[1:])
         send({"ready": True})
         answer_requests(handle, send)
     except Exception as error:

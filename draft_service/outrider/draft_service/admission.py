@@ -1,17 +1,12 @@
-"""From an Open to a sequence: its method, its prompt (a fork's is its parent's), what cannot be served, and the link by
-which the spans of batch steps tell whom they served. Without a tracer no span is made."""
+"""From an Open to a sequence: its method, its prompt (a fork's is its parent's), and what cannot be served."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import grpc
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import Link, Tracer
 
 from outrider.draft_service.chains import Chain
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
@@ -21,39 +16,9 @@ from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.base import ProposerState, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRule, DraftSampling
-from outrider.rpc import telemetry as names
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.telemetry import context_from_traceparent
-
-
-def link_to(traceparent: str) -> Link | None:
-    """A link to a request's span; None where the request is not traced."""
-    if not traceparent:
-        return None
-    context = trace.get_current_span(context_from_traceparent(traceparent)).get_span_context()
-    return Link(context) if context.is_valid and context.trace_flags.sampled else None
-
-
-def installed_tracer() -> Tracer | None:
-    """The tracer of the process, if one was set up."""
-    provider = trace.get_tracer_provider()
-    return provider.get_tracer("outrider.draft") if isinstance(provider, TracerProvider) else None
-
-
-def record_step(tracer: Tracer, steps: Sequence[tuple[DraftSequence, int]], duration_us: int) -> None:
-    """The span of a step that ends now, of sequences and their rows; none where no request is traced."""
-    links = [draft.link for draft, _ in steps if draft.link is not None]
-    if not links:
-        return
-    end = time.time_ns()
-    attributes = {names.BATCH_ROWS: sum(rows for _, rows in steps), names.BATCH_SEQUENCES: len(steps)}
-    span = tracer.start_span(
-        names.SPAN_DRAFT_BATCH, links=links, attributes=attributes, start_time=end - duration_us * 1000
-    )
-    span.end(end)
-
 
 UNBOUNDED = 2**31 - 1
 
@@ -130,10 +95,11 @@ def build_sequence(
         limits=DraftLimits(capacity),
         method=state,
         sink=sink,
+        method_name=method.name,
         seniority=(request.priority, arrival),
         deadline=now + request.timeout_ms / 1000 if request.timeout_ms else None,
         parent=parent,
-        link=link_to(request.traceparent),
+        traceparent=request.traceparent,
     )
 
 

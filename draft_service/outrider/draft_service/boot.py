@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.draft_service.admission import ModelMethod, installed_tracer, make_methods
+from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
 from outrider.draft_service.scheduler import LONG_PREFILL
-from outrider.draft_service.servicer import SERVICE, DraftServicer, register
+from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
 from outrider.engine.batch import StepLimits
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
@@ -21,64 +23,61 @@ from outrider.engine.worker import Worker, set_switch_interval
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.ngram import NgramProposer
-from outrider.rpc.hub import locate, model_name
+from outrider.rpc.engine_service import EngineService, build_service, info_of
+from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
-from outrider.rpc.sampling_params import SamplingParams
-from outrider.rpc.server import HealthMonitor, build_server, require_free, serve_until_signal
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.telemetry import setup_tracing
-from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.telemetry import StepTracer
+
+if TYPE_CHECKING:
+    from outrider.draft_service.metrics import DraftMetrics
 
 logger = logging.getLogger(__name__)
 
-DEVICE_TIMEOUT_S = 30.0
+
+DraftService = EngineService[DraftEngine]
 
 
-async def serve(settings: DraftSettings) -> None:
-    """Loads, serves, drains."""
-    require_free(settings.listen)
-    set_switch_interval()
+async def start(settings: DraftSettings) -> DraftService:
+    """Loads the methods and binds the server."""
     threads = settings.threads or usable_threads()
+    set_switch_interval()
     torch.set_num_threads(threads)
-    stop_tracing = setup_tracing("outrider-draft", settings.trace_file)
     settings = await asyncio.to_thread(located, settings)
     methods, info = await asyncio.to_thread(load_methods, settings)
     outboxes = Outboxes(asyncio.get_running_loop())
+    metrics = new_metrics(settings, [method.name for method in methods])
     engine = DraftEngine(
         make_methods(methods),
         settings.max_sequences,
         settings.max_rows,
         flush=outboxes.flush,
-        tracer=installed_tracer(),
+        tracer=StepTracer.if_enabled("outrider.draft"),
+        observer=metrics,
     )
     thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
     servicer = DraftServicer(thread, outboxes, info)
-    try:
-        server = build_server(
-            settings.listen,
-            [SERVICE],
-            lambda grpc_server: register(servicer, grpc_server),
-            health=build_health(engine, thread),
-            enable_reflection=settings.reflection,
-        )
-        await serve_until_signal(
-            server, name="draft", grace_s=settings.grace_s, on_drain=servicer.drain, work=thread.ended
-        )
-    finally:
-        await asyncio.to_thread(thread.stop)
-        await asyncio.to_thread(stop_tracing)
-
-
-def build_health(engine: DraftEngine, thread: Worker[DraftEngineCommand]) -> HealthMonitor:
-    """SERVING once the model answered a forward, and while no step hangs."""
-
-    async def probe() -> None:
-        await asyncio.wrap_future(thread.call(engine.probe))
-
-    return HealthMonitor(
-        [SERVICE], probe=probe, is_alive=lambda: thread.is_alive and thread.step_age_s() < DEVICE_TIMEOUT_S
+    if metrics is not None:
+        metrics.attach(engine, thread, info.model)
+    return build_service(
+        settings.listen,
+        engine,
+        thread,
+        servicer,
+        enable_reflection=settings.reflection,
+        health_address=settings.health,
+        metrics=metrics,
     )
+
+
+def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics | None:
+    """What counts, where somebody asks for it; nothing of metrics is imported elsewhere."""
+    if not settings.metrics:
+        return None
+    from outrider.draft_service.metrics import DraftMetrics
+
+    return DraftMetrics(methods)
 
 
 def located(settings: DraftSettings) -> DraftSettings:
@@ -91,7 +90,7 @@ def located(settings: DraftSettings) -> DraftSettings:
 def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
     """The methods to offer, the default first, and what GetDraftInfo answers."""
     methods: list[ModelMethod | TokenProposer] = [NgramProposer(settings.prompt_lookup_min, settings.prompt_lookup_max)]
-    model = ModelInfo(name=settings.name or settings.method, digest="", vocab_size=0, max_model_len=0, dtype="")
+    info = ModelInfo(name=settings.name or settings.method, digest="", vocab_size=0, max_model_len=0, dtype="")
     if settings.model is not None:
         if not settings.model.is_dir():
             raise FileNotFoundError(f"there is no folder {settings.model}")
@@ -100,10 +99,11 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
         )
         method = build_model_method(loaded, runner_options(settings))
         methods.append(method)
-        model = model_info(settings, loaded, method)
+        info = model_info(settings, loaded, method)
     methods.sort(key=lambda method: method.name != settings.method)
     logger.info("methods: %s", ", ".join(method.name for method in methods))
-    return methods, DraftInfo(model, tuple(DraftMethod(method.name) for method in methods))
+    offered = tuple(DraftMethod(method.name) for method in methods)
+    return methods, DraftInfo(info, offered, version=metadata.version("outrider"))
 
 
 def runner_options(settings: DraftSettings) -> RunnerOptions:
@@ -126,23 +126,8 @@ def build_model_method(loaded: LoadedModel, options: RunnerOptions) -> ModelMeth
 
 
 def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod) -> ModelInfo:
-    """The model's part of the handshake."""
-    folder = settings.model
-    vocabulary = read_vocabulary(folder) if folder is not None else None
-    info = ModelInfo(
-        name=settings.name or (model_name(folder) if folder is not None else settings.method),
-        digest=loaded.digest,
-        vocab_size=loaded.vocab_size,
-        max_model_len=method.capacity,
-        eos_token_ids=loaded.eos_token_ids,
-        default_sampling=SamplingParams(**loaded.default_sampling),  # type: ignore[arg-type]
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        device=settings.device,
-        num_blocks=method.cache.pool.num_blocks,
-        block_size=method.cache.block_size,
-        engine=loaded.engine,
-        kernels=loaded.kernels,
-    )
-    if vocabulary is None:
-        return info
-    return replace(info, num_tokens=vocabulary.num_tokens, tokenizer_fingerprint=vocabulary.fingerprint)
+    """The model's part of the handshake. Raises ValueError without a checkpoint."""
+    if settings.model is None:
+        raise ValueError("model: is not set; allowed: the folder of the checkpoint that was loaded")
+    cache = method.cache
+    return info_of(settings, settings.model, loaded, method.capacity, cache.pool.num_blocks, cache.block_size)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
-from outrider.planner.acceptance import PRIOR_WEIGHT, Acceptance
+from outrider.planner.estimates import PRIOR_WEIGHT, Acceptance
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.rpc.messages import Commit, DraftTokens, TokenWeights
 

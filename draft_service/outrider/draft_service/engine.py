@@ -6,10 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from opentelemetry.trace import Tracer
-
-from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, record_step
+from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids
 from outrider.draft_service.scheduler import BranchPlanner, BranchStep, DraftScheduler
 from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
@@ -28,6 +27,10 @@ from outrider.rpc.messages import (
     to_failure,
 )
 from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.telemetry import BATCH_ROWS, BATCH_SEQUENCES, SPAN_DRAFT_BATCH, StepTracer
+
+if TYPE_CHECKING:
+    from outrider.draft_service.metrics import DraftMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,8 @@ DraftEngineCommand = Deliver[DraftCommand, DraftEvent] | Detach
 
 
 class DraftEngine:
-    """Run by a Worker: every method runs on its thread. `flush` is called once after each step."""
+    """Run by a Worker: every method runs on its thread. `flush` is called once after each step; an
+    `observer` is told of commands, passes and pieces."""
 
     def __init__(
         self,
@@ -49,17 +53,18 @@ class DraftEngine:
         max_rows: int = 512,
         *,
         flush: Callable[[], None] = lambda: None,
-        tracer: Tracer | None = None,
+        tracer: StepTracer | None = None,
+        observer: DraftMetrics | None = None,
     ) -> None:
         self._methods = methods
         self._model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
         # Token-only methods hold no blocks.
-        self._cache = self._model.cache if self._model else KVCacheManager(BlockPool(0), prefix_cache=False)
-        self._scheduler = DraftScheduler(self._cache, max_rows)
+        self.cache = self._model.cache if self._model else KVCacheManager(BlockPool(0), prefix_cache=False)
+        self.scheduler = DraftScheduler(self.cache, max_rows)
         copy_blocks = self._model.proposer.runner.copy_blocks if self._model else None
-        self._branch_planner = BranchPlanner(self._cache, copy_blocks) if copy_blocks else None
+        self._branch_planner = BranchPlanner(self.cache, copy_blocks) if copy_blocks else None
         self._max_sequences = max_sequences
-        self._tracer = tracer
+        self._tracer, self._observer = tracer, observer
         self._flush = flush
         self._sequences: dict[SequenceKey, DraftSequence] = {}
         self._in_step: list[DraftSequence] = []
@@ -79,6 +84,8 @@ class DraftEngine:
             return
         for message in command.messages:
             self._apply((command.stream, message.sequence_id), message, command.sink)
+        if self._observer is not None:
+            self._observer.on_command(command, self._sequences)
 
     def step(self, now: float) -> float | None:
         """Drafts a token for every sequence with the model (a few where passes follow one another on a device), and all
@@ -86,11 +93,13 @@ class DraftEngine:
         self._expire(now)
         self._match_tokens()
         drafts = [self._suspects.pop(0)] if self._suspects else list(self._sequences.values())
-        steps = self._scheduler.plan(drafts) if self._model else []
+        steps = self.scheduler.plan(drafts) if self._model else []
         branch_steps = self._branch_planner.plan(drafts, MAX_BRANCH_STEPS) if self._branch_planner else []
         if self._model and (steps or branch_steps):
             self._draft(self._model, steps, branch_steps)
         self._send_pieces()
+        if self._observer is not None:
+            self._observer.on_step(self._sequences.values())
         if steps or branch_steps or self._suspects or (self._model and self._prepare(self._model)):
             return 0.0
         if any(draft.wants_tokens for draft in self._sequences.values()):
@@ -107,7 +116,7 @@ class DraftEngine:
         in_step, self._in_step = self._in_step, []
         for draft in in_step:
             for chain in (draft.chain, *draft.branches):
-                chain.roll_back(self._cache)
+                chain.roll_back(self.cache)
         if len(in_step) > 1:
             self._suspects = in_step
             return
@@ -118,7 +127,7 @@ class DraftEngine:
     def probe(self) -> None:
         """A sign of life. Raises DeviceLost if the device is unusable."""
         if self._model is not None:
-            probe(self._model.proposer.runner, self._cache.pool)
+            probe(self._model.proposer.runner, self.cache.pool)
 
     def _apply(self, key: SequenceKey, message: DraftCommand, sink: Sink) -> None:
         failure: OutriderError | None = None
@@ -154,13 +163,15 @@ class DraftEngine:
             return
         if self._model and isinstance(draft.method, ModelState):
             check_ids(message.ids, self._model.vocab_size)
-        draft.on_commit(message, self._cache)
+        draft.on_commit(message, self.cache)
 
     def _match_tokens(self) -> None:
         """Token-only methods: no forward, so the whole credit at once."""
         for draft in self._sequences.values():
             if isinstance(draft.method, ModelState) or not draft.wants_tokens:
                 continue
+            if self._observer is not None:
+                self._observer.on_start([draft])
             ids = draft.method.propose(draft.limit - len(draft.sequence))
             draft.method.append(ids)
             draft.sequence.tokens.extend(ids)
@@ -172,6 +183,8 @@ class DraftEngine:
     ) -> None:
         """One pass, or several: the next tokens of every chain, and of every branch."""
         self._in_step = [*{draft: None for draft, _ in (*steps, *branch_steps)}]
+        if self._observer is not None:
+            self._observer.on_start(self._in_step)
         started = time.perf_counter_ns()
         lines = [(draft, draft.chain, num_rows) for draft, num_rows in steps]
         lines += [(draft, branch, 1) for draft, branch in branch_steps]
@@ -180,16 +193,23 @@ class DraftEngine:
         num_passes = self._num_passes(model, rows, steps, branch_steps)
         drafted = model.proposer.run(rows, num_passes)
         duration_us = (time.perf_counter_ns() - started) // 1000
+        if self._observer is not None:
+            self._observer.on_passes(num_passes, len(rows), duration_us * 1e-6)
         for (_, line, _), drew, tokens in zip(lines, draws, drafted, strict=True):
             line.ended = drew and len(tokens) < num_passes
             line.note(tokens)
         for draft, _ in steps:
             draft.chain.draft_us += duration_us
             # Less one: the last committed token may have to be computed again, so its block stays writable.
-            self._cache.publish(draft.sequence, draft.committed - 1)
+            self.cache.publish(draft.sequence, draft.committed - 1)
         self._in_step = []
         if self._tracer is not None:
-            record_step(self._tracer, steps, duration_us)
+            self._tracer.record(
+                SPAN_DRAFT_BATCH,
+                [draft.traceparent for draft, _ in steps],
+                time.time_ns() - 1000 * duration_us,
+                lambda: {BATCH_ROWS: sum(rows for _, rows in steps), BATCH_SEQUENCES: len(steps)},
+            )
 
     def _num_passes(
         self,
@@ -206,12 +226,12 @@ class DraftEngine:
         if num_passes == 1:
             return 1
         missing = [
-            self._cache.blocks_for(len(sequence) + num_passes) - len(sequence.block_table) for sequence, _ in lines
+            self.cache.blocks_for(len(sequence) + num_passes) - len(sequence.block_table) for sequence, _ in lines
         ]
-        if sum(count for count in missing if count > 0) > self._cache.pool.num_free:
+        if sum(count for count in missing if count > 0) > self.cache.pool.num_free:
             return 1
         for sequence, _ in lines:
-            self._cache.extend(sequence, num_tokens=len(sequence) + num_passes)
+            self.cache.extend(sequence, num_tokens=len(sequence) + num_passes)
         return num_passes
 
     def _prepare(self, model: ModelMethod) -> bool:
@@ -238,12 +258,16 @@ class DraftEngine:
         draft = self._sequences.pop(key, None)
         if draft is not None:
             draft.released = True
+            if self._observer is not None:
+                self._observer.on_release(key)
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
-            self._scheduler.release(draft)
+            self.scheduler.release(draft)
 
     def _send_pieces(self) -> None:
         """Hands out the pieces that are due; then all that was said may leave."""
         for draft in self._sequences.values():
             for piece in draft.take_pieces():
                 draft.sink(piece)
+                if self._observer is not None:
+                    self._observer.on_piece(draft, piece)
         self._flush()

@@ -4,74 +4,48 @@ and beside them branches, which are opened and grown by one row each (BranchPlan
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from outrider.draft_service.chains import Branch, Outcome, outcome_probs
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager, OutOfBlocks
+from outrider.engine.scheduler import Scheduler
 
 LONG_PREFILL = 32  # rows: more than this are a prompt's, and wait until the chains have theirs
 
 
-class DraftScheduler:
+class DraftScheduler(Scheduler[DraftSequence]):
     """Plans steps within a budget of rows, and reserves their blocks."""
 
-    def __init__(self, cache: KVCacheManager, max_rows: int = 512) -> None:
-        self.cache = cache
-        self.max_rows = max_rows
-
-    def plan(self, sequences: Iterable[DraftSequence]) -> list[tuple[DraftSequence, int]]:
+    def plan(self, drafts: Sequence[DraftSequence]) -> list[tuple[DraftSequence, int]]:
         """The sequences of the next step and their rows: chains first, then prompts in chunks, oldest first."""
-        everyone = list(sequences)
         budget = self.max_rows
         planned: dict[DraftSequence, int] = {}
-        for sequence in sorted(filter(_may_run, everyone), key=_order):
+        for draft in sorted(filter(_may_run, drafts), key=_order):
             if budget <= 0:
                 break
-            num_rows = self._enter(sequence, budget, everyone, planned)
-            if num_rows:
-                planned[sequence] = num_rows
+            self.admit(draft)
+            num_computed = draft.sequence.num_computed_tokens
+            num_rows = min(len(draft.sequence) - num_computed, budget)
+            if self.reserve(draft, num_computed + num_rows, drafts, planned.keys()):
+                planned[draft] = num_rows
                 budget -= num_rows
         return list(planned.items())
 
-    def release(self, sequence: DraftSequence) -> None:
-        """Takes a sequence's blocks; it looks into the prefix cache before it computes again."""
-        sequence.branches.give_up(self.cache)
-        self.cache.release(sequence.sequence)
-        sequence.admitted = False
+    def release(self, competitor: DraftSequence) -> None:
+        """Its branches go, too."""
+        competitor.branches.give_up(self.cache)
+        super().release(competitor)
 
-    def _enter(
-        self,
-        draft: DraftSequence,
-        budget: int,
-        everyone: Iterable[DraftSequence],
-        planned: dict[DraftSequence, int],
-    ) -> int:
-        """Gives a sequence blocks for its rows, taking them from others if it must; 0 if it has to wait."""
-        sequence = draft.sequence
-        if not draft.admitted:
-            self.cache.admit(sequence)
-            draft.admitted = True
-        num_rows = min(len(sequence) - sequence.num_computed_tokens, budget)
-        while True:
-            try:
-                self.cache.extend(sequence, num_tokens=sequence.num_computed_tokens + num_rows)
-                return num_rows
-            except OutOfBlocks:
-                if self._drop_branches(everyone):
-                    continue
-                victim = _victim(draft, everyone, planned)
-                if victim is None:
-                    return 0
-                self.release(victim)
-
-    def _drop_branches(self, everyone: Iterable[DraftSequence]) -> bool:
-        """Guesses go before anything else; whether there were any."""
+    def _make_room(
+        self, competitor: DraftSequence, everyone: Iterable[DraftSequence], in_step: Collection[DraftSequence]
+    ) -> bool:
+        """Guesses go before anything else."""
         holders = [draft for draft in everyone if draft.branches]
         for draft in holders:
             draft.branches.give_up(self.cache)
             draft.branches.evicted_at = draft.committed
-        return bool(holders)
+        return bool(holders) or super()._make_room(competitor, everyone, in_step)
 
 
 def _may_run(draft: DraftSequence) -> bool:
@@ -84,19 +58,6 @@ def _may_run(draft: DraftSequence) -> bool:
 def _order(draft: DraftSequence) -> tuple[bool, tuple[int, int]]:
     is_prefill = len(draft.sequence) - draft.sequence.num_computed_tokens > LONG_PREFILL
     return is_prefill, draft.seniority
-
-
-def _victim(
-    draft: DraftSequence, everyone: Iterable[DraftSequence], planned: dict[DraftSequence, int]
-) -> DraftSequence | None:
-    """Who gives its blocks to `draft`: sequences without credit first, then the youngest. Never one that is ahead of
-    it, so that the oldest always advances."""
-    holders = [
-        other for other in everyone if other.sequence.block_table and other not in planned and other is not draft
-    ]
-    without_credit = [other for other in holders if not other.wants_tokens]
-    behind = [other for other in holders if other.seniority > draft.seniority]
-    return max(without_credit or behind, key=lambda other: other.seniority, default=None)
 
 
 CopyBlocks = Callable[[Sequence[tuple[int, int]]], None]

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from opentelemetry.trace import Link
-
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
@@ -63,11 +61,12 @@ class DraftSequence:
     limits: DraftLimits
     method: ModelState | ProposerState  # a token-only method's state holds the same tokens
     sink: Sink
+    method_name: str = ""
     branches: Branches = field(default_factory=Branches)
     seniority: tuple[int, int] = (0, 0)  # priority, then order of arrival: the least goes first
     deadline: float | None = None  # on the device thread's clock
     parent: DraftSequence | None = None  # whose prompt this one shares
-    link: Link | None = None  # the request's span
+    traceparent: str = ""  # of the request, if it is traced
     committed: int = field(init=False)  # the committed length
     admitted: bool = False  # has looked into the prefix cache since it last held no blocks
     finished: bool = False  # the target commits nothing more

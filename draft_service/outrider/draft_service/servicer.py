@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.rpc.codec import DRAFT_STREAM, encode_draft_info
+from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM
 from outrider.rpc.messages import (
     Commit,
     Credit,
@@ -15,12 +15,11 @@ from outrider.rpc.messages import (
     validate_credit,
     validate_open,
 )
+from outrider.rpc.sampling_params import ALL_LOGPROBS
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.validate import ALL_LOGPROBS
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
-SERVICE = "outrider.v1.DraftService"
 # Ids and lengths are the target's: what the draft itself cannot hold is no client error, and the engine's to judge.
 _ANY_ID, _ANY_LENGTH = 2**32 - 1, 2**31 - 1
 
@@ -28,7 +27,7 @@ _ANY_ID, _ANY_LENGTH = 2**32 - 1, 2**31 - 1
 class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
     """A DraftEngine's streams, and what it says of itself."""
 
-    role, kind = "draft", DRAFT_STREAM
+    role, kind, service = "draft", DRAFT_STREAM, "outrider.v1.DraftService"
 
     def __init__(self, thread: EngineThread, outboxes: Outboxes, info: DraftInfo) -> None:
         super().__init__(thread, outboxes)
@@ -40,7 +39,7 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
 
     async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:
         """Describes the model and the methods."""
-        return encode_draft_info(self._info)
+        return DRAFT_INFO.encode(self._info)
 
     def validate(self, message: DraftCommand) -> None:
         """Bounds that are the draft's own; raises InvalidArgument."""
@@ -51,7 +50,6 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
         elif isinstance(message, Commit):
             validate_commit(message, _ANY_ID)
 
-
-def register(servicer: DraftServicer, server: Any) -> None:
-    """Adds the servicer to a grpc.aio server."""
-    draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
+    def register(self, server: Any) -> None:
+        """Adds itself to a grpc.aio server."""
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)

@@ -1,8 +1,5 @@
-"""A ragged batch: the rows of one forward pass, packed over sequences, and where their keys and values live.
-
-How the numbers of a captured step lie in its one buffer, on the host and on the device alike.
-
-The sizes of steps that are captured: a step runs in the smallest bucket that holds it.
+"""A ragged batch: the rows of one forward pass, packed over sequences, and where their keys and values live; and how
+its numbers lie in the one buffer of a captured step, which runs in the smallest bucket that holds it.
 
 A bucket is a number of rows, a number of sequences and the most rows of one sequence. Sequences bring windows of any
 length up to that, next to one another: none is padded. Rows go by ROWS, finely while a step costs the reading of the

@@ -26,9 +26,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.sampler import OFF
 
 INDEX_NAME = "model.safetensors.index.json"
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING_KEYS = (*OFF, "repetition_penalty")
 
 
 def read_json(path: Path) -> dict[str, Any]:

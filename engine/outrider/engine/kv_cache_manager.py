@@ -1,7 +1,6 @@
 """The pool of key-value blocks: reference counts, a prefix cache keyed by a chained SHA-256, least-recently-used reuse.
-Ints only.
-
-A sequence and its memory. One state variable, `num_computed_tokens`, and three verbs: extend, truncate, release."""
+And a sequence and its memory: one state variable, `num_computed_tokens`, and three verbs, extend, truncate, release.
+Ints only."""
 
 from __future__ import annotations
 

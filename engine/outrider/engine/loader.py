@@ -16,11 +16,10 @@ from outrider.engine.checkpoint import checkpoint_digest, model_digest, state_di
 from outrider.engine.models import decoder_cpu
 from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedModel
 from outrider.engine.models.decoder import Decoder
-from outrider.engine.models.decoder_config import MODEL_TYPES, DecoderConfig, parse_config
+from outrider.engine.models.decoder_config import BY_MODEL_TYPE, MODEL_TYPES, DecoderConfig, parse_config
 from outrider.engine.models.decoder_cpu import NativeDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BEYOND_FLOAT16 = ("gemma2", "gemma3", "gemma3_text")  # whose hidden states exceed its range
 
 Expansion = Callable[[dict[str, Any], Mapping[str, Tensor]], tuple[dict[str, Any], Mapping[str, Tensor]]]
 
@@ -183,8 +182,9 @@ def _decoder(
 def compute_dtype(name: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
     """On the CPU "auto" is float32, elsewhere bfloat16, or float16 where the checkpoint is. Raises UnsupportedModel."""
     on_cpu, model_type = device.type == "cpu", config.get("model_type")
+    family = BY_MODEL_TYPE.get(str(model_type))
     allowed = ["float32", "bfloat16"]
-    if not on_cpu and model_type not in BEYOND_FLOAT16:
+    if not on_cpu and not (family is not None and family.beyond_float16):
         allowed.append("float16")
     if name == "auto":
         in_float16 = "float16" in allowed and checkpoint.stored_dtype(config) == "float16"

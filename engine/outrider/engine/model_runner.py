@@ -1,13 +1,8 @@
-"""Runs a model over the key-value cache that it owns.
-
-How long a pass took: by the host's clock, or by the device's events, which nobody waits for.
-
-How much memory the key-value cache gets, and the runner that has it.
+"""Runs a model over the key-value cache that it owns, and says how long a pass took: by the host's clock, or by the
+device's events, which nobody waits for.
 
 On a GPU the largest step is run once over a small cache; what a share of the device's memory leaves beside it is the
-cache's. Elsewhere, and where the operator says so, it is a number of bytes or of blocks.
-
-A model's sign of life."""
+cache's. Elsewhere, and where the operator says so, it is a number of bytes or of blocks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.staging import Column, StagedColumns
-from outrider.kernels.sampling.reference import greedy_choice, logits_to_probs, processed_logits
+from outrider.kernels.sampling.reference import processed_logits
 from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
 
 
@@ -181,30 +181,16 @@ class SamplingRows:
         return len(self.drafted) - self.first + 1
 
 
-def process(
-    logits: Tensor,  # [rows, vocab]
-    plans: Sequence[SamplingRows],
-    token_mask: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: set bits are allowed
-) -> tuple[Tensor, Tensor]:
-    """The probabilities to sample from, [rows, vocab] float32, and which rows are invalid, [rows] bool."""
-    return logits_to_probs(logits, assemble(plans, logits.device, token_mask))
-
-
-def process_greedy(
-    logits: Tensor,  # [rows, vocab]
-    plans: Sequence[SamplingRows],
-    token_mask: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32
-) -> tuple[Tensor, Tensor]:
-    """The own tokens of a batch of greedy sequences alone, [rows] int64, and which rows are invalid, [rows] bool."""
-    if token_mask is None and not any(plan.sampler.restricted or plan.sampler.penalised for plan in plans):
-        return greedy_choice(logits, RowSampling())  # temperature changes no arg max
-    return greedy_choice(logits, assemble(plans, logits.device, token_mask))
-
-
 def assemble(
-    plans: Sequence[SamplingRows], device: torch.device | str = "cpu", token_mask: Tensor | None = None
+    plans: Sequence[SamplingRows],
+    device: torch.device | str = "cpu",
+    token_mask: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: set bits are allowed
+    *,
+    for_argmax: bool = False,
 ) -> RowSampling:
-    """Row parameters for a packed batch, in the order of `plans`."""
+    """Row parameters for a packed batch, in the order of `plans`; for the arg max of every row those that change it."""
+    if for_argmax and token_mask is None and all(is_numeric_only(plan.sampler) for plan in plans):
+        return RowSampling()
     assembly = _Assembly()
     for plan in plans:
         assembly.add(plan)

@@ -37,6 +37,8 @@ COMMANDS = {
     "generate": Command("outrider.cli.generate", "ask a gateway for completions"),
     "chat": Command("outrider.cli.chat", "talk to a gateway's model"),
     "trace": Command("outrider.cli.trace", "show where a request's rounds spent their time"),
+    "plan": Command("outrider.cli.plan", "size a deployment: machines, milliseconds a token, best mode"),
+    "doctor": Command("outrider.cli.doctor", "say what is wrong with a running deployment"),
     "check-pair": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
     "bench": Command(
         "outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor", "bench"

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from pydantic import Field
 from rich.console import Console, Group
@@ -49,27 +49,14 @@ PROMPT = "> "
 FRAMES_PER_S = 15
 
 
-class View(Protocol):
-    """Where a chat is shown."""
-
-    def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
-        """Takes all parts into the answer and shows them as they come."""
-
-    def question(self, text: str) -> None:
-        """A question that was not typed here."""
-
-    def note(self, text: str) -> None:
-        """A line of ours."""
-
-
-class PlainView:
-    """The text of the answers, a line of numbers on standard error."""
+class View:
+    """Where a chat is shown: the text of the answers, a line of numbers on standard error."""
 
     def __init__(self, stats: bool) -> None:
         self._stats = stats
 
     def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
-        """The text as it comes, and an end of line."""
+        """Takes all parts into the answer and shows its text as it comes, and an end of line."""
         writer = TokenWriter(Painter(sys.stdout, colours=False), None)
         try:
             for part in parts:
@@ -82,19 +69,19 @@ class PlainView:
             self.note(summary(answer))
 
     def question(self, text: str) -> None:
-        """Not shown: the output is the answers."""
+        """A question that was not typed here: not shown, the output is the answers."""
 
     def note(self, text: str) -> None:
-        """On standard error."""
+        """A line of ours, on standard error."""
         print(text, file=sys.stderr, flush=True)
 
 
-class LiveView:
+class LiveView(View):
     """Colours by origin, and under the answer what speculation has done for it so far."""
 
     def __init__(self, stats: bool, tokenizer: Tokenizer | None) -> None:
+        super().__init__(stats)
         self._console = Console(highlight=False)
-        self._stats = stats
         self._tokenizer = tokenizer
 
     def show(self, parts: Iterator[Part], answer: CollectedCompletion) -> None:
@@ -150,7 +137,7 @@ class _LastLine(Painter):
 def make_view(plain: bool, stats: bool, tokenizer: Tokenizer | None) -> View:
     """The live one on a terminal that can do it. NO_COLOR leaves the colours out."""
     if plain or not sys.stdout.isatty() or Console().is_dumb_terminal:
-        return PlainView(stats)
+        return View(stats)
     return LiveView(stats, tokenizer)
 
 

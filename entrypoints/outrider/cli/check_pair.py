@@ -5,20 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from outrider.cli.terminal import fail, load_tokenizer, one_line, parse, read_text, require_config
-from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import LoadedModel, load_model
-from outrider.engine.model_runner import ModelRunner
-from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
@@ -44,7 +37,9 @@ class CheckPairSettings(ServiceSettings):
 def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -> int:
     """Prints the comparison; 1 if the two are no pair or cannot be read."""
     settings = parse(CheckPairSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
+    from outrider.cli.agreement import compare_models, describe  # torch comes with it: not for --help
+
     try:
         weights = settings.text is not None
         folders = {name: locate(getattr(settings, name), weights=weights) for name in ("target", "draft")}
@@ -54,7 +49,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
                 require_config(folder, flag)
         ids = _compare_tokenizers(settings)
         if settings.text is not None:
-            _compare_models(settings, ids)
+            agreement = compare_models(settings.target, settings.draft, ids, settings.threads)
+            print("\n".join(describe(agreement, settings.num_draft_tokens)))
     except (OSError, ValueError) as error:
         return fail(prog, error, one_line(error))
     return 0
@@ -69,115 +65,10 @@ def _compare_tokenizers(settings: CheckPairSettings) -> list[int]:
     if settings.text is None:
         print("acceptance    not measured: give --text FILE")
         return []
-    return target.encode(read_text(settings.text, "--text"))[: settings.max_tokens]
-
-
-def _compare_models(settings: CheckPairSettings, ids: Sequence[int]) -> None:
+    ids = target.encode(read_text(settings.text, "--text"))[: settings.max_tokens]
     if len(ids) < 2:
         raise ValueError(f"{settings.text} has {len(ids)} tokens; at least 2 are needed")
-    result = compare_models(settings.target, settings.draft, ids, settings.threads)
-    print("\n".join(describe(result, settings.num_draft_tokens)))
-
-
-def describe(result: Agreement, num_draft_tokens: int) -> list[str]:
-    """The comparison of the models, a line each."""
-    greedy, sampled = result.matches, result.overlaps
-    return [
-        f"vocabularies  {result.target_vocab} and {result.draft_vocab} logits",
-        f"context       {result.target_len} and {result.draft_len} tokens",
-        f"read          {len(greedy)} positions of the text",
-        f"loss          {result.target_loss:.3f} and {result.draft_loss:.3f} nats a token",
-        f"acceptance    {mean(greedy):.3f} greedy (same argmax), {mean(sampled):.3f} at temperature 1 (overlap)",
-        f"tokens/round  {tokens_per_round(greedy, num_draft_tokens):.2f} greedy, "
-        f"{tokens_per_round(sampled, num_draft_tokens):.2f} at temperature 1 "
-        f"(estimates for {num_draft_tokens} drafted tokens, on this text and not on the target's own)",
-    ]
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean of at least one value."""
-    return sum(values) / len(values)
-
-
-def tokens_per_round(acceptance: Sequence[float], num_draft_tokens: int) -> float:
-    """The expected tokens of a round that starts anywhere in the text: the target's own, and each drafted one if it
-    and all before it are accepted."""
-    width = min(num_draft_tokens, len(acceptance))
-    totals = []
-    for start in range(len(acceptance) - width + 1):
-        survival, total = 1.0, 1.0
-        for accepted in acceptance[start : start + width]:
-            survival *= accepted
-            total += survival
-        totals.append(total)
-    return mean(totals)
-
-
-WINDOW = 512  # tokens of context; each window is read from its start
-ROWS = 128  # rows of one forward pass: large vocabularies make large logits
-
-
-@dataclass(slots=True)
-class Agreement:
-    """A value per predicted position, the models' mean losses, and their limits."""
-
-    target_vocab: int
-    draft_vocab: int
-    target_len: int
-    draft_len: int
-    matches: list[float] = field(default_factory=list)  # 1 where both have the same argmax, else 0
-    overlaps: list[float] = field(default_factory=list)  # sum of min(target_probs, draft_probs)
-    target_loss: float = 0.0
-    draft_loss: float = 0.0
-
-
-def compare_models(target: Path, draft: Path, ids: Sequence[int], threads: int | None = None) -> Agreement:
-    """Both models on the same tokens. Raises ValueError where one cannot be loaded or does not know the ids."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    models = _load(target), _load(draft)
-    for folder, loaded in zip((target, draft), models, strict=True):
-        if max(ids) >= loaded.vocab_size:
-            raise ValueError(f"{folder} has {loaded.vocab_size} logits, but the target's tokenizer gives id {max(ids)}")
-    result = Agreement(models[0].vocab_size, models[1].vocab_size, models[0].max_model_len, models[1].max_model_len)
-    window = min(WINDOW, result.target_len, result.draft_len)
-    for start in range(0, len(ids) - 1, window):
-        _read_window(result, models, ids[start : start + window + 1])
-    result.target_loss /= len(result.matches)
-    result.draft_loss /= len(result.matches)
-    return result
-
-
-def _load(folder: Path) -> LoadedModel:
-    try:
-        return load_model(folder)
-    except UnsupportedModel as error:
-        raise ValueError(str(error)) from error
-
-
-def _read_window(result: Agreement, models: tuple[LoadedModel, LoadedModel], ids: Sequence[int]) -> None:
-    """Adds the positions of a window: every token but the first is predicted from those before it."""
-    inputs, following = ids[:-1], torch.tensor(ids[1:])
-    for target, draft, start in zip(_probs(models[0], inputs), _probs(models[1], inputs), _starts(inputs), strict=True):
-        shared = min(target.shape[1], draft.shape[1])  # padded vocabularies may differ
-        result.matches += (target.argmax(-1) == draft.argmax(-1)).float().tolist()
-        result.overlaps += torch.minimum(target[:, :shared], draft[:, :shared]).sum(-1).tolist()
-        chosen = following[start : start + len(target), None]
-        result.target_loss -= float(target.gather(1, chosen).log().sum())
-        result.draft_loss -= float(draft.gather(1, chosen).log().sum())
-
-
-def _probs(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:  # each [rows, vocab] float32
-    """The next-token distributions after every id, a few rows at a time."""
-    runner = ModelRunner(loaded.model, num_blocks=WINDOW // 16)
-    table = range(runner.cache.num_blocks)
-    for start in _starts(ids):
-        rows = ids[start : start + ROWS]
-        yield runner.forward([BatchEntry(rows, start, table, len(rows))]).softmax(-1)
-
-
-def _starts(ids: Sequence[int]) -> range:
-    return range(0, len(ids), ROWS)
+    return ids
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
+from outrider.rpc.logs import setup_logging
+from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
 from outrider.rpc.settings import Address, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing
-from outrider.rpc.validate import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from outrider.llm.local import LocalDraft, LocalTarget
@@ -56,7 +57,7 @@ class ColocatedSettings(ServerSettings):
 def main(argv: Sequence[str] | None = None, prog: str = "outrider colocated") -> int:
     """Serves until SIGTERM or SIGINT; 2 for settings or models that cannot be served."""
     settings = parse_settings(ColocatedSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup_logging(settings.log_format, "outrider-colocated")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
     from outrider.engine.models.base import UnsupportedModel
 

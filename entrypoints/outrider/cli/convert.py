@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from outrider.cli.terminal import parse
+from outrider.cli.terminal import fail, parse
 from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider convert") -> i
     try:
         files = convert(settings.source, settings.destination)
     except (OSError, ValueError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 1
+        return fail(prog, error)
     print(f"{settings.destination}: {', '.join(files)}")
     return 0
 

@@ -12,21 +12,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from outrider.cli.generate import CollectedCompletion
-from outrider.cli.local_services import (
-    GRACE_S,
-    LOOPBACK,
-    Folders,
-    LocalSettings,
-    Service,
-    ServiceFailed,
-    Services,
-    leave_on_signals,
-    wait_for_draft,
-)
-from outrider.cli.terminal import Advance, Painter, TokenWriter, fail, make_painter, parse, steps
+from outrider.cli.local_services import LOOPBACK, LocalSettings, ServiceFailed, Services, leave_on_signals
+from outrider.cli.serve import ServeSettings, connect, start
+from outrider.cli.terminal import Painter, TokenWriter, fail, make_painter, parse, steps
 from outrider.client import generate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError
 
 PROMPT = 'def parse_args(argv):\n    """'
@@ -49,56 +39,10 @@ class DemoSettings(LocalSettings):
     )
     trace_file: Path = Field(Path("trace.jsonl"), description="where the trace goes, as OTLP JSON lines")
 
-
-@dataclass(slots=True)
-class Fleet:
-    """The services of one demo. The target, and the gateway with it, can be replaced."""
-
-    services: Services
-    settings: DemoSettings
-    folders: Folders
-    draft: Service | None = None
-    target: Service | None = None
-    gateway: Service | None = None
-
-    def start(self, advance: Advance) -> str:
-        """Starts the three services and returns the gateway's address."""
-        self.draft = self._start("draft", "--model", str(self.folders.draft))
-        self.target = self._start_target()  # both load at the same time
-        advance(f"draft listens on {self._wait(self.draft)}")
-        return self._connect(advance, self.draft, self.target)
-
-    def enlarge(self, advance: Advance) -> str:
-        """Puts the pair's expansion in the target's place and returns the new gateway's address."""
-        if self.draft is None or self.target is None or self.gateway is None:
-            raise ValueError("there is no fleet to enlarge: start it first")
-        self.services.stop(self.gateway, self.target)
-        self.target = self._start_target("--expand")
-        return self._connect(advance, self.draft, self.target)
-
-    def _connect(self, advance: Advance, draft: Service, target: Service) -> str:
-        """Waits for the target and starts a gateway in front of the two."""
-        advance(f"target listens on {self._wait(target)}")
-        self.gateway = self._start(
-            "gateway", "--target", target.address, "--draft", draft.address, "--tokenizer", str(self.folders.target),
-            "--num-draft-tokens", str(self.settings.num_draft_tokens),
-        )  # fmt: skip
-        address = self._wait(self.gateway)
-        wait_for_draft(address, self.settings.start_timeout, self.services.check)
-        advance(f"gateway listens on {address}")
-        return address
-
-    def _start_target(self, *more: str) -> Service:
-        if self.settings.threads is not None:
-            more += ("--threads", str(self.settings.threads))
-        return self._start("target", "--model", str(self.folders.target), *more)
-
-    def _start(self, name: str, *arguments: str) -> Service:
-        common = ["--listen", LOOPBACK, "--grace-s", GRACE_S, "--trace-file", str(self.settings.trace_file)]
-        return self.services.start(name, [name, *common, *arguments])
-
-    def _wait(self, service: Service) -> str:
-        return self.services.wait(service, self.settings.start_timeout)
+    def served(self) -> ServeSettings:
+        """The services of the demo."""
+        names = ("pair", "threads", "num_draft_tokens", "trace_file", "start_timeout")
+        return ServeSettings(listen=LOOPBACK, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,25 +158,27 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider demo") -> int:
 
 def run(settings: DemoSettings, painter: Painter) -> None:
     """The whole demo: start, stream, compare, report. The services end with it, whatever happens."""
-    pair = pair_path(settings.pair)
     with Services() as services:
-        fleet = Fleet(services, settings, Folders(pair.target, pair.draft))
         try:
-            _show(settings, painter, fleet, Tokenizer.load(pair.target))
+            _show(settings, painter, services)
         except OutriderError:
             services.check()  # a service that died says more than what its clients saw
             raise
     painter.note(f"\ntraces: appended to {settings.trace_file} (OTLP JSON: a trace a request, a span a round)")
 
 
-def _show(settings: DemoSettings, painter: Painter, fleet: Fleet, tokenizer: Tokenizer) -> None:
+def _show(settings: DemoSettings, painter: Painter, services: Services) -> None:
+    served = settings.served()
+    tokenizer = Tokenizer.load(served.target_folder)
     with steps(painter, "starting three services", total=3) as advance:
-        address = fleet.start(advance)
-    _stream(settings, painter, address, tokenizer)
+        running = start(services, served, advance)
+    _stream(settings, painter, running.gateway.address, tokenizer)
     if settings.expand:
         with steps(painter, "making the target large: the same function, about 300M parameters", total=2) as advance:
-            address = fleet.enlarge(advance)
-        _compare(settings, painter, address)
+            services.stop(running.gateway, running.target)
+            large = services.start("target", [*served.target_arguments(), "--expand"])
+            running = connect(services, served, running.draft, large, advance)
+        _compare(settings, painter, running.gateway.address)
 
 
 def _stream(settings: DemoSettings, painter: Painter, address: str, tokenizer: Tokenizer) -> None:

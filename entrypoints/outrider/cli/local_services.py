@@ -40,7 +40,7 @@ class ServiceFailed(Exception):
 class Service:
     """One process that runs `outrider COMMAND ...`, with its output in a file."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log_path: Path) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, shows_log: bool = False) -> None:
         self.name = name
         self.address = ""  # known when it listens
         self._log_path = log_path
@@ -49,7 +49,7 @@ class Service:
                 [sys.executable, "-m", "outrider.cli.attached", *arguments],
                 stdin=subprocess.PIPE,  # held open and never written: its end is ours (see attached)
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=None if shows_log else subprocess.STDOUT,
                 env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"},
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then ends them in order
             )
@@ -107,7 +107,9 @@ class Service:
 class Services:
     """The processes that a command starts. Leaving the context ends all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_logs: bool = False) -> None:
+        """`shows_logs`: what they log goes to this process's standard error, and not into the tails of failures."""
+        self._shows_logs = shows_logs
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
         self._running: list[Service] = []
         self._num_started = 0
@@ -124,7 +126,8 @@ class Services:
     def start(self, name: str, arguments: Sequence[str]) -> Service:
         """Starts a process; it does not listen yet."""
         self._num_started += 1
-        service = Service(name, arguments, Path(self._folder.name) / f"{self._num_started}-{name}.log")
+        log_path = Path(self._folder.name) / f"{self._num_started}-{name}.log"
+        service = Service(name, arguments, log_path, self._shows_logs)
         self._running.append(service)
         return service
 

@@ -23,7 +23,7 @@ from outrider.cli.local_services import (
     leave_on_signals,
     wait_for_draft,
 )
-from outrider.cli.terminal import Painter, fail, make_painter, parse, steps
+from outrider.cli.terminal import Advance, Painter, fail, make_painter, parse, steps
 from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
@@ -50,6 +50,9 @@ class ServeSettings(LocalSettings):
     pair: str = Field("python", description="the embedded pair, where no target is given")
     listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
     http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
+    metrics: str = Field(
+        "", description="address of the gateway's /metrics; the target's and the draft's have the next two ports (none)"
+    )
     model_name: str = Field("", description="name to serve the model under (default: the folder's)")
     num_draft_tokens: int | None = Field(None, ge=1, le=128, description="tokens drafted a round (the gateway's: 4)")
     mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
@@ -70,6 +73,9 @@ class ServeSettings(LocalSettings):
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
     trace_file: Path | None = Field(None, description="file to append traces to, for outrider trace")
+    log_format: Literal["text", "json"] | None = Field(
+        None, description="show the services' logs on standard error, for people or as JSON (default: not at all)"
+    )
     start_timeout: float = Field(600.0, gt=0, description="seconds that a service may take to start")
 
     @model_validator(mode="after")
@@ -130,7 +136,7 @@ class ServeSettings(LocalSettings):
             "batch-invariant": self.batch_invariant,
             "trust-remote-code": self.trust_remote_code,
         }
-        return ["target", *self._common(LOOPBACK), *_flags(flags)]
+        return ["target", *self._common(LOOPBACK, 1), *_flags(flags)]
 
     def draft_arguments(self) -> list[str]:
         """`outrider draft ...`"""
@@ -143,7 +149,7 @@ class ServeSettings(LocalSettings):
             "max-model-len": self.max_model_len,
             "cache-mb": self.draft_cache_mb or self._cache_beside_target,
         }
-        return ["draft", *self._common(LOOPBACK), *_flags(flags)]
+        return ["draft", *self._common(LOOPBACK, 2), *_flags(flags)]
 
     def gateway_arguments(self, target: str, draft: str) -> list[str]:
         """`outrider gateway ...`, in front of the two."""
@@ -158,7 +164,7 @@ class ServeSettings(LocalSettings):
             "max-logprobs": self.max_logprobs,
             "model-name": self.model_name or None,
         }
-        return ["gateway", *self._common(self.listen), *_flags(flags)]
+        return ["gateway", *self._common(self.listen, 0), *_flags(flags)]
 
     @property
     def _cache_beside_target(self) -> int | None:
@@ -172,8 +178,14 @@ class ServeSettings(LocalSettings):
         folder = self.draft_folder
         return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
-    def _common(self, listen: str) -> list[str]:
-        return list(_flags({"listen": listen, "grace-s": GRACE_S, "trace-file": self.trace_file}))
+    def metrics_address(self, place: int) -> str | None:
+        """Of the gateway (0), the target (1) or the draft (2); port 0 leaves all three to the system."""
+        host, colon, port = self.metrics.rpartition(":")
+        return f"{host}:{int(port) + place if int(port) else 0}" if colon and port.isdecimal() else self.metrics or None
+
+    def _common(self, listen: str, place: int) -> list[str]:
+        common = {"listen": listen, "grace-s": GRACE_S, "trace-file": self.trace_file, "log-format": self.log_format}
+        return list(_flags(common | {"metrics": self.metrics_address(place)}))
 
 
 def _flags(values: Mapping[str, object]) -> Iterator[str]:
@@ -191,6 +203,7 @@ DESCRIPTION = (
     "the embedded pair is served."
 )
 HTTP = re.compile(r"^gateway http on (\S+)$", re.MULTILINE)
+METRICS = re.compile(r"^\S+ metrics on (\S+)$", re.MULTILINE)
 WATCH_S = 0.2
 
 
@@ -207,6 +220,12 @@ class Running:
         """The address of the HTTP interface; empty without one."""
         return self.gateway.find(HTTP)
 
+    @property
+    def metrics(self) -> list[str]:
+        """Where the gateway, the target and the draft have /metrics; empty without."""
+        found = [service.find(METRICS) for service in (self.gateway, self.target, self.draft)]
+        return [address for address in found if address]
+
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int:
     """Serves until a signal, which ends it with 0; 1 if a service does not start, or the target or gateway dies."""
@@ -215,28 +234,34 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
     painter = make_painter(settings.plain)
     try:
         settings = settings.located()
-        for address in filter(None, (settings.listen, settings.http)):
+        metrics = [settings.metrics_address(place) for place in range(3)]
+        for address in filter(None, (settings.listen, settings.http, *metrics)):
             require_free(address)
-        with Services() as services:
-            running = start(services, settings, painter)
+        with Services(shows_logs=settings.log_format is not None) as services:
+            with steps(painter, "starting draft, target and gateway", total=3) as advance:
+                running = start(services, settings, advance)
             painter.lines(welcome(settings, running))
             return watch(running, painter)
     except (ServiceFailed, OutriderError, OSError, ValueError) as error:
         return fail(prog, error)
 
 
-def start(services: Services, settings: ServeSettings, painter: Painter) -> Running:
+def start(services: Services, settings: ServeSettings, advance: Advance) -> Running:
     """Starts all three and returns when the gateway has found the others."""
+    draft = services.start("draft", settings.draft_arguments())
+    target = services.start("target", settings.target_arguments())  # both load at the same time
+    advance(f"draft listens on {services.wait(draft, settings.start_timeout)}")
+    return connect(services, settings, draft, target, advance)
+
+
+def connect(services: Services, settings: ServeSettings, draft: Service, target: Service, advance: Advance) -> Running:
+    """Waits for the target, starts a gateway in front of the two, and returns when it has found them."""
     timeout = settings.start_timeout
-    with steps(painter, "starting draft, target and gateway", total=3) as advance:
-        draft = services.start("draft", settings.draft_arguments())
-        target = services.start("target", settings.target_arguments())  # both load at the same time
-        advance(f"draft listens on {services.wait(draft, timeout)}")
-        advance(f"target listens on {services.wait(target, timeout)}")
-        gateway = services.start("gateway", settings.gateway_arguments(target.address, draft.address))
-        address = services.wait(gateway, timeout)
-        wait_for_draft(address, timeout, services.check)
-        advance(f"gateway listens on {address}")
+    advance(f"target listens on {services.wait(target, timeout)}")
+    gateway = services.start("gateway", settings.gateway_arguments(target.address, draft.address))
+    address = services.wait(gateway, timeout)
+    wait_for_draft(address, timeout, services.check)
+    advance(f"gateway listens on {address}")
     return Running(draft, target, gateway)
 
 
@@ -266,6 +291,7 @@ def welcome(settings: ServeSettings, running: Running) -> list[str]:
     ]
     if http := running.http:
         lines += [f"  OpenAI    http://{http}/v1", f"  live page http://{http}/"]
+    lines += [f"  metrics   http://{address}/metrics" for address in running.metrics]
     if settings.trace_file is not None:
         lines.append(f"  traces    outrider trace {settings.trace_file}")
     return [*lines, "Ctrl-C ends all three."]

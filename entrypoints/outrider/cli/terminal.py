@@ -16,8 +16,7 @@ from rich.color import ColorSystem
 from rich.style import Style
 
 from outrider.client import Part
-from outrider.gateway.text.detokenizer import make_detokenizer
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.hub import locate
 from outrider.rpc.sampling_params import SamplingParams, TokenOrigin

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -157,6 +159,7 @@ class TracedRequest:
 
     root: Span | None
     rounds: tuple[TracedRound, ...]
+    summed: tuple[Span, ...]  # rounds of long completions, many as one
     draft_steps: tuple[Span, ...]  # of the services, by their own clocks
     target_steps: tuple[Span, ...]
     trace_id: str
@@ -183,7 +186,12 @@ class TracedRequest:
 
     def total(self, name: str) -> int:
         """The sum of an attribute over the rounds."""
-        return sum(one.span.number(name) for one in self.rounds)
+        return sum(one.span.number(name) for one in self.rounds) + sum(one.number(name) for one in self.summed)
+
+    @property
+    def num_rounds(self) -> int:
+        """With those that are summed up."""
+        return len(self.rounds) + sum(one.number(names.ROUNDS_COUNT) for one in self.summed)
 
     @property
     def _spans(self) -> list[Span]:
@@ -193,13 +201,15 @@ class TracedRequest:
 
 def find_requests(spans: Sequence[Span]) -> list[TracedRequest]:
     """All requests, oldest first. A trace may hold several: the clients decide."""
-    parts, rounds, steps = defaultdict(list), defaultdict(list), defaultdict(list)
+    parts, rounds, summed, steps = defaultdict(list), defaultdict(list), defaultdict(list), defaultdict(list)
     roots: dict[str, Span] = {}
     for span in spans:
         if span.name in PARTS:
             parts[span.parent_id].append(span)
         elif span.name == names.SPAN_ROUND:
             rounds[span.parent_id].append(span)
+        elif span.name == names.SPAN_ROUNDS:
+            summed[span.parent_id].append(span)
         elif names.REQUEST_ID in span.attributes:
             roots[span.span_id] = span
         for linked in span.links:
@@ -211,6 +221,7 @@ def find_requests(spans: Sequence[Span]) -> list[TracedRequest]:
             TracedRequest(
                 root=root,
                 rounds=tuple(TracedRound(span, tuple(sorted(parts[span.span_id], key=_start))) for span in own),
+                summed=tuple(summed[root_id]),
                 draft_steps=_of_service(steps[root_id], DRAFT_SERVICE),
                 target_steps=_of_service(steps[root_id], TARGET_SERVICE),
                 trace_id=(root or own[0]).trace_id,
@@ -289,7 +300,8 @@ class Axis:
                 share = min(end, cell + 1) - max(start, cell)
                 if share > best[cell]:
                     best[cell], cells[cell], colours[cell] = share, segment.letter, segment.colour
-        return _join(cells, colours, paint).rstrip()
+        runs = groupby(zip(colours, cells, strict=True), key=itemgetter(0))
+        return "".join(paint("".join(cell for _, cell in run), colour) for colour, run in runs).rstrip()
 
 
 def waterfall(request: TracedRequest, width: int, paint: Paint) -> Iterator[str]:
@@ -348,16 +360,6 @@ def _segment(part: Span) -> Segment:
     return Segment(part.start_ns, part.end_ns, *LETTERS[part.name])
 
 
-def _join(cells: Sequence[str], colours: Sequence[str], paint: Paint) -> str:
-    """Runs of one colour together."""
-    out, start = "", 0
-    for place in range(1, len(cells) + 1):
-        if place == len(cells) or (cells[place], colours[place]) != (cells[start], colours[start]):
-            out += paint("".join(cells[start:place]), colours[start])
-            start = place
-    return out
-
-
 def unpainted(text: str, colour: str) -> str:
     """Without its colour."""
     return text
@@ -414,14 +416,16 @@ def show(settings: TraceSettings, request: TracedRequest) -> Iterator[str]:
     """One request."""
     paint = painted if make_painter(settings.plain).colours else unpainted
     yield from heading(request)
-    if not request.rounds:
+    if not request.num_rounds:
         yield "no rounds: it ended before its first token"
-        return
-    yield ""
-    yield legend(paint)
-    yield ""
-    yield from waterfall(request, settings.width or shutil.get_terminal_size((120, 24)).columns, paint)
-    yield from sums(request)
+    if request.rounds:
+        yield ""
+        yield legend(paint)
+        yield ""
+        yield from waterfall(request, settings.width or shutil.get_terminal_size((120, 24)).columns, paint)
+        yield from sums(request)
+    if (left := request.num_rounds - len(request.rounds)) > 0:
+        yield f"{left} more rounds are in the trace as one span for each completion (outrider gateway --trace-rounds)"
 
 
 def heading(request: TracedRequest) -> Iterator[str]:
@@ -440,11 +444,11 @@ def heading(request: TracedRequest) -> Iterator[str]:
             + (f", the first after {first * 1e3:.1f} ms" if isinstance(first, float) else "")
             + f", then {_finish(root.attributes)}"
         )
-    if request.rounds:
+    if request.num_rounds:
         rule = "" if root is None else f", {root.attributes.get(names.REQUEST_ACCEPTANCE, '')} acceptance"
         policies = dict.fromkeys(str(one.span.attributes.get(names.ROUND_POLICY, "")) for one in request.rounds)
         yield (
-            f"  {len(request.rounds)} rounds, {request.total(names.ROUND_EMITTED) / len(request.rounds):.2f} tokens a "
+            f"  {request.num_rounds} rounds, {request.total(names.ROUND_EMITTED) / request.num_rounds:.2f} tokens a "
             f"round, {_accepted(request)}{rule}, mode {' then '.join(filter(None, policies)) or 'not known'}"
         )
 
@@ -457,7 +461,7 @@ def overview(requests: Sequence[TracedRequest]) -> Iterator[str]:
         tokens = request.total(names.ROUND_EMITTED)
         yield (
             f"{request.id:<{width}}  {_when(request):<23}  {request.ms:>9.1f}  {tokens:>6}  "
-            f"{len(request.rounds):>6}  {_share(request)}{'' if request.root else '  (no end)'}"
+            f"{request.num_rounds:>6}  {_share(request)}{'' if request.root else '  (no end)'}"
         )
 
 

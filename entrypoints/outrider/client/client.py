@@ -6,24 +6,25 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 import grpc.aio
 
 from outrider.client.background import Background
 from outrider.client.request import build_request, request_metadata
-from outrider.client.resume import Resumption, Retry, Route, addresses_of
+from outrider.client.resume import NO_RETRY, Resumption, Retry, Route, addresses_of
 from outrider.client.types import GatewayInfo, Part, decode_info
-from outrider.rpc.channel import channel_options, connect, dial_target
+from outrider.rpc.channel import connect, connect_blocking
 from outrider.rpc.errors import OutriderError, from_rpc_error
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
 
-class Client:
-    """An asynchronous client of one gateway, or of several that serve the same model: one is asked until it fails.
-    Open it inside the running loop and keep it."""
+class _Gateways:
+    """Connections to one gateway, or to several that serve the same model: one is asked until it fails."""
+
+    _connect: ClassVar[Callable[..., Any]]
 
     def __init__(
         self,
@@ -32,10 +33,20 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         retry: Retry | None = None,
     ) -> None:
-        self._channels = [connect(one, credentials=credentials) for one in addresses_of(address)]
+        self._channels = [self._connect(one, credentials=credentials) for one in addresses_of(address)]
         self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
         self._retry = retry or Retry()
         self._index = 0  # of the gateway that answered last
+
+    def _route(self, timeout: float | None, retry: Retry | None = None) -> Route:
+        return Route(retry or self._retry, len(self._stubs), self._index, timeout)
+
+
+class Client(_Gateways):
+    """An asynchronous client of one gateway, or of several that serve the same model: one is asked until it fails.
+    Open it inside the running loop and keep it."""
+
+    _connect = staticmethod(connect)
 
     async def __aenter__(self) -> Self:
         return self
@@ -52,7 +63,7 @@ class Client:
 
     async def info(self, timeout: float | None = None) -> GatewayInfo:
         """What the gateway says of itself; of several the first that answers. Each is asked once."""
-        route = Route(Retry(attempts=1), len(self._stubs), self._index, timeout)
+        route = self._route(timeout, NO_RETRY)
         while True:
             try:
                 answer = await self._stubs[route.index].GetGatewayInfo(
@@ -75,7 +86,7 @@ class Client:
         """Yields the parts of all completions as they come, over as many streams as it takes; options as for
         `build_request`. Closing the iterator ends the request."""
         resumption = Resumption(build_request(prompt, **options))
-        route = Route(self._retry, len(self._stubs), self._index, timeout)
+        route = self._route(timeout)
         metadata = request_metadata(traceparent)
         while True:
             call = self._stubs[route.index].Generate(resumption.begin(), timeout=route.remaining, metadata=metadata)
@@ -98,20 +109,10 @@ class Client:
 _OnStop = Callable[[Callable[[], object]], None]
 
 
-class SyncClient:
+class SyncClient(_Gateways):
     """The same as Client, without an event loop. Threads may share it."""
 
-    def __init__(
-        self,
-        address: str | Sequence[str],
-        *,
-        credentials: grpc.ChannelCredentials | None = None,
-        retry: Retry | None = None,
-    ) -> None:
-        self._channels = [_connect(one, credentials) for one in addresses_of(address)]
-        self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
-        self._retry = retry or Retry()
-        self._index = 0  # of the gateway that answered last
+    _connect = staticmethod(connect_blocking)
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +129,7 @@ class SyncClient:
 
     def info(self, timeout: float | None = None) -> GatewayInfo:
         """What the gateway says of itself; of several the first that answers. Each is asked once."""
-        route = Route(Retry(attempts=1), len(self._stubs), self._index, timeout)
+        route = self._route(timeout, NO_RETRY)
         while True:
             try:
                 answer = self._stubs[route.index].GetGatewayInfo(pb.GetGatewayInfoRequest(), timeout=route.remaining)
@@ -153,7 +154,7 @@ class SyncClient:
         stopped = threading.Event()
         on_stop(stopped.set)
         resumption, metadata = Resumption(request), request_metadata(traceparent)
-        route = Route(self._retry, len(self._stubs), self._index, timeout)
+        route = self._route(timeout)
         while not stopped.is_set():
             call = self._stubs[route.index].Generate(resumption.begin(), timeout=route.remaining, metadata=metadata)
             on_stop(call.cancel)
@@ -192,10 +193,3 @@ def generate(
             yield from client.parts(request, timeout, traceparent, on_stop)
 
     return Background(iterate).items()
-
-
-def _connect(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    target = dial_target(address)
-    if credentials is None:
-        return grpc.insecure_channel(target, options=channel_options())
-    return grpc.secure_channel(target, credentials, options=channel_options())

@@ -4,7 +4,7 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import Parameter, signature
@@ -13,7 +13,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from outrider.rpc.errors import InvalidArgument, Violation
+from outrider.rpc.errors import InvalidArgument, Violation, Violations, kind, quoted, shown
+from outrider.rpc.messages import MAX_N
 from outrider.rpc.sampling_params import (
     AcceptanceRule,
     LogprobsMode,
@@ -21,11 +22,8 @@ from outrider.rpc.sampling_params import (
     encode_logprobs_mode,
     encode_structured_output,
 )
-from outrider.rpc.validate import MAX_N, Violations, kind, quoted, shown
 from outrider.v1 import generation_pb2 as pb
 
-_ID_LISTS = ("bad_words_ids", "output_ids")
-_TEXT_LISTS = ("stop", "bad_words", "methods")
 _WORDS = {
     FieldDescriptor.CPPTYPE_INT32: "a whole number of 32 bits",
     FieldDescriptor.CPPTYPE_INT64: "a whole number of 64 bits",
@@ -36,16 +34,34 @@ _WORDS = {
     FieldDescriptor.CPPTYPE_BOOL: "true or false",
     FieldDescriptor.CPPTYPE_STRING: "a text of whole characters",
 }
-_SPECIAL = {
-    "logit_bias": "an object of token ids and numbers",
-    "bad_words_ids": "a list of lists of token ids",
-    "output_ids": "a list of lists of token ids",
-    "logprobs_mode": "LogprobsMode." + ", ".join(mode.name for mode in LogprobsMode),
-    "acceptance": "AcceptanceRule." + ", ".join(rule.name for rule in AcceptanceRule),
-    "structured_output": "a StructuredOutput",
-    "stop": "a text or a list of texts",
-    "bad_words": "a text or a list of texts",
-    "methods": "a text or a list of texts",
+
+
+def _token_ids(lists: Iterable[Sequence[int]]) -> list[pb.TokenIds]:
+    return [pb.TokenIds(ids=ids) for ids in lists]
+
+
+def _texts(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+# Fields whose message is not what a caller gives: how it becomes one, and what may be given.
+_SPECIAL: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "token_ids": (lambda ids: pb.TokenIds(ids=ids), "a list of token ids"),
+    "output_ids": (_token_ids, "a list of lists of token ids"),
+    "bad_words_ids": (_token_ids, "a list of lists of token ids"),
+    "logit_bias": (lambda bias: bias, "an object of token ids and numbers"),
+    "logprobs_mode": (
+        lambda mode: encode_logprobs_mode(LogprobsMode(mode)),
+        "LogprobsMode." + ", ".join(mode.name for mode in LogprobsMode),
+    ),
+    "acceptance": (
+        lambda rule: int(AcceptanceRule(rule)),
+        "AcceptanceRule." + ", ".join(rule.name for rule in AcceptanceRule),
+    ),
+    "structured_output": (encode_structured_output, "a StructuredOutput"),
+    "stop": (_texts, "a text or a list of texts"),
+    "bad_words": (_texts, "a text or a list of texts"),
+    "methods": (_texts, "a text or a list of texts"),
 }
 
 
@@ -57,16 +73,8 @@ def put(out: Message, name: str, value: Any, where: str = "", called: str = "") 
         _write(out, name, value)
     except (TypeError, ValueError, AttributeError):
         given = quoted(value) if name in ("acceptance", "logprobs_mode") else shown(value)
-        allowed = _SPECIAL.get(name) or _allowed(out, name)
+        allowed = _SPECIAL[name][1] if name in _SPECIAL else _allowed(out, name)
         raise refusal(called or where + name, f"is {given}", allowed) from None
-
-
-def put_ids(out: pb.GenerateRequest, ids: Sequence[int]) -> None:
-    """A prompt of token ids."""
-    try:
-        out.token_ids.CopyFrom(pb.TokenIds(ids=ids))
-    except (TypeError, ValueError):
-        raise refusal("token_ids", f"is {shown(ids)}", "a list of token ids") from None
 
 
 def put_messages(out: pb.GenerateRequest, messages: Sequence[Mapping[str, str]], omit_generation_prompt: bool) -> None:
@@ -88,20 +96,15 @@ def refusal(field: str, problem: str, allowed: str) -> InvalidArgument:
 
 
 def _write(out: Any, name: str, value: Any) -> None:
-    if name == "logprobs_mode":
-        out.logprobs_mode = encode_logprobs_mode(LogprobsMode(value))
-    elif name == "acceptance":
-        out.acceptance = int(AcceptanceRule(value))
-    elif name == "structured_output":
-        out.structured_output.CopyFrom(encode_structured_output(value))
-    elif name in _ID_LISTS:
-        getattr(out, name).extend(pb.TokenIds(ids=ids) for ids in value)
-    elif name == "logit_bias":
-        out.logit_bias.update(value)
-    elif name in _TEXT_LISTS and isinstance(value, str):
-        getattr(out, name).append(value)
-    elif _is_list(out, name):
-        getattr(out, name).extend(value)
+    if name in _SPECIAL:
+        value = _SPECIAL[name][0](value)
+    field = getattr(out, name)
+    if hasattr(field, "extend"):
+        field.extend(value)
+    elif hasattr(field, "update"):
+        field.update(value)
+    elif isinstance(field, Message):
+        field.CopyFrom(value)
     else:
         setattr(out, name, value)
 
@@ -149,23 +152,30 @@ def build_request(
     found.raise_if_any()
     request = pb.GenerateRequest(n=n, sampling=_encode_sampling(sampling, sampling_fields))
     put(request, "text", prompt, called="prompt")
-    if token_ids is not None:
-        put_ids(request, token_ids)
+    put(request, "token_ids", token_ids)
     if messages is not None:
         put_messages(request, messages, not add_generation_prompt)
     request.speculation.SetInParent()
     put(request.speculation, "enabled", speculate, called="speculate")
-    put(request.speculation, "num_draft_tokens", num_draft_tokens, "speculation.")
-    put(request.speculation, "method", method, "speculation.")
-    put(request.speculation, "methods", methods, "speculation.")
-    put(request.speculation, "acceptance", acceptance, "speculation.")
-    put(request.speculation, "mode", mode, "speculation.")
-    put(request, "request_id", request_id)
-    put(request, "priority", priority)
-    put(request, "output_ids", output_ids)
-    put(request, "model_digest", model_digest)
-    put(request, "salt", salt)
-    put(request, "model", model)
+    asked: dict[str, Any] = {
+        "num_draft_tokens": num_draft_tokens,
+        "method": method,
+        "methods": methods,
+        "acceptance": acceptance,
+        "mode": mode,
+    }
+    for name, value in asked.items():
+        put(request.speculation, name, value, "speculation.")
+    rest: dict[str, Any] = {
+        "request_id": request_id,
+        "priority": priority,
+        "output_ids": output_ids,
+        "model_digest": model_digest,
+        "salt": salt,
+        "model": model,
+    }
+    for name, value in rest.items():
+        put(request, name, value)
     return request
 
 

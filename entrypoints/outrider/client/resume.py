@@ -23,8 +23,8 @@ from outrider.rpc.errors import (
     ResourceExhausted,
     Unavailable,
     Violation,
+    Violations,
 )
-from outrider.rpc.validate import Violations
 from outrider.v1 import generation_pb2 as pb
 
 

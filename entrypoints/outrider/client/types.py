@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from outrider.rpc.codec import decode_model_info, decode_position_logprobs
+from outrider.rpc.codec import MODEL_INFO, decode_position_logprobs
 from outrider.rpc.messages import ModelInfo, PositionLogprobs
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, TokenOrigin
 from outrider.v1 import generation_pb2 as pb
@@ -76,6 +76,7 @@ class GatewayInfo:
     draft: ModelInfo | None
     num_draft_tokens: int
     methods: tuple[str, ...]
+    version: str = ""  # of the gateway; empty: it is older than the field
 
 
 def decode_response(response: pb.GenerateResponse) -> Part:
@@ -128,8 +129,9 @@ def _decode_rule(number: int) -> AcceptanceRule:
 def decode_info(answer: pb.GetGatewayInfoResponse) -> GatewayInfo:
     """A gateway's description."""
     return GatewayInfo(
-        target=decode_model_info(answer.target),
-        draft=decode_model_info(answer.draft) if answer.HasField("draft") else None,
+        target=MODEL_INFO.decode(answer.target),
+        draft=MODEL_INFO.decode(answer.draft) if answer.HasField("draft") else None,
         num_draft_tokens=answer.num_draft_tokens,
         methods=tuple(answer.methods),
+        version=answer.version,
     )

@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
+from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import PromptType, TextPrompt, TokensPrompt
 from outrider.llm.llm import LLM
 from outrider.llm.metrics import Counter, Gauge, Histogram, Metric, Vector
-from outrider.llm.outputs import CompletionOutput, Logprob, RequestOutput, SpecDecodeMetrics
+from outrider.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.llm.sampling_params import RequestOutputKind, SamplingParams
 from outrider.llm.validation import Unsupported
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic.dataclasses import dataclass
 
+from outrider.gateway.request import SPECULATION_MODES
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.validation import (
     CONFIG,
@@ -30,8 +31,7 @@ from outrider.llm.validation import (
     require_known,
 )
 from outrider.rpc.hub import is_hub_id, locate
-from outrider.rpc.sampling_params import RECOMMENDED, AcceptanceRule, LogprobsMode
-from outrider.rpc.validate import ALL_LOGPROBS, MAX_LOGPROBS, SPECULATION_MODES
+from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS, RECOMMENDED, AcceptanceRule, LogprobsMode
 
 EMBEDS = "models generate; they do not embed, score or classify"
 NO_WORKERS = "there are no workers: the engines are in this process"

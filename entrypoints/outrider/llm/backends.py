@@ -24,8 +24,7 @@ from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND
 from outrider.llm.validation import Unsupported, is_int, require_known
 from outrider.planner.policy import SpeculationTally
-from outrider.rpc.messages import ModelInfo
-from outrider.rpc.validate import MAX_DRAFT_TOKENS
+from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
 
 
 class Backend(Protocol):

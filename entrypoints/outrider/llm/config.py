@@ -30,7 +30,7 @@ from outrider.llm.validation import (
     plain_errors,
     require_fixed,
 )
-from outrider.rpc.validate import MAX_DRAFT_TOKENS
+from outrider.rpc.messages import MAX_DRAFT_TOKENS
 
 
 class Method(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any, NotRequired, TypedDict
 
 from tokenizers import Tokenizer as Backend
 
-from outrider.gateway.text.tokenizer import ChatTemplate, Tokenizer
+from outrider.gateway.text.chat_template import ChatTemplate
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.validation import Fixed, Unsupported, is_int, require_fixed, require_known
 
 BYTES = bytes | bytearray | memoryview  # sequences of integers for Python, but no token ids

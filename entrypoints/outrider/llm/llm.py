@@ -18,13 +18,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.gateway.request import GenerationRequest
+from outrider.gateway.spec_decode_metrics import SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import ARGUMENTS, NOT_THERE, EngineArguments, take_speculation
 from outrider.llm.backends import Backend, Job, LoopThread, attach, run_jobs
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
 from outrider.llm.metrics import Metric, Statistics
-from outrider.llm.outputs import OutputBuilder, RequestOutput, SpecDecodeRecorder
+from outrider.llm.outputs import OutputBuilder, RequestOutput
 from outrider.llm.sampling_params import SamplingParams, params_per_prompt, seeded, to_wire
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument

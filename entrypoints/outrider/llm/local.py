@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outrider.draft_service.admission import installed_tracer, make_methods
+from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method, model_info
 from outrider.draft_service.boot import runner_options as draft_options
 from outrider.draft_service.engine import DraftEngine
@@ -42,6 +41,7 @@ from outrider.llm.config import SpeculativeConfig
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import (
+    MAX_N,
     Arithmetic,
     Close,
     Closed,
@@ -57,7 +57,7 @@ from outrider.rpc.messages import (
 )
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
-from outrider.rpc.validate import MAX_N
+from outrider.rpc.telemetry import StepTracer
 from outrider.target_service.boot import info_of, limits_of, new_engine
 from outrider.target_service.boot import load as load_target
 from outrider.target_service.boot import runner_options as target_options
@@ -99,8 +99,11 @@ class LocalLink:
             self._service.submit([Close(self.sequence_id)])
 
 
-class LocalService(ABC):
+class LocalService:
     """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread."""
+
+    thread: Worker[Any]  # that owns the model
+    info: TargetInfo | DraftInfo  # what a service over the engine would say of itself
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -108,16 +111,6 @@ class LocalService(ABC):
         self._last_id = 0
         self._taken: list[Any] = []
         self._watch = loop.call_later(WATCH_S, self._check_alive)
-
-    @property
-    @abstractmethod
-    def thread(self) -> Worker[Any]:
-        """The thread that owns the model."""
-
-    @property
-    @abstractmethod
-    def info(self) -> TargetInfo | DraftInfo:
-        """What a service over the engine would say of itself."""
 
     def holds(self, link: object) -> bool:
         """Whether the sequence is open, as far as the loop knows."""
@@ -195,24 +188,12 @@ class LocalTarget(LocalService):
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
         info = info_of(settings, loaded, limits)
-        self._info = replace(info, model=replace(info.model, max_model_len=longest))
         self.engine = new_engine(settings, runner, limits, self.flush)
-        self._thread: Worker[TargetCommand] = Worker(
-            self.engine, "llm-target", settings.threads or usable_threads(), settings.device
-        )
-        costs = self._thread.call(self.engine.profile).result()
+        threads = settings.threads or usable_threads()
+        self.thread: Worker[TargetCommand] = Worker(self.engine, "llm-target", threads, settings.device)
+        costs = self.thread.call(self.engine.profile).result()
         self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-        self._info = replace(self._info, step_costs=costs)
-
-    @property
-    def thread(self) -> Worker[TargetCommand]:
-        """The thread that owns the target's model."""
-        return self._thread
-
-    @property
-    def info(self) -> TargetInfo:
-        """What a target service would say of itself."""
-        return self._info
+        self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
 
     def open(
         self,
@@ -232,27 +213,16 @@ class LocalDraft(LocalService):
     def __init__(self, settings: DraftSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         method = build_model_method(loaded, draft_options(settings).beside_another())
-        self._info = DraftInfo(model_info(settings, loaded, method), (DraftMethod(method.name),))
+        self.info: DraftInfo = DraftInfo(model_info(settings, loaded, method), (DraftMethod(method.name),))
         engine = DraftEngine(
             make_methods([method]),
             settings.max_sequences,
             settings.max_rows,
             flush=self.flush,
-            tracer=installed_tracer(),
+            tracer=StepTracer.if_enabled("outrider.draft"),
         )
-        self._thread: Worker[DraftCommand] = Worker(
-            engine, "llm-draft", settings.threads or usable_threads(), settings.device
-        )
-
-    @property
-    def thread(self) -> Worker[DraftCommand]:
-        """The thread that owns the draft's model."""
-        return self._thread
-
-    @property
-    def info(self) -> DraftInfo:
-        """What a draft service would say of itself."""
-        return self._info
+        threads = settings.threads or usable_threads()
+        self.thread: Worker[DraftCommand] = Worker(engine, "llm-draft", threads, settings.device)
 
     @property
     def round_trip_us(self) -> float:
@@ -272,7 +242,8 @@ class LocalBackend:
     engine: GenerationEngine
     tokenizer: Tokenizer
     info: ModelInfo
-    services: tuple[LocalService, ...]
+    target: LocalTarget
+    services: tuple[LocalService, ...]  # the target, and the draft if it is a model
     num_draft_tokens: int
     speculation: SpeculationOptions
 
@@ -286,25 +257,18 @@ class LocalBackend:
 
     def cache_usage(self) -> float:
         """The share of the target's cache that is in use."""
-        pool = self._target.engine.cache.pool
+        pool = self.target.engine.cache.pool
         return 1 - pool.num_free / pool.num_blocks
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix of the target."""
-        self._target.thread.call(self._target.engine.cache.pool.clear_cache).result()
+        self.target.thread.call(self.target.engine.cache.pool.clear_cache).result()
 
     def close(self) -> None:
         """Ends the loop, then the device threads."""
         self.runtime.close()
         for service in self.services:
             service.stop()
-
-    @property
-    def _target(self) -> LocalTarget:
-        target = self.services[0]
-        if not isinstance(target, LocalTarget):
-            raise TypeError("the first peer is the target")
-        return target
 
 
 def start_local(
@@ -361,7 +325,7 @@ def start_local(
             service.stop()
         raise
     options = SpeculationOptions(greedy_draft=speculation is not None and speculation.draft_sample_method == "greedy")
-    return LocalBackend(runtime, engine, tokenizer, target.info.model, tuple(services), k, options)
+    return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options)
 
 
 def _target_settings(arguments: EngineArguments, model: Path, device: str, k: int) -> TargetSettings:

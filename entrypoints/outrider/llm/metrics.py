@@ -4,7 +4,6 @@ speculation, in vLLM's words, for whoever reads its logs."""
 from __future__ import annotations
 
 import bisect
-import itertools
 import logging
 import time
 from collections import Counter as Tally
@@ -12,30 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.gateway.request import GenerationDelta
+from outrider.gateway.spec_decode_metrics import add_drafts
 from outrider.llm.outputs import finish_name
 from outrider.planner.policy import SpeculationTally
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """What became of drafts, over completions that have ended."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-
-    def add(self, tally: SpeculationTally) -> None:
-        """One completion's."""
-        self.num_drafts += tally.num_drafts
-        self.num_draft_tokens += tally.num_draft_tokens
-        self.num_accepted_tokens += tally.num_accepted_tokens
-        pairs = itertools.zip_longest(self.accepted_per_position, tally.accepted_per_position, fillvalue=0)
-        self.accepted_per_position = [before + more for before, more in pairs]
 
 
 class SpeculationLog:
@@ -47,7 +29,7 @@ class SpeculationLog:
 
     def add(self, tally: SpeculationTally) -> None:
         """One completion has ended."""
-        self._counts.add(tally)
+        add_drafts(self._counts, tally)
         seconds = self._clock() - self._began
         if seconds >= INTERVAL_S:
             self._say(seconds)
@@ -55,7 +37,7 @@ class SpeculationLog:
 
     def _reset(self) -> None:
         self._began = self._clock()
-        self._counts = DraftCounts()
+        self._counts = SpeculationTally()
 
     def _say(self, seconds: float) -> None:
         counts = self._counts
@@ -151,7 +133,7 @@ class Statistics:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._k, self._max_running = num_speculative_tokens, max_running
         self._sums: Tally[str] = Tally()
-        self._drafts = DraftCounts(accepted_per_position=[0] * num_speculative_tokens)
+        self._drafts = SpeculationTally(accepted_per_position=[0] * num_speculative_tokens)
         self._finished: Tally[str] = Tally({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.times = {name: Samples() for name in TIMES}
         self._log = SpeculationLog()
@@ -177,7 +159,7 @@ class Statistics:
         self._sums["prefix_cache_queries"] += delta.usage.prompt_tokens
         self._sums["prefix_cache_hits"] += delta.usage.cached_tokens
         if delta.tally is not None:
-            self._drafts.add(delta.tally)
+            add_drafts(self._drafts, delta.tally)
             self._log.add(delta.tally)
 
     def snapshot(self, cache_usage: float | None) -> list[Metric]:

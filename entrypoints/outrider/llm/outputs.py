@@ -1,70 +1,17 @@
-"""What `generate` returns: RequestOutput, CompletionOutput and Logprob, with vLLM's fields, and what speculation came
-to for a completion, with vLLM's names (`CompletionOutput.spec_decode_metrics`)."""
+"""What `generate` returns: RequestOutput, CompletionOutput and Logprob, with vLLM's fields."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.gateway.request import GenerationDelta
+from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics, SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.inputs import Prompt
-from outrider.planner.policy import SpeculationTally
 from outrider.rpc.messages import PositionLogprobs
 from outrider.rpc.sampling_params import FinishReason
-
-
-@dataclass
-class SpecDecodeMetrics:
-    """`acceptance_histogram[i]` is how many drafts had i tokens accepted; the lists by step are for "detailed"."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]  # [num_spec_tokens + 1]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int  # k
-    per_step_accepted: list[int] | None = None
-    per_step_drafted: list[int] | None = None
-
-
-class SpecDecodeRecorder:
-    """Follows the completions of one request."""
-
-    def __init__(self, num_spec_tokens: int, detailed: bool) -> None:
-        self._k, self._detailed = num_spec_tokens, detailed
-        self._steps: dict[int, list[tuple[int, int]]] = {}  # by completion: drafted and accepted of each step
-
-    def add(self, delta: GenerationDelta) -> SpecDecodeMetrics | None:
-        """One commit; the metrics with a completion's last one."""
-        steps = self._steps.setdefault(delta.index, [])
-        if self._detailed and delta.round is not None and delta.round.commit.num_drafted:
-            steps.append((delta.round.commit.num_drafted, delta.round.commit.num_accepted))
-        if delta.tally is None:
-            return None
-        metrics = summary_of(delta.tally, self._k)
-        if self._detailed:
-            metrics.per_step_drafted = [drafted for drafted, _ in steps]
-            metrics.per_step_accepted = [accepted for _, accepted in steps]
-        return metrics
-
-
-def summary_of(tally: SpeculationTally, k: int) -> SpecDecodeMetrics:
-    """Drafts that got to position i, less those that got further, ended there."""
-    reached = [tally.num_drafts, *tally.accepted_per_position]
-    reached += [0] * (k + 2 - len(reached))
-    return SpecDecodeMetrics(
-        mean_acceptance_length=1 + tally.num_accepted_tokens / max(1, tally.num_drafts),
-        draft_acceptance_rate=tally.num_accepted_tokens / max(1, tally.num_draft_tokens),
-        acceptance_histogram=[here - further for here, further in itertools.pairwise(reached)],
-        num_spec_steps=tally.num_drafts,
-        num_accepted_draft_tokens=tally.num_accepted_tokens,
-        num_draft_tokens=tally.num_draft_tokens,
-        num_spec_tokens=k,
-    )
 
 
 @dataclass

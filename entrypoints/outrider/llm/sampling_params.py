@@ -26,9 +26,8 @@ from outrider.llm.validation import (
     plain_errors,
     require_fixed,
 )
-from outrider.rpc.sampling_params import LogprobsMode
+from outrider.rpc.sampling_params import ALL_LOGPROBS, LogprobsMode
 from outrider.rpc.sampling_params import SamplingParams as WireSampling
-from outrider.rpc.validate import ALL_LOGPROBS
 
 log = logging.getLogger(__name__)
 

@@ -17,22 +17,27 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.peers.handshake import check_pair, check_tokenizer
 from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.peers.moving import MovingDrafts
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.tracing import MAX_TRACED_ROUNDS
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.rpc.hub import ModelNotFound, locate
-from outrider.rpc.messages import DraftInfo, TargetInfo
+from outrider.rpc.logs import setup_logging
+from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS, DraftInfo, TargetInfo
+from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
-from outrider.rpc.settings import Address, ServerSettings, parse_settings
+from outrider.rpc.settings import Address, ServerSettings, VllmMetrics, parse_settings
+from outrider.rpc.stream import StreamConfig
 from outrider.rpc.telemetry import setup_tracing
-from outrider.rpc.validate import ALL_LOGPROBS, MAX_DRAFT_TOKENS, MAX_LOGPROBS, MAX_PATIENCE_MS
 
 if TYPE_CHECKING:
     from outrider.gateway.http.app import HttpServer
+    from outrider.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +108,19 @@ class GatewaySettings(ServerSettings):
     sse_keep_alive_s: float = Field(
         default=15.0, ge=0, description="Silence after which a stream over HTTP gets a comment; 0: never"
     )
+    log_requests: Literal["off", "counts", "prompts"] = Field(
+        default="off",
+        description="A line of the log for each request at its end: id, trace, counts and outcome; its prompt, too",
+    )
+    trace_rounds: int = Field(
+        default=MAX_TRACED_ROUNDS,
+        ge=0,
+        description="Rounds of a completion that have spans of their own in its trace; one span sums up all further",
+    )
+    vllm_metrics: VllmMetrics = False
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = Field(
+        default="none", description="Say in each answer over HTTP, as vLLM does, what became of its drafts"
+    )
     trust_traceparent: bool = Field(
         default=False, description="Go on with a client's trace, and record what it says is recorded"
     )
@@ -133,7 +151,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> i
     """Runs the gateway until SIGTERM; 2 if the models are no pair or the tokenizer is not theirs."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = parse_settings(GatewaySettings, arguments, prog, "Serves generation over a target and a draft.")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup_logging(settings.log_format, "outrider-gateway")
     sys.setswitchinterval(0.0005)
     stop_tracing = setup_tracing("outrider-gateway", settings.trace_file)
     try:
@@ -147,10 +165,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> i
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    require_free(settings.listen)
+    for address in filter(None, (settings.listen, settings.metrics)):
+        require_free(address)
     tokenizer = _load_tokenizer(settings.tokenizer)
-    targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info))
-    drafts = _drafts(settings, tokenizer, targets)
+    metrics = _metrics(settings)
+    streams = {role: None if metrics is None else metrics.stream_config(role) for role in ("target", "draft")}
+    targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info), streams["target"])
+    drafts = _drafts(settings, tokenizer, targets, streams["draft"])
     if isinstance(drafts, RemoteDrafts):
         targets.on_model = drafts.recheck
     most = max(tokens for _, tokens in settings.schedule.ranges)
@@ -164,11 +185,17 @@ async def _serve(settings: GatewaySettings) -> None:
         model_name=settings.model_name,
         max_logprobs=settings.max_logprobs,
         trust_traceparent=settings.trust_traceparent,
+        log_requests=settings.log_requests,
+        trace_rounds=settings.trace_rounds,
     )
-    engine = _engine(settings, tokenizer, targets, drafts, config)
+    engine = _engine(settings, tokenizer, targets, drafts, config, metrics)
     server = _build(settings, engine, targets)
     http = await _start_http(settings, engine, server)
     async with AsyncExitStack() as stack:
+        if metrics is not None:
+            from outrider.rpc.metrics import exported
+
+            await stack.enter_async_context(exported(metrics, settings.metrics, server.health, "gateway"))
         await stack.enter_async_context(targets)
         startup = asyncio.create_task(_start_peers(stack, targets, drafts))
         serving = asyncio.create_task(
@@ -195,22 +222,32 @@ async def _serve(settings: GatewaySettings) -> None:
                 await http.stop(0)
 
 
+def _metrics(settings: GatewaySettings) -> GatewayMetrics | None:
+    """Metrics are counted, and what counts them is imported, only where they are served."""
+    if not (settings.http or settings.metrics):
+        return None
+    from outrider.gateway.metrics import GatewayMetrics
+
+    return GatewayMetrics()
+
+
 def _engine(
     settings: GatewaySettings,
     tokenizer: Tokenizer,
     targets: RemoteTargets,
     drafts: Drafter | None,
     config: EngineConfig,
+    metrics: GatewayMetrics | None,
 ) -> GenerationEngine:
-    """Metrics are counted only where they are served."""
     if drafts is not None and not settings.schedule.constant:
         drafts = ScheduledDrafter(drafts, settings.schedule, lambda: engine.admission.num_active)
-    kind: type[GenerationEngine] = GenerationEngine
-    if settings.http:
-        from outrider.gateway.metrics import MeteredEngine
+    engine: GenerationEngine
+    if metrics is None:
+        engine = GenerationEngine(tokenizer, targets, drafts, config)
+    else:
+        from outrider.gateway.metered import MeteredEngine
 
-        kind = MeteredEngine
-    engine = kind(tokenizer, targets, drafts, config)
+        engine = MeteredEngine(tokenizer, targets, drafts, config, metrics=metrics, vllm_names=settings.vllm_metrics)
     return engine
 
 
@@ -221,7 +258,8 @@ async def _start_http(settings: GatewaySettings, engine: GenerationEngine, serve
     from outrider.gateway.http.app import HttpServer
     from outrider.gateway.http.protocol import HttpOptions
 
-    options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s)
+    wanted = settings.per_request_spec_decode_metrics
+    options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s, wanted)
     http = HttpServer(
         engine, settings.http, ready=lambda: server.health.ready, grace_s=settings.grace_s, options=options
     )
@@ -249,10 +287,13 @@ def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteT
         enable_reflection=settings.reflection,
         max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
         max_message_bytes=settings.max_request_bytes,
+        health_address=settings.health,
     )
 
 
-def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, targets: RemoteTargets) -> Drafter | None:
+def _drafts(
+    settings: GatewaySettings, tokenizer: Tokenizer, targets: RemoteTargets, streams: StreamConfig | None
+) -> Drafter | None:
     if not settings.draft:
         return None
     if LOCAL_NGRAM in settings.draft:
@@ -266,7 +307,7 @@ def _drafts(settings: GatewaySettings, tokenizer: Tokenizer, targets: RemoteTarg
         if warning := check_pair(targets.info.model, info.model, tokenizers):
             log.warning("%s", warning)
 
-    return RemoteDrafts(settings.draft, check)
+    return MovingDrafts(settings.draft, check, streams)
 
 
 def _check_target(tokenizer: Tokenizer, info: TargetInfo) -> None:

@@ -8,6 +8,7 @@ import heapq
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 
@@ -27,6 +28,13 @@ class AdmissionCost:
 
     def __sub__(self, other: AdmissionCost) -> AdmissionCost:
         return AdmissionCost(self.num_sequences - other.num_sequences, self.num_tokens - other.num_tokens)
+
+
+class AdmissionGate(Protocol):
+    """Where a request waits for its turn."""
+
+    async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
+        """Waits until the work may run. Raises ResourceExhausted or InvalidArgument where it is refused."""
 
 
 class Admission:
@@ -117,42 +125,6 @@ class Admission:
                 self._num_active += num_sequences
                 future.set_result(None)
             heapq.heappop(self._waiting)
-
-
-class AdmissionGroup:
-    """Requests that are admitted or refused as one, as the prompts of one HTTP request are: who comes last decides for
-    all. Each then waits for its own turn, and leaves by itself."""
-
-    def __init__(self, admission: Admission, num_requests: int) -> None:
-        self._admission, self._num_missing = admission, num_requests
-        self._work = AdmissionCost()
-        self._decided = asyncio.Event()
-        self._refusal: InvalidArgument | ResourceExhausted | None = None
-
-    async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
-        """As Admission's, once all have come."""
-        self._work += work
-        self._num_missing -= 1
-        if not self._num_missing:
-            self._decide()
-        try:
-            await self._decided.wait()
-        except asyncio.CancelledError:
-            if not self._decided.is_set():
-                self._work -= work
-            elif self._refusal is None:
-                self._admission.give_back(work)
-            raise
-        if self._refusal is not None:
-            raise self._refusal
-        await self._admission.wait_turn(work, priority)
-
-    def _decide(self) -> None:
-        try:
-            self._admission.reserve(self._work)
-        except (InvalidArgument, ResourceExhausted) as error:
-            self._refusal = error
-        self._decided.set()
 
 
 def _too_large(field: str, problem: str, allowed: str) -> InvalidArgument:

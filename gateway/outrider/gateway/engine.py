@@ -1,36 +1,31 @@
 """The gateway's one entry point: a request in, the deltas of its completions out. gRPC, HTTP and the in-process LLM
-call the same method.
-
-One completion of a request: its rounds become deltas, its ids text; a stop string cuts both at the same token."""
+call the same method. Of each completion rounds become deltas, ids text; a stop string cuts both at the same token."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
-from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGroup
+from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
 from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, no_such_model, prepare
+from outrider.gateway.request_log import RequestLog
 from outrider.gateway.speculation.backends import Drafter, Verifier
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
-from outrider.gateway.text.detokenizer import TextStream
-from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.gateway.tracing import RequestTrace
-from outrider.planner.forecast import SharedStats
+from outrider.gateway.text.tokenizer import TextStream, Tokenizer
+from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace
+from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Limits, Mode, Policy, PolicyController, Round, SpeculationTally
-from outrider.planner.step_costs import VerifyCosts
 from outrider.rpc.errors import DeadlineExceeded
-from outrider.rpc.messages import to_failure
-from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
-from outrider.rpc.validate import MAX_LOGPROBS, MAX_PATIENCE_MS
+from outrider.rpc.logs import OnceWarnings
+from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
+from outrider.rpc.sampling_params import MAX_LOGPROBS, AcceptanceRule, FinishReason
 
 
 @dataclass(slots=True)
@@ -43,7 +38,7 @@ class RequestRun:
     verifier: Verifier
     policy: Policy
     timeout_ms: int
-    trace: RequestTrace
+    trace: RequestTrace | None  # where nobody records, nothing is built
     eos_token_ids: tuple[int, ...]
     on_draft_stop: Callable[[str], None]
     new_controller: Callable[[], PolicyController | None] = lambda: None
@@ -78,7 +73,7 @@ class Completion:
         rounds = speculate(
             run.drafter,
             run.verifier,
-            prepared.open(self._index, run.timeout_ms, run.trace.traceparent),
+            prepared.open(self._index, run.timeout_ms, "" if run.trace is None else run.trace.traceparent),
             run.policy,
             examines_text=bool(prepared.sampling.stop),
             fork_of=run.drivers[0] if run.drivers else None,
@@ -92,7 +87,8 @@ class Completion:
                     yield self._marked(self._delta(prompt_logprobs=item.logprobs))
                     continue
                 delta = self._delta_of(item)
-                run.trace.add_round(item, self._index)
+                if run.trace is not None:
+                    run.trace.add_round(item, self._index)
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -156,9 +152,6 @@ class Completion:
         return replace(delta, seed=prepared.seed, model_digest=prepared.model_digest, prompt_token_ids=prompt_ids)
 
 
-log = logging.getLogger(__name__)
-
-MAX_REASONS = 256
 _EXPIRED = "the request's time ran out"
 
 
@@ -175,6 +168,8 @@ class EngineConfig:
     max_admitted_tokens: int | None = None  # of all these; None: half a context for each
     model_name: str = ""  # empty: the target's
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
+    log_requests: str = "off"  # "counts": a line of the log for each at its end; "prompts": with its prompt
+    trace_rounds: int = MAX_TRACED_ROUNDS  # of a completion, with spans of their own
     trust_traceparent: bool = False  # a client's trace is gone on with, recorded where it says so
 
 
@@ -192,8 +187,8 @@ class GenerationEngine:
         self.tokenizer, self.verifier, self.drafter = tokenizer, verifier, drafter
         self.config = config or EngineConfig()
         self.admission = Admission(self.config.max_active, self.config.max_waiting, self._max_admitted_tokens)
-        self._tracer = tracer or trace.get_tracer("outrider.gateway")
-        self._draft_warnings = _OnceWarnings()
+        self._tracer = tracer
+        self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
         self._num_running = 0  # sequences
         self._known: tuple[str, SharedStats, SharedTrials] | None = None  # of the last model, by its digest
 
@@ -203,11 +198,10 @@ class GenerationEngine:
         return self.config.model_name or self.verifier.info.model.name
 
     async def generate(
-        self, request: GenerationRequest, group: AdmissionGroup | None = None
+        self, request: GenerationRequest, gate: AdmissionGate | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Yields the deltas of all completions as they are committed. Raises OutriderError. Closing the iterator ends
-        every sequence at once; what is not asked for is not generated far ahead. The requests of a `group` are admitted
-        or refused together."""
+        every sequence at once; what is not asked for is not generated far ahead. It waits at `gate`, or by itself."""
         began = asyncio.get_running_loop().time()
         self.admission.require_room(AdmissionCost(1))  # before anything is spent on it
         if request.model not in ("", self.model_name):
@@ -216,7 +210,7 @@ class GenerationEngine:
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                await (group or self.admission).enter(prepared.work, request.priority)
+                await (gate or self.admission).enter(prepared.work, request.priority)
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None
         left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens)
@@ -245,8 +239,11 @@ class GenerationEngine:
 
     async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:
         loop = asyncio.get_running_loop()
-        root = RequestTrace(self._tracer, prepared, self.model_name, self.config.trust_traceparent)
+        root = self._new_trace(prepared)
         run = self._new_run(prepared, root, 0 if deadline is None else max(1, round((deadline - loop.time()) * 1000)))
+        wanted = self.config.log_requests
+        line = None if wanted == "off" else RequestLog(prepared, self.model_name, root, wanted == "prompts")
+        observers = [one for one in (root, line) if one is not None]
         timer = None if deadline is None else loop.call_at(deadline, _expire, run)
         error: BaseException | None = None
         self._num_running += prepared.request.n
@@ -254,7 +251,8 @@ class GenerationEngine:
             merged = merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
             async with aclosing(merged):
                 async for delta in merged:
-                    root.add_delta(delta)
+                    for observer in observers:
+                        observer.add_delta(delta)
                     yield delta
         except BaseException as raised:
             error = raised
@@ -263,27 +261,38 @@ class GenerationEngine:
             self._num_running -= prepared.request.n
             if timer is not None:
                 timer.cancel()
-            root.end(error)
+            for observer in observers:
+                observer.end(error)
 
-    def _new_run(self, prepared: Prepared, root: RequestTrace, timeout_ms: int) -> RequestRun:
+    def _new_trace(self, prepared: Prepared) -> RequestTrace | None:
+        """None where nothing is recorded here, and no client's trace is to be passed on."""
+        recorded = self._tracer is not None or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+        trusts = self.config.trust_traceparent
+        if not recorded and not (trusts and prepared.request.traceparent):
+            return None
+        tracer = self._tracer or trace.get_tracer("outrider.gateway")
+        return RequestTrace(tracer, prepared, self.model_name, trusts, self.config.trace_rounds)
+
+    def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
         k = prepared.num_draft_tokens if self.drafter is not None else 0
         policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms())
+        recorded = root is not None and root.recording
         return RequestRun(
             prepared=prepared,
             tokenizer=self.tokenizer,
             drafter=self.drafter if k else None,
             verifier=self.verifier,
             policy=policy,
-            new_controller=lambda: self._new_controller(prepared, policy) if k else None,
+            new_controller=lambda: self._new_controller(prepared, policy, recorded) if k else None,
             timeout_ms=timeout_ms,
             trace=root,
             eos_token_ids=self.verifier.info.model.eos_token_ids,
             on_draft_stop=self._draft_warnings.warn,
         )
 
-    def _new_controller(self, prepared: Prepared, base: Policy) -> Controller | None:
+    def _new_controller(self, prepared: Prepared, base: Policy, explains: bool) -> Controller | None:
         """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it
-        is not switched off, and the target waits for its draft."""
+        is not switched off, and the target waits for its draft. `explains`: a trace is to say what it chose by."""
         fixed = prepared.request.speculation.num_draft_tokens is not None
         weighs = prepared.acceptance is AcceptanceRule.REJECTION and not prepared.sampling.greedy
         modes = {
@@ -303,7 +312,7 @@ class GenerationEngine:
         limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
         if self._known is None or self._known[0] != info.model.digest:
             self._known = info.model.digest, SharedStats(VerifyCosts(info.step_costs)), SharedTrials()
-        return Controller(limits, *self._known[1:], self._round_trips_us, lambda: self._num_running)
+        return Controller(limits, *self._known[1:], self._round_trips_us, lambda: self._num_running, explains)
 
     def _max_admitted_tokens(self) -> int:
         """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may
@@ -320,21 +329,6 @@ class GenerationEngine:
         """At least the measured round trip to the draft."""
         measured = 0.0 if self.drafter is None else self.drafter.round_trip_us
         return min(MAX_PATIENCE_MS, max(self.config.draft_patience_ms, math.ceil(measured / 1000)))
-
-
-class _OnceWarnings:
-    """Warns of each reason once, whatever numbers it holds."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def warn(self, reason: str) -> None:
-        """A draft was lost or never there."""
-        key = re.sub(r"\d+", "#", reason)
-        if key in self._seen or len(self._seen) >= MAX_REASONS:
-            return
-        self._seen.add(key)
-        log.warning("decoding goes on without a draft: %s (not said again)", reason)
 
 
 def _expire(run: RequestRun) -> None:

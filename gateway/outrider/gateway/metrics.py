@@ -1,267 +1,255 @@
-"""What a gateway counts and times, for Prometheus. Stems and meanings are vLLM's, the prefix is `outrider_`. Imported
-only where metrics are served: a gateway without them spends nothing on them."""
+"""A gateway's time series, for Prometheus: what rounds and requests come to, what its queue and its replicas are now,
+and the bytes on its wires. Stems and meanings are vLLM's, the prefix is `outrider_`. Imported only where
+metrics are served: a gateway without them spends nothing on them."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import InfoMetricFamily
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.process_collector import ProcessCollector
+import grpc.aio
+from prometheus_client import Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGroup
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.request import GenerationDelta, GenerationRequest
+from outrider.gateway.peers.replicas import Replica
+from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.planner.policy import Round
-from outrider.rpc.errors import OutriderError
-from outrider.rpc.messages import ModelInfo
+from outrider.rpc.metrics import (
+    PARTS_S,
+    PREFIX,
+    WAITS_S,
+    EngineState,
+    Metrics,
+    VllmCollector,
+    model_labels,
+)
+from outrider.rpc.stream import FrameCall, StreamConfig
 
-PREFIX = "outrider"
 PARTS = ("draft", "wire", "queue", "verify", "sample")
-_WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+WINDOWS = ("hit", "late", "stale", "miss")
 _TOKENS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
-_PARTS_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+_DRAFT_TOKENS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 128)
+
+Exemplar = dict[str, str] | None  # the trace of a request, where it is sampled
 
 
-class GatewayMetrics:
+class GatewayMetrics(Metrics):
     """The gateway's time series."""
 
     def __init__(self) -> None:
-        without_created: Callable[[], None] = disable_created_metrics  # the library has no type for it
-        without_created()  # a time beside every counter, which nobody reads
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        self.success = self._counter("request_success", "Completions that ended, by why", "finished_reason")
-        self.refused = self._counter("request_refused", "Requests that got an error and nothing else", "reason")
-        self.failure = self._counter("request_failure", "Requests that failed after their first delivery", "code")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended completions, once a request")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Of them, found in the target's prefix cache")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens returned")
-        self.first_token = self._histogram("time_to_first_token_seconds", "From request to first token", _WAITS_S)
-        self.inter_token = self._histogram(
+        super().__init__("gateway")
+        self._wires: dict[str, WireBytes] = {}
+        self.success = self.counter("request_success", "Completions that ended, by why", "finished_reason")
+        self.refused = self.counter("request_refused", "Requests that got an error and nothing else", "reason")
+        self.failure = self.counter("request_failure", "Requests that failed after their first delivery", "code")
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of ended completions, once a request")
+        self.cached_tokens = self.counter("prompt_tokens_cached", "Of them, found in the target's prefix cache")
+        self.generation_tokens = self.counter("generation_tokens", "Tokens returned")
+        self.first_token = self.histogram("time_to_first_token_seconds", "From request to first token", WAITS_S)
+        self.inter_token = self.histogram(
             "inter_token_latency_seconds", "From one commit with tokens to the next", _TOKENS_S
         )
-        self.per_token = self._histogram(
+        self.per_token = self.histogram(
             "request_time_per_output_token_seconds", "Of a completion, after its first delivery, a token", _TOKENS_S
         )
-        self.end_to_end = self._histogram(
-            "e2e_request_latency_seconds", "From request to its end, without refused ones", _WAITS_S
+        self.end_to_end = self.histogram(
+            "e2e_request_latency_seconds", "From request to its end, without refused ones", WAITS_S
         )
-        self.queue_time = self._histogram("request_queue_time_seconds", "Waiting to be let in", _WAITS_S)
-        self.num_drafts = self._counter("spec_decode_num_drafts", "Verifications with at least one drafted token")
-        self.num_draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens verified")
-        self.num_accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted")
-        self._per_position = self._counter(
+        self.queue_time = self.histogram("request_queue_time_seconds", "Waiting to be let in", WAITS_S)
+        self.num_drafts = self.counter("spec_decode_num_drafts", "Verifications with at least one drafted token")
+        self.num_draft_tokens = self.counter("spec_decode_num_draft_tokens", "Drafted tokens verified")
+        self.num_accepted = self.counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted")
+        self._per_position = self.counter(
             "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by place in the window", "position"
         )
-        self._positions: list[Counter] = []  # a series appears with its first accepted token
-        self.num_plain = self._counter("plain_steps", "Verifications without a drafted token")
-        self.rounds = self._counter("rounds", "Verifications, by how the controller had them drafted", "mode")
-        self.mode_changes = self._counter("mode_changes", "Changes of a completion's mode, by the new one", "mode")
-        self.failovers = self._counter(
+        self._per_tested = self.counter(
+            "spec_decode_num_tested_tokens_per_pos",
+            "Drafted tokens whose place was reached: all before them were accepted",
+            "position",
+        )
+        self._accepted: list[Counter] = []  # by position: a series appears with its first accepted token
+        self._tested: list[Counter] = []  # ... and with the first window that reached it
+        windows = self.counter(
+            "spec_decode_windows", "Rounds with a draft, by when the window came that they verified", "window"
+        )
+        self.windows = {window: windows.labels(window) for window in WINDOWS}
+        self._draft_tokens = self.histogram("round_draft_tokens", "Tokens that a round drafts", _DRAFT_TOKENS)
+        self.wanted_rounds = self.counter(
+            "draft_wanted_rounds", "Rounds that drafted, or would have at the speed of a draft without load"
+        )
+        self.num_plain = self.counter("plain_steps", "Verifications without a drafted token")
+        self.rounds = self.counter("rounds", "Verifications, by how the controller had them drafted", "mode")
+        self.mode_changes = self.counter("mode_changes", "Changes of a completion's mode, by the new one", "mode")
+        self.failovers = self.counter(
             "target_failovers", "Completions that went on at another target; near_ties: of other arithmetic", "output"
         )
-        self.round_time = self._histogram("round_seconds", "From one commit of a completion to its next", _PARTS_S)
-        self.overhead = self._histogram(
-            "round_overhead_seconds", "Of a round, what is neither draft nor verification", _PARTS_S
+        self.round_time = self.histogram("round_seconds", "From one commit of a completion to its next", PARTS_S)
+        self.overhead = self.histogram(
+            "round_overhead_seconds", "Of a round, what is neither draft nor verification", PARTS_S
         )
-        parts = self._histogram("round_part_seconds", "What a round's time went to", _PARTS_S, "part")
+        parts = self.histogram("round_part_seconds", "What a round's time went to", PARTS_S, "part")
         self._parts = [parts.labels(part) for part in PARTS]
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"{PREFIX}_{name}", text, labels, registry=self.registry, buckets=buckets)
-
-    def attach(self, engine: GenerationEngine) -> None:
-        """Gauges that are read when they are asked for."""
-        gauges = {
-            "num_requests_running": ("Sequences that run", lambda: engine.admission.num_active),
-            "num_requests_waiting": ("Sequences that wait to run", lambda: engine.admission.num_waiting),
-            "num_tokens_admitted": ("Prompt and max_tokens of both", lambda: engine.admission.num_tokens),
-            "draft_connected": ("1 where a draft can be used", lambda: _has_draft(engine)),
-            "draft_round_trip_seconds": ("Round trip to the draft, smoothed", lambda: _round_trip_s(engine)),
-        }
-        for name, (text, read) in gauges.items():
-            Gauge(f"{PREFIX}_{name}", text, registry=self.registry).set_function(read)
+    def attach(self, engine: GenerationEngine, vllm_names: bool = False) -> None:
+        """What is read when it is asked for."""
+        admission = engine.admission
+        self.gauge("num_requests_running", "Sequences that run", lambda: admission.num_active)
+        self.gauge("num_requests_waiting", "Sequences that wait to run", lambda: admission.num_waiting)
+        self.gauge("num_tokens_admitted", "Prompt and max_tokens of both", lambda: admission.num_tokens)
+        self.gauge("draft_connected", "1 where a draft can be used", lambda: _has_draft(engine))
+        self.gauge("draft_round_trip_seconds", "Round trip to the draft, smoothed", lambda: _round_trip_s(engine))
+        self.registry.register(_WireCollector(self._wires))
         self.registry.register(_ReplicaCollector(engine))
+        if vllm_names:
+            self.registry.register(VllmCollector(lambda: _state(engine)))
 
-    def add_round(self, closed: Round) -> None:
+    def stream_config(self, role: str) -> StreamConfig:
+        """For the streams to the replicas of a role: their frames' bytes are counted."""
+        return StreamConfig(wrap=self._wires.setdefault(role, WireBytes()).wrap)
+
+    def add_round(self, closed: Round, exemplar: Exemplar = None) -> None:
         """One verification. The first round of a completion holds its prompt and is no round of decoding."""
         commit, timings = closed.commit, closed.commit.timings
         self.rounds.labels(closed.mode).inc()
+        self._draft_tokens.observe(closed.num_draft_tokens)
         if closed.moved:
             self.failovers.labels("near_ties" if closed.near_ties else "equal").inc()
         if commit.num_drafted:
             self.num_drafts.inc()
             self.num_draft_tokens.inc(commit.num_drafted)
             self.num_accepted.inc(commit.num_accepted)
-            while len(self._positions) < commit.num_accepted:
-                self._positions.append(self._per_position.labels(str(len(self._positions))))
-            for position in self._positions[: commit.num_accepted]:
-                position.inc()
+            _count_first(self._accepted, self._per_position, commit.num_accepted)
+            _count_first(self._tested, self._per_tested, min(commit.num_accepted + 1, commit.num_drafted))
         else:
             self.num_plain.inc()
         if closed.index == 0:
             return
-        self.round_time.observe(closed.total_us * 1e-6)
-        self.overhead.observe(closed.overhead_us * 1e-6)
+        self.round_time.observe(closed.total_us * 1e-6, exemplar)
+        self.overhead.observe(closed.overhead_us * 1e-6, exemplar)
         times = (closed.draft_us, closed.wire_us, timings.queue_us, timings.verify_us, timings.sample_us)
         for part, duration_us in zip(self._parts, times, strict=True):
             part.observe(duration_us * 1e-6)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The series as text, and its content type: Prometheus' own format, or OpenMetrics for who asks for it."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+
+def _count_first(series: list[Counter], of: Counter, count: int) -> None:
+    """Counts the first `count` positions; their series are kept at hand."""
+    while len(series) < count:
+        series.append(of.labels(str(len(series))))
+    for position in series[:count]:
+        position.inc()
+
+
+class WireBytes:
+    """The bytes of frames to and from the replicas of one role, as protobuf; HTTP/2 adds about 14 a frame."""
+
+    def __init__(self) -> None:
+        self.num_sent = self.num_received = 0
+
+    def wrap(self, call: FrameCall) -> FrameCall:
+        """The same call, counted."""
+        return _CountedCall(call, self)
+
+
+class _CountedCall:
+    def __init__(self, call: FrameCall, counts: WireBytes) -> None:
+        self._call, self._counts = call, counts
+
+    async def read(self) -> Any:
+        frame = await self._call.read()
+        if frame is not grpc.aio.EOF:
+            self._counts.num_received += frame.ByteSize()
+        return frame
+
+    async def write(self, frame: Any) -> None:
+        self._counts.num_sent += frame.ByteSize()
+        await self._call.write(frame)
+
+    def cancel(self) -> object:
+        return self._call.cancel()
+
+
+class _WireCollector(Collector):
+    """What the streams have carried."""
+
+    def __init__(self, wires: dict[str, WireBytes]) -> None:
+        self._wires = wires
+
+    def collect(self) -> Iterator[Metric]:
+        """Called for every scrape."""
+        total = CounterMetricFamily(f"{PREFIX}_wire_bytes", "Of frames", labels=("role", "direction"))
+        for role, counts in self._wires.items():
+            total.add_metric((role, "sent"), counts.num_sent)
+            total.add_metric((role, "received"), counts.num_received)
+        yield total
 
 
 class _ReplicaCollector(Collector):
-    """What computes at each replica that can be used, as it says itself."""
+    """What is known of each replica, and what computes at those that can be used, as they say themselves."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
 
-    def collect(self) -> Iterator[InfoMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """Called for every scrape."""
-        replicas = InfoMetricFamily(f"{PREFIX}_replica", "What computes at a replica; kernels torch-*: the slow way")
-        for role, model, address in self._models():
-            shown = {"engine": model.engine, "kernels": model.kernels, "dtype": model.dtype, "model": model.name}
-            replicas.add_metric((), {"role": role, "address": address, **shown})
-        yield replicas
+        labels, start = ("role", "address"), f"{PREFIX}_replica"
+        up = GaugeMetricFamily(f"{start}_up", "1 where new sequences may go", labels=labels)
+        sequences = GaugeMetricFamily(f"{start}_sequences", "This gateway's sequences there", labels=labels)
+        load = GaugeMetricFamily(f"{start}_load", "All sequences there, as it last said", labels=labels)
+        breaker = GaugeMetricFamily(f"{start}_breaker_open", "1 while it rests after failures", labels=labels)
+        round_trip = GaugeMetricFamily(f"{start}_round_trip_seconds", "Smoothed", labels=labels)
+        reopens = CounterMetricFamily(f"{start}_reopens", "Streams opened after the first", labels=labels)
+        for role, replica in _replicas(self._engine):
+            place = role, replica.address
+            up.add_metric(place, replica.usable)
+            sequences.add_metric(place, replica.num_sequences)
+            load.add_metric(place, replica.load)
+            breaker.add_metric(place, replica.breaker.open)
+            round_trip.add_metric(place, replica.round_trip_us * 1e-6)
+            reopens.add_metric(place, max(0, replica.num_streams - 1))
+        yield from (up, sequences, load, breaker, round_trip, reopens, self._infos())
 
-    def _models(self) -> Iterator[tuple[str, ModelInfo, str]]:
-        for role, service in (("target", self._engine.verifier), ("draft", self._engine.drafter)):
-            if isinstance(service, RemoteTargets | RemoteDrafts):
-                usable = (replica for replica in service.replicas if replica.usable)
-                yield from (
-                    (role, replica.info.model, replica.address) for replica in usable if replica.info is not None
-                )
-            elif service is not None and service.info is not None:
-                yield role, service.info.model, ""
-
-
-class MeteredEngine(GenerationEngine):
-    """A GenerationEngine that counts and times what it does, whoever asks."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.metrics = GatewayMetrics()
-        limits = self.config.max_active, self.config.max_waiting, self._max_admitted_tokens
-        self.admission = _MeteredAdmission(*limits, self.metrics.queue_time)
-        self.metrics.attach(self)
-
-    async def generate(
-        self, request: GenerationRequest, group: AdmissionGroup | None = None
-    ) -> AsyncGenerator[GenerationDelta, None]:
-        """As the base's."""
-        watch = _Watch(self.metrics, request.n)
-        try:
-            async with aclosing(super().generate(request, group)) as deltas:
-                async for delta in deltas:
-                    watch.add(delta)
-                    yield delta
-        except OutriderError as error:
-            watch.fail(error.reason, error.code.name)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            watch.abort()
-            raise
-        except Exception:
-            watch.fail("internal", "internal")
-            raise
-        finally:
-            watch.end()
+    def _infos(self) -> InfoMetricFamily:
+        infos = InfoMetricFamily(f"{PREFIX}_replica", "What computes at a replica; kernels torch-*: the slow way")
+        told = [(role, replica.info, replica.address) for role, replica in _replicas(self._engine) if replica.usable]
+        for role, service in (("target", self._engine.verifier), ("draft", _within(self._engine.drafter))):
+            if service is not None and not isinstance(service, RemoteTargets | RemoteDrafts):
+                told.append((role, service.info, ""))  # in this process
+        for role, info, address in told:
+            if info is not None:
+                infos.add_metric((), {"role": role, "address": address, **model_labels(info.model)})
+        return infos
 
 
-class _Watch:
-    """One request on its way. Times are those of commits: how fast the caller takes them is not the service's time."""
-
-    def __init__(self, metrics: GatewayMetrics, n: int) -> None:
-        self._metrics = metrics
-        self._num_left = n
-        self._num_first: dict[int, int] = {}  # by completion the tokens that its first commit brought
-        self._decoding_s: dict[int, float] = {}  # ... and the time of the commits after that
-        self._modes: dict[int, str] = {}  # by completion, its last round's
-        self._began = time.monotonic()
-        self._delivered = self._refused = False
-
-    def add(self, delta: GenerationDelta) -> None:
-        """What a commit gave."""
-        self._delivered = True
-        if delta.round is not None:
-            self._add_round(delta, delta.round)
-        if delta.finish_reason is not None:
-            self._finish(delta)
-
-    def _add_round(self, delta: GenerationDelta, closed: Round) -> None:
-        metrics, index, num_tokens = self._metrics, delta.index, len(delta.token_ids)
-        metrics.add_round(closed)
-        if self._modes.setdefault(index, closed.mode) != closed.mode:
-            self._modes[index] = closed.mode
-            metrics.mode_changes.labels(closed.mode).inc()
-        metrics.generation_tokens.inc(num_tokens)
-        if index in self._num_first:
-            seconds = closed.total_us * 1e-6
-            self._decoding_s[index] += seconds
-            if num_tokens:
-                metrics.inter_token.observe(seconds)
-        elif num_tokens:
-            self._num_first[index], self._decoding_s[index] = num_tokens, 0.0
-            metrics.first_token.observe(closed.ended - self._began)
-
-    def _finish(self, delta: GenerationDelta) -> None:
-        metrics = self._metrics
-        self._num_left -= 1
-        metrics.success.labels(delta.finish_reason.name.lower() if delta.finish_reason else "").inc()
-        if delta.usage is None:
-            return
-        if delta.index == 0:
-            metrics.prompt_tokens.inc(delta.usage.prompt_tokens)
-            metrics.cached_tokens.inc(delta.usage.cached_tokens)
-        after = delta.usage.completion_tokens - self._num_first.get(delta.index, delta.usage.completion_tokens)
-        if after > 0:
-            metrics.per_token.observe(self._decoding_s[delta.index] / after)
-
-    def fail(self, reason: str, code: str) -> None:
-        """An error ended it. One that came before all else is a refusal."""
-        self._refused = not self._delivered
-        if self._refused:
-            self._metrics.refused.labels(reason.lower()).inc()
-        else:
-            self._metrics.failure.labels(code.lower()).inc()
-
-    def end(self) -> None:
-        """It is over, however it ended."""
-        if not self._refused:
-            self._metrics.end_to_end.observe(time.monotonic() - self._began)
-
-    def abort(self) -> None:
-        """The caller went away."""
-        if self._num_left:
-            self._metrics.success.labels("abort").inc(self._num_left)
+def _within(drafter: Any) -> Any:
+    """The drafter that a schedule bounds."""
+    return drafter.inner if isinstance(drafter, ScheduledDrafter) else drafter
 
 
-class _MeteredAdmission(Admission):
-    """Times the wait."""
+def _replicas(engine: GenerationEngine) -> Iterator[tuple[str, Replica[Any]]]:
+    for role, service in (("target", engine.verifier), ("draft", _within(engine.drafter))):
+        if isinstance(service, RemoteTargets | RemoteDrafts):
+            yield from ((role, replica) for replica in service.replicas)
 
-    def __init__(self, max_active: int, max_waiting: int, max_tokens: Callable[[], int], queue_time: Histogram) -> None:
-        super().__init__(max_active, max_waiting, max_tokens)
-        self._queue_time = queue_time
 
-    async def wait_turn(self, work: AdmissionCost, priority: int = 0) -> None:
-        """As the base's."""
-        began = time.monotonic()
-        await super().wait_turn(work, priority)
-        self._queue_time.observe(time.monotonic() - began)
+def _state(engine: GenerationEngine) -> EngineState | None:
+    """What routers read of a gateway: its own queue, and of its targets the blocks of all and the fullest cache."""
+    targets = [replica for role, replica in _replicas(engine) if role == "target" and replica.usable]
+    models = [(replica.info.model, replica.reported) for replica in targets if replica.info is not None]
+    if not models:
+        return None
+    admission, model = engine.admission, models[0][0]
+    usage = [1 - said.free_blocks / each.num_blocks for each, said in models if said is not None and each.num_blocks]
+    return EngineState(
+        engine.model_name,
+        admission.num_active,
+        admission.num_waiting,
+        max(usage, default=0.0),
+        model.block_size,
+        sum(each.num_blocks for each, _ in models),
+    )
 
 
 def _has_draft(engine: GenerationEngine) -> float:

@@ -15,9 +15,30 @@ from typing import Any, ParamSpec, TypeVar
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
-from outrider.rpc.errors import OTHER_MODEL, FailedPrecondition, InvalidArgument, NotFound, Violation
-from outrider.rpc.messages import DraftInfo, ModelInfo, Open, PositionLogprobs, TargetInfo
+from outrider.rpc.errors import (
+    OTHER_MODEL,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Violation,
+    Violations,
+    quoted,
+)
+from outrider.rpc.messages import (
+    MAX_DRAFT_TOKENS,
+    MAX_INT32,
+    MAX_N,
+    MAX_NAME_CHARS,
+    DraftInfo,
+    ModelInfo,
+    Open,
+    PositionLogprobs,
+    TargetInfo,
+    validate_length,
+    validate_prompt_ids,
+)
 from outrider.rpc.sampling_params import (
+    MAX_LOGPROBS,
     AcceptanceRule,
     FinishReason,
     SamplingParams,
@@ -26,15 +47,7 @@ from outrider.rpc.sampling_params import (
     sampling_for_peers,
     validate_sampling,
 )
-from outrider.rpc.validate import (
-    MAX_LOGPROBS,
-    MAX_N,
-    Violations,
-    quoted,
-    validate_generation,
-    validate_length,
-    validate_prompt_ids,
-)
+from outrider.rpc.server_calls import ServerCall
 
 SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to write: not on the event loop
 
@@ -80,6 +93,7 @@ class GenerationRequest:
     salt: str = ""
     timeout_s: float | None = None  # what remains of the caller's deadline
     traceparent: str = ""
+    call: ServerCall | None = None  # None: in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +144,8 @@ async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, 
 LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
 SHOWN_DIGEST = 16  # characters in an error
 SHOWN_NAME = 100
+SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
+MAX_METHODS = 1  # no service drafts one sequence by several
 MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
 
 
@@ -193,20 +209,7 @@ async def prepare(
     another model began what is to be resumed."""
     model, speculation = target.model, request.speculation
     found = Violations()  # of all parts: a refusal names every field
-    validate_generation(
-        n=request.n,
-        num_draft_tokens=speculation.num_draft_tokens,
-        request_id=request.request_id,
-        salt=request.salt,
-        method=speculation.method,
-        methods=speculation.methods,
-        mode=speculation.mode,
-        priority=request.priority,
-        output_ids=request.output_ids,
-        model_digest=request.model_digest,
-        vocab_size=model.vocab_size,
-        found=found,
-    )
+    check_request(found, request, model.vocab_size)
     _check_method(found, speculation, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
@@ -239,6 +242,35 @@ async def prepare(
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         model_digest=model.digest,
     )
+
+
+def check_request(found: Violations, request: GenerationRequest, vocab_size: int) -> None:
+    """What a request holds beside prompt and sampling parameters."""
+    speculation, output_ids = request.speculation, request.output_ids
+    if found.integer("n", request.n, 1, MAX_N) and output_ids and len(output_ids) != request.n:
+        found.add("output_ids", f"has {len(output_ids)} entries", f"none, or as many as completions ({request.n})")
+    if speculation.num_draft_tokens is not None:
+        found.integer("speculation.num_draft_tokens", speculation.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+    found.name("request_id", request.request_id, MAX_NAME_CHARS)
+    found.text("salt", request.salt, MAX_NAME_CHARS)
+    found.text("model_digest", request.model_digest, MAX_NAME_CHARS)
+    _check_method_names(found, speculation.method, speculation.methods)
+    if speculation.mode and speculation.mode not in SPECULATION_MODES:
+        found.add("speculation.mode", f"is {quoted(speculation.mode)}", ", ".join(SPECULATION_MODES))
+    found.integer("priority", request.priority, -MAX_INT32 - 1, MAX_INT32)
+    for index, ids in enumerate(output_ids[:MAX_N]):
+        found.ids(f"output_ids[{index}].ids", ids, vocab_size)
+
+
+def _check_method_names(found: Violations, method: str, methods: tuple[str, ...]) -> None:
+    found.text("speculation.method", method, MAX_NAME_CHARS)
+    if not found.length("speculation.methods", methods, MAX_METHODS):
+        return
+    for index, name in enumerate(methods):
+        found.text(f"speculation.methods[{index}]", name, MAX_NAME_CHARS, empty=False)
+    if method and methods and methods[0] != method:
+        allowed = f"{quoted(methods[0])}, as there, or none"
+        found.add("speculation.method", f"is {quoted(method)} beside speculation.methods", allowed)
 
 
 def no_such_model(name: str, served: str) -> NotFound:

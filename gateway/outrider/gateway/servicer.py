@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from contextlib import aclosing
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
 from outrider.planner.policy import SpeculationTally
-from outrider.rpc.codec import encode_model_info, encode_position_logprobs
+from outrider.rpc.codec import MODEL_INFO, encode_position_logprobs
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
+from outrider.rpc.server_calls import grpc_call
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
 SERVICE_NAME = "outrider.v1.GenerationService"
+CALL = grpc_call(f"{SERVICE_NAME}/Generate")
 TRACEPARENT = "traceparent"
 
 
@@ -32,7 +35,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
         generation = decode_request(request, self._engine.verifier.info.model.default_sampling)
-        generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context))
+        generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context), call=CALL)
         async with aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
                 await context.write(await written(delta.num_logprobs, encode_delta, delta))
@@ -43,10 +46,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         draft = None if engine.drafter is None else engine.drafter.info
         target = replace(engine.verifier.info.model, name=engine.model_name)
         return pb.GetGatewayInfoResponse(
-            target=encode_model_info(target),
-            draft=None if draft is None else encode_model_info(draft.model),
+            target=MODEL_INFO.encode(target),
+            draft=None if draft is None else MODEL_INFO.encode(draft.model),
             num_draft_tokens=engine.config.num_draft_tokens,
             methods=() if draft is None else [method.name for method in draft.methods],
+            version=metadata.version("outrider"),
         )
 
 

@@ -4,6 +4,7 @@ installed tracer provider, or for a request that is not sampled, nothing is buil
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,9 +16,13 @@ from outrider.gateway.request import GenerationDelta, Prepared
 from outrider.planner.policy import Round
 from outrider.rpc import telemetry as names
 from outrider.rpc.sampling_params import TokenOrigin
+from outrider.rpc.server_calls import as_outrider_error, end_attributes
 from outrider.rpc.telemetry import context_from_traceparent, inject_traceparent
 
 Attribute = str | int | float | bool | tuple[str, ...]
+
+
+MAX_TRACED_ROUNDS = 256  # of a completion: a round has up to six spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +72,60 @@ def spans_for(closed: Round) -> tuple[TimedSpan, ...]:
     return (TimedSpan(names.SPAN_ROUND, closed.started, closed.ended, attributes), *reversed(laid))
 
 
+@dataclass(slots=True)
+class RoundSums:
+    """The rounds of a completion that have no spans of their own."""
+
+    started: float  # seconds on the monotonic clock
+    ended: float = 0.0
+    num_rounds: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
+
+    def add(self, closed: Round) -> None:
+        """One more."""
+        commit, timings = closed.commit, closed.commit.timings
+        self.ended = closed.ended
+        self.num_rounds += 1
+        self.sums.update(
+            {
+                names.ROUND_DRAFTED: commit.num_drafted,
+                names.ROUND_ACCEPTED: commit.num_accepted,
+                names.ROUND_EMITTED: len(commit.ids),
+                names.ROUNDS_DRAFT_US: closed.draft_us,
+                names.ROUNDS_WIRE_US: closed.wire_us,
+                names.ROUNDS_QUEUE_US: timings.queue_us,
+                names.ROUNDS_VERIFY_US: timings.verify_us,
+                names.ROUNDS_SAMPLE_US: timings.sample_us,
+            }
+        )
+
+    def span(self, completion: int) -> TimedSpan:
+        """All of them as one."""
+        attributes = {names.ROUNDS_COUNT: self.num_rounds, names.REQUEST_COMPLETION: completion, **self.sums}
+        return TimedSpan(names.SPAN_ROUNDS, self.started, self.ended, attributes)
+
+
 class RequestTrace:
     """The root span of one request. `recording` is false where nothing is to be built. A client's trace is gone on with
     only where clients are trusted; elsewhere a new trace, which this process's sampler decides on, has a link to it."""
 
-    def __init__(self, tracer: Tracer, prepared: Prepared, model_name: str, trust_traceparent: bool = False) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        prepared: Prepared,
+        model_name: str,
+        trust_traceparent: bool = False,
+        max_rounds: int = MAX_TRACED_ROUNDS,
+    ) -> None:
         request, sampling = prepared.request, prepared.sampling
         operation = names.OPERATION_TEXT_COMPLETION if request.messages is None else names.OPERATION_CHAT
         self._tracer = tracer
         self._clock_offset = time.time() - time.monotonic()
         self._started = time.monotonic()
+        self._call = request.call
+        self._max_rounds = max_rounds
+        self._num_rounds: Counter[int] = Counter()  # by completion
+        self._summed: dict[int, RoundSums] = {}
         self._num_chunks = self._num_output = 0
         self._finish_reasons: list[str] = []
         client = context_from_traceparent(request.traceparent)
@@ -108,10 +157,16 @@ class RequestTrace:
                     names.REQUEST_METHOD: request.speculation.named_method,
                 }
             )
+            if request.call is not None:
+                self.span.set_attributes(request.call.attributes)
 
     def add_round(self, closed: Round, completion: int) -> None:
-        """One round with its parts."""
+        """One round with its parts; after `max_rounds` of a completion, its share of a sum."""
         if not self.recording:
+            return
+        self._num_rounds[completion] += 1
+        if self._num_rounds[completion] > self._max_rounds:
+            self._summed.setdefault(completion, RoundSums(closed.started)).add(closed)
             return
         whole, *parts = spans_for(closed)
         span = self._start(whole, self._context)
@@ -136,12 +191,16 @@ class RequestTrace:
             self.span.set_attribute(names.GEN_AI_USAGE_CACHED_TOKENS, delta.usage.cached_tokens)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the root span."""
+        """Ends the root span. By the conventions, what the caller did is no error of a server's span: neither that it
+        went away, nor that its request had to be refused."""
         if self.recording:
+            for completion, summed in self._summed.items():
+                self._start(summed.span(completion), self._context).end(self._ns(summed.ended))
             self.span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, self._num_output)
             self.span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, tuple(self._finish_reasons))
-            if error is not None:
-                self.span.set_attribute(names.ERROR_TYPE, type(error).__name__)
+            ended = end_attributes(self._call, as_outrider_error(error), self._num_chunks > 0)
+            self.span.set_attributes(ended)
+            if names.ERROR_TYPE in ended:
                 self.span.set_status(Status(StatusCode.ERROR))
         self.span.end()
 

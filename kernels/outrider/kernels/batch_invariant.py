@@ -6,7 +6,7 @@ another number of rows may not. So rows are padded with zeros to tiles of `TILE_
 `exp` and `tanh` of torch do not depend on the place of a row; `silu`, `sigmoid` and `rsqrt` do (their vector loop and
 their scalar tail differ) and are therefore written with `exp` and `sqrt`.
 
-On a GPU the products are `linear_triton`'s, which has one tile shape of its own for every number of rows."""
+On a GPU the products are `layers.triton`'s, which has one tile shape of its own for every number of rows."""
 
 from __future__ import annotations
 

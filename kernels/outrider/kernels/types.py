@@ -132,6 +132,27 @@ class DraftWeights:
         )
         return DraftWeights(*(torch.from_numpy(column).to(device) for column in columns))
 
+    def packed(self, num_drafted: int) -> PackedEntries:
+        """By where each drafted token's begin; `draft_of` ascends, as `of` lays it out."""
+        bounds = torch.arange(num_drafted + 1, device=self.ids.device)
+        starts = torch.searchsorted(self.draft_of.contiguous(), bounds)
+        return PackedEntries(self.ids.contiguous(), self.weights.contiguous(), starts)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntries:
+    """Draft weights by where each drafted token's begin. Nothing is read past the last start."""
+
+    ids: Tensor  # [entries or more] int32 or int64
+    weights: Tensor  # [entries or more], the same
+    starts: Tensor  # [drafted + 1] int64
+
+    def unpacked(self) -> DraftWeights:
+        """By which drafted token each belongs to."""
+        lengths = self.starts.diff()
+        draft_of = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        return DraftWeights(self.ids[: len(draft_of)].long(), self.weights[: len(draft_of)].long(), draft_of)
+
 
 def _starts(counts: Sequence[int]) -> list[int]:
     starts, total = [], 0

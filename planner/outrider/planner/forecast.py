@@ -17,17 +17,36 @@ late has missed the step that the others make meanwhile: r + k d is then rounded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from math import ceil
 
-from outrider.planner.acceptance import Acceptance, RunningMean
+from outrider.planner.estimates import Acceptance, RunningMean, StepTime, surprise
 from outrider.planner.formulas import ahead_plain, ahead_waiting, in_turn
 from outrider.planner.policy import AHEAD, OFF, Mode, Plan
-from outrider.planner.step_costs import VerifyCosts
 
 FORGETTING = 0.01  # a decision
 PLAIN_MEMORY, LEAST_SEEN = 64.0, 8.0  # rounds that tell how many of them are plain
+
+
+class VerifyCosts:
+    """Steps of the target as a gateway hears of them: alone, and beside a draft that works at the same time. On one
+    machine these differ."""
+
+    def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
+        self._alone = StepTime(profile)
+        self._beside = RunningMean(1.0, 1.0)  # times beside a draft over those alone
+
+    def add(self, num_rows: int, step_us: float, beside_draft: bool, weight: float = 1.0) -> None:
+        """Counts a step, or the part of it that one of its sequences is."""
+        expected = self.at(num_rows, beside_draft)
+        if beside_draft and expected and step_us > 0:
+            self._beside.add(self._beside.value * surprise(step_us, expected), weight)
+        self._alone.add(num_rows, step_us / (self._beside.value if beside_draft else 1.0), weight)
+
+    def at(self, num_rows: int, beside_draft: bool) -> float:
+        """The estimate; 0 while nothing is known."""
+        return (self._beside.value if beside_draft else 1.0) * self._alone.at(num_rows)
 
 
 @dataclass(slots=True)

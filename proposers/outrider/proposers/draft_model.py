@@ -81,7 +81,8 @@ class DraftModelProposer:
 
     def _draw(self, rule: DraftRule, logits: Tensor, rows: list[DraftRows]) -> list[DraftedToken | None]:
         """`logits` are [rows, vocab]."""
-        sampling = assemble([row.sampling_rows() for row in rows], logits.device)
+        plans = [row.sampling_rows() for row in rows]
+        sampling = assemble(plans, logits.device, for_argmax=rule is DraftRule.ARGMAX)
         if rule is DraftRule.ARGMAX:
             ids, invalid = greedy_choice(logits, sampling)  # [rows] each
             ranked = ranked_ids(lambda: adjust_logits(logits, sampling), rows)

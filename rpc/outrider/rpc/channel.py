@@ -83,7 +83,16 @@ def channel_options() -> list[ChannelOption]:
 
 def connect(address: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
     """A channel to "host:port", ":port" (this machine) or "unix:path". It connects when first used."""
+    return _connect(grpc.aio, address, credentials)
+
+
+def connect_blocking(address: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
+    """The same for calls that block their thread."""
+    return _connect(grpc, address, credentials)
+
+
+def _connect(library: Any, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
     target = dial_target(address)
     if credentials is None:
-        return grpc.aio.insecure_channel(target, options=channel_options())
-    return grpc.aio.secure_channel(target, credentials, options=channel_options())
+        return library.insecure_channel(target, options=channel_options())
+    return library.secure_channel(target, credentials, options=channel_options())

@@ -1,17 +1,15 @@
-"""Between the dataclasses of `messages` and protobuf: one encode_x and decode_x for each message of the draft and
-target streams, for its parts, and for what a service says of itself. A number that no field can hold raises
-ValueError.
-
-At the end stand the tables of which messages travel on which stream in which direction. The framing above them
-(`frames`) is written once for all four directions."""
+"""Between the dataclasses of `messages` and protobuf: a Codec for each message of the draft and target streams, for its
+parts, and for what a service says of itself; most follow from the fields' names. A number that no field can hold
+raises ValueError. At the end stand the tables of which messages travel on which stream in which direction; the framing
+above them (`frames`) is written once for all four directions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from google.protobuf.message import Message as Proto
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from outrider.rpc.errors import make_status, parse_details
 from outrider.rpc.messages import (
@@ -36,6 +34,7 @@ from outrider.rpc.messages import (
 )
 from outrider.rpc.sampling_params import (
     BASELINE,
+    AcceptanceRule,
     FinishReason,
     TokenOrigin,
     decode_acceptance,
@@ -46,13 +45,64 @@ from outrider.rpc.sampling_params import (
 from outrider.v1 import common_pb2 as pb
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
 
+M = TypeVar("M")
+P = TypeVar("P")
 
-def encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
+
+@dataclass(frozen=True, slots=True)
+class Codec(Generic[M, P]):
+    """Both ways between a dataclass and its protobuf message, or between two forms of one field."""
+
+    encode: Callable[[M], P]
+    decode: Callable[[P], M]
+
+
+def by_fields(kind: type[M], proto: type[P], **others: Codec[Any, Any]) -> Codec[M, P]:
+    """The codec of a dataclass whose message has fields of the same names. Lists are tuples, and an optional number
+    that is absent is None; the fields in `others` have codecs of their own."""
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]  # M is a dataclass
+    readers = [_reader(proto, name, others.get(name)) for name in names]
+
+    def encode(message: M) -> P:
+        values = {name: getattr(message, name) for name in names}  # protobuf leaves None out
+        for name, codec in others.items():
+            values[name] = codec.encode(values[name])
+        return proto(**values)
+
+    def decode(message: P) -> M:
+        return kind(*[read(message) for read in readers])
+
+    return Codec(encode, decode)
+
+
+def _reader(proto: type[Any], name: str, codec: Codec[Any, Any] | None) -> Callable[[Any], Any]:
+    get = attrgetter(name)
+    if codec is not None:
+        decode = codec.decode
+        return lambda message: decode(get(message))
+    if isinstance(get(proto()), MutableSequence):
+        return lambda message: tuple(get(message))
+    if proto.DESCRIPTOR.fields_by_name[name].has_presence:
+        return lambda message: get(message) if message.HasField(name) else None
+    return get
+
+
+def each(codec: Codec[M, P]) -> Codec[tuple[M, ...], Iterable[P]]:
+    """Of every entry of a list."""
+    return Codec(lambda values: map(codec.encode, values), lambda entries: tuple(map(codec.decode, entries)))
+
+
+def unless(default: M, codec: Codec[M, Any]) -> Codec[M, Any]:
+    """A field that is absent where it holds the default."""
+    return Codec(lambda value: None if value == default else codec.encode(value), codec.decode)
+
+
+def _encode_weights(weights: TokenWeights | None) -> pb.TokenWeights:
     """One position's distribution; none is an empty entry: one-hot."""
     return pb.TokenWeights() if weights is None else pb.TokenWeights(ids=weights.ids, weights=weights.weights)
 
 
-def decode_weights(message: pb.TokenWeights) -> TokenWeights | None:
+def _decode_weights(message: pb.TokenWeights) -> TokenWeights | None:
     """One position's distribution. Fields of unequal length are kept: the verifier treats them as one-hot."""
     return TokenWeights(message.ids, message.weights) if message.ids or message.weights else None
 
@@ -72,306 +122,75 @@ def decode_position_logprobs(message: generation_pb2.PositionLogprobs) -> Positi
     return tuple([TokenLogprob(entry.id, entry.logprob, entry.rank) for entry in message.candidates])
 
 
-def encode_load(load: Load) -> pb.Load:
-    """How busy a target is."""
-    return pb.Load(running=load.running, waiting=load.waiting, free_blocks=load.free_blocks)
-
-
-def decode_load(message: pb.Load) -> Load:
-    """How busy a target is."""
-    return Load(message.running, message.waiting, message.free_blocks)
-
-
-def encode_timings(timings: StepTimings) -> pb.StepTimings:
-    """One round's times."""
-    return pb.StepTimings(
-        queue_us=timings.queue_us,
-        verify_us=timings.verify_us,
-        sample_us=timings.sample_us,
-        num_rows=timings.num_rows,
-        num_sequences=timings.num_sequences,
-    )
-
-
-def decode_timings(message: pb.StepTimings) -> StepTimings:
-    """One round's times."""
-    return StepTimings(message.queue_us, message.verify_us, message.sample_us, message.num_rows, message.num_sequences)
-
-
-_NO_TIMINGS, _NO_LOAD = StepTimings(), Load()
-
-
-def encode_header(header: FrameHeader) -> pb.FrameHeader:
-    """What leads a frame."""
-    return pb.FrameHeader(
-        number=header.number,
-        last_seen=header.last_seen,
-        held_us=header.held_us,
-        step_age_ms=header.step_age_ms,
-        draining=header.draining,
-    )
-
-
-def decode_header(message: pb.FrameHeader) -> FrameHeader:
-    """What leads a frame."""
-    return FrameHeader(message.number, message.last_seen, message.held_us, message.step_age_ms, message.draining)
-
-
-def encode_open(message: Open, *, with_ids: bool = True) -> pb.Open:
-    """An Open; without its ids if they travel in slices (their numbers are written all the same)."""
-    return pb.Open(
-        sequence_id=message.sequence_id,
-        num_prompt_ids=len(message.prompt_ids),
-        num_output_ids=len(message.output_ids),
-        prompt_ids=message.prompt_ids if with_ids else (),
-        output_ids=message.output_ids if with_ids else (),
-        fork_of=message.fork_of,
-        completion=message.completion,
-        sampling=encode_sampling(message.sampling),
-        acceptance=int(message.acceptance),  # type: ignore[arg-type]  # the numbers are the protocol's
-        seed=message.seed,
-        timeout_ms=message.timeout_ms,
-        first_chain=message.first_chain,
-        priority=message.priority,
-        features=message.features,
-        salt=message.salt,
-        traceparent=message.traceparent,
-        one_hot=message.one_hot,
-        method=message.method,
-        model_digest=message.model_digest,
-        suspect=message.suspect,
-    )
-
-
-def decode_open(message: pb.Open) -> Open:
-    """An Open with the ids of its first slice. InvalidArgument for an enum's number that only a newer peer knows."""
-    return Open(
-        sequence_id=message.sequence_id,
-        prompt_ids=tuple(message.prompt_ids),
-        output_ids=tuple(message.output_ids),
-        sampling=decode_sampling(message.sampling, prefix="open.sampling."),
-        fork_of=message.fork_of if message.HasField("fork_of") else None,
-        completion=message.completion,
-        acceptance=decode_acceptance(message.acceptance, "open.acceptance"),
-        seed=message.seed,
-        timeout_ms=message.timeout_ms,
-        first_chain=message.first_chain,
-        priority=message.priority,
-        features=message.features,
-        salt=message.salt,
-        traceparent=message.traceparent,
-        one_hot=message.one_hot,
-        method=message.method,
-        model_digest=message.model_digest,
-        suspect=message.suspect,
-    )
-
-
-def encode_close(message: Close) -> pb.Close:
-    """The end of a sequence."""
-    return pb.Close(sequence_id=message.sequence_id)
-
-
-def decode_close(message: pb.Close) -> Close:
-    """The end of a sequence."""
-    return Close(message.sequence_id)
-
-
-def encode_closed(message: Closed) -> pb.Closed:
-    """The answer to a Close."""
-    return pb.Closed(sequence_id=message.sequence_id)
-
-
-def decode_closed(message: pb.Closed) -> Closed:
-    """The answer to a Close."""
-    return Closed(message.sequence_id)
-
-
-def encode_failure(message: Failure) -> pb.Failure:
+def _encode_failure(message: Failure) -> pb.Failure:
     """One sequence's error as a google.rpc.Status with ErrorInfo and RetryInfo."""
     status = make_status(message.code, message.message, message.reason, message.retry_after_ms)
     return pb.Failure(sequence_id=message.sequence_id, status=status)
 
 
-def decode_failure(message: pb.Failure) -> Failure:
-    """One sequence's error."""
+def _decode_failure(message: pb.Failure) -> Failure:
     status = message.status
     reason, retry_after_ms, _ = parse_details(status)
     return Failure(message.sequence_id, status.code, status.message, reason, retry_after_ms)
 
 
-def encode_piece(message: DraftTokens) -> pb.Piece:
-    """A part of a chain."""
-    return pb.Piece(
-        sequence_id=message.sequence_id,
-        chain=message.chain,
-        parent=message.parent,
-        position=message.position,
-        ids=message.ids,
-        weights=[encode_weights(weights) for weights in message.weights],
-        more=message.more,
-        parents=message.parents,
-        draft_us=message.draft_us,
-    )
-
-
-def decode_piece(message: pb.Piece) -> DraftTokens:
-    """A part of a chain."""
-    return DraftTokens(
-        sequence_id=message.sequence_id,
-        chain=message.chain,
-        position=message.position,
-        ids=tuple(message.ids),
-        weights=tuple(map(decode_weights, message.weights)),
-        parent=message.parent if message.HasField("parent") else None,
-        more=message.more,
-        parents=tuple(message.parents),
-        draft_us=message.draft_us,
-    )
-
-
-def encode_credit(message: Credit) -> pb.Credit:
-    """How far a peer may go."""
-    return pb.Credit(
-        sequence_id=message.sequence_id,
-        until=message.until,
-        max_window=message.max_window,
-        patience_ms=message.patience_ms,
-        max_branches=message.max_branches,
-    )
-
-
-def decode_credit(message: pb.Credit) -> Credit:
-    """How far a peer may go."""
-    return Credit(message.sequence_id, message.until, message.max_window, message.patience_ms, message.max_branches)
-
-
-def encode_prompt_logprobs(message: PromptLogprobs) -> target_pb2.PromptLogprobs:
-    """Log probabilities of prompt positions."""
-    return target_pb2.PromptLogprobs(
-        sequence_id=message.sequence_id,
-        position=message.position,
-        logprobs=map(encode_position_logprobs, message.logprobs),
-    )
-
-
-def decode_prompt_logprobs(message: target_pb2.PromptLogprobs) -> PromptLogprobs:
-    """Log probabilities of prompt positions."""
-    return PromptLogprobs(message.sequence_id, message.position, tuple(map(decode_position_logprobs, message.logprobs)))
-
-
-def encode_commit(message: Commit) -> pb.Commit:
-    """Tokens that the target committed."""
-    return pb.Commit(
-        sequence_id=message.sequence_id,
-        position=message.position,
-        chain=message.chain,
-        num_drafted=message.num_drafted,
-        num_accepted=message.num_accepted,
-        ids=message.ids,
-        origins=map(int, message.origins),  # type: ignore[arg-type]  # the numbers are the protocol's
-        logprobs=map(encode_position_logprobs, message.logprobs),
-        features=message.features,
-        finish_reason=int(message.finish_reason or 0),  # type: ignore[arg-type]
-        stop_token_id=message.stop_token_id,
-        dropped=message.dropped,
-        timings=None if message.timings == _NO_TIMINGS else encode_timings(message.timings),
-        load=None if message.load == _NO_LOAD else encode_load(message.load),
-        num_cached_ids=message.num_cached_ids,
-    )
-
-
-def decode_commit(message: pb.Commit) -> Commit:
-    """Tokens that the target committed."""
-    return Commit(
-        sequence_id=message.sequence_id,
-        position=message.position,
-        ids=tuple(message.ids),
-        origins=tuple(map(TokenOrigin, message.origins)),
-        chain=message.chain if message.HasField("chain") else None,
-        num_drafted=message.num_drafted,
-        num_accepted=message.num_accepted,
-        logprobs=tuple(map(decode_position_logprobs, message.logprobs)),
-        features=message.features,
-        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
-        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-        dropped=tuple(message.dropped),
-        timings=decode_timings(message.timings) if message.HasField("timings") else _NO_TIMINGS,
-        load=decode_load(message.load) if message.HasField("load") else _NO_LOAD,
-        num_cached_ids=message.num_cached_ids,
-    )
-
-
-_PLAIN = (
-    "name", "digest", "vocab_size", "max_model_len", "num_tokens", "tokenizer_fingerprint", "dtype", "device",
-    "batch_invariant", "num_blocks", "block_size", "protocol_major", "protocol_minor",
-    "engine", "kernels",
-)  # fmt: skip
-
-
-def encode_model_info(info: ModelInfo) -> generation_pb2.ModelInfo:
-    """A model's description."""
-    out = generation_pb2.ModelInfo(
-        eos_token_ids=info.eos_token_ids, default_sampling=encode_sampling(info.default_sampling)
-    )
-    for name in _PLAIN:
-        setattr(out, name, getattr(info, name))
+def _encode_open(message: Open) -> pb.Open:
+    """An Open, with how many ids it has: they may travel in slices."""
+    out = _OPEN.encode(message)
+    out.num_prompt_ids, out.num_output_ids = len(message.prompt_ids), len(message.output_ids)
     return out
 
 
-def decode_model_info(message: generation_pb2.ModelInfo) -> ModelInfo:
-    """A model's description."""
-    return ModelInfo(
-        eos_token_ids=tuple(message.eos_token_ids),
-        default_sampling=decode_default_sampling(message.default_sampling),
-        **{name: getattr(message, name) for name in _PLAIN},
-    )
+_POSITIONS = each(Codec(encode_position_logprobs, decode_position_logprobs))
+_OPEN_RULE: Codec[AcceptanceRule, int] = Codec(int, lambda number: decode_acceptance(number, "open.acceptance"))
+_OPEN_SAMPLING = Codec(encode_sampling, partial(decode_sampling, prefix="open.sampling."))
+_FINISH: Codec[FinishReason | None, int] = Codec(
+    lambda reason: int(reason or 0), lambda number: FinishReason(number) if number else None
+)
+_CAPABILITIES: Codec[tuple[str, ...], Iterable[str]] = Codec(tuple, lambda names: tuple(names) or BASELINE)
+_STEP_COST: Codec[tuple[int, int], target_pb2.StepCost] = Codec(
+    lambda cost: target_pb2.StepCost(num_rows=cost[0], step_us=cost[1]), lambda cost: (cost.num_rows, cost.step_us)
+)
 
-
-def encode_draft_method(method: DraftMethod) -> draft_pb2.DraftMethod:
-    """One way of drafting."""
-    return draft_pb2.DraftMethod(
-        name=method.name, needs_features=method.needs_features, can_run_ahead=method.can_run_ahead
-    )
-
-
-def decode_draft_method(message: draft_pb2.DraftMethod) -> DraftMethod:
-    """One way of drafting."""
-    return DraftMethod(message.name, message.needs_features, message.can_run_ahead)
-
-
-def encode_draft_info(info: DraftInfo) -> draft_pb2.GetDraftInfoResponse:
-    """The answer of GetDraftInfo."""
-    return draft_pb2.GetDraftInfoResponse(
-        model=encode_model_info(info.model),
-        methods=[encode_draft_method(method) for method in info.methods],
-        capabilities=info.capabilities,
-    )
-
-
-def decode_draft_info(message: draft_pb2.GetDraftInfoResponse) -> DraftInfo:
-    """The answer of GetDraftInfo."""
-    methods = tuple(decode_draft_method(method) for method in message.methods)
-    return DraftInfo(decode_model_info(message.model), methods, tuple(message.capabilities) or BASELINE)
-
-
-def encode_target_info(info: TargetInfo) -> target_pb2.GetTargetInfoResponse:
-    """The answer of GetTargetInfo."""
-    return target_pb2.GetTargetInfoResponse(
-        model=encode_model_info(info.model),
-        max_window=info.max_window,
-        load=encode_load(info.load),
-        step_costs=[target_pb2.StepCost(num_rows=rows, step_us=micros) for rows, micros in info.step_costs],
-        capabilities=info.capabilities,
-    )
-
-
-def decode_target_info(message: target_pb2.GetTargetInfoResponse) -> TargetInfo:
-    """The answer of GetTargetInfo."""
-    costs = tuple((cost.num_rows, cost.step_us) for cost in message.step_costs)
-    capabilities = tuple(message.capabilities) or BASELINE
-    load = decode_load(message.load)
-    return TargetInfo(decode_model_info(message.model), message.max_window, load, costs, capabilities)
+# A message's codec says no more than what is not plain. Open and Failure are not of their dataclasses' fields alone.
+HEADER = by_fields(FrameHeader, pb.FrameHeader)
+LOAD = by_fields(Load, pb.Load)
+TIMINGS = by_fields(StepTimings, pb.StepTimings)
+_OPEN = by_fields(Open, pb.Open, sampling=_OPEN_SAMPLING, acceptance=_OPEN_RULE)
+OPEN = Codec(_encode_open, _OPEN.decode)
+CLOSE = by_fields(Close, pb.Close)
+CLOSED = by_fields(Closed, pb.Closed)
+FAILURE = Codec(_encode_failure, _decode_failure)
+PIECE = by_fields(DraftTokens, pb.Piece, weights=each(Codec(_encode_weights, _decode_weights)))
+CREDIT = by_fields(Credit, pb.Credit)
+PROMPT_LOGPROBS = by_fields(PromptLogprobs, target_pb2.PromptLogprobs, logprobs=_POSITIONS)
+COMMIT = by_fields(
+    Commit,
+    pb.Commit,
+    origins=each(Codec(int, TokenOrigin)),
+    logprobs=_POSITIONS,
+    finish_reason=_FINISH,
+    timings=unless(StepTimings(), TIMINGS),
+    load=unless(Load(), LOAD),
+)
+MODEL_INFO = by_fields(
+    ModelInfo, generation_pb2.ModelInfo, default_sampling=Codec(encode_sampling, decode_default_sampling)
+)
+DRAFT_INFO = by_fields(
+    DraftInfo,
+    draft_pb2.GetDraftInfoResponse,
+    model=MODEL_INFO,
+    methods=each(by_fields(DraftMethod, draft_pb2.DraftMethod)),
+    capabilities=_CAPABILITIES,
+)
+TARGET_INFO = by_fields(
+    TargetInfo,
+    target_pb2.GetTargetInfoResponse,
+    model=MODEL_INFO,
+    load=LOAD,
+    step_costs=each(_STEP_COST),
+    capabilities=_CAPABILITIES,
+)
 
 
 Message = Open | Close | Closed | Failure | DraftTokens | Credit | Commit | PromptLogprobs
@@ -383,12 +202,11 @@ CANDIDATE_BYTES = 20  # at most, of one TokenLogprob: two 32-bit varints, a floa
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """One kind of message: its field in the oneof and how it is encoded and decoded."""
+class Row:
+    """One kind of message: its field in the oneof, and its codec."""
 
     field: str
-    encode: Callable[[Any], Proto]
-    decode: Callable[[Any], Message]
+    codec: Codec[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,15 +230,15 @@ class OpenSlice:
     ids: Sequence[int]
 
 
-_ROWS: dict[type[Any], _Row] = {
-    Open: _Row("open", encode_open, decode_open),
-    Close: _Row("close", encode_close, decode_close),
-    Closed: _Row("closed", encode_closed, decode_closed),
-    Failure: _Row("failure", encode_failure, decode_failure),
-    DraftTokens: _Row("piece", encode_piece, decode_piece),
-    Credit: _Row("credit", encode_credit, decode_credit),
-    Commit: _Row("commit", encode_commit, decode_commit),
-    PromptLogprobs: _Row("prompt_logprobs", encode_prompt_logprobs, decode_prompt_logprobs),
+_ROWS: dict[type[Any], Row] = {
+    Open: Row("open", OPEN),
+    Close: Row("close", CLOSE),
+    Closed: Row("closed", CLOSED),
+    Failure: Row("failure", FAILURE),
+    DraftTokens: Row("piece", PIECE),
+    Credit: Row("credit", CREDIT),
+    Commit: Row("commit", COMMIT),
+    PromptLogprobs: Row("prompt_logprobs", PROMPT_LOGPROBS),
 }
 
 
@@ -434,7 +252,7 @@ class Direction:
     frame: type[Any]
     entry: type[Any]
     oneof: str
-    rows: Mapping[type[Any], _Row]
+    rows: Mapping[type[Any], Row]
     decoders: Mapping[str, Callable[[Any], Any]]
     max_lone_bytes: int
 
@@ -443,7 +261,7 @@ class Direction:
         row = self.rows.get(type(message))
         if row is None:
             raise TypeError(f"{type(message).__name__} does not travel as {self.name}")
-        return self.entry(**{row.field: row.encode(message)})
+        return self.entry(**{row.field: row.codec.encode(message)})
 
     def encode_slow(self, message: Message) -> Message | Encoded:
         """Encodes what would hold up an event loop; from any thread. Anything else, and what is sliced, is left."""
@@ -457,7 +275,7 @@ class Direction:
 
     def build(self, header: FrameHeader, entries: Sequence[Any]) -> Any:
         """A whole frame."""
-        return self.frame(header=encode_header(header), messages=entries)
+        return self.frame(header=HEADER.encode(header), messages=entries)
 
     def slices(self, message: Message) -> Iterator[Any] | None:
         """The entries of a message too long for one; None for one that is short enough."""
@@ -473,7 +291,9 @@ def _decode_open_slice(message: pb.OpenSlice) -> OpenSlice:
 
 
 def _open_slices(entry: type[Any], message: Open) -> Iterator[Any]:
-    yield entry(open=encode_open(message, with_ids=False))
+    head = _encode_open(replace(message, prompt_ids=(), output_ids=()))
+    head.num_prompt_ids, head.num_output_ids = len(message.prompt_ids), len(message.output_ids)
+    yield entry(open=head)
     ids = message.prompt_ids + message.output_ids
     for start in range(0, len(ids), SLICE_IDS):
         yield entry(open_slice=pb.OpenSlice(sequence_id=message.sequence_id, ids=ids[start : start + SLICE_IDS]))
@@ -487,7 +307,7 @@ def _logprobs_slices(entry: type[Any], message: PromptLogprobs) -> Iterator[Any]
             size += _position_bytes(message.logprobs[end])
             end += 1
         part = PromptLogprobs(message.sequence_id, message.position + start, message.logprobs[start:end])
-        yield entry(prompt_logprobs=encode_prompt_logprobs(part))
+        yield entry(prompt_logprobs=PROMPT_LOGPROBS.encode(part))
         start = end
 
 
@@ -499,7 +319,7 @@ def _direction(
     frame: type[Any], entry: type[Any], oneof: str, kinds: tuple[type[Any], ...], max_lone_bytes: int
 ) -> Direction:
     rows = {kind: _ROWS[kind] for kind in kinds}
-    decoders: dict[str, Callable[[Any], Any]] = {row.field: row.decode for row in rows.values()}
+    decoders: dict[str, Callable[[Any], Any]] = {row.field: row.codec.decode for row in rows.values()}
     if Open in rows:
         decoders["open_slice"] = _decode_open_slice
     return Direction(entry.__name__, Open in rows, frame, entry, oneof, rows, decoders, max_lone_bytes)

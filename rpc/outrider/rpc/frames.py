@@ -12,22 +12,21 @@ The assembler holds the peer to the rules of the stream: frames without gaps or 
 that add up. A broken rule is a ProtocolError, after which the stream is of no use. What arrives late for a sequence
 that is over is no error: it is ignored. An Open that asks for what only a newer peer knows fails that sequence alone.
 
-The table. A stream may carry any number of sequences: ids that are over are kept as ranges, and only those of a window
-below the highest id, since gateways count ids up."""
+The table. A stream may carry any number of sequences: of ids that are over only those of a window below the highest id
+are kept, since gateways count ids up."""
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from outrider.rpc.codec import Direction, Encoded, Message, OpenSlice, decode_header
+from outrider.rpc.codec import HEADER, Direction, Encoded, Message, OpenSlice
 from outrider.rpc.errors import InvalidArgument, ProtocolError, ResourceExhausted
-from outrider.rpc.messages import Close, Closed, Commit, Failure, FrameHeader, Open, to_failure
+from outrider.rpc.messages import Close, Closed, FrameHeader, Open, is_last, to_failure
 
 MAX_FRAME_BYTES = 64 * 1024
 MAX_SLICES = 2  # of a frame: more log probabilities take milliseconds to encode, and to decode
@@ -39,47 +38,6 @@ MAX_OPEN_IDS = 1 << 24  # far above every context length; bounds what a broken p
 Decoded = Message | OpenSlice | InvalidArgument | None  # None: a kind that only a newer peer knows
 
 
-class IdRanges:
-    """A set of integers, kept as sorted ranges."""
-
-    __slots__ = ("_ends", "_starts")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []  # exclusive
-
-    def __contains__(self, number: int) -> bool:
-        index = bisect_right(self._starts, number) - 1
-        return index >= 0 and number < self._ends[index]
-
-    def __len__(self) -> int:
-        """The number of ranges, which is what takes memory."""
-        return len(self._starts)
-
-    def add(self, number: int) -> None:
-        """Adds a number and joins it with its neighbours."""
-        if number in self:
-            return
-        index = bisect_right(self._starts, number)
-        joins_left = index > 0 and self._ends[index - 1] == number
-        joins_right = index < len(self._starts) and self._starts[index] == number + 1
-        if joins_left and joins_right:
-            self._ends[index - 1] = self._ends[index]
-            del self._starts[index], self._ends[index]
-        elif joins_left:
-            self._ends[index - 1] = number + 1
-        elif joins_right:
-            self._starts[index] = number
-        else:
-            self._starts.insert(index, number)
-            self._ends.insert(index, number + 1)
-
-    def drop_below(self, least: int) -> None:
-        """Forgets the ranges that lie wholly below a number."""
-        gone = bisect_right(self._ends, least)
-        del self._starts[:gone], self._ends[:gone]
-
-
 class SequenceState(Enum):
     """Where a sequence is in its life on this stream."""
 
@@ -89,30 +47,28 @@ class SequenceState(Enum):
     OVER = "over"  # finished, failed or closed
 
 
+_OVER, _CLOSED = 1, 2  # marks of an id; the latter: a Close was sent or received, also after the end
+
+
 class SequenceTable:
     """The sequences of one stream; its packer and its assembler share one table."""
 
     def __init__(self) -> None:
         self._active: dict[int, SequenceState] = {}
-        self._over = IdRanges()
-        self._closed = IdRanges()  # a Close was sent or received, also after the end
         self._highest = 0
+        self._marks = bytearray(ID_WINDOW + 1)  # of the highest id and those of the window below it, round and round
 
     @property
     def num_active(self) -> int:
         """The sequences that are live or closing."""
         return len(self._active)
 
-    def active_ids(self) -> tuple[int, ...]:
-        """The ids that are live or closing."""
-        return tuple(self._active)
-
     def state(self, sequence_id: int) -> SequenceState:
         """The state of an id."""
         state = self._active.get(sequence_id)
         if state is not None:
             return state
-        over = sequence_id < self._highest - ID_WINDOW or sequence_id in self._over
+        over = sequence_id < self._highest - ID_WINDOW or self._is_marked(sequence_id, _OVER)
         return SequenceState.OVER if over else SequenceState.UNKNOWN
 
     def open(self, sequence_id: int) -> None:
@@ -123,16 +79,14 @@ class SequenceTable:
             )
         self._active[sequence_id] = SequenceState.LIVE
         if sequence_id > self._highest:
-            self._highest = sequence_id
-            self._over.drop_below(sequence_id - ID_WINDOW)
-            self._closed.drop_below(sequence_id - ID_WINDOW)
+            self._move_window(sequence_id)
 
     def close(self, sequence_id: int) -> bool:
         """Notes a Close; false if it is not the first one. The first one of an id below the window may be taken for
         the first again once the sequence is over, which makes no difference to anyone."""
-        if self._active.get(sequence_id) is SequenceState.CLOSING or sequence_id in self._closed:
+        if self._active.get(sequence_id) is SequenceState.CLOSING or self._is_marked(sequence_id, _CLOSED):
             return False
-        self._closed.add(sequence_id)
+        self._mark(sequence_id, _CLOSED)
         if sequence_id in self._active:
             self._active[sequence_id] = SequenceState.CLOSING
         return True
@@ -140,7 +94,26 @@ class SequenceTable:
     def end(self, sequence_id: int) -> None:
         """Notes that a sequence finished, failed or was released."""
         if self._active.pop(sequence_id, None) is not None:
-            self._over.add(sequence_id)
+            self._mark(sequence_id, _OVER)
+
+    def _in_window(self, sequence_id: int) -> bool:
+        return self._highest - ID_WINDOW <= sequence_id <= self._highest
+
+    def _is_marked(self, sequence_id: int, mark: int) -> bool:
+        return self._in_window(sequence_id) and bool(self._marks[sequence_id % len(self._marks)] & mark)
+
+    def _mark(self, sequence_id: int, mark: int) -> None:
+        if self._in_window(sequence_id):
+            self._marks[sequence_id % len(self._marks)] |= mark
+
+    def _move_window(self, highest: int) -> None:
+        """Ids that come into the window have no marks yet."""
+        size = len(self._marks)
+        first, num_new = (self._highest + 1) % size, min(highest - self._highest, size)
+        num_to_end = min(num_new, size - first)
+        self._marks[first : first + num_to_end] = bytes(num_to_end)
+        self._marks[: num_new - num_to_end] = bytes(num_new - num_to_end)
+        self._highest = highest
 
 
 class _Bulk:
@@ -210,7 +183,7 @@ class FramePacker:
             if isinstance(message, Closed):
                 self._discard(message.sequence_id)
             self._append(message.sequence_id, item)
-            if self._ends(message):
+            if is_last(message) and not self._direction.commands:  # a draft is told of a finish, and closed by a Close
                 self._table.end(message.sequence_id)
 
     def next_frame(self) -> list[Any] | None:
@@ -226,11 +199,6 @@ class FramePacker:
             num_slices += len(entries) - num_before
             room = self._take_urgent(entries, left)  # a last slice lets the messages behind it go
         return entries or None
-
-    def _ends(self, message: Message) -> bool:
-        if isinstance(message, Commit):  # the draft is told of finished sequences, but closed by a Close
-            return not self._direction.commands and message.finish_reason is not None
-        return isinstance(message, Closed | Failure)
 
     def _may_follow(self, sequence_id: int) -> bool:
         state = self._table.state(sequence_id)
@@ -427,7 +395,7 @@ class FrameAssembler:
         """The messages of the next frame, in order. ProtocolError if the peer broke a rule. `decoded` is what `decode`
         made of the frame, if it was asked."""
         self._check_size(frame)
-        received = Received(decode_header(frame.header))
+        received = Received(HEADER.decode(frame.header))
         if received.header.number != self.last_number + 1:
             raise ProtocolError(f"frame {received.header.number} after frame {self.last_number}")
         self.last_number = received.header.number
@@ -476,9 +444,7 @@ class FrameAssembler:
         state = self._known_state(message.sequence_id)
         if state is SequenceState.OVER:
             return
-        ends = isinstance(message, Closed | Failure) or (
-            isinstance(message, Commit) and message.finish_reason is not None
-        )
+        ends = not isinstance(message, OpenSlice) and is_last(message)
         if state is SequenceState.LIVE and not isinstance(message, OpenSlice):
             received.messages.append(message)
         elif ends:

@@ -9,23 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.rpc.errors import OutriderError, make_error
+from outrider.rpc.errors import OutriderError, Violations, make_error
 from outrider.rpc.sampling_params import (
     BASELINE,
+    MAX_LOGPROBS,
     AcceptanceRule,
     FinishReason,
     SamplingParams,
     TokenOrigin,
     validate_sampling,
-)
-from outrider.rpc.validate import (
-    MAX_DRAFT_TOKENS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_NAME_CHARS,
-    MAX_PATIENCE_MS,
-    Violations,
-    check_prompt,
 )
 
 
@@ -196,6 +188,11 @@ TargetCommand = Open | DraftTokens | Credit | Close  # gateway -> target
 TargetEvent = Commit | PromptLogprobs | Closed | Failure  # target -> gateway
 
 
+def is_last(event: object) -> bool:
+    """Whether nothing follows an event for its sequence."""
+    return isinstance(event, Closed | Failure) or (isinstance(event, Commit) and event.finish_reason is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
     """Leads every frame; `held_us` is how long the frame `last_seen` was held before this one left."""
@@ -263,6 +260,7 @@ class DraftInfo:
     model: ModelInfo
     methods: tuple[DraftMethod, ...]
     capabilities: tuple[str, ...] = BASELINE
+    version: str = ""  # of the service; empty: it is older than the field
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +272,45 @@ class TargetInfo:
     load: Load = field(default_factory=Load)
     step_costs: tuple[tuple[int, int], ...] = ()  # rows and microseconds, as measured at start
     capabilities: tuple[str, ...] = BASELINE
+    version: str = ""  # of the service; empty: it is older than the field
 
 
+MAX_N = 64
+MAX_DRAFT_TOKENS = 128
+MAX_PATIENCE_MS = 60_000
+MAX_NAME_CHARS = 128
 MAX_PIECE_IDS = 1024  # a tree may hold more ids than a chain
 MAX_WEIGHTS = 4096
 MAX_BRANCHES = 64
-_MAX_INT32, _MAX_UINT32, _MAX_UINT64 = 2**31 - 1, 2**32 - 1, 2**64 - 1
+MAX_INT32, _MAX_UINT32, _MAX_UINT64 = 2**31 - 1, 2**32 - 1, 2**64 - 1
+
+
+def validate_length(prompt_len: int, max_tokens: int, max_model_len: int, prefix: str = "sampling.") -> None:
+    """Prompt and max_tokens fit the model's context together."""
+    found = Violations(prefix)
+    if prompt_len + max_tokens > max_model_len:
+        left = max_model_len - prompt_len
+        if left >= 1:
+            found.add("max_tokens", f"is {max_tokens} after a prompt of {prompt_len} tokens", f"at most {left}")
+        else:
+            found = Violations()
+            found.add("prompt", f"has {prompt_len} tokens", f"at most {max_model_len - 1}")
+    found.raise_if_any()
+
+
+def validate_prompt_ids(ids: Sequence[int], vocab_size: int, max_model_len: int, field: str = "prompt_ids") -> None:
+    """A prompt: not empty, shorter than the context, ids that exist."""
+    found = Violations()
+    check_prompt(found, field, ids, vocab_size, max_model_len)
+    found.raise_if_any()
+
+
+def check_prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """The same, among other checks."""
+    if not ids:
+        found.add(field, "is empty", f"1 to {max_model_len - 1} token ids")
+    elif found.length(field, ids, max_model_len - 1, "tokens"):
+        found.ids(field, ids, vocab_size)
 
 
 def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS) -> None:
@@ -300,7 +331,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("seed", message.seed, 0, _MAX_UINT64)
     found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
     found.integer("first_chain", message.first_chain, 0, _MAX_UINT32)
-    found.integer("priority", message.priority, -_MAX_INT32 - 1, _MAX_INT32)
+    found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
     for name in ("salt", "traceparent", "method", "model_digest"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
     validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
@@ -327,7 +358,7 @@ def validate_piece(message: DraftTokens) -> None:
             break
     if message.parent is not None and message.parent >= message.chain:
         found.add("parent", f"is {message.parent}", f"a chain before this one ({message.chain})")
-    found.integer("position", message.position, 0, _MAX_INT32)
+    found.integer("position", message.position, 0, MAX_INT32)
     found.raise_if_any()
 
 
@@ -352,5 +383,5 @@ def validate_commit(message: Commit, vocab_size: int) -> None:
             found.add(name, f"has {size} entries", f"none, or as many as ids ({len(message.ids)})")
     if message.num_accepted > message.num_drafted:
         found.add("num_accepted", f"is {message.num_accepted}", f"at most num_drafted ({message.num_drafted})")
-    found.integer("position", message.position, 0, _MAX_INT32)
+    found.integer("position", message.position, 0, MAX_INT32)
     found.raise_if_any()

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Annotated, Any, Self, get_type_hints
 
-from outrider.rpc.errors import InvalidArgument, Violation
-from outrider.rpc.validate import ALL_LOGPROBS, MAX_LOGPROBS, Violations, shown
+from outrider.rpc.errors import InvalidArgument, Violation, Violations, shown
 from outrider.v1 import generation_pb2 as pb
 
 
@@ -85,16 +84,14 @@ class Limits:
     max_tokens: int
 
 
-Check = Callable[[Violations, str, Any, Limits], None]  # adds what is wrong with a value, whatever its type, to a list
+Check = Callable[
+    [Violations, str, Any, Limits], object
+]  # adds what is wrong with a value, whatever its type, to a list
 
 
 def number(low: float, high: float, words: str = "", *, zero: bool = False) -> Check:
     """A finite number in a closed range, which `words` say; `zero`: or 0."""
-
-    def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        found.number(name, value, low, high, zero=zero, say=words)
-
-    return check
+    return lambda found, name, value, limits: found.number(name, value, low, high, zero=zero, say=words)
 
 
 def integer(low: int, high: int | Callable[[Limits], int], also: int | None = None) -> Check:
@@ -211,6 +208,8 @@ class Parameter:
     recommended: bool = False  # a model's authors may recommend it, in generation_config.json
 
 
+MAX_LOGPROBS = 20  # of a position, where no flag says another number
+ALL_LOGPROBS = -1  # as many as the vocabulary has ids; as a bound: none
 # Below this, logits divided by it leave float32's range; 0 alone is greedy.
 MIN_DIVISOR = 1e-5
 _FIRST, _KNOWN, _GATEWAY = Reach.FIRST, Reach.KNOWN, Reach.GATEWAY

@@ -37,6 +37,7 @@ _SETTLE_S = 0.1
 # Others are left to gRPC, which knows more ways: without IPv6, it falls back from [::].
 _REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
+_MAX_PROBES = 64  # at once on an address of health alone
 LIVENESS = ""
 
 
@@ -62,6 +63,11 @@ class HealthMonitor:
         self._answers: dict[str, bool] = {}  # as they were last set
         self._publishing = asyncio.Lock()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process answers SERVING now."""
+        return self._answers.get(LIVENESS, False)
 
     @property
     def ready(self) -> bool:
@@ -148,16 +154,23 @@ class Server:
     address: str
     port: int
     health: HealthMonitor
+    health_server: Any | None = None  # of health alone, on an address of its own
+    health_address: str = ""
 
     async def start(self) -> None:
         """Accepts calls."""
+        if self.health_server is not None:
+            await self.health_server.start()
         await self.grpc_server.start()
         await self.health.start()
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Not ready at once, no new calls, running calls ended after the grace period (None: now)."""
+        """Not ready at once, no new calls, running calls ended after the grace period (None: now). Health answers on
+        its own address until they have: what drains is alive."""
         await self.health.drain()
         await self.grpc_server.stop(grace_s)
+        if self.health_server is not None:
+            await self.health_server.stop(None)
         await self.health.stop()
 
 
@@ -172,9 +185,11 @@ def build_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[Any] = (),
+    health_address: str = "",
 ) -> Server:
     """Binds "host:port", ":port" or "unix:path" (port 0: any free port). `register` adds the servicers; `services`
-    are their full names, for health and reflection. Unavailable if the address cannot be bound."""
+    are their full names, for health and reflection. `health_address` serves health alone, besides, and in plaintext
+    whatever the credentials: an orchestrator's probes know none. Unavailable if an address cannot be bound."""
     grpc_server = grpc.aio.server(
         interceptors=[ErrorInterceptor(), *interceptors],
         options=server_options(max_message_bytes),
@@ -186,7 +201,13 @@ def build_server(
     if enable_reflection:  # off by default: it tells every caller what there is
         reflection.enable_server_reflection((*services, _HEALTH_SERVICE, reflection.SERVICE_NAME), grpc_server)
     port = _bind(grpc_server, address, credentials)
-    return Server(grpc_server, with_port(address, port), port, health)
+    server = Server(grpc_server, with_port(address, port), port, health)
+    if health_address:
+        server.health_server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_PROBES)
+        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server.health_server)
+        health_port = _bind(server.health_server, health_address, None)
+        server.health_address = with_port(health_address, health_port)
+    return server
 
 
 def _bind(grpc_server: Any, address: str, credentials: grpc.ServerCredentials | None) -> int:

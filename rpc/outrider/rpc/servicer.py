@@ -58,6 +58,7 @@ class EngineServicer(ABC):
     """One engine, many gateways' streams. All methods belong to the event loop."""
 
     role: ClassVar[str]  # in messages: draft, target
+    service: ClassVar[str]  # its full name
     kind: ClassVar[StreamKind]
 
     def __init__(self, thread: EngineThread, outboxes: Outboxes) -> None:
@@ -69,6 +70,10 @@ class EngineServicer(ABC):
     @abstractmethod
     def validate(self, message: Any) -> None:
         """Raises InvalidArgument for a message that the engine shall not see."""
+
+    @abstractmethod
+    def register(self, server: Any) -> None:
+        """Adds itself to a grpc.aio server."""
 
     async def serve(self, context: Any) -> None:
         """Serves one stream until it ends; then everything that it opened is released."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 
@@ -222,6 +222,9 @@ class ServiceSettings(BaseModel):
 
 
 Address = Annotated[str, Field(description="address to serve on: HOST:PORT, :PORT or unix:PATH")]
+VllmMetrics = Annotated[
+    bool, Field(description="with metrics: what routers of vLLM's replicas read, also under vLLM's names")
+]
 CHECKPOINT = Field(description="folder of the checkpoint (Hugging Face layout, safetensors), or a hub id: ORG/NAME")
 
 
@@ -230,8 +233,28 @@ class ServerSettings(ServiceSettings):
 
     listen: Address
     reflection: bool = Field(False, description="describe the service to any caller: gRPC reflection")
+    health: str = Field(
+        "",
+        description="address of gRPC health alone, without encryption, for probes that know none: HOST:PORT or :PORT; "
+        "empty: none beside the service's own",
+    )
     grace_s: float = Field(30.0, ge=0, description="time that running streams get on SIGTERM, in seconds")
     trace_file: Path | None = Field(None, description="append traces to this file, as OTLP JSON lines")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="lines of the log on standard error: for people, or an object each for a collector"
+    )
+    metrics: str = Field(
+        "",
+        description="address of /metrics, /livez and /readyz over HTTP: HOST:PORT or :PORT; empty: none",
+    )
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_metrics(cls, address: str) -> str:
+        _, colon, port = address.rpartition(":")
+        if address and (address.startswith("unix:") or not colon or not port.isdecimal() or int(port) > 65535):
+            raise ValueError("must be HOST:PORT or :PORT, with a port of at most 65535")
+        return address
 
 
 class ModelSettings(ServiceSettings):

@@ -33,56 +33,28 @@ _LAST_WRITE_S = 1.0  # for a write to a peer that may not be reading any more
 _SLOW_S = 1.0  # a frame that takes longer to leave meets a slow reader
 
 
-class FrameTransport(Protocol):
-    """One side of a bidirectional stream of frames."""
+class FrameCall(Protocol):
+    """One side of a call: gRPC's own StreamStreamCall, or a ServicerContext."""
 
-    async def read(self) -> Any | None:
-        """The next frame; None when the peer has ended its side."""
+    async def read(self) -> Any:
+        """The next frame; EOF when the peer has ended its side."""
 
     async def write(self, frame: Any) -> None:
         """Sends a frame; waits while the peer's flow-control window is full."""
 
-    def abort(self) -> None:
-        """Ends the stream at once, if this side can."""
-
-
-class ServerTransport:
-    """The server's end: a ServicerContext. The stream ends when the handler returns."""
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-
-    async def read(self) -> Any | None:
-        """The next frame; AioRpcError if a client's call failed."""
-        frame = await self._call.read()
-        return None if frame is grpc.aio.EOF else frame
-
-    async def write(self, frame: Any) -> None:
-        """Sends a frame."""
-        await self._call.write(frame)
-
-    def abort(self) -> None:
-        """Nothing: the handler returns or raises, and gRPC ends the call with its status."""
-
-
-class ClientTransport(ServerTransport):
-    """The client's end: a StreamStreamCall, which is read and written alike."""
-
-    def abort(self) -> None:
-        """Cancels the call; the server releases what the stream opened."""
-        self._call.cancel()
+    def cancel(self) -> object:
+        """Ends the call at once; a service's ends when its handler returns or raises."""
 
 
 class RoundTrip:
-    """Smoothed and least round trip to a peer, in microseconds, from frame headers; 0 before the first measurement.
+    """The smoothed round trip to a peer, in microseconds, from frame headers; 0 before the first measurement.
     Clocks need not agree: the peer says how long it held the last frame it saw, and that is taken off the time that
     this side measured."""
 
-    __slots__ = ("_last_received", "_last_received_at", "_sent", "min_us", "smoothed_us")
+    __slots__ = ("_last_received", "_last_received_at", "_sent", "smoothed_us")
 
     def __init__(self) -> None:
         self.smoothed_us = 0.0
-        self.min_us = 0.0
         self._sent: deque[tuple[int, float]] = deque(maxlen=_MAX_OUTSTANDING)
         self._last_received = 0
         self._last_received_at = 0.0
@@ -103,12 +75,9 @@ class RoundTrip:
             acknowledged, at = self._sent.popleft()
             sent_at = at if acknowledged == last_seen else None
         if sent_at is not None:
-            self._add(max(0.0, (now - sent_at) * 1e6 - held_us))
-
-    def _add(self, sample_us: float) -> None:
-        first = not self.smoothed_us
-        self.smoothed_us = sample_us if first else self.smoothed_us + _SMOOTHING * (sample_us - self.smoothed_us)
-        self.min_us = sample_us if first else min(self.min_us, sample_us)
+            sample_us = max(0.0, (now - sent_at) * 1e6 - held_us)
+            before = self.smoothed_us or sample_us
+            self.smoothed_us = before + _SMOOTHING * (sample_us - before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +89,17 @@ class StreamConfig:
     device_timeout_s: float = 30.0
     max_pending_bytes: int = 64 << 20  # short messages unsent; a peer that reads too slowly for this is broken
     max_inbox: int = 1024  # frames received and not yet taken by the iterator; then the peer is held up
+    wrap: Callable[[FrameCall], FrameCall] = lambda call: call  # what it returns sees every frame
 
 
-def client_stream(kind: StreamKind, call: Any, **options: Any) -> FrameStream:
+def client_stream(kind: StreamKind, call: FrameCall, **options: Any) -> FrameStream:
     """The gateway's side of a call; options as for FrameStream."""
-    return FrameStream(kind, ClientTransport(call), client=True, **options)
+    return FrameStream(kind, call, client=True, **options)
 
 
 def server_stream(kind: StreamKind, context: Any, **options: Any) -> FrameStream:
     """A service's side of a call; options as for FrameStream."""
-    return FrameStream(kind, ServerTransport(context), client=False, **options)
+    return FrameStream(kind, context, client=False, **options)
 
 
 class FrameStream:
@@ -143,7 +113,7 @@ class FrameStream:
     def __init__(
         self,
         kind: StreamKind,
-        transport: FrameTransport,
+        call: FrameCall,
         *,
         client: bool,
         config: StreamConfig | None = None,
@@ -155,8 +125,8 @@ class FrameStream:
         outgoing, incoming = (kind.commands, kind.events) if client else (kind.events, kind.commands)
         self.round_trip = RoundTrip()
         self._config = config or StreamConfig()
-        self._transport, self._clock, self._step_age_ms, self._client = transport, clock, step_age_ms, client
-        self._on_messages, self._on_peer_change = on_messages, on_peer_change
+        self._call, self._clock, self._step_age_ms = self._config.wrap(call), clock, step_age_ms
+        self._on_messages, self._on_peer_change, self._client = on_messages, on_peer_change, client
         self._outgoing = outgoing
         self._table = SequenceTable()
         self._packer = FramePacker(outgoing, self._table)
@@ -215,10 +185,6 @@ class FrameStream:
     def num_sequences(self) -> int:
         """The sequences that are open on this stream."""
         return self._table.num_active
-
-    def active_ids(self) -> tuple[int, ...]:
-        """Their ids: what a service releases when the stream ends."""
-        return self._table.active_ids()
 
     def encode_slow(self, message: Message) -> Message | Encoded:
         """Encodes a message that would hold up the event loop, to be sent afterwards; from any thread."""
@@ -295,7 +261,7 @@ class FrameStream:
 
     async def _read_loop(self) -> None:
         try:
-            while (frame := await self._transport.read()) is not None:
+            while (frame := await self._call.read()) is not grpc.aio.EOF:
                 decoded = None
                 if frame.ByteSize() > MAX_FRAME_BYTES:  # one long message: heartbeats go on beside it
                     self._last_received_at = self._clock()
@@ -327,7 +293,7 @@ class FrameStream:
                     await self._wake.wait()  # runs in the next turn: all that this turn pushes makes one frame
                     continue
                 self._writing = True
-                await self._transport.write(self._build(entries or ()))
+                await self._call.write(self._build(entries or ()))
                 self._writing = False
         except grpc.aio.AioRpcError as error:
             self._finish(from_rpc_error(error))
@@ -396,7 +362,8 @@ class FrameStream:
         self._error = error
         self._finished.set()
         self._arrived.set()
-        self._transport.abort()
+        if self._client:  # the service then releases what the stream opened
+            self._call.cancel()
         # gRPC cannot send a call's status while a write of it is under way, cancelled or not: a service lets its last
         # write end, so that the peer learns why the stream ended.
         spared = self._tasks[1:2] if self._writing and not self._client else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -20,7 +20,10 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, SamplingResult
+from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 # A few hundred rounds a second, each with five children: the SDK's default of 2048 would drop spans silently.
@@ -78,10 +81,40 @@ def _ids_to_hex(entry: dict[str, Any]) -> None:
         entry[name] = base64.b64decode(entry[name]).hex()
 
 
-def setup_tracing(service_name: str, trace_file: Path | None = None) -> Callable[[], None]:
+class LinkedSampler(Sampler):
+    """A sampler that follows parents follows links, too: a step is recorded if one of the requests in it is, so that
+    the gateway alone decides. Any other sampler decides as it does."""
+
+    def __init__(self, inner: Sampler) -> None:
+        self._inner = inner
+
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        """The SDK's question for each new span."""
+        if isinstance(self._inner, ParentBased) and any(link.context.trace_flags.sampled for link in links or ()):
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
+        return self._inner.should_sample(parent_context, trace_id, name, kind, attributes, links, trace_state)
+
+    def get_description(self) -> str:
+        """Its name in logs."""
+        return f"Linked({self._inner.get_description()})"
+
+
+def setup_tracing(
+    service_name: str, trace_file: Path | None = None, *, follows_links: bool = False
+) -> Callable[[], None]:
     """Installs exporters: to a collector if OTEL_EXPORTER_OTLP_(TRACES_)ENDPOINT is set, to a file if one is given,
     else nothing. Returns what flushes and stops them. OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES and
-    OTEL_TRACES_SAMPLER hold as the SDK defines them. Once per process: OpenTelemetry keeps its first provider."""
+    OTEL_TRACES_SAMPLER hold as the SDK defines them; a service behind a gateway `follows_links` (LinkedSampler). Once
+    per process: OpenTelemetry keeps its first provider."""
     exporters: list[SpanExporter] = []
     if any(os.environ.get(name) for name in ENDPOINT_VARIABLES):
         # Imported only here: it brings a second gRPC user into the process.
@@ -93,6 +126,8 @@ def setup_tracing(service_name: str, trace_file: Path | None = None) -> Callable
     if not exporters:
         return lambda: None
     provider = build_provider(service_name, exporters)
+    if follows_links:
+        provider.sampler = LinkedSampler(provider.sampler)
     trace.set_tracer_provider(provider)
     return provider.shutdown
 
@@ -129,6 +164,29 @@ def context_from_traceparent(traceparent: str) -> Context:
     return _PROPAGATOR.extract({_TRACEPARENT: traceparent}, Context())
 
 
+class StepTracer:
+    """Writes a span for every step of an engine that holds a traced request, linked to those requests."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    @classmethod
+    def if_enabled(cls, name: str) -> StepTracer | None:
+        """None unless a real provider was installed: then steps cost nothing."""
+        provider = trace.get_tracer_provider()
+        return cls(provider.get_tracer(name)) if isinstance(provider, TracerProvider) else None
+
+    def record(
+        self, name: str, traceparents: Iterable[str], started_ns: int, attributes: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """The span of a step that ends now; `started_ns` is the wall clock's."""
+        spans = [trace.get_current_span(context_from_traceparent(header)) for header in traceparents if header]
+        contexts = [span.get_span_context() for span in spans]
+        links = [Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]
+        if links:
+            self._tracer.start_span(name, links=links, attributes=attributes(), start_time=started_ns).end()
+
+
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
@@ -136,10 +194,7 @@ GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
 GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
 GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
 GEN_AI_REQUEST_TOP_K: Final = "gen_ai.request.top_k"
-GEN_AI_REQUEST_SEED: Final = "gen_ai.request.seed"
-GEN_AI_REQUEST_STOP_SEQUENCES: Final = "gen_ai.request.stop_sequences"
 GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"
-GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
 GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
 GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
 GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
@@ -147,23 +202,34 @@ GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_USAGE_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 ERROR_TYPE: Final = "error.type"
-SERVER_ADDRESS: Final = "server.address"
-SERVER_PORT: Final = "server.port"
+RPC_SYSTEM_NAME: Final = "rpc.system.name"
+RPC_METHOD: Final = "rpc.method"
+RPC_RESPONSE_STATUS_CODE: Final = "rpc.response.status_code"
+HTTP_REQUEST_METHOD: Final = "http.request.method"
+HTTP_ROUTE: Final = "http.route"
+HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
+URL_PATH: Final = "url.path"
+URL_SCHEME: Final = "url.scheme"
 
 OPERATION_CHAT: Final = "chat"
 OPERATION_TEXT_COMPLETION: Final = "text_completion"
 PROVIDER: Final = "outrider"
 
 SPAN_ROUND: Final = "outrider.round"
+SPAN_ROUNDS: Final = "outrider.rounds"  # many as one, with the sums of their attributes
 SPAN_DRAFT: Final = "outrider.draft"
 SPAN_WIRE: Final = "outrider.wire"
 SPAN_QUEUE: Final = "outrider.queue"
 SPAN_VERIFY: Final = "outrider.verify"
 SPAN_SAMPLE: Final = "outrider.sample"
-SPAN_PREFILL: Final = "outrider.prefill"
-SPAN_VERIFY_BATCH: Final = "outrider.verify_batch"
 SPAN_DRAFT_BATCH: Final = "outrider.draft_batch"
 
+ROUNDS_COUNT: Final = "outrider.rounds.count"
+ROUNDS_DRAFT_US: Final = "outrider.rounds.draft_us"
+ROUNDS_WIRE_US: Final = "outrider.rounds.wire_us"
+ROUNDS_QUEUE_US: Final = "outrider.rounds.queue_us"
+ROUNDS_VERIFY_US: Final = "outrider.rounds.verify_us"
+ROUNDS_SAMPLE_US: Final = "outrider.rounds.sample_us"
 ROUND_INDEX: Final = "outrider.round.index"
 ROUND_K: Final = "outrider.round.k"
 ROUND_CHAIN: Final = "outrider.round.chain"
@@ -175,12 +241,8 @@ ROUND_BONUS: Final = "outrider.round.bonus"
 ROUND_POLICY: Final = "outrider.round.policy"
 ROUND_OVERHEAD_US: Final = "outrider.round.overhead_us"
 CONTROLLER: Final = "outrider.controller"  # what a round's policy was chosen by: acceptance, hits, times
-ROUND_RTT_US: Final = "outrider.round.rtt_us"
 BATCH_ROWS: Final = "outrider.batch.rows"
 BATCH_SEQUENCES: Final = "outrider.batch.sequences"
-LOAD_RUNNING: Final = "outrider.load.running"
-LOAD_WAITING: Final = "outrider.load.waiting"
-LOAD_FREE_BLOCKS: Final = "outrider.load.free_blocks"
 REQUEST_ID: Final = "outrider.request.id"
 REQUEST_COMPLETION: Final = "outrider.request.completion"
 REQUEST_ACCEPTANCE: Final = "outrider.request.acceptance"

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
 import sys
 from collections.abc import Sequence
 
-from outrider.rpc.errors import OutriderError
-from outrider.rpc.settings import parse_settings
+from outrider.rpc import engine_service
 from outrider.target_service.settings import TargetSettings
-
-log = logging.getLogger(__name__)
 
 DESCRIPTION = "Serve a target model: verify drafted tokens and commit what the model itself would have produced."
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider target") -> int:
     """Runs the service until SIGTERM or SIGINT; 2 for settings or a checkpoint that cannot be served."""
-    settings = parse_settings(TargetSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning OpenMP threads starve the event loop; before torch
-    from outrider.engine.models.base import UnsupportedModel
-    from outrider.target_service.boot import serve
+    return engine_service.main(TargetSettings, argv, prog, DESCRIPTION, serve)
 
-    try:
-        asyncio.run(serve(settings))
-    except (UnsupportedModel, OutriderError, FileNotFoundError, ValueError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+async def serve(settings: TargetSettings) -> None:
+    """Loads, serves, drains."""
+    from outrider.target_service import boot  # torch, once the environment is set
+
+    await engine_service.serve_engine("target", settings, lambda: boot.start(settings))
 
 
 if __name__ == "__main__":

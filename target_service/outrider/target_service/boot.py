@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,57 +18,34 @@ from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
 from outrider.engine.worker import Worker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
-from outrider.rpc.hub import locate, model_name
-from outrider.rpc.messages import ModelInfo, TargetInfo
-from outrider.rpc.sampling_params import SamplingParams
-from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
+from outrider.rpc.engine_service import EngineService, build_service
+from outrider.rpc.engine_service import info_of as model_info_of
+from outrider.rpc.hub import locate
+from outrider.rpc.messages import TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.telemetry import setup_tracing
-from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.telemetry import StepTracer
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
-from outrider.target_service.outputs import StepTracer
+from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.profile import StepProfile, thread_split
 from outrider.target_service.sequence import TargetLimits
-from outrider.target_service.servicer import SERVICE, TargetServicer, register
+from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
+
+if TYPE_CHECKING:
+    from outrider.target_service.metrics import TargetMetrics
 
 log = logging.getLogger(__name__)
 
-DEVICE_TIMEOUT_S = 30.0  # a step that takes longer is a dead device; a long prefill below that is not
+TargetService = EngineService[TargetEngine]
 
 
-@dataclass(frozen=True, slots=True)
-class TargetService:
-    """A target that is bound and not yet serving."""
-
-    server: Server
-    servicer: TargetServicer
-    engine: TargetEngine
-    thread: Worker[TargetEngineCommand]
-
-    async def stop(self) -> None:
-        """Ends the server and the device thread at once."""
-        await self.server.stop()
-        await asyncio.to_thread(self.thread.stop)
-
-
-async def serve(settings: TargetSettings) -> None:
-    """Loads, serves, drains."""
-    require_free(settings.listen)
-    settings = await asyncio.to_thread(located, settings)
+async def start(settings: TargetSettings) -> TargetService:
+    """Loads the model and binds the server."""
     set_switch_interval()
     torch.set_num_threads(settings.threads or usable_threads())
-    stop_tracing = setup_tracing("outrider-target", settings.trace_file)
-    service = build(settings, await asyncio.to_thread(load, settings))
-    try:
-        on_drain = service.servicer.drain
-        await serve_until_signal(
-            service.server, name="target", grace_s=settings.grace_s, on_drain=on_drain, work=service.thread.ended
-        )
-    finally:
-        await asyncio.to_thread(service.thread.stop)
-        await asyncio.to_thread(stop_tracing)
+    settings = await asyncio.to_thread(located, settings)
+    return build(settings, await asyncio.to_thread(load, settings))
 
 
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
@@ -74,37 +54,52 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     runner = build_runner(loaded.model, runner_options(settings))
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
-    engine = new_engine(settings, runner, limits, outboxes.flush)
+    metrics = new_metrics(settings)
+    engine = new_engine(settings, runner, limits, outboxes.flush, metrics)
     thread: Worker[TargetEngineCommand] = Worker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     costs = thread.call(engine.profile).result()
     engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-    servicer = TargetServicer(thread, outboxes, info_of(settings, loaded, limits, costs), engine.load)
-
-    async def probe() -> None:
-        await asyncio.wrap_future(thread.call(engine.probe))
-
-    server = build_server(
-        settings.listen,
-        [SERVICE],
-        lambda grpc_server: register(servicer, grpc_server),
-        health=HealthMonitor(
-            [SERVICE], probe=probe, is_alive=lambda: thread.is_alive and thread.step_age_s() < DEVICE_TIMEOUT_S
-        ),
-        enable_reflection=settings.reflection,
-    )
+    info = info_of(settings, loaded, limits, costs)
+    servicer = TargetServicer(thread, outboxes, info, engine.load)
+    if metrics is not None:
+        metrics.attach(engine, thread, info.model, settings.vllm_metrics)
     log.info(
         "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
     )
-    return TargetService(server, servicer, engine, thread)
+    return build_service(
+        settings.listen,
+        engine,
+        thread,
+        servicer,
+        enable_reflection=settings.reflection,
+        health_address=settings.health,
+        metrics=metrics,
+    )
+
+
+def new_metrics(settings: TargetSettings) -> TargetMetrics | None:
+    """What counts, where somebody asks for it; nothing of metrics is imported elsewhere."""
+    if not settings.metrics:
+        return None
+    from outrider.target_service.metrics import TargetMetrics
+
+    return TargetMetrics()
 
 
 def new_engine(
-    settings: TargetSettings, runner: ModelRunner, limits: TargetLimits, flush: Callable[[], None] = lambda: None
+    settings: TargetSettings,
+    runner: ModelRunner,
+    limits: TargetLimits,
+    flush: Callable[[], None] = lambda: None,
+    metrics: TargetMetrics | None = None,
 ) -> TargetEngine:
     """An engine by the settings, traced if tracing is on."""
-    tracer = StepTracer.if_enabled()
+    tracer = StepTracer.if_enabled("outrider.target")
+    watchers: list[Callable[[ComputedStep], None]] = []
+    watchers += [partial(trace_step, tracer)] if tracer is not None else []
+    watchers += [metrics.add_step] if metrics is not None else []
     return TargetEngine(
         runner,
         limits,
@@ -112,7 +107,29 @@ def new_engine(
         max_rows=settings.max_rows,
         cut_windows=settings.cut_windows,
         flush=flush,
-        on_step=tracer.on_step if tracer is not None else None,
+        on_step=partial(tell_all, watchers) if watchers else None,
+    )
+
+
+def tell_all(watchers: Sequence[Callable[[ComputedStep], None]], step: ComputedStep) -> None:
+    """Called on the device thread after each step."""
+    for watch in watchers:
+        watch(step)
+
+
+def trace_step(tracer: StepTracer, step: ComputedStep) -> None:
+    """Called on the device thread after each step."""
+    headers = [scheduled.target.open.traceparent for scheduled in step.scheduled]
+    tracer.record(
+        "outrider.verify_step",
+        headers,
+        step.started_ns,
+        lambda: {
+            "outrider.step.rows": step.timings.num_rows,
+            "outrider.step.sequences": len(step.scheduled),
+            "outrider.step.drafted": sum(len(scheduled.window.ids) for scheduled in step.scheduled),
+            "outrider.step.accepted": sum(window.num_accepted for window in step.verified),
+        },
     )
 
 
@@ -168,22 +185,7 @@ def info_of(
     settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits, step_costs: StepProfile = ()
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
-    vocabulary = read_vocabulary(Path(settings.model))
-    model = ModelInfo(
-        name=settings.name or model_name(settings.model),
-        digest=loaded.digest,
-        vocab_size=loaded.vocab_size,
-        max_model_len=loaded.max_model_len,
-        num_tokens=vocabulary.num_tokens if vocabulary is not None else 0,
-        tokenizer_fingerprint=vocabulary.fingerprint if vocabulary is not None else "",
-        eos_token_ids=loaded.eos_token_ids,
-        default_sampling=SamplingParams(**loaded.default_sampling),  # type: ignore[arg-type]
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        device=settings.device,
-        batch_invariant=loaded.model.batch_invariant,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        engine=loaded.engine,
-        kernels=loaded.kernels,
-    )
-    return TargetInfo(model, limits.max_window, step_costs=step_costs)
+    room = limits.num_blocks, limits.block_size
+    model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
+    invariant = replace(model, batch_invariant=loaded.model.batch_invariant)
+    return TargetInfo(invariant, limits.max_window, step_costs=step_costs, version=metadata.version("outrider"))

@@ -3,10 +3,9 @@ another. Nothing is read on the host in between, so that where the pass was a ca
 launched behind it while the pass still runs. Requests that change single logits (biases, bans, penalties) are judged by
 the same kernels, launched one by one.
 
-The rules are those of `verifier`. There the windows of each are judged apart, with random numbers that idle time
-prepared; here all share one call, and what a rule needs more is launched where one of the windows has it: the race
-under coupling, uniforms and the draw from what is left under rejection. Random numbers are drawn where they are used:
-counters take no memory, which is what a device is short of."""
+What a rule needs more is launched where one of the windows has it: the race under coupling, uniforms and the draw from
+what is left under rejection. Random numbers are drawn where they are used: counters take no memory, which is what a
+device is short of."""
 
 from __future__ import annotations
 
@@ -25,16 +24,18 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import OFF, assemble, is_numeric_only, parameters_of, row_sampling, sampling_columns
 from outrider.engine.staging import Column, StagedColumns, words_of
 from outrider.kernels.random.reference import Purpose, as_int64, words
-from outrider.kernels.sampling.reference import MAX_ENTRIES, greedy_choice, logits_to_probs
-from outrider.kernels.types import RowSampling, Windows
-from outrider.kernels.verify.reference import accept_uniforms, coupled_accept, coupled_draw, draw
+from outrider.kernels.sampling.reference import MAX_ENTRIES
+from outrider.kernels.types import PackedEntries, RowSampling, Windows
+from outrider.kernels.verify.reference import accept_uniforms, coupled_draw
 from outrider.target_service.outputs import VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
 from outrider.target_service.verifier import (
     HostVerifier,
+    VerifyResult,
     VerifyRule,
     draft_ids_of,
+    judge,
     layout_of,
     rows_of,
     rule_of,
@@ -46,7 +47,7 @@ COUNTERS = ("seeds", "positions", "completions")  # of each row
 
 
 def verify_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Column]:
-    """What `verify_windows` reads; the entries of draft weights come last, since there may be few."""
+    """What a `DeviceBatch` reads; the entries of draft weights come last, since there may be few."""
     by_window = ("row_starts", "num_rows", "num_drafted", "draft_starts", "rules")
     by_draft = ("draft_ids", "row_of_draft", "window_of_draft", "offset_of_draft")  # no more of them than rows
     return [
@@ -59,44 +60,44 @@ def verify_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Co
     ]
 
 
-def verify_windows(
-    logits: Tensor,  # [rows, vocab] float32
-    columns: StagedColumns,
-    sampling: RowSampling,
-    max_rule: VerifyRule,  # the last of the rules of the windows
-) -> Tensor:  # [2 n + rows] int64
-    """Of each window how many drafted tokens are accepted, then of each the token after them (-1: none), then which
-    rows are invalid."""
-    windows = Windows(*(columns[name] for name in LAYOUT))
-    own, invalid = greedy_choice(logits, sampling)  # [rows] each
-    own = own.masked_fill(invalid, -1)
-    probs = logits
-    if max_rule > VerifyRule.GREEDY:
-        probs, _ = logits_to_probs(logits, sampling)  # [rows, vocab]
-        seeds, positions, completions = (columns[name] for name in COUNTERS)  # [rows] each
-        raced = coupled_draw(probs, seeds, positions, completions)
-        own = torch.where(columns["greedy_rows"] != 0, own, raced)
-    accepted, next_ids = coupled_accept(own, windows, columns["draft_ids"])  # [n] each
-    if max_rule == VerifyRule.REJECTION:
-        rejects = columns["rules"] == VerifyRule.REJECTION  # [n]
-        accepted_by_rejection, drawn = _verify_by_rejection(probs, columns, windows)
-        accepted = torch.where(rejects, accepted_by_rejection, accepted)
-        next_ids = torch.where(rejects, drawn, next_ids)
-    return torch.cat((accepted, next_ids, invalid.long()))
+class DeviceBatch:
+    """Windows of a step, read from its columns. Every rule up to the last one of its windows is applied to all, so that
+    what is captured for a size is three calls."""
 
+    is_plain = False  # where nothing was drafted, padding is
 
-def _verify_by_rejection(probs: Tensor, columns: StagedColumns, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Rejection sampling of all windows: the numbers accepted and the next ids, [n] int64 each."""
-    from outrider.kernels.verify.triton import PackedEntries, accept_packed
+    def __init__(self, columns: StagedColumns, max_rule: VerifyRule) -> None:
+        self._columns = columns
+        self.rules = tuple(rule for rule in VerifyRule if rule <= max_rule)
+        self.windows = Windows(*(columns[name] for name in LAYOUT))
+        self.draft_ids = columns["draft_ids"]  # [drafted] int64
+        self._counters = [columns[name] for name in COUNTERS]  # [rows] int64 each
 
-    seeds, positions, completions = (columns[name] for name in COUNTERS)  # [rows] each
-    uniforms = accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions))  # [rows]
-    ids, weights = columns["entries"].view(-1, 2).unbind(1)  # [entries] each
-    entries = PackedEntries(ids.contiguous(), weights.contiguous(), columns["entry_starts"])
-    accepted, left = accept_packed(probs, windows, columns["draft_ids"], entries, uniforms[windows.row_of_draft])
-    rows = windows.next_rows(accepted)  # [n]
-    purposes = torch.where(accepted == windows.num_drafted, int(Purpose.BONUS), int(Purpose.RECOVERED))  # [n]
-    return accepted, draw(left, words(seeds[rows], positions[rows], purposes, completions[rows]))
+    @property
+    def greedy_rows(self) -> Tensor | None:
+        return self._columns["greedy_rows"] != 0 if len(self.rules) > 1 else None
+
+    @property
+    def rejecting(self) -> Tensor | None:
+        return self._columns["rules"] == VerifyRule.REJECTION if VerifyRule.REJECTION in self.rules else None
+
+    @property
+    def draft_weights(self) -> PackedEntries:
+        ids, weights = self._columns["entries"].view(-1, 2).unbind(1)  # [entries] each
+        return PackedEntries(ids.contiguous(), weights.contiguous(), self._columns["entry_starts"])
+
+    def race(self, probs: Tensor) -> Tensor:
+        seeds, positions, completions = self._counters
+        return coupled_draw(probs, seeds, positions, completions)
+
+    def uniforms(self, rows: Tensor) -> Tensor:
+        seeds, positions, completions = self._counters
+        return accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions))[rows]
+
+    def next_words(self, rows: Tensor, is_bonus: Tensor) -> Tensor:
+        seeds, positions, completions = (counter[rows] for counter in self._counters)  # [n] each
+        purposes = torch.where(is_bonus, int(Purpose.BONUS), int(Purpose.RECOVERED))  # [n]
+        return words(seeds, positions, purposes, completions)
 
 
 class VerifyInputs:
@@ -140,8 +141,7 @@ class VerifyInputs:
         ]
         num_rows = layout.num_rows.numpy()  # [n]
         by_row: dict[str, NDArray[Any]] = {
-            name: np.array([numbers[name] for numbers in by_window], dtype).repeat(num_rows)
-            for name, dtype in _BY_ROW.items()
+            name: np.array([numbers[name] for numbers in by_window]).repeat(num_rows) for name in _BY_ROW
         }
         by_row["positions"] = by_row.pop("first_row_at") + np.arange(self.num_rows)
         rules = [rule_of(window.target) for window in self.windows]
@@ -156,10 +156,7 @@ class VerifyInputs:
         return packed.reshape(-1)
 
 
-_BY_ROW: dict[str, type] = {
-    "temperature": np.float32, "min_p": np.float32, "top_k": np.int64, "top_p": np.float64, "seeds": np.int64,
-    "completions": np.int64, "first_row_at": np.int64, "greedy_rows": np.int32,
-}  # fmt: skip
+_BY_ROW = (*OFF, "seeds", "completions", "first_row_at", "greedy_rows")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -244,14 +241,15 @@ class DeviceVerifier:
             sampling = assemble([window.sampling_rows for window in inputs.windows], self._device)
         else:
             sampling = row_sampling(columns)
-        return verify_windows(logits, columns, sampling, inputs.max_rule)
+        return _results_of(judge(logits, sampling, DeviceBatch(columns, inputs.max_rule)))
 
     def _capture(self, size: VerifySize, columns: StagedColumns, rule: VerifyRule) -> CapturedVerify:
         results = torch.zeros(2 * size.num_windows + size.num_rows, dtype=torch.int64, device=self._device)
         sampling = row_sampling(columns)
 
         def step() -> None:
-            results.copy_(verify_windows(self._logits[: size.num_rows], columns, sampling, rule))
+            judged = judge(self._logits[: size.num_rows], sampling, DeviceBatch(columns, rule))
+            results.copy_(_results_of(judged))
 
         return CapturedVerify(columns, sampling, results, self._graphs.capture(step))
 
@@ -262,6 +260,11 @@ class DeviceVerifier:
         """The host's buffer is free: whoever judged from it last has read the results."""
         words = inputs.write(columns)
         self._graphs.upload(device[:words], host[:words])
+
+
+def _results_of(judged: VerifyResult) -> Tensor:  # [2 n + rows] int64
+    accepted, next_ids, invalid = judged
+    return torch.cat((accepted, next_ids, invalid.long()))
 
 
 def _words(size: VerifySize) -> int:

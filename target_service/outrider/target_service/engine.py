@@ -1,6 +1,7 @@
 """The target's engine, run by the device thread: commands in, one ragged step at a time, commits out to the sinks.
 
-A fault costs the sequence that it is met with, never those that share its step, its stream or the engine."""
+A fault costs the sequence that it is met with, never those that share its step, its stream or the engine; one of the
+process is not charged to sequences."""
 
 from __future__ import annotations
 
@@ -9,31 +10,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-
-import grpc
+from typing import TypeVar
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
+from outrider.engine.worker import DeviceLost, require_device
+from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, Unavailable
+from outrider.rpc.logs import of
 from outrider.rpc.messages import (
     Close,
     Closed,
     Commit,
     Credit,
     DraftTokens,
-    Failure,
     Load,
     Open,
+    StepTimings,
     TargetCommand,
     TargetEvent,
+    to_failure,
 )
 from outrider.rpc.servicer import Deliver, Detach
-from outrider.target_service.device_verifier import verifier_of
-from outrider.target_service.goodput import Goodput
-from outrider.target_service.outputs import ComputedStep, VerifiedWindow
+from outrider.target_service.device_verifier import StepVerifier, verifier_of
+from outrider.target_service.goodput import BatchingDelay, Goodput
+from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs, report_prompt
 from outrider.target_service.profile import StepProfile, ThreadSplit, measure_steps
-from outrider.target_service.scheduler import BatchingDelay, TargetScheduler
-from outrider.target_service.sequence import Refused, Sink, TargetLimits, TargetSequence, admit
-from outrider.target_service.step import commit, compute, drafted_and_accepted, run_isolated
+from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
+from outrider.target_service.sequence import Sink, TargetLimits, TargetSequence, admit
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ TargetEngineCommand = Deliver[TargetCommand, TargetEvent] | Detach
 
 
 class TargetEngine:
-    """Run by a Worker. `on_step` is told of every step, `flush` is called once after each with answers."""
+    """Run by a Worker. `on_step` is told of each step before its commits, `flush` is called after each with answers."""
 
     def __init__(
         self,
@@ -88,10 +91,10 @@ class TargetEngine:
     def step(self, now: float) -> float | None:
         """Runs one ragged step, or says how long nothing is due. Raises DeviceLost when the process has to end."""
         self._expire(now)
-        due = self.scheduler.next_due(now)
+        due = min(dues := self.scheduler.dues(now), default=None)
         if due is None or due > now:
             return 0.0 if self._prepare_ahead() else self._wait(due, now)
-        if hold := self._batching_delay.hold(self.scheduler.sequences.values(), now):
+        if hold := self._batching_delay.hold(dues, now):
             return 0.0 if self._prepare_ahead() else hold
         has_run = False
         for step in run_isolated(self.scheduler.runnable(now), self._compute, self._give_up, self._hand_over):
@@ -105,7 +108,7 @@ class TargetEngine:
         """A bug that is no one sequence's: every sequence fails, the service goes on."""
         log.error("the engine failed", exc_info=error)
         for target in list(self.scheduler.sequences.values()):
-            self._fail(target, grpc.StatusCode.INTERNAL, "the engine failed; see the log", "ENGINE_FAILED")
+            self._fail(target, Internal("the engine failed; see the log", reason="ENGINE_FAILED"))
         self._flush()
 
     def probe(self) -> None:
@@ -122,7 +125,7 @@ class TargetEngine:
     def load(self) -> Load:
         """The present load; from any thread."""
         sequences = list(self.scheduler.sequences.values())  # at once: commands and steps change it
-        running = sum(1 for target in sequences if target.has_credit)
+        running = sum(1 for target in sequences if target.wants_tokens)
         waiting = sum(1 for target in sequences if not target.admitted)
         return Load(running, waiting, self.cache.pool.num_free)
 
@@ -143,12 +146,13 @@ class TargetEngine:
         parent = self.scheduler.sequences.get((stream, message.fork_of)) if message.fork_of is not None else None
         try:
             if len(self.scheduler.sequences) >= self.limits.max_sequences:
-                raise Refused.busy(message.sequence_id, self.limits.max_sequences)
+                text = f"{self.limits.max_sequences} sequences are open already"
+                raise ResourceExhausted(text, reason="BUSY", retry_after_ms=1000)
             target = admit(
                 message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, self._clock()
             )
-        except Refused as refused:
-            sink(refused.failure)
+        except OutriderError as error:
+            sink(to_failure(message.sequence_id, error))
             self._flush()
             return
         self._arrivals += 1
@@ -156,9 +160,9 @@ class TargetEngine:
 
     def _update(self, target: TargetSequence, message: DraftTokens | Credit, received: float) -> None:
         if isinstance(message, Credit):
-            had_credit = target.has_credit
+            wanted_tokens = target.wants_tokens
             target.grant(message)
-            if not had_credit:
+            if not wanted_tokens:
                 target.ready_since = max(target.ready_since, received)
             return
         was_waiting = target.chains.live() is None
@@ -173,12 +177,12 @@ class TargetEngine:
 
     def _expire(self, now: float) -> None:
         for target in [t for t in self.scheduler.sequences.values() if t.deadline is not None and t.deadline <= now]:
-            self._fail(target, grpc.StatusCode.DEADLINE_EXCEEDED, "the request's time ran out", "DEADLINE")
+            self._fail(target, DeadlineExceeded("the request's time ran out", reason="DEADLINE"))
             self._flush()
 
     def _prepare_ahead(self) -> bool:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
-        for target in [target for target in self.scheduler.sequences.values() if target.has_credit]:
+        for target in [target for target in self.scheduler.sequences.values() if target.wants_tokens]:
             with self._fail_on_error(target, "random numbers"):
                 if self.verifier.prepare(target):
                     return True
@@ -211,6 +215,8 @@ class TargetEngine:
 
     def _commit_step(self, step: ComputedStep) -> None:
         """Commits every window, and what was computed of prompts."""
+        if self._on_step is not None:
+            self._on_step(step)
         load = self.load()  # once a step: it looks at every sequence
         for verified in step.verified:
             with self._fail_on_error(verified.scheduled.target, "a commit"):
@@ -220,15 +226,13 @@ class TargetEngine:
                 with self._fail_on_error(scheduled.target, "a prompt's chunk"):
                     scheduled.target.sequence.num_computed_tokens = scheduled.end
                     self.cache.publish(scheduled.target.sequence, scheduled.committed)
-        if self._on_step is not None:
-            self._on_step(step)
 
     def _commit(self, verified: VerifiedWindow, step: ComputedStep, load: Load) -> None:
         target = verified.scheduled.target
         if verified.invalid:
             message = "the target's logits hold NaN or infinity, or no token is allowed"
             self.cache.forget(target.sequence, target.num_cached_ids)  # nobody shall find what it computed
-            self._fail(target, grpc.StatusCode.INTERNAL, message, "INVALID_LOGITS")
+            self._fail(target, Internal(message, reason="INVALID_LOGITS"))
             return
         if self.scheduler.goodput is not None:
             self.scheduler.goodput.add_verified(target.acceptance, *drafted_and_accepted(verified))
@@ -244,31 +248,141 @@ class TargetEngine:
         try:
             yield
         except Exception:
-            log.exception("%s of sequence %d failed", what, target.open.sequence_id)
-            self._fail(target, grpc.StatusCode.INTERNAL, f"{what} failed in the engine; see the log", "COMMIT_FAILED")
+            log.exception("%s of sequence %d failed", what, target.open.sequence_id, extra=of(target.open))
+            self._fail(target, Internal(f"{what} failed in the engine; see the log", reason="COMMIT_FAILED"))
 
     def _give_up_message(self, stream: int, message: TargetCommand, sink: Sink) -> None:
         """To be called where a message raised: it costs its own sequence."""
         log.exception("a %s of sequence %d failed", type(message).__name__, message.sequence_id)
         target = self.scheduler.sequences.get((stream, message.sequence_id))
-        reason, text = "COMMAND_FAILED", "a message failed in the engine; see the log"
+        failed = Internal("a message failed in the engine; see the log", reason="COMMAND_FAILED")
         if target is not None:
-            self._fail(target, grpc.StatusCode.INTERNAL, text, reason)
+            self._fail(target, failed)
         else:
-            sink(Failure(message.sequence_id, grpc.StatusCode.INTERNAL.value[0], text, reason))
+            sink(to_failure(message.sequence_id, failed))
         self._flush()
 
     def _give_up(self, target: TargetSequence, error: Exception) -> None:
         """A step of this sequence alone failed."""
-        log.error("sequence %d ends: its step fails", target.open.sequence_id, exc_info=error)
-        self._fail(target, grpc.StatusCode.INTERNAL, "the sequence's step failed; see the log", "STEP_FAILED")
+        log.error("sequence %d ends: its step fails", target.open.sequence_id, exc_info=error, extra=of(target.open))
+        self._fail(target, Internal("the sequence's step failed; see the log", reason="STEP_FAILED"))
 
     def _hand_over(self, target: TargetSequence, error: Exception) -> None:
         """No sequence's step runs here: the gateway opens it elsewhere."""
-        log.error("sequence %d ends: no step runs here", target.open.sequence_id, exc_info=error)
-        self._fail(target, grpc.StatusCode.UNAVAILABLE, "no step runs on this target; see the log", "NO_STEP_RUNS")
+        log.error("sequence %d ends: no step runs here", target.open.sequence_id, exc_info=error, extra=of(target.open))
+        self._fail(target, Unavailable("no step runs on this target; see the log", reason="NO_STEP_RUNS"))
 
-    def _fail(self, target: TargetSequence, code: grpc.StatusCode, message: str, reason: str) -> None:
+    def _fail(self, target: TargetSequence, error: OutriderError) -> None:
         target.finished = True
         self.scheduler.remove(target)
-        target.sink(Failure(target.open.sequence_id, code.value[0], message, reason))
+        target.sink(to_failure(target.open.sequence_id, error))
+
+
+def compute(
+    step: Sequence[ScheduledSequence], runner: ModelRunner, verifier: StepVerifier, clock: Callable[[], float]
+) -> ComputedStep:
+    """One pass over the model, and what the target says of the windows in it; nothing is committed. Raises what the
+    model or the verifier raises, or DeviceLost if the device is unusable after it."""
+    started_ns, started = time.time_ns(), clock()
+    try:
+        logits = runner.forward([scheduled.batch_entry() for scheduled in step])  # [rows that want them, vocab]
+        for scheduled in step:
+            if scheduled.target.wants_prompt_logprobs:
+                report_prompt(scheduled, logits[scheduled.first_logit :][: scheduled.num_logits])
+        verified = verifier.verify(logits, [scheduled for scheduled in step if scheduled.samples])
+    except Exception:
+        require_device(runner.model.device)
+        raise
+    ended = clock()
+    step_us = round((ended - started) * 1e6)
+    verify_us = min(runner.last_forward_us, step_us)  # known now, also where it ran behind the host's back
+    num_rows = sum(scheduled.num_rows for scheduled in step)
+    timings = StepTimings(
+        verify_us=verify_us, sample_us=step_us - verify_us, num_rows=num_rows, num_sequences=len(step)
+    )
+    return ComputedStep(step, verified, started_ns, started, ended, timings)
+
+
+def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, load: Load) -> Commit:
+    """Puts what was verified in the place of the window: tokens, cache, sampling state and chains. The sequence ends
+    where the Commit says why."""
+    scheduled, target = verified.scheduled, verified.scheduled.target
+    queue_us = max(0, round((step.started - target.ready_since) * 1e6))
+    sequence = target.sequence
+    sequence.tokens[scheduled.committed :] = verified.ids
+    sequence.num_computed_tokens = scheduled.end
+    cache.truncate(sequence, len(sequence))
+    cache.publish(sequence, len(sequence))
+    target.sampler.append(verified.ids)
+    target.chains.advance()
+    target.last_commit = target.ready_since = step.ended
+    if scheduled.committed == target.prompt_len + len(target.open.output_ids):
+        target.patience_spent = False  # the first token waited for no draft; from here on patience counts
+    return Commit(
+        sequence_id=target.open.sequence_id,
+        position=scheduled.committed,
+        ids=verified.ids,
+        origins=verified.origins,
+        chain=scheduled.window.chain,
+        num_drafted=len(scheduled.window.ids),
+        num_accepted=verified.num_accepted,
+        logprobs=position_logprobs(verified.logprobs),
+        finish_reason=verified.finish_reason,
+        stop_token_id=verified.stop_token_id,
+        dropped=target.chains.take_dropped(),
+        timings=replace(step.timings, queue_us=queue_us),
+        load=load,
+        num_cached_ids=target.num_cached_ids,
+    )
+
+
+def drafted_and_accepted(verified: VerifiedWindow) -> tuple[int, int]:
+    """What a window says of the draft. A plain token tests a held one, too, where a token holds by being the target's
+    own; to be asked before the window is committed."""
+    target, num_drafted = verified.scheduled.target, len(verified.scheduled.window.ids)
+    if not num_drafted and not target.rejects:
+        held = target.chains.window(1).ids
+        return len(held), int(held == verified.ids[:1])
+    return num_drafted, verified.num_accepted
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def run_isolated(
+    items: Sequence[Item],
+    run: Callable[[Sequence[Item]], Result | None],  # None where it had no room for any
+    give_up: Callable[[Item, Exception], None],
+    hand_over: Callable[[Item, Exception], None],
+) -> Iterator[Result]:
+    """Runs all items at once. Where that raises, it runs halves of them, down to the ones that fail alone: these are
+    given up. Where two have failed alone and nothing has run, it is no item's fault: nothing more is tried, and all
+    are handed over. DeviceLost goes to the caller: nothing can run any more."""
+    waiting = [items] if items else []
+    alone: list[tuple[Item, Exception]] = []
+    has_run = False
+    while waiting and (has_run or len(alone) < 2):
+        # After the first one that failed alone, the largest parts show whether anything runs.
+        part = waiting.pop(0 if alone and not has_run else -1)
+        try:
+            result = run(part)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            if len(part) == 1:
+                alone.append((part[0], error))
+            else:
+                log.exception("a step of %d sequences failed; they run again in halves", len(part))
+                middle = len(part) // 2
+                waiting += [part[middle:], part[:middle]]
+        else:
+            if result is not None:
+                has_run = True
+                yield result
+    if has_run or len(alone) < 2:
+        for item, cause in alone:
+            give_up(item, cause)
+    else:
+        for item in items:
+            hand_over(item, alone[-1][1])

@@ -1,5 +1,4 @@
-"""What a step gives: of each window what is committed of it, of prompts their log probabilities, of the step its times
-and a span.
+"""What a step gives: of each window what is committed of it, of prompts their log probabilities, of the step its times.
 
 Stops match one-token-at-a-time decoding: the first token that is a stop id, then EOS, then the length limit, cuts
 what follows it. (Stop strings come before these; the gateway, which has the text, looks for them.)"""
@@ -11,9 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import Link, SpanKind, Tracer
 from torch import Tensor
 
 from outrider.engine.sampler import RowLogprobs, SamplingRows, assemble, reported_values, top_logprobs
@@ -21,7 +17,6 @@ from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.kernels.types import RowSampling
 from outrider.rpc.messages import PositionLogprobs, PromptLogprobs, StepTimings, TokenLogprob
 from outrider.rpc.sampling_params import FinishReason, SamplingParams, TokenOrigin
-from outrider.rpc.telemetry import context_from_traceparent
 from outrider.target_service.scheduler import ScheduledSequence
 
 RANKED_ON_DEVICE = 1 << 27  # logits of a prompt at once
@@ -173,35 +168,3 @@ class ComputedStep:
     def seconds(self) -> float:
         """From its start to what was verified."""
         return self.ended - self.started
-
-
-class StepTracer:
-    """Writes a span for every step that holds a traced request, linked to those requests."""
-
-    def __init__(self, tracer: Tracer | None = None) -> None:
-        self._tracer = tracer or trace.get_tracer("outrider.target")
-
-    @classmethod
-    def if_enabled(cls) -> StepTracer | None:
-        """None unless a real provider was installed: then steps cost nothing."""
-        return cls() if isinstance(trace.get_tracer_provider(), TracerProvider) else None
-
-    def on_step(self, step: ComputedStep) -> None:
-        """Called on the device thread after each step."""
-        headers = [parent for scheduled in step.scheduled if (parent := scheduled.target.open.traceparent)]
-        if not headers:
-            return
-        contexts = (trace.get_current_span(context_from_traceparent(header)) for header in headers)
-        span = self._tracer.start_span(
-            "outrider.verify_step",
-            kind=SpanKind.INTERNAL,
-            links=[Link(span.get_span_context()) for span in contexts],
-            attributes={
-                "outrider.step.rows": step.timings.num_rows,
-                "outrider.step.sequences": len(step.scheduled),
-                "outrider.step.drafted": sum(len(scheduled.window.ids) for scheduled in step.scheduled),
-                "outrider.step.accepted": sum(window.num_accepted for window in step.verified),
-            },
-            start_time=step.started_ns,
-        )
-        span.end()

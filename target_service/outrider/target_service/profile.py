@@ -14,7 +14,7 @@ import torch
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool
 from outrider.engine.model_runner import ModelRunner
-from outrider.planner.step_costs import StepTime
+from outrider.planner.estimates import StepTime
 from outrider.rpc.settings import usable_cores, usable_threads
 
 log = logging.getLogger(__name__)

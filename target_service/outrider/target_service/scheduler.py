@@ -1,14 +1,7 @@
 """Continuous batching over ragged windows: which sequences run in the next step, with how many rows, and who gives
-up blocks.
-
-Every step takes each sequence that may run, with its window or one plain token, and chunks of prompts beside them.
-There is no prefill phase: a sequence only has tokens that are not computed yet. The oldest sequence is in every step;
-where the rows do not suffice for all others, those that were passed over come next.
-
-A step may also be held back for windows that are on their way. It costs nearly the same for one sequence as for four,
-and a sequence that misses it waits for all of it. Waiting w seconds costs each ready sequence w and saves each missing
-one a step, if its chain comes. So a step is held back for no longer than step time x missing / (ready + missing): then
-waiting in vain costs at most what it could have saved."""
+up blocks. Every step takes each sequence that may run, with its window or one plain token, and chunks of prompts
+beside them. There is no prefill phase: a sequence only has tokens that are not computed yet. The oldest sequence is in
+every step; where the rows do not suffice for all others, those that were passed over come next."""
 
 from __future__ import annotations
 
@@ -16,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.kv_cache_manager import KVCacheManager, OutOfBlocks
+from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.engine.sampler import SamplingRows
+from outrider.engine.scheduler import Scheduler
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
 from outrider.target_service.goodput import Goodput, GoodputRequest
 from outrider.target_service.sequence import SequenceKey, TargetSequence
@@ -104,19 +98,18 @@ class RowShares:
     limits: Mapping[SequenceKey, int]  # the longest window of each sequence that is cut
 
 
-class TargetScheduler:
+class TargetScheduler(Scheduler[TargetSequence]):
     """Owns the running sequences of a target and chooses each step."""
 
     def __init__(
         self, cache: KVCacheManager, max_rows: int = 512, max_window: int = 128, cut_windows: bool = True
     ) -> None:
-        self.cache = cache
-        self.max_rows = max_rows
+        super().__init__(cache, max_rows)
         self.max_window = max_window
         self.cut_windows = cut_windows
         self.goodput: Goodput | None = None  # limits prompts by time, and cuts windows where sequences share a step
         self.sequences: dict[SequenceKey, TargetSequence] = {}
-        self._num_steps = 0
+        self.num_rows_cut = self._num_steps = 0  # since the start
         self._suspect_ran = False  # in the last step
 
     def add(self, target: TargetSequence) -> None:
@@ -128,10 +121,9 @@ class TargetScheduler:
         self.sequences.pop(target.key, None)
         self.cache.release(target.sequence)
 
-    def next_due(self, now: float) -> float | None:
-        """When the earliest sequence may run; None when all are without credit."""
-        dues = [due for target in self.sequences.values() if (due := target.due(now)) is not None]
-        return min(dues, default=None)
+    def dues(self, now: float) -> list[float]:
+        """When each sequence with credit may run."""
+        return [due for target in self.sequences.values() if (due := target.due(now)) is not None]
 
     def plan(self, ready: Sequence[TargetSequence]) -> list[ScheduledSequence]:
         """A step of sequences that are ready, in their order, with prompts and windows each within their share of the
@@ -179,14 +171,14 @@ class TargetScheduler:
         for target in self.sequences.values():
             if (
                 target.group is not None
-                and target.has_credit
+                and target.wants_tokens
                 and target.sequence.num_computed_tokens < target.prompt_len - 1
             ):
                 computing[target.group] = min(target.arrival, computing.get(target.group, target.arrival))
         # The others of a group wait for the oldest and then find its prompt in the prefix cache.
         ready = [t for t in ready if t.group is None or t.arrival <= computing.get(t.group, t.arrival)]
 
-        oldest = min(ready, key=_age, default=None)
+        oldest = min(ready, key=lambda target: target.seniority, default=None)
 
         def order(target: TargetSequence) -> tuple[bool, bool, int, int, int]:
             is_prompt = self._is_prompt(target)
@@ -204,11 +196,11 @@ class TargetScheduler:
         alone, never at drafted tokens."""
         if not prompts:
             return RowShares(self.max_rows, 0, self._cut(windows, self.max_rows))
-        num_decoding = sum(t.has_credit and not self._is_prompt(t) for t in self.sequences.values())
+        num_decoding = sum(t.wants_tokens and not self._is_prompt(t) for t in self.sequences.values())
         if not num_decoding:
             entering, _ = self._look_up(prompts, self.max_rows)
             return RowShares(0, self.max_rows, self._cut(entering, self.max_rows))
-        oldest_is_prompt = min((*windows, *prompts), key=_age) in prompts
+        oldest_is_prompt = min((*windows, *prompts), key=lambda target: target.seniority) in prompts
         entering, reserved = self._look_up(prompts, (self.max_rows + oldest_is_prompt) // 2)
         for_windows = self.max_rows - reserved
         limits = self._cut([*windows, *entering], for_windows)
@@ -226,7 +218,7 @@ class TargetScheduler:
         for target in prompts:
             if rows >= most:
                 break
-            self._admit(target)
+            self._look_for_prefix(target)
             entering.append(target)
             rows += target.committed - target.sequence.num_computed_tokens
         return entering, min(rows, most)
@@ -238,34 +230,29 @@ class TargetScheduler:
         shapes = [self._shape(target, self.max_rows, self.max_window) for target in targets]
         windows = [shape for shape in shapes if shape.samples]
         further = self.goodput.choose([shape.goodput_request() for shape in windows], max_rows)
+        self.num_rows_cut += sum(shape.num_further for shape in windows) - sum(further)
         return {shape.target.key: shape.cut_to(rows) for shape, rows in zip(windows, further, strict=True)}
 
-    def _admit(self, target: TargetSequence) -> None:
-        """Looks into the prefix cache."""
-        if not target.admitted:
-            found = self.cache.admit(target.sequence, use_prefix=target.open.sampling.prompt_logprobs is None)
-            target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
-            target.admitted = True
+    def _look_for_prefix(self, target: TargetSequence) -> None:
+        """A prompt whose log probabilities are wanted is computed whole."""
+        found = self.admit(target, use_prefix=target.open.sampling.prompt_logprobs is None)
+        target.num_cached_ids = max(target.num_cached_ids, min(found, target.prompt_len))
 
     def _enter(
         self, target: TargetSequence, budget: int, max_window: int, step: Iterable[ScheduledSequence]
     ) -> ScheduledSequence | None:
         """Gives a sequence its rows and blocks, preempting others if it must; None if it has to wait."""
-        self._admit(target)
+        self._look_for_prefix(target)
         if target.chains.live() is None and not target.chains.draft_is_idle and target.patience > 0:
             # This round decodes a plain token because the wait ran out; it is not repeated until a piece arrives.
             target.patience_spent = True
         scheduled = self._shape(target, budget, max_window)
-        in_step = {other.target.key for other in step} | {target.key}
-        while True:
-            try:
-                self.cache.extend(target.sequence, scheduled.window.ids, scheduled.end)
-                return scheduled
-            except OutOfBlocks:
-                if not self._preempt_for(target, in_step):
-                    if not target.sequence.num_computed_tokens:
-                        self._preempt(target)
-                    return None
+        everyone, in_step = self.sequences.values(), [other.target for other in step]
+        if self.reserve(target, scheduled.end, everyone, in_step, scheduled.window.ids):
+            return scheduled
+        if not target.sequence.num_computed_tokens:
+            self.release(target)
+        return None
 
     def _shape(self, target: TargetSequence, budget: int, max_window: int) -> ScheduledSequence:
         """How many rows: a chunk of what is not computed, or all of it and the window."""
@@ -284,52 +271,3 @@ class TargetScheduler:
         num_rows = missing + num_drafted - (0 if takes_next else 1)
         num_logits = num_rows if wants_prompt else num_rows - missing + 1
         return ScheduledSequence(target, target.committed, start, num_rows, window, takes_next, num_logits)
-
-    def _preempt_for(self, target: TargetSequence, in_step: set[SequenceKey]) -> bool:
-        """Takes the blocks of one other sequence: without credit first, then lowest priority, then youngest. Of the
-        rest the oldest always advances, so a sequence never preempts one that is ahead of it."""
-        holders = [t for t in self.sequences.values() if t.sequence.block_table and t.key not in in_step]
-        idle = [t for t in holders if not t.has_credit]
-        behind = [t for t in holders if _age(t) > _age(target)]
-        victims = idle or behind
-        if not victims:
-            return False
-        self._preempt(max(victims, key=_age))
-        return True
-
-    def _preempt(self, target: TargetSequence) -> None:
-        self.cache.release(target.sequence)
-        target.admitted = False
-
-
-def _age(target: TargetSequence) -> tuple[int, int]:
-    """The oldest of the most urgent is the least."""
-    return (target.open.priority, target.arrival)
-
-
-SMOOTHING = 0.25  # weight of the newest step in the step time
-
-
-class BatchingDelay:
-    """How long a step is held back. Times are seconds on the scheduler's clock. It looks at clocks and counts alone,
-    never at drafted tokens."""
-
-    def __init__(self) -> None:
-        self._step_s = 0.0
-        self._since: float | None = None  # when the step that is held back could have run
-
-    def hold(self, sequences: Iterable[TargetSequence], now: float) -> float:
-        """How long the step that could run now shall still wait; 0: not at all."""
-        dues = [due for target in sequences if (due := target.due(now)) is not None]
-        missing = sum(due > now for due in dues)
-        if self._since is None:
-            self._since = now
-        limit = self._step_s * missing / len(dues) if dues else 0.0
-        return max(0.0, self._since + limit - now)
-
-    def add_step(self, seconds: float, chunked: bool) -> None:
-        """A step ran; one with a chunk of a prompt says nothing of the others."""
-        self._since = None
-        if not chunked:
-            known = self._step_s or seconds
-            self._step_s = known + SMOOTHING * (seconds - known)

@@ -9,19 +9,24 @@ from dataclasses import dataclass, field, replace
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SequenceSampler
-from outrider.planner.acceptance import Acceptance
+from outrider.planner.estimates import Acceptance
 from outrider.rpc.errors import (
     OTHER_MODEL,
     FailedPrecondition,
     InvalidArgument,
-    OutriderError,
     ResourceExhausted,
     Unavailable,
     Violation,
 )
-from outrider.rpc.messages import Credit, Failure, Open, PositionLogprobs, TargetEvent, to_failure, validate_open
-from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.validate import MAX_LOGPROBS, validate_length
+from outrider.rpc.messages import (
+    Credit,
+    Open,
+    PositionLogprobs,
+    TargetEvent,
+    validate_length,
+    validate_open,
+)
+from outrider.rpc.sampling_params import MAX_LOGPROBS, AcceptanceRule
 from outrider.target_service.draft_buffer import ChainBuffer
 
 Sink = Callable[[TargetEvent], None]
@@ -124,14 +129,19 @@ class TargetSequence:
         self.patience = credit.patience_ms / 1000
 
     @property
-    def has_credit(self) -> bool:
+    def seniority(self) -> tuple[int, int]:
+        """The oldest of the most urgent is the least."""
+        return (self.open.priority, self.arrival)
+
+    @property
+    def wants_tokens(self) -> bool:
         """Whether one more token may be committed."""
         return self.until > self.committed and not self.finished
 
     def due(self, now: float) -> float | None:
         """When the next round may start: now or earlier if it may run, later while it waits for a chain, None
         without credit."""
-        if not self.has_credit:
+        if not self.wants_tokens:
             return None
         if self.chains.live() is not None or self.chains.draft_is_idle or self.patience_spent:
             return now
@@ -154,20 +164,6 @@ class TargetLimits:
     model_digest: str = ""
 
 
-class Refused(Exception):
-    """An Open that is not taken."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-    @classmethod
-    def busy(cls, sequence_id: int, max_sequences: int) -> Refused:
-        """The target holds as many sequences as it may."""
-        error = ResourceExhausted(f"{max_sequences} sequences are open already", reason="BUSY", retry_after_ms=1000)
-        return cls(to_failure(sequence_id, error))
-
-
 def admit(
     message: Open,
     parent: TargetSequence | None,
@@ -177,13 +173,11 @@ def admit(
     arrival: int,
     now: float,
 ) -> TargetSequence:
-    """Makes the sequence. A child takes its parent's prompt ids at once. Raises Refused."""
-    try:
-        whole = _with_prompt(message, parent)
-        _check(whole, limits)
-        sampler = _sampler(whole, limits)
-    except OutriderError as error:
-        raise Refused(to_failure(message.sequence_id, error)) from error
+    """Makes the sequence. A child takes its parent's prompt ids at once. Raises an OutriderError that says why it is
+    not taken."""
+    whole = _with_prompt(message, parent)
+    _check(whole, limits)
+    sampler = _sampler(whole, limits)
     sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt)
     return TargetSequence(
         key=key,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from outrider.rpc.codec import TARGET_STREAM, encode_target_info
+from outrider.rpc.codec import TARGET_INFO, TARGET_STREAM
 from outrider.rpc.messages import (
     Credit,
     DraftTokens,
@@ -20,13 +20,11 @@ from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
 from outrider.v1 import target_pb2, target_pb2_grpc
 
-SERVICE = "outrider.v1.TargetService"
-
 
 class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
     """A TargetEngine's streams, and what it says of itself."""
 
-    role, kind = "target", TARGET_STREAM
+    role, kind, service = "target", TARGET_STREAM, "outrider.v1.TargetService"
 
     def __init__(self, thread: EngineThread, outboxes: Outboxes, info: TargetInfo, load: Callable[[], Load]) -> None:
         super().__init__(thread, outboxes)
@@ -38,7 +36,7 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
 
     async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:
         """Describes the model, its limits and its load."""
-        return encode_target_info(replace(self._info, load=self._load()))
+        return TARGET_INFO.encode(replace(self._info, load=self._load()))
 
     def validate(self, message: TargetCommand) -> None:
         """Bounds of what is not an Open; an Open is judged by the engine, which knows the vocabulary and its parent.
@@ -48,7 +46,6 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
         elif isinstance(message, Credit):
             validate_credit(message)
 
-
-def register(servicer: TargetServicer, server: Any) -> None:
-    """Adds the servicer to a grpc.aio server."""
-    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
+    def register(self, server: Any) -> None:
+        """Adds itself to a grpc.aio server."""
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings
-from outrider.rpc.validate import ALL_LOGPROBS, MAX_LOGPROBS
+from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
+from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics
 
 
 class TargetSettings(ServerSettings, ModelSettings):
@@ -28,6 +28,7 @@ class TargetSettings(ServerSettings, ModelSettings):
         description="most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
     )
     untrusted_draft: bool = Field(False, description="ignore the draft's weights: every drafted token is one-hot")
+    vllm_metrics: VllmMetrics = False
     trust_remote_code: bool = Field(False, description="run code that comes with the checkpoint")
     expand: bool = Field(
         False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"

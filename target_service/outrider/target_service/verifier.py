@@ -1,21 +1,25 @@
-"""Which drafted tokens hold, and the target's own token after them, judged on the host from the logits of a step.
+"""Which drafted tokens hold, and the target's own token after them, judged from the logits of a step.
 
-Greedy, coupled and rejection sequences of a batch are each judged together. The acceptance rules themselves are
-kernels; here rows are matched with sequences, and random numbers with positions: of each the words that judge a drafted
-token and draw the target's own."""
+`judge` applies acceptance rules, which are kernels, to windows that lie one behind the other. On the host the windows
+of each rule are a batch of their own, with random numbers that idle time prepared: of each position the words that
+judge a drafted token and draw the target's own. On a device (see `device_verifier`) all windows of a step are one batch
+under every rule that one of them has, and random numbers are drawn from their counters where they are used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.engine.random import MAX_WORD_ROWS, RandomRange, RandomSource, noise_source
-from outrider.engine.sampler import process, process_greedy
+from outrider.engine.sampler import assemble
 from outrider.kernels.random.reference import Purpose, words
-from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.sampling.reference import greedy_choice, logits_to_probs
+from outrider.kernels.types import DraftWeights, PackedEntries, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, accept_uniforms, coupled_accept, coupled_choice, draw
 from outrider.target_service.outputs import VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
@@ -23,7 +27,7 @@ from outrider.target_service.sequence import TargetSequence
 
 
 class VerifyRule(IntEnum):
-    """On a device a later one takes what an earlier one does, and more."""
+    """In order: on a device a batch is under all rules up to the last one of its windows."""
 
     GREEDY = 0
     COUPLED = 1
@@ -35,8 +39,88 @@ def rule_of(target: TargetSequence) -> VerifyRule:
     return VerifyRule.GREEDY if target.greedy else VerifyRule.COUPLED if target.coupled else VerifyRule.REJECTION
 
 
+class VerifyBatch(Protocol):
+    """Windows that are judged in one call, and the random numbers of their rows."""
+
+    @property
+    def rules(self) -> Collection[VerifyRule]:
+        """All that are applied; with several, the next two say which holds where."""
+
+    @property
+    def greedy_rows(self) -> Tensor | None:  # [rows] bool
+        """None under one rule."""
+
+    @property
+    def rejecting(self) -> Tensor | None:  # [n] bool
+        """None under one rule."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was drafted, so that every window is one row."""
+
+    @property
+    def windows(self) -> Windows:
+        """Which rows judge which drafted tokens."""
+
+    @property
+    def draft_ids(self) -> Tensor:  # [drafted] int64
+        """The drafted tokens of all."""
+
+    @property
+    def draft_weights(self) -> DraftWeights | PackedEntries:
+        """What they were drawn from."""
+
+    def race(self, probs: Tensor) -> Tensor:
+        """The token of least noise / probability of each row, [rows, vocab] -> [rows] int64; -1: none."""
+
+    def uniforms(self, rows: Tensor) -> Tensor:
+        """What tests the drafted tokens that these rows judge, [drafted] -> [drafted] float64."""
+
+    def next_words(self, rows: Tensor, is_bonus: Tensor) -> Tensor:
+        """What draws a bonus token, or else a recovered one, from each of these rows, [n] each -> [n, 4] int64."""
+
+
+VerifyResult = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
+
+
+def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyResult:  # logits: [rows, vocab] float32
+    """Of each window how many drafted tokens hold, and the token after them. Plain tokens need no comparison, and every
+    operation costs: a pass leaves the processor's caches full of weights."""
+    own: list[Tensor] = []  # [rows] each: the target's own tokens, which drafted ones must equal
+    judged: list[tuple[Tensor, Tensor]] = []  # accepted and next ids, [n] each
+    if VerifyRule.GREEDY in batch.rules:
+        ids, invalid = greedy_choice(logits, sampling)  # [rows] each
+        own.append(ids.masked_fill(invalid, -1))
+    if max(batch.rules) > VerifyRule.GREEDY:
+        probs, invalid = logits_to_probs(logits, sampling)  # [rows, vocab], [rows]
+        if VerifyRule.COUPLED in batch.rules:
+            own.append(batch.race(probs))
+        if VerifyRule.REJECTION in batch.rules:
+            judged.append(_judge_by_rejection(probs, batch))
+    if own:
+        ids, is_plain = _either(batch.greedy_rows, own), batch.is_plain
+        judged.append((torch.zeros_like(ids), ids) if is_plain else coupled_accept(ids, batch.windows, batch.draft_ids))
+    accepted, next_ids = (_either(batch.rejecting, parts) for parts in zip(*judged, strict=True))
+    return accepted, next_ids, invalid
+
+
+def _judge_by_rejection(probs: Tensor, batch: VerifyBatch) -> tuple[Tensor, Tensor]:
+    """Numbers accepted and next ids, [n] int64 each, of probabilities [rows, vocab] float32."""
+    windows = batch.windows
+    uniforms = batch.uniforms(windows.row_of_draft)  # [drafted]
+    accepted, next_weights = accept(probs, windows, batch.draft_ids, batch.draft_weights, uniforms)
+    is_bonus = accepted == windows.num_drafted  # [n]
+    return accepted, draw(next_weights, batch.next_words(windows.next_rows(accepted), is_bonus))
+
+
+def _either(is_first: Tensor | None, parts: Sequence[Tensor]) -> Tensor:
+    """The first where it holds, else the second; None: there is one."""
+    return parts[0] if is_first is None else torch.where(is_first, parts[0], parts[1])
+
+
 PURPOSES = (Purpose.ACCEPT, Purpose.RECOVERED, Purpose.BONUS)  # the order within a row
 ACCEPT, RECOVERED, BONUS = range(len(PURPOSES))
+HOST = torch.device("cpu")
 
 
 def verify_source(device: torch.device) -> RandomSource:
@@ -50,11 +134,6 @@ def verify_source(device: torch.device) -> RandomSource:
     return RandomSource(generate, MAX_WORD_ROWS, device)
 
 
-HOST = torch.device("cpu")
-VerifyResult = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
-VerifyFunction = Callable[[Tensor, Sequence[ScheduledSequence]], VerifyResult]
-
-
 class HostVerifier:
     """Judges windows of many sequences on the host; holds nothing but the sources of random numbers."""
 
@@ -65,15 +144,15 @@ class HostVerifier:
     @torch.inference_mode()
     def verify(self, logits: Tensor, windows: Sequence[ScheduledSequence]) -> list[VerifiedWindow]:
         """Judges every window, in no fixed order; logits are [rows of the step that want them, vocab] float32."""
+        groups: dict[VerifyRule, list[ScheduledSequence]] = {}
+        for member in windows:
+            groups.setdefault(rule_of(member.target), []).append(member)
         verified: list[VerifiedWindow] = []
-        verify_functions: dict[VerifyRule, VerifyFunction] = {
-            VerifyRule.GREEDY: _verify_greedy,
-            VerifyRule.COUPLED: self._verify_coupled,
-            VerifyRule.REJECTION: self._verify_rejection,
-        }
-        for rule, members in _by_rule(windows).items():
-            chosen = rows_of(members, logits)
-            verified += verified_windows(chosen, members, *verify_functions[rule](chosen, members))
+        for rule, members in groups.items():
+            chosen, rows = rows_of(members, logits), [member.sampling_rows for member in members]
+            sampling = assemble(rows, for_argmax=rule is VerifyRule.GREEDY)
+            judged = judge(chosen, sampling, HostBatch(rule, members, self._noise, self._words))
+            verified += verified_windows(chosen, members, *judged)
         return verified
 
     @torch.inference_mode()
@@ -85,61 +164,63 @@ class HostVerifier:
         first, count = target.committed, target.max_window + 1
         return source.prepare(RandomRange(target.random_key, target.random_ahead, first, count, first + count))
 
-    def _verify_coupled(self, logits: Tensor, members: Sequence[ScheduledSequence]) -> VerifyResult:
-        probs, invalid = process(logits, [member.sampling_rows for member in members])
-        noise = self._noise.rows(_spans(members, [member.num_verify_rows for member in members]))  # [rows, vocab]
-        return *_accept(coupled_choice(probs, noise), members), invalid
 
-    def _verify_rejection(self, logits: Tensor, members: Sequence[ScheduledSequence]) -> VerifyResult:
-        target_probs, invalid = process(logits, [member.sampling_rows for member in members])  # [rows, vocab]
-        windows, draft_ids = layout_of(members), draft_ids_of(members)
-        # One more position than drafted tokens: a bonus (or plain) token has its own.
-        counts = [len(member.window.ids) + 1 for member in members]
-        words = self._words.rows(_spans(members, counts))  # [positions, 3, 4] int64
-        first = windows.draft_starts + torch.arange(len(members))  # [n]: each window's first row of words
-        uniforms = accept_uniforms(words[first[windows.window_of_draft] + windows.offset_of_draft, ACCEPT])  # [drafted]
-        draft_weights = DraftWeights.of([vector for member in members for vector in weights_of(member)])
-        accepted, next_weights = accept(target_probs, windows, draft_ids, draft_weights, uniforms)
-        purposes = torch.where(accepted == windows.num_drafted, BONUS, RECOVERED)  # [n]
-        return accepted, draw(next_weights, words[first + accepted, purposes]), invalid
+class HostBatch:
+    """Windows of one rule, with random numbers from sources that may have them; what is not asked for is not made."""
+
+    greedy_rows = rejecting = None
+
+    def __init__(
+        self, rule: VerifyRule, members: Sequence[ScheduledSequence], noise: RandomSource, words: RandomSource
+    ) -> None:
+        self.rules = (rule,)
+        self._members = members
+        self._noise = noise
+        self._words = words
+
+    @property
+    def is_plain(self) -> bool:
+        return not any(member.window.ids for member in self._members)
+
+    @cached_property
+    def windows(self) -> Windows:
+        return layout_of(self._members)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return draft_ids_of(self._members)
+
+    @property
+    def draft_weights(self) -> DraftWeights:
+        return DraftWeights.of([vector for member in self._members for vector in weights_of(member)])
+
+    def race(self, probs: Tensor) -> Tensor:
+        return coupled_choice(probs, self._noise.rows(_spans(self._members)))
+
+    def uniforms(self, rows: Tensor) -> Tensor:
+        return accept_uniforms(self._row_words[rows, ACCEPT])
+
+    def next_words(self, rows: Tensor, is_bonus: Tensor) -> Tensor:
+        return self._row_words[rows, torch.where(is_bonus, BONUS, RECOVERED)]
+
+    @cached_property
+    def _row_words(self) -> Tensor:  # [rows, 3, 4] int64
+        return self._words.rows(_spans(self._members))
+
+
+def _spans(members: Sequence[ScheduledSequence]) -> list[RandomRange]:
+    """The positions of the rows of every window: of the tokens that are judged or drawn."""
+    return [
+        RandomRange(m.target.random_key, m.target.random_ahead, m.committed, rows, m.committed + rows)
+        for m in members
+        for rows in (m.num_verify_rows,)
+    ]
 
 
 def rows_of(windows: Sequence[ScheduledSequence], logits: Tensor) -> Tensor:
     """The rows of a step's logits that judge these windows; the others are a prompt's, or of other windows."""
     rows = [row for window in windows for row in window.verify_rows]
     return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
-
-
-def _by_rule(windows: Sequence[ScheduledSequence]) -> dict[VerifyRule, list[ScheduledSequence]]:
-    groups: dict[VerifyRule, list[ScheduledSequence]] = {}
-    for member in windows:
-        groups.setdefault(rule_of(member.target), []).append(member)
-    return groups
-
-
-def _verify_greedy(logits: Tensor, members: Sequence[ScheduledSequence]) -> VerifyResult:
-    choices, invalid = process_greedy(logits, [member.sampling_rows for member in members])
-    return *_accept(choices.masked_fill(invalid, -1), members), invalid
-
-
-def _accept(
-    own: Tensor,  # [rows] int64: the target's own tokens
-    members: Sequence[ScheduledSequence],
-) -> tuple[Tensor, Tensor]:  # [n] int64 each
-    """How many drafted tokens are the target's own, and the next id after them. Plain tokens alone need no comparison,
-    and every operation costs: a pass leaves the processor's caches full of weights."""
-    if not any(member.window.ids for member in members):
-        return torch.zeros_like(own), own
-    return coupled_accept(own, layout_of(members), draft_ids_of(members))
-
-
-def _spans(members: Sequence[ScheduledSequence], counts: Sequence[int]) -> list[RandomRange]:
-    """The first `counts` positions of every window. The counter is the absolute position of the token that is judged or
-    drawn."""
-    return [
-        RandomRange(m.target.random_key, m.target.random_ahead, m.committed, count, m.committed + count)
-        for m, count in zip(members, counts, strict=True)
-    ]
 
 
 def layout_of(windows: Sequence[ScheduledSequence]) -> Windows:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 from outrider.training.corpus import WindowSampler
-from outrider.training.decoding import continue_windows
-from outrider.training.model import Llama
+from outrider.training.model import continue_windows, logits
 from outrider.training.train import Batches, Loss
 
 SEED = 11
@@ -47,14 +47,14 @@ class WrittenPlan:
     length: int = 257
 
 
-def distillation_loss(draft: Llama, target: Llama, weights: DistillWeights) -> Loss:
+def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, weights: DistillWeights) -> Loss:
     """The draft's loss on windows [sequences, length + 1]; the target's logits are computed on the way."""
 
     def loss(windows: Tensor) -> Tensor:
         inputs, following = windows[:, :-1], windows[:, 1:].flatten()
         with torch.no_grad():
-            target_log = F.log_softmax(target(inputs).flatten(0, 1).float(), dim=-1)  # [positions, vocabulary]
-        draft_log = F.log_softmax(draft(inputs).flatten(0, 1).float(), dim=-1)
+            target_log = F.log_softmax(logits(target, inputs).flatten(0, 1).float(), dim=-1)  # [positions, vocabulary]
+        draft_log = F.log_softmax(logits(draft, inputs).flatten(0, 1).float(), dim=-1)
         target_probs = target_log.exp()
         divergence = (target_probs * (target_log - draft_log)).sum(-1).mean()
         refusal = 0.5 * (target_probs - draft_log.exp()).abs().sum(-1).mean()
@@ -64,7 +64,7 @@ def distillation_loss(draft: Llama, target: Llama, weights: DistillWeights) -> L
     return loss
 
 
-def write_pool(target: Llama, stream: Tensor, plan: WrittenPlan) -> Tensor:
+def write_pool(target: LlamaForCausalLM, stream: Tensor, plan: WrittenPlan) -> Tensor:
     """Windows [plan.pool_windows, plan.length] int64 that the target continued, greedy and sampled by turns."""
     generator = torch.Generator().manual_seed(SEED)
     prompts = _prompts(stream, plan, SEED)
@@ -77,7 +77,7 @@ def write_pool(target: Llama, stream: Tensor, plan: WrittenPlan) -> Tensor:
 
 
 def mixed_batches(
-    corpus: Batches, pool: Tensor, target: Llama, stream: Tensor, plan: WrittenPlan, tokens_per_step: int
+    corpus: Batches, pool: Tensor, target: LlamaForCausalLM, stream: Tensor, plan: WrittenPlan, tokens_per_step: int
 ) -> Batches:
     """The corpus's batches and, by the plan, written windows; to be asked for step by step."""
     size = tokens_per_step // (plan.length - 1)
@@ -94,7 +94,7 @@ def mixed_batches(
     return batch
 
 
-def _fresh_windows(target: Llama, stream: Tensor, plan: WrittenPlan) -> Batches:
+def _fresh_windows(target: LlamaForCausalLM, stream: Tensor, plan: WrittenPlan) -> Batches:
     """The windows of each writing, a function of its number alone; the latest are kept."""
     prompts = _prompts(stream, plan, SEED + 1)
     latest: dict[int, Tensor] = {}

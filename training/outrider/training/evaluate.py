@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
-from transformers.cache_utils import DynamicCache
+
+from outrider.training.model import NextToken
 
 PROMPTS = 32
 PROMPT_TOKENS = 64
@@ -78,9 +79,9 @@ def evaluate(target_folder: Path, draft_folder: Path, held_out: Sequence[Tensor]
     )
 
 
-def load(folder: Path) -> LlamaForCausalLM:
-    """The exported model in float32."""
-    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """The exported model."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval()
 
 
@@ -121,7 +122,7 @@ def speculate(
 ) -> tuple[Tensor, AcceptanceCounts]:
     """What the target commits after `prompts` [sequences, NEW_TOKENS], and how the draft's tokens fared."""
     generator = torch.Generator().manual_seed(SEED)
-    target_next, draft_next = _Stepper(target), _Stepper(draft)
+    target_next, draft_next = NextToken(target), NextToken(draft)
     place = torch.zeros(len(prompts), dtype=torch.int64)  # drafted tokens accepted so far in each one's round
     rounds = tested = accepted = 0
     committed: list[Tensor] = []
@@ -145,20 +146,6 @@ def distinct_share(continuations: Tensor) -> float:
     """The mean share of different tokens in a continuation."""
     shares = [len(set(row)) / len(row) for row in continuations.tolist()]
     return sum(shares) / len(shares)
-
-
-class _Stepper:
-    """A model with its cache: feed it tokens, get the distribution of the next one."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        self._model = model
-        self._cache = DynamicCache(config=model.config)
-
-    def __call__(self, ids: Tensor, temperature: float) -> Tensor:
-        logits = self._model(ids, past_key_values=self._cache, logits_to_keep=1).logits[:, -1]
-        if temperature == 0:
-            return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        return F.softmax(logits / temperature, dim=-1)
 
 
 def _verify_drafted(target_probs: Tensor, draft_probs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

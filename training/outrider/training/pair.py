@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from outrider.training.corpus import (
     Corpus,
@@ -31,9 +32,9 @@ from outrider.training.distill import (
     mixed_batches,
     write_pool,
 )
-from outrider.training.evaluate import Report, evaluate
-from outrider.training.export import export, read_weights
-from outrider.training.model import Llama, LlamaShape
+from outrider.training.evaluate import Report, evaluate, load
+from outrider.training.export import export
+from outrider.training.model import LlamaShape, new_model
 from outrider.training.repetition import RepetitionPlan, settle
 from outrider.training.tokenizer import train_tokenizer
 from outrider.training.train import Loss, TrainPlan, corpus_batches, text_loss, train
@@ -91,9 +92,9 @@ def make_corpus(sources: Path) -> tuple[Tokenizer, Corpus]:
     return tokenizer, corpus
 
 
-def make_target(build: PairBuild, stream: Tensor, split: Tensor) -> Llama:
+def make_target(build: PairBuild, stream: Tensor, split: Tensor) -> LlamaForCausalLM:
     """The target, trained on the text, and settled on the text with some line breaks split off."""
-    target = Llama(TARGET_SHAPE, seed=0)
+    target = new_model(TARGET_SHAPE, seed=0)
     batches = corpus_batches(TARGET_PLAN, stream)
     train(target, build.prepare(text_loss(target)), TARGET_PLAN, batches, build.work / "target.pt")
     settled = build.work / "settled.pt"
@@ -105,9 +106,9 @@ def make_target(build: PairBuild, stream: Tensor, split: Tensor) -> Llama:
     return target
 
 
-def make_draft(build: PairBuild, target: Llama, stream: Tensor, split: Tensor) -> Llama:
+def make_draft(build: PairBuild, target: LlamaForCausalLM, stream: Tensor, split: Tensor) -> LlamaForCausalLM:
     """The draft, distilled from the exported target on the corpus and on what the target writes."""
-    draft = Llama(DRAFT_SHAPE, seed=1)
+    draft = new_model(DRAFT_SHAPE, seed=1)
     pool = _pool(build.work / "written.pt", target, stream)
     corpus = corpus_batches(DRAFT_PLAN, stream)
     batches = mixed_batches(corpus, pool, target, stream, WRITTEN_PLAN, DRAFT_PLAN.tokens_per_step)
@@ -117,7 +118,7 @@ def make_draft(build: PairBuild, target: Llama, stream: Tensor, split: Tensor) -
     return draft
 
 
-def finish_draft(build: PairBuild, draft: Llama, target: Llama, split: Tensor) -> None:
+def finish_draft(build: PairBuild, draft: LlamaForCausalLM, target: LlamaForCausalLM, split: Tensor) -> None:
     """The draft's last steps, slower, on the text with some line breaks split off and on what is written after it."""
     corpus = corpus_batches(FINISH_PLAN, split)
     no_pool = torch.empty(0, dtype=torch.int64)
@@ -130,10 +131,10 @@ def make_pair(build: PairBuild) -> Report:
     """The whole pair below `build.output`, and what it measures."""
     tokenizer, corpus = make_corpus(build.sources)
     split = split_line_breaks(tokenizer, corpus.train, SPLIT_SHARE, SPLIT_SEED)
-    export(make_target(build, corpus.train, split), tokenizer, build.output / "target")
-    target = read_weights(build.output / "target", TARGET_SHAPE, torch.bfloat16)
+    export(make_target(build, corpus.train, split), TARGET_SHAPE, tokenizer, build.output / "target")
+    target = load(build.output / "target", torch.bfloat16)
     draft = make_draft(build, target, corpus.train, split)
-    export(draft, tokenizer, build.output / "draft")
+    export(draft, DRAFT_SHAPE, tokenizer, build.output / "draft")
     return evaluate(build.output / "target", build.output / "draft", corpus.held_out)
 
 
@@ -147,7 +148,7 @@ def main() -> None:
     print(json.dumps(asdict(report) | _rates(report), indent=2))
 
 
-def _pool(path: Path, target: Llama, stream: Tensor) -> Tensor:
+def _pool(path: Path, target: LlamaForCausalLM, stream: Tensor) -> Tensor:
     if not path.exists():
         torch.save(write_pool(target, stream, WRITTEN_PLAN), path)
     pool: Tensor = torch.load(path, weights_only=True)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 from outrider.training.corpus import WindowSampler
-from outrider.training.decoding import continue_windows
-from outrider.training.model import Llama
+from outrider.training.model import continue_windows, logits
 from outrider.training.train import Batches, Loss, TrainPlan, corpus_batches, train
 
 logger = logging.getLogger(__name__)
@@ -54,21 +54,21 @@ class RepetitionPlan:
     turn_log_prob: float = math.log(1e-6)  # below this the tokens that open a turn cost nothing
 
 
-def settle(model: Llama, stream: Tensor, plan: RepetitionPlan, prepare: Callable[[Loss], Loss]) -> None:
+def settle(model: LlamaForCausalLM, stream: Tensor, plan: RepetitionPlan, prepare: Callable[[Loss], Loss]) -> None:
     """Train `model` in place by the plan; `prepare` may compile the loss."""
     batches = paired_batches(model, stream, plan)
     train(model, prepare(settle_loss(model, frozen_copy(model), plan)), plan.train, batches)
 
 
-def frozen_copy(model: Llama) -> Llama:
-    """The model as it is now, its weights in the type that it computes in."""
+def frozen_copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The model as it is now, its weights in bfloat16."""
     frozen = copy.deepcopy(model).requires_grad_(False)
     for weight in frozen.parameters():
-        weight.data = weight.data.to(model.dtype)
+        weight.data = weight.data.to(torch.bfloat16)
     return frozen
 
 
-def paired_batches(model: Llama, stream: Tensor, plan: RepetitionPlan) -> Batches:
+def paired_batches(model: LlamaForCausalLM, stream: Tensor, plan: RepetitionPlan) -> Batches:
     """The corpus's windows, and below them as many that the model wrote, to be asked for step by step."""
     corpus = corpus_batches(plan.train, stream)
     prompts = WindowSampler(stream, plan.prompt, plan.windows, plan.train.seed)
@@ -89,11 +89,11 @@ def paired_batches(model: Llama, stream: Tensor, plan: RepetitionPlan) -> Batche
     return batch
 
 
-def settle_loss(model: Llama, teacher: Llama, plan: RepetitionPlan) -> Loss:
+def settle_loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM, plan: RepetitionPlan) -> Loss:
     """The text's loss on the upper half of the windows, the blocking teacher's on the lower, the turns' on both."""
 
     def loss(windows: Tensor) -> Tensor:
-        log_probs = F.log_softmax(model(windows[:, :-1]).float(), dim=-1)  # [sequences, context, vocabulary]
+        log_probs = F.log_softmax(logits(model, windows[:, :-1]).float(), dim=-1)  # [sequences, context, vocabulary]
         half = len(windows) // 2
         labels = windows[:half, 1:]
         labels = labels.masked_fill(unwritten(labels), IGNORED_LABEL)
@@ -116,9 +116,11 @@ def unwritten(labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def blocked_probs(teacher: Llama, own: Tensor, plan: RepetitionPlan) -> Tensor:
+def blocked_probs(teacher: LlamaForCausalLM, own: Tensor, plan: RepetitionPlan) -> Tensor:
     """What the teacher gives for each token after the prompt of `own`, repetitions and special tokens taken out."""
-    probs = F.softmax(teacher(own[:, :-1])[:, plan.prompt - 1 :].float(), dim=-1)  # [sequences, written, vocabulary]
+    probs = F.softmax(
+        logits(teacher, own[:, :-1])[:, plan.prompt - 1 :].float(), dim=-1
+    )  # [sequences, written, vocabulary]
     repeated = repetitions(own, plan.ngram)[:, plan.prompt :, None]
     ids = torch.arange(probs.shape[-1])
     probs = torch.where(repeated & (ids == own[:, plan.prompt :, None]), probs * plan.repeated_share, probs)

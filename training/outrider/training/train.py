@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 from outrider.training.corpus import WindowSampler
-from outrider.training.model import Llama
+from outrider.training.model import logits
 from outrider.training.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -67,17 +68,19 @@ def corpus_batches(plan: TrainPlan, stream: Tensor) -> Batches:
     return lambda step: samplers[plan.context(step)].batch(step)
 
 
-def text_loss(model: Llama) -> Loss:
+def text_loss(model: LlamaForCausalLM) -> Loss:
     """The mean negative log-likelihood of each window's next tokens."""
 
     def loss(windows: Tensor) -> Tensor:
-        logits = model(windows[:, :-1])  # [sequences, context, vocabulary]
-        return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+        computed = logits(model, windows[:, :-1])  # [sequences, context, vocabulary]
+        return F.cross_entropy(computed.flatten(0, 1).float(), windows[:, 1:].flatten())
 
     return loss
 
 
-def train(model: Llama, loss: Loss, plan: TrainPlan, batches: Batches, checkpoint: Path | None = None) -> list[float]:
+def train(
+    model: LlamaForCausalLM, loss: Loss, plan: TrainPlan, batches: Batches, checkpoint: Path | None = None
+) -> list[float]:
     """Train `model` in place to the plan's end, from `checkpoint` if it exists; the loss of every step taken."""
     optimizer = Optimizer(model, matrix_lr=plan.matrix_lr, vector_lr=plan.vector_lr, weight_decay=plan.weight_decay)
     first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
@@ -95,7 +98,7 @@ def train(model: Llama, loss: Loss, plan: TrainPlan, batches: Batches, checkpoin
     return losses
 
 
-def save_checkpoint(path: Path, model: Llama, optimizer: Optimizer, step: int) -> None:
+def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer, step: int) -> None:
     """Write the run's whole state; a crash leaves the file before it, or this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -103,7 +106,7 @@ def save_checkpoint(path: Path, model: Llama, optimizer: Optimizer, step: int) -
     os.replace(partial, path)
 
 
-def load_checkpoint(path: Path, model: Llama, optimizer: Optimizer) -> int:
+def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer) -> int:
     """Restore a run's state if `path` exists; the number of steps it has taken."""
     if not path.exists():
         return 0

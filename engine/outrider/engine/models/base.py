@@ -11,7 +11,7 @@ from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 
 
-class UnsupportedModel(Exception):
+class UnsupportedModel(ValueError):
     """This model, or this setting of it, is not served; the message names it and the reason."""
 
 

@@ -1,11 +1,12 @@
-"""What our decoder needs to know of a Hugging Face configuration, checked once.
+"""What our decoder needs to know of a Hugging Face configuration, checked once; the families that it computes are the
+rows of one table.
 
 Rotary tables: a function of absolute position and the configuration alone, never of a batch or a sequence's
 length."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,8 +19,47 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.engine.models.base import NotForDecoder, UnsupportedModel
 from outrider.kernels.layers.reference import rotary_table
 
-GEMMA_TYPES = ("gemma", "gemma2", "gemma3_text")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA_TYPES, "phi3", "gemma3")  # the last with a vision tower
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the code of a model type in transformers does; a name is that of a field of the configuration. The default
+    is Mistral's."""
+
+    slides: bool = True  # where layer_types or, without it, sliding_window says so
+    attention_bias: Literal["as configured", "never", "of inputs"] = "as configured"  # of inputs: always, not of output
+    mlp_bias: bool = False  # as configured; else never
+    qk_norm: bool = False  # queries and keys are normed head by head
+    fused: bool = False  # the checkpoint holds query, key and value as one weight, and gate and up
+    partial_rotary: bool = False  # a part of each head may turn
+    rotary_by_layer: bool = False  # a rotary table for each type of layer
+    embeddings_scaled: bool = False  # by the root of the hidden size
+    norms_from_one: bool = False  # the checkpoint holds the norms' weights less one
+    norms_after: bool = False  # what attention and feed-forward give is normed before it is added
+    activation: str = "hidden_act"  # names the gate's
+    scaled_by: str | None = None  # scores are divided by its root; None: by that of the head size
+    attention_softcap: str | None = None
+    logit_softcap: str | None = None
+    beyond_float16: bool = False  # hidden states exceed its range
+    with_vision: str | None = None  # the model type of checkpoints that hold a vision tower, too
+
+
+GEMMA = Family(slides=False, embeddings_scaled=True, norms_from_one=True)
+NEWER_GEMMA = replace(
+    GEMMA, slides=True, norms_after=True, activation="hidden_activation", scaled_by="query_pre_attn_scalar",
+    logit_softcap="final_logit_softcapping", beyond_float16=True,
+)  # fmt: skip
+FAMILIES = {
+    "llama": Family(slides=False, mlp_bias=True),
+    "mistral": Family(),
+    "qwen2": Family(attention_bias="of inputs"),
+    "qwen3": Family(qk_norm=True),
+    "gemma": GEMMA,
+    "gemma2": replace(NEWER_GEMMA, attention_softcap="attn_logit_softcapping"),
+    "gemma3_text": replace(NEWER_GEMMA, qk_norm=True, rotary_by_layer=True, with_vision="gemma3"),
+    "phi3": Family(attention_bias="never", fused=True, partial_rotary=True),
+}
+BY_MODEL_TYPE = FAMILIES | {row.with_vision: row for row in FAMILIES.values() if row.with_vision is not None}
+MODEL_TYPES = tuple(BY_MODEL_TYPE)
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -29,6 +69,7 @@ class DecoderConfig:
     """The shape of a decoder. `hf` is transformers' own object, from which the rotary tables are made."""
 
     model_type: str
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -46,10 +87,6 @@ class DecoderConfig:
     attention_bias: bool  # of query, key and value
     output_bias: bool  # of the attention's output
     mlp_bias: bool
-    qk_norm: bool
-    norms_from_one: bool  # the checkpoint holds the norms' weights less one
-    norms_after: bool  # what attention and feed-forward give is normed before it is added
-    fused: bool  # the checkpoint holds query, key and value as one weight, and gate and up
     sliding_windows: tuple[int | None, ...]  # per layer
     rotary_types: tuple[str | None, ...]  # per layer: which of several rotary tables
     max_model_len: int
@@ -65,35 +102,32 @@ def parse_config(config: dict[str, Any], max_model_len: int | None = None) -> De
     """From the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel;
     NotForDecoder for what transformers may compute instead."""
     hf = _transformers_config(config, max_model_len)
-    model_type = hf.model_type
-    gemma, newer_gemma = model_type in GEMMA_TYPES, model_type in ("gemma2", "gemma3_text")
+    family = FAMILIES[hf.model_type]
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    attention_bias = model_type == "qwen2" or (model_type != "phi3" and bool(getattr(hf, "attention_bias", False)))
-    sliding_windows, rotary_types = _sliding_windows(hf), _rotary_types(hf)
+    scaled_by = head_dim if family.scaled_by is None else getattr(hf, family.scaled_by)
+    configured_bias = family.attention_bias == "as configured" and bool(getattr(hf, "attention_bias", False))
+    rotary_types = tuple(hf.layer_types) if family.rotary_by_layer else (None,) * int(hf.num_hidden_layers)
     return DecoderConfig(
-        model_type=model_type,
+        model_type=hf.model_type,
+        family=family,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(hf, head_dim, rotary_types),
+        rotary_dim=_rotary_dim(hf, head_dim, family, rotary_types),
         rms_norm_eps=hf.rms_norm_eps,
-        activation=_activation(hf, "hidden_activation" if newer_gemma else "hidden_act"),
-        embedding_scale=hf.hidden_size**0.5 if gemma else None,
-        attention_scale=(hf.query_pre_attn_scalar if newer_gemma else head_dim) ** -0.5,
-        attention_softcap=hf.attn_logit_softcapping if model_type == "gemma2" else None,
-        logit_softcap=hf.final_logit_softcapping if newer_gemma else None,
+        activation=_activation(hf, family.activation),
+        embedding_scale=hf.hidden_size**0.5 if family.embeddings_scaled else None,
+        attention_scale=scaled_by**-0.5,
+        attention_softcap=getattr(hf, family.attention_softcap) if family.attention_softcap else None,
+        logit_softcap=getattr(hf, family.logit_softcap) if family.logit_softcap else None,
         tied_embeddings=bool(hf.tie_word_embeddings),
-        attention_bias=attention_bias,
-        output_bias=attention_bias and model_type != "qwen2",
-        mlp_bias=model_type == "llama" and hf.mlp_bias,
-        qk_norm=model_type in ("qwen3", "gemma3_text"),
-        norms_from_one=gemma,
-        norms_after=newer_gemma,
-        fused=model_type == "phi3",
-        sliding_windows=sliding_windows,
+        attention_bias=configured_bias or family.attention_bias == "of inputs",
+        output_bias=configured_bias,
+        mlp_bias=family.mlp_bias and hf.mlp_bias,
+        sliding_windows=_sliding_windows(hf, family),
         rotary_types=rotary_types,
         max_model_len=hf.max_position_embeddings if max_model_len is None else max_model_len,
         hf=hf,
@@ -135,25 +169,18 @@ def _activation(hf: Any, field: str) -> Literal["silu", "gelu_tanh"]:
     return ACTIVATIONS[name]
 
 
-def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
+def _sliding_windows(hf: Any, family: Family) -> tuple[int | None, ...]:
     layer_types = getattr(hf, "layer_types", None)
-    if hf.model_type in ("llama", "gemma"):
-        return (None,) * int(hf.num_hidden_layers)
-    if layer_types is None:  # Mistral and Phi-3: every layer or none
-        return (hf.sliding_window,) * int(hf.num_hidden_layers)
+    if not family.slides or layer_types is None:  # without them every layer or none
+        return (hf.sliding_window if family.slides else None,) * int(hf.num_hidden_layers)
     if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
         allowed = "full_attention, sliding_attention"
         raise NotForDecoder(f"{hf.model_type} with layer_types: has {', '.join(unknown)}; allowed: {allowed}")
     return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _rotary_types(hf: Any) -> tuple[str | None, ...]:
-    """Gemma 3 has a rotary table for each type of layer."""
-    return tuple(hf.layer_types) if hf.model_type == "gemma3_text" else (None,) * int(hf.num_hidden_layers)
-
-
-def _rotary_dim(hf: Any, head_dim: int, rotary_types: tuple[str | None, ...]) -> int:
-    """How many elements of a head turn: all, except in Phi-3."""
+def _rotary_dim(hf: Any, head_dim: int, family: Family, rotary_types: tuple[str | None, ...]) -> int:
+    """How many elements of a head turn."""
     width = head_dim
     for layer_type in sorted(set(rotary_types), key=str):
         parameters = rotary_parameters(hf, layer_type)
@@ -163,7 +190,7 @@ def _rotary_dim(hf: Any, head_dim: int, rotary_types: tuple[str | None, ...]) ->
         if kind not in ROTARY_TYPES:
             reason = ", which depends on the length of the batch" if kind == "dynamic" else ""
             problem = f"rope_type: is {kind!r}{reason}; allowed: {', '.join(ROTARY_TYPES)}"
-        elif hf.model_type != "phi3" and width != head_dim:
+        elif not family.partial_rotary and width != head_dim:
             problem = f"partial_rotary_factor: is {share}; allowed: 1.0"
         elif width % 2 or not 0 < width <= head_dim:
             problem = f"partial_rotary_factor: is {share}, which turns {width} of {head_dim}; allowed: an even number"

@@ -1,25 +1,18 @@
-"""A transformers causal language model over the paged cache, through transformers' attention registry.
+"""Any causal language model of transformers over the paged cache, through transformers' attention registry.
 
-Nothing is read from the configuration that can be asked of the model: one forward pass of one row shows what each layer
-stores and which keys it may see.
+`load_registry_model` refuses what cannot be served before it reads weights: a small random copy of the architecture
+(every kind of layer once, narrow, few ids, short windows) must give the logits of eager attention. Nothing is read from
+the configuration that can be asked of the model: one pass of one row shows what each layer stores and which keys it may
+see.
 
-The two functions that Outrider adds to transformers' attention registry, and the mask function of the second.
+Two functions are added to the registry. `outrider_paged` computes a step over the paged cache; it has no mask function
+on purpose: transformers then builds no mask at all. `outrider_inspect` runs once at load, and gets the mask that eager
+attention would, so that a window that exists only in the mask is found too. Both are stateless: what they need reaches
+them as the keyword argument `outrider_step` of the model's forward.
 
-`outrider_paged` computes a step over the paged cache. It has no mask function on purpose: transformers then builds no
-mask at all. `outrider_inspect` runs once at load: it notes what every attention layer stores and which mask eager
-attention would get there, so that a window that exists only in the mask is found too. Both are stateless: what they
-need reaches them as the keyword argument `outrider_step` of the model's forward.
-
-The check at load: a small random copy of the architecture must give the logits of transformers' eager attention.
-
-A small random model of a checkpoint's architecture: every kind of layer once, narrow, few ids, short windows.
-
-Makes rotary tables a function of absolute position and config alone.
-
-transformers picks the factors of long-RoPE and dynamic NTK from the longest sequence of the batch, so that a row would
-change with its neighbours, and with its own later tokens.
-
-Loads a checkpoint of any architecture that transformers knows, once a small copy of it has passed the check."""
+Rotary tables are made a function of absolute position and configuration alone. transformers picks the factors of
+long-RoPE and dynamic NTK from the longest sequence of the batch, so that a row would change with its neighbours, and
+with its own later tokens."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         ("self_attn.o_proj", hidden, heads, config.output_bias),
         ("mlp.down_proj", hidden, width, config.mlp_bias),
     ]
-    if config.fused:
+    if config.family.fused:
         linears += [
             ("self_attn.qkv_proj", heads + 2 * kv_heads, hidden, config.attention_bias),
             ("mlp.gate_up_proj", 2 * width, hidden, config.mlp_bias),
@@ -60,7 +60,7 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             ("mlp.up_proj", width, hidden, config.mlp_bias),
         ]
     norms = [(name, hidden) for name in _block_norms(config) if name is not None]
-    if config.qk_norm:
+    if config.family.qk_norm:
         norms += [("self_attn.q_norm", dim), ("self_attn.k_norm", dim)]
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -148,7 +148,7 @@ class WeightReader:
         """A norm's factors. Gemma's, which are one more than what the checkpoint holds, are float32 whatever the rows
         are: there they multiply before the rounding."""
         weight = self.tensor(name)
-        return 1.0 + weight.float() if self._config.norms_from_one else weight
+        return 1.0 + weight.float() if self._config.family.norms_from_one else weight
 
     def block_norms(self, prefix: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Of a layer: before attention, before the feed-forward, after attention, after the feed-forward."""
@@ -163,7 +163,7 @@ class WeightReader:
 
     def qk_norm(self, prefix: str) -> Tensor | None:  # [heads + kv_heads, head_dim]
         """Of the queries and keys of a layer, head by head."""
-        if not self._config.qk_norm:
+        if not self._config.family.qk_norm:
             return None
         query, key = (self.norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
@@ -209,14 +209,14 @@ def _own_name(name: str) -> str:
 
 def _block_norms(config: DecoderConfig) -> tuple[str, str, str | None, str | None]:
     """Before attention, before the feed-forward, after attention, after the feed-forward."""
-    if config.norms_after:
+    if config.family.norms_after:
         return "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
     return "input_layernorm", "post_attention_layernorm", None, None
 
 
 def _fused_parts(config: DecoderConfig) -> dict[str, tuple[str, slice]]:
     """Where each projection lies in a weight that holds several: its name and the rows."""
-    if not config.fused:
+    if not config.family.fused:
         return {}
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return {

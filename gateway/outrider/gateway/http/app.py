@@ -44,9 +44,10 @@ from outrider.gateway.http.serving import (
     generate,
     tally_shape,
 )
-from outrider.gateway.metrics import GatewayMetrics, MeteredEngine
+from outrider.gateway.metered import MeteredEngine
+from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
-from outrider.gateway.text.detokenizer import Detokenizer, make_detokenizer
+from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.channel import listen_target
 from outrider.rpc.errors import InvalidArgument, OutriderError, Unavailable, Violation

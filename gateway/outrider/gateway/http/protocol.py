@@ -19,9 +19,10 @@ from starlette.requests import Request
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http.errors import invalid
+from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.request import GenerationRequest, SpeculationOptions, no_such_model
-from outrider.rpc.errors import InvalidArgument, Violation
+from outrider.rpc import telemetry as names
+from outrider.rpc.errors import InvalidArgument, OutriderError, Violation, kind, quoted, shown
 from outrider.rpc.sampling_params import (
     DEFAULT_SAMPLING,
     PARAMETERS,
@@ -30,7 +31,7 @@ from outrider.rpc.sampling_params import (
     StructuredOutput,
     resolve_sampling,
 )
-from outrider.rpc.validate import kind, quoted, shown
+from outrider.rpc.server_calls import HTTP_OK, ServerCall
 
 MAX_SHOWN = 100  # characters of a name that nobody knows
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -52,6 +53,7 @@ class HttpOptions:
 
     max_body_bytes: int = MAX_REQUEST_BYTES
     sse_keep_alive_s: float = 15.0  # silence after which a stream of events says that it lives; 0: never
+    spec_decode_metrics: str = "none"  # what an answer says of its drafts: none, summary or detailed
 
 
 def options_of(request: Request) -> HttpOptions:
@@ -244,6 +246,7 @@ class OpenAIBody(Body):
             model_digest=self.system_fingerprint.removeprefix(FINGERPRINT),
             timeout_s=None if self.timeout_ms is None else self.timeout_ms / 1000,
             traceparent=headers.get("traceparent", ""),
+            call=None if request is None else _call(request, self.stream),
         )
 
     def _sampling(self, defaults: SamplingParams) -> SamplingParams:
@@ -255,6 +258,22 @@ class OpenAIBody(Body):
         constrains = self.structured_outputs or self.response_format
         given["structured_output"] = None if constrains is None else constrains.constraint()
         return resolve_sampling(given, defaults)
+
+
+def _call(request: Request, streams: bool) -> ServerCall:
+    """What the request's span says of it. A stream that has begun has its status."""
+
+    def status_of(error: OutriderError | None, answered: bool) -> int:
+        return HTTP_OK if error is None or (streams and answered) else http_status(error)
+
+    path = request.url.path  # no path of these has parameters: it is the route, too
+    attributes = {
+        names.HTTP_REQUEST_METHOD: request.method,
+        names.HTTP_ROUTE: path,
+        names.URL_PATH: path,
+        names.URL_SCHEME: request.url.scheme,
+    }
+    return ServerCall(attributes, names.HTTP_RESPONSE_STATUS_CODE, status_of)
 
 
 def _from_json(name: str, value: Any) -> Any:

@@ -17,15 +17,16 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.gateway.admission import AdmissionGroup
+from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.engine import GenerationEngine, merge
 from outrider.gateway.http import sse
 from outrider.gateway.http.errors import error_body, renamed
 from outrider.gateway.http.protocol import FINGERPRINT, OpenAIRequest, options_of, read_body
 from outrider.gateway.request import GenerationDelta, written
+from outrider.gateway.spec_decode_metrics import AnswerRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import SpeculationTally
-from outrider.rpc.errors import OutriderError
+from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
 from outrider.rpc.messages import PositionLogprobs
 
 
@@ -48,10 +49,12 @@ async def respond(
 ) -> Response:
     """The response. An error before the first token has a status of its own, unless the stream was kept alive before
     it; one after that is an event."""
-    deltas = generate(engine, openai_request)
+    deltas, options = generate(engine, openai_request), options_of(request)
+    wanted = options.spec_decode_metrics
+    recorder = None if wanted == "none" else AnswerRecorder(wanted == "detailed")
     if not openai_request.body.stream:
-        return await sse.unless_gone(request.receive, _whole(engine, openai_request, builder, deltas))
-    keep_alive_s = options_of(request).sse_keep_alive_s
+        return await sse.unless_gone(request.receive, _whole(engine, openai_request, builder, deltas, recorder))
+    keep_alive_s = options.sse_keep_alive_s
     first = asyncio.ensure_future(anext(deltas))
     try:
         await sse.unless_gone(request.receive, asyncio.wait((first,), timeout=keep_alive_s or None))
@@ -60,7 +63,43 @@ async def respond(
         raise
     if first.done():
         first.result()
-    return sse.EventStream(_events(engine, openai_request, builder, first, deltas), keep_alive_s)
+    return sse.EventStream(_events(engine, openai_request, builder, first, deltas, recorder), keep_alive_s)
+
+
+class AdmissionGroup:
+    """Requests that are admitted or refused as one, as the prompts of one HTTP request are: who comes last decides for
+    all. Each then waits for its own turn, and leaves by itself."""
+
+    def __init__(self, admission: Admission, num_requests: int) -> None:
+        self._admission, self._num_missing = admission, num_requests
+        self._work = AdmissionCost()
+        self._decided = asyncio.Event()
+        self._refusal: InvalidArgument | ResourceExhausted | None = None
+
+    async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
+        """As Admission's, once all have come."""
+        self._work += work
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._decide()
+        try:
+            await self._decided.wait()
+        except asyncio.CancelledError:
+            if not self._decided.is_set():
+                self._work -= work
+            elif self._refusal is None:
+                self._admission.give_back(work)
+            raise
+        if self._refusal is not None:
+            raise self._refusal
+        await self._admission.wait_turn(work, priority)
+
+    def _decide(self) -> None:
+        try:
+            self._admission.reserve(self._work)
+        except (InvalidArgument, ResourceExhausted) as error:
+            self._refusal = error
+        self._decided.set()
 
 
 async def generate(engine: GenerationEngine, openai_request: OpenAIRequest) -> AsyncGenerator[GenerationDelta, None]:
@@ -89,6 +128,7 @@ async def _whole(
     openai_request: OpenAIRequest,
     builder: ResponseBuilder,
     deltas: AsyncGenerator[GenerationDelta, None],
+    recorder: AnswerRecorder | None,
 ) -> Response:
     completions: dict[int, list[GenerationDelta]] = {}
     usage, num_logprobs = UsageSum(), 0
@@ -96,12 +136,14 @@ async def _whole(
         async for delta in deltas:
             completions.setdefault(delta.index, []).append(delta)
             usage.add(delta, openai_request.n)
+            if recorder is not None:
+                recorder.add(delta)
             num_logprobs += delta.num_logprobs
 
     def body() -> Response:
         envelope = _envelope(openai_request, builder.prefix, completions[0][0], builder.whole_object)
         choices = [builder.choice(join(completions[index])) for index in sorted(completions)]
-        return JSONResponse({**envelope, "choices": choices, "usage": usage.shape()})
+        return JSONResponse({**envelope, "choices": choices, "usage": usage.shape(), **_metrics(engine, recorder)})
 
     return await written(num_logprobs, body)
 
@@ -112,8 +154,9 @@ async def _events(
     builder: ResponseBuilder,
     first: asyncio.Future[GenerationDelta],
     rest: AsyncGenerator[GenerationDelta, None],
+    recorder: AnswerRecorder | None,
 ) -> AsyncGenerator[str, None]:
-    """The chunks. Usage, where it is asked for, comes last, and is null before."""
+    """The chunks. Usage, where it is asked for, comes last, and is null before; and with it, what became of drafts."""
     envelope: dict[str, Any] = {}
     options = openai_request.body.stream_options
     include_usage = options is not None and options.include_usage
@@ -125,15 +168,22 @@ async def _events(
                     no_usage = {"usage": None} if include_usage else {}
                     envelope = {**_envelope(openai_request, builder.prefix, delta, builder.chunk_object), **no_usage}
                 usage.add(delta, openai_request.n)
+                if recorder is not None:
+                    recorder.add(delta)
                 opens = delta.index not in opened
                 opened.add(delta.index)
                 for chunk in await written(delta.num_logprobs, _chunks, builder, delta, opens, envelope):
                     yield chunk
-            if include_usage:
-                yield sse.data({**envelope, "choices": [], "usage": usage.shape()})
+            if include_usage or recorder is not None:
+                last = {"usage": usage.shape()} if include_usage else {}
+                yield sse.data({**envelope, "choices": [], **last, **_metrics(engine, recorder)})
         except OutriderError as error:
             yield sse.data(error_body(error))
         yield sse.DONE
+
+
+def _metrics(engine: GenerationEngine, recorder: AnswerRecorder | None) -> dict[str, Any]:
+    return {} if recorder is None else {"metrics": recorder.shape(engine.config.num_draft_tokens)}
 
 
 def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envelope: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from outrider.rpc.channel import dial_target
 from outrider.rpc.errors import InvalidArgument, Violation
@@ -59,6 +59,11 @@ class Addresses:
     def known(self) -> tuple[str, ...]:
         """Every address, by the last look-up; in the order given, each once."""
         return tuple(dict.fromkeys(address for part in self._parts for address in self._known.get(part, ())))
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Why names had no answer when they were last looked up."""
+        return self._problems
 
     async def refresh(self, name: str) -> None:
         """Asks for a name. One without an answer stands for what it stood for before."""

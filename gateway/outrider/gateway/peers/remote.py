@@ -12,9 +12,10 @@ import grpc.aio
 from grpc import StatusCode
 
 from outrider.gateway.peers.addresses import Lookup, look_up
-from outrider.gateway.peers.replicas import ReplicaLink, ReplicaPool, ReplicaService, allowed_by_breaker, choose_model
+from outrider.gateway.peers.replicas import ReplicaLink, ReplicaPool, ReplicaService, allowed_by_breaker
+from outrider.gateway.peers.routing import choose_model
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
-from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, decode_draft_info, decode_target_info
+from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, TARGET_INFO, TARGET_STREAM
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Arithmetic, Commit, DraftEvent, DraftInfo, DraftTokens, Open, TargetEvent, TargetInfo
 from outrider.rpc.stream import StreamConfig
@@ -30,31 +31,19 @@ DRAFT_FAULTS = TARGET_FAULTS | {StatusCode.RESOURCE_EXHAUSTED.value[0]}
 
 async def _target_info(channel: grpc.aio.Channel) -> TargetInfo:
     stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-    return decode_target_info(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
+    return TARGET_INFO.decode(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
 
 
 async def _draft_info(channel: grpc.aio.Channel) -> DraftInfo:
     stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-    return decode_draft_info(await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest()))
-
-
-def _verify(channel: grpc.aio.Channel) -> Any:
-    stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-    return stub.Verify()
-
-
-def _propose(channel: grpc.aio.Channel) -> Any:
-    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-    return stub.Propose()
+    return DRAFT_INFO.decode(await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest()))
 
 
 TARGET_SERVICE = ReplicaService(
     "target",
     TARGET_STREAM,
     _target_info,
-    _verify,
-    lambda info: info.model,
-    lambda info: info.capabilities,
+    lambda channel: target_pb2_grpc.TargetServiceStub(channel).Verify(),
     progress=Commit,
     faults=TARGET_FAULTS,
 )
@@ -62,9 +51,7 @@ DRAFT_SERVICE = ReplicaService(
     "draft",
     DRAFT_STREAM,
     _draft_info,
-    _propose,
-    lambda info: info.model,
-    lambda info: info.capabilities,
+    lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose(),
     progress=DraftTokens,
     faults=DRAFT_FAULTS,
 )

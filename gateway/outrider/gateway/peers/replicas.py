@@ -1,78 +1,29 @@
-"""Where a new sequence goes: to the replica that its first tokens choose, unless that one is busier than the others.
-
-Rendezvous hashing (Thaler and Ravishankar 1998) lets prompts that begin alike meet on one replica, whose prefix cache
-then knows them, and moves only a lost replica's share. Bounded loads (Mirrokni et al., arXiv 1608.01350) send what a
-full replica cannot take to the next in the same order.
-
-Which model a gateway serves while its targets have more than one, as during a rolling change.
-
-A circuit breaker: a replica that fails again and again is left alone for a while, then tried with one sequence.
-
-One replica of the gateway, a draft or a target: a stream that carries many sequences, opened again for ever when it
-breaks. Written once for both kinds; remote.py says what differs.
-
-The replicas of one service: a replica for each address, which come and go as names are looked up again."""
+"""The replicas of one service, drafts or targets: one for each address, which come and go as names are looked up again.
+A replica is a stream that carries many sequences, opened again for ever when it breaks, and a circuit breaker: one that
+fails again and again is left alone for a while, then tried with one sequence. remote.py has what differs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import grpc.aio
 
 from outrider.gateway.peers.addresses import RESOLVE_S, Addresses, Lookup, look_up
+from outrider.gateway.peers.routing import affinity_key, choose
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import Message, StreamKind
 from outrider.rpc.errors import FailedPrecondition, OutriderError, Unavailable, from_rpc_error
-from outrider.rpc.messages import Close, Closed, Commit, Failure, ModelInfo, Open
+from outrider.rpc.messages import Close, Commit, DraftInfo, Failure, Load, ModelInfo, Open, TargetInfo, is_last
 from outrider.rpc.sampling_params import lacking
 from outrider.rpc.stream import SILENT_PEER, FrameStream, StreamConfig, client_stream
-
-AFFINITY_TOKENS = 64  # later tokens tell prompts of one kind apart: they would scatter what shares its beginning
-MAX_OVER_MEAN = 1.25
-
-
-def affinity_key(prompt_ids: Sequence[int], salt: str = "") -> bytes:
-    """Of a prompt's first tokens. A salt parts the prefix caches of two callers, and so their keys."""
-    digest = blake2b(salt.encode(), digest_size=16)
-    digest.update(b"".join(token.to_bytes(4, "little") for token in prompt_ids[:AFFINITY_TOKENS]))
-    return digest.digest()
-
-
-def choose(key: bytes, loads: Mapping[str, int]) -> str | None:
-    """One of the replicas, given by name and number of sequences; None where there is none."""
-    if not loads:
-        return None
-    bound = math.ceil(MAX_OVER_MEAN * (sum(loads.values()) + 1) / len(loads))
-    order = sorted(loads, key=lambda name: _rank(key, name), reverse=True)
-    return next(name for name in order if loads[name] < bound)  # the least loaded is always below the bound
-
-
-def _rank(key: bytes, name: str) -> bytes:
-    return blake2b(name.encode(), key=key, digest_size=8).digest()
-
-
-def choose_model(current: str | None, answers: Sequence[tuple[str, bool]]) -> str | None:
-    """A model's digest, from what every target that answers serves and whether it takes new sequences, in the order of
-    their addresses. The current model stays while it is served and no other has more than half of the answers; else
-    it is the most common one, of equals the first. None, or the current one, where nobody takes new sequences."""
-    votes = Counter(model for model, _ in answers)
-    served = list(dict.fromkeys(model for model, usable in answers if usable))
-    if not served:
-        return current
-    most = max(served, key=lambda model: votes[model])  # of equals the first
-    return current if current in served and 2 * votes[most] <= len(answers) else most
-
 
 MAX_FAILURES = 3  # in a row
 FIRST_OPEN_S, MAX_OPEN_S = 1.0, 30.0
@@ -126,7 +77,7 @@ STABLE_S = 5.0  # a stream that lived that long is reopened without growing paus
 HANDSHAKE_S = 5.0
 STALE_S = 2.0
 
-Info = TypeVar("Info")
+Info = TypeVar("Info", bound=TargetInfo | DraftInfo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +88,6 @@ class ReplicaService(Generic[Info]):
     stream: StreamKind
     get_info: Callable[[grpc.aio.Channel], Awaitable[Info]]
     start_call: Callable[[grpc.aio.Channel], Any]
-    model_of: Callable[[Info], ModelInfo]
-    capabilities_of: Callable[[Info], tuple[str, ...]]
     progress: type  # of the message that says that a sequence fares well
     faults: frozenset[int]  # codes of failures that are the replica's
 
@@ -146,7 +95,7 @@ class ReplicaService(Generic[Info]):
 class ReplicaLink:
     """One sequence at a replica. It sets the sequence id of what it sends."""
 
-    __slots__ = ("_opened_at", "_stream", "links", "model", "on_event", "sequence_id")
+    __slots__ = ("_opened_at", "_stream", "links", "model", "on_event", "request", "sequence_id")
 
     def __init__(
         self,
@@ -155,9 +104,10 @@ class ReplicaLink:
         sequence_id: int,
         on_event: Callable[[Any], None],
         model: ModelInfo,
+        request: Open,
     ) -> None:
         self.links, self._stream = links, stream
-        self.sequence_id, self.model = sequence_id, model
+        self.sequence_id, self.model, self.request = sequence_id, model, request
         self.on_event = on_event
         self._opened_at = time.monotonic()
         links[sequence_id] = self
@@ -202,12 +152,13 @@ class Replica(Generic[Info]):
         self.attempted = asyncio.Event()  # whether a first attempt to connect has ended, well or not
         self.retired = False  # its address is gone: no new sequences
         self.breaker = Breaker()
+        self.reported: Load | None = None  # by the last commit from there
         self._service, self._admit, self._on_change, self._stream_config = service, admit, on_change, stream_config
         self._stream: FrameStream | None = None
-        self._links: dict[int, ReplicaLink] = {}
+        self.links: dict[int, ReplicaLink] = {}  # of what is open there, the oldest first
         self._last_id = 0
         self._last_problem = ""
-        self._others, self._others_at = 0, 0.0
+        self.num_streams, self._others, self._others_at = 0, 0, 0.0  # streams that were opened so far; see load
 
     @property
     def present(self) -> bool:
@@ -223,13 +174,13 @@ class Replica(Generic[Info]):
     @property
     def num_sequences(self) -> int:
         """The sequences that are open there."""
-        return len(self._links)
+        return len(self.links)
 
     @property
     def load(self) -> int:
         """The sequences there: this gateway's, and those of others when a commit last spoke of them."""
         others = self._others if time.monotonic() - self._others_at < STALE_S else 0
-        return len(self._links) + others
+        return len(self.links) + others
 
     @property
     def round_trip_us(self) -> float:
@@ -242,7 +193,7 @@ class Replica(Generic[Info]):
 
     def opened(self, link: object) -> bool:
         """Whether a link was opened here, whatever became of it."""
-        return isinstance(link, ReplicaLink) and link.links is self._links
+        return isinstance(link, ReplicaLink) and link.links is self.links
 
     def open(self, request: Open, on_event: Callable[[Any], None], parent: ReplicaLink | None = None) -> ReplicaLink:
         """Starts a sequence; with a parent that is alive here it shares the parent's prompt."""
@@ -256,7 +207,7 @@ class Replica(Generic[Info]):
             message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=())
         stream.send(message)
         self.breaker.started(time.monotonic())
-        return ReplicaLink(self._links, stream, self._last_id, self._observed(on_event), self._service.model_of(info))
+        return ReplicaLink(self.links, stream, self._last_id, self._observed(on_event), info.model, request)
 
     def recheck(self) -> None:
         """Judges again what it said of itself, by what is known now."""
@@ -323,7 +274,7 @@ class Replica(Generic[Info]):
                 info = await self._service.get_info(channel)
         except TimeoutError:
             raise Unavailable(f"no answer within {HANDSHAKE_S:g} s") from None
-        major = self._service.model_of(info).protocol_major
+        major = info.model.protocol_major
         if major != PROTOCOL_MAJOR:
             raise FailedPrecondition(f"it speaks protocol {major}, this gateway {PROTOCOL_MAJOR}", reason="PROTOCOL")
         self._admit(info)
@@ -331,9 +282,9 @@ class Replica(Generic[Info]):
 
     def _up(self, info: Info, stream: FrameStream) -> None:
         self.info, self.refusal, self._stream, self._last_problem = info, None, stream, ""
-        self._last_id = 0
+        self._last_id, self.num_streams = 0, self.num_streams + 1
         self.attempted.set()
-        log.info("%s %s: connected (%s)", self._service.name, self.address, self._service.model_of(info).name)
+        log.info("%s %s: connected (%s)", self._service.name, self.address, info.model.name)
         self._on_change()
 
     def _report(self, problem: str) -> None:
@@ -349,7 +300,7 @@ class Replica(Generic[Info]):
         self._on_change()
 
     def _tell_lost(self, reason: str) -> None:
-        links = list(self._links.values())
+        links = list(self.links.values())
         for link in links:
             link.close()
         for link in links:
@@ -359,9 +310,10 @@ class Replica(Generic[Info]):
         """Tells the breaker how a sequence fares, until that is known."""
 
         def observe(event: Any) -> None:
+            lost = isinstance(event, Lost) and not event.moved
             if isinstance(event, self._service.progress):
                 self.breaker.succeeded()
-            elif isinstance(event, Lost) or (isinstance(event, Failure) and event.code in self._service.faults):
+            elif lost or (isinstance(event, Failure) and event.code in self._service.faults):
                 self.breaker.failed(time.monotonic())
             on_event(event)
 
@@ -375,16 +327,14 @@ class Replica(Generic[Info]):
     def _on_messages(self, batch: list[Message]) -> None:
         last = batch[-1] if batch else None
         if isinstance(last, Commit):
-            self._others = max(0, last.load.running + last.load.waiting - len(self._links))
-            self._others_at = time.monotonic()
+            self._others = max(0, last.load.running + last.load.waiting - len(self.links))
+            self.reported, self._others_at = last.load, time.monotonic()
         for message in batch:
-            link = self._links.get(message.sequence_id)
+            link = self.links.get(message.sequence_id)
             if link is None:
                 continue
-            if isinstance(message, Closed | Failure) or (
-                isinstance(message, Commit) and message.finish_reason is not None
-            ):
-                del self._links[message.sequence_id]
+            if is_last(message):
+                del self.links[message.sequence_id]
             link.on_event(message)
 
 
@@ -464,12 +414,12 @@ class ReplicaPool(Generic[Info]):
 
     def _able(self, request: Open) -> list[Replica[Info]]:
         """Those that take new sequences and can do all that is asked."""
-        return [replica for replica in self.replicas if replica.usable and self._suits(replica, request)]
-
-    def _suits(self, replica: Replica[Info], request: Open) -> bool:
-        return replica.info is not None and not lacking(
-            self._service.capabilities_of(replica.info), request.sampling, request.acceptance
-        )
+        usable = [(replica, replica.info) for replica in self.replicas if replica.usable]
+        return [
+            replica
+            for replica, info in usable
+            if info is not None and not lacking(info.capabilities, request.sampling, request.acceptance)
+        ]
 
     @staticmethod
     def _place(request: Open, replicas: Sequence[Replica[Info]]) -> Replica[Info] | None:

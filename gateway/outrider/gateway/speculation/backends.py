@@ -28,6 +28,7 @@ class Lost:
 
     reason: str
     unheard: bool = False  # silent since the sequence was opened, which it need not have got
+    moved: bool = False  # the peer is well: another draft has come, which is to take the sequence at once
 
 
 class VerifierLink(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import sqrt
 
-from outrider.planner.acceptance import RunningMean
+from outrider.planner.estimates import RunningMean
 from outrider.planner.forecast import Forecast
 from outrider.planner.policy import OFF, Limits, Mode, Plan
 

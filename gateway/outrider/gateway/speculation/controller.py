@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.gateway.speculation.contest import SharedTrials, TrialsByConcurrency
-from outrider.planner.acceptance import Acceptance, RunningMean
+from outrider.planner.estimates import Acceptance, RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
 from outrider.planner.policy import AHEAD, Limits, Mode, Plan, Policy, Round
 
@@ -30,6 +30,7 @@ class Controller:
     shared_trials: SharedTrials
     round_trips_us: Callable[[], float]
     num_running: Callable[[], int] = lambda: 1
+    explains: bool = False  # keeps what its decisions rest on, which takes time
     plan: Plan = field(init=False)
     forecast: Forecast = field(init=False)  # of this request
     common: Forecast = field(init=False)  # of all
@@ -58,7 +59,7 @@ class Controller:
         return self.plan.policy(self.limits.base, self.limits.max_branches, self.deep)
 
     def inputs(self) -> dict[str, float]:
-        """What the last decision rests on."""
+        """What the last decision rests on; nothing unless it `explains`."""
         return self._inputs
 
     def _inputs_now(self) -> dict[str, float]:
@@ -104,7 +105,8 @@ class Controller:
             self.plan, self._since_change = plan, 0
         coming = self.forecast.away_us + (plan.num_draft_tokens + 1) * self.stats.draft_pass.value
         self.deep = coming > (IN_TIME if self.deep else LATE) * self.forecast.verify_us(plan)
-        self._inputs = self._inputs_now()
+        if self.explains:
+            self._inputs = self._inputs_now()
 
     def _learn(self, closed: Round) -> None:
         commit, timings, stats = closed.commit, closed.commit.timings, self.stats

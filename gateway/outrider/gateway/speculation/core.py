@@ -4,9 +4,8 @@ The policy is expressed by credit and patience alone. Sequential: the draft gets
 committed length, the target waits for them with patience, and every commit renews both. Pipelined: the draft's credit
 reaches a window and its own token further, so that it drafts during the verification, and it may hold branches for
 other outcomes. Without a draft the target gets credit for a few plain tokens ahead. The core owns the journal
-(prompt, committed tokens, seed, pieces under way), so a target that dies is replaced by an Open elsewhere.
-
-What the sans-I/O core asks for, in order; the driver applies it."""
+(prompt, committed tokens, seed, pieces under way), so a target that dies is replaced by an Open elsewhere. Its effects
+are what it asks for, in order; the driver applies them."""
 
 from __future__ import annotations
 
@@ -194,6 +193,8 @@ class SpeculationCore:
                 return [ToTarget((event, *self._due_credit()))]
             case Failure():
                 return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE or _is_full(event))
+            case Lost(moved=True):
+                return [CloseDraft(), self._open_draft()]
             case Lost():
                 return self.stop_drafting(event.reason, may_return=True)
             case _:

@@ -1,14 +1,11 @@
-"""The loop: draft, verify, emit, until the sequence ends. It applies the effects of the sans-I/O core as events arrive,
-so a commit is on its way to the draft before the client has seen it.
-
-The driver of one sequence: it connects the sans-I/O core with a link at a target and one at a draft. Events come in
-from the links' callbacks and effects leave in the same turn of the event loop: no task stands between the two sides."""
+"""The loop: draft, verify, emit, until the sequence ends. Its driver connects the sans-I/O core with a link at a target
+and one at a draft. Events come in from the links' callbacks and effects leave in the same turn of the event loop: no
+task stands between the two sides, and a commit is on its way to the draft before the client has seen it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
@@ -30,6 +27,7 @@ from outrider.gateway.speculation.core import (
 )
 from outrider.planner.policy import Policy, PolicyController, Round
 from outrider.rpc.errors import Internal, OutriderError
+from outrider.rpc.logs import of
 from outrider.rpc.messages import (
     Commit,
     DraftEvent,
@@ -71,11 +69,11 @@ class SpeculationDriver:
 
     def start(self) -> None:
         """Opens both sides."""
-        self._apply(self.core.start(time.monotonic()))
+        self._apply(self.core.start(self.loop.time()))
 
     def read(self, position: int) -> None:
         """The caller has taken every token below `position`."""
-        self._apply(self.core.on_read(position, time.monotonic()))
+        self._apply(self.core.on_read(position, self.loop.time()))
 
     def fail(self, failure: Failure) -> None:
         """Ends the sequence with an error, as when its time ran out. A timer may call it: it raises nothing."""
@@ -113,7 +111,7 @@ class SpeculationDriver:
         except OutriderError as error:  # a message that no frame can hold
             self._end_by(error)
         except Exception as error:
-            log.error("a sequence ends by an unexpected error", exc_info=error)
+            log.error("a sequence ends by an unexpected error", exc_info=error, extra=of(self.core.request))
             self._end_by(Internal(f"unexpected {type(error).__name__}; see the log"))
 
     def _end_by(self, error: OutriderError) -> None:
@@ -165,7 +163,7 @@ class SpeculationDriver:
         self.target_link.send(*effect.messages)
 
     def _on_target(self, event: TargetEvent | Lost) -> None:
-        now = time.monotonic()
+        now = self.loop.time()
         if isinstance(event, Commit | Lost):
             self._give_up_at = None
         self._apply(self.core.on_target(event, now))
@@ -197,7 +195,7 @@ class SpeculationDriver:
 
     def _retry_target(self) -> None:
         if not self.closed:
-            self._guard(lambda: self._apply(self.core.retry_target(time.monotonic())))
+            self._guard(lambda: self._apply(self.core.retry_target(self.loop.time())))
 
     def _open_draft(self, effect: OpenDraft) -> None:
         self._draft_epoch += 1
@@ -220,7 +218,7 @@ class SpeculationDriver:
         if link is not None:
             link.close()
         if effect.reason:
-            self._draft_retry_at = time.monotonic() + DRAFT_RETRY_S if effect.may_return else None
+            self._draft_retry_at = self.loop.time() + DRAFT_RETRY_S if effect.may_return else None
             self.on_draft_stop(effect.reason)
 
 

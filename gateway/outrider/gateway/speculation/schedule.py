@@ -74,21 +74,21 @@ class ScheduledDrafter:
     is nothing the draft counts as lost: the loop decodes plainly, and asks again later."""
 
     def __init__(self, inner: Drafter, schedule: BatchSchedule, num_running: Callable[[], int]) -> None:
-        self._inner, self._schedule, self._num_running = inner, schedule, num_running
+        self.inner, self._schedule, self._num_running = inner, schedule, num_running
 
     @property
     def info(self) -> DraftInfo | None:
         """None while nothing may be drafted."""
-        return self._inner.info if self.allowed() else None
+        return self.inner.info if self.allowed() else None
 
     @property
     def round_trip_us(self) -> float:
         """That of the drafter within."""
-        return self._inner.round_trip_us
+        return self.inner.round_trip_us
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
         """Starts a sequence, or one that ends at once where nothing may be drafted."""
-        link = self._inner.open(request, on_event) if self.allowed() else _Absent()
+        link = self.inner.open(request, on_event) if self.allowed() else _Absent()
         return None if link is None else _ScheduledLink(self, link, request, on_event)
 
     def allowed(self) -> int:

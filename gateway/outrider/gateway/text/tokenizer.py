@@ -1,98 +1,26 @@
-"""A checkpoint's tokenizer: text to ids and back, its chat template applied, and what a pair check compares.
+"""Text to ids and back: a checkpoint's tokenizer, what a pair check compares of it; and committed ids that become text:
+incremental detokenisation, stop strings and the cut that they make.
 
 `tokenizer.json` is read by the `tokenizers` library alone. transformers' AutoTokenizer would give the same ids, but
 importing it loads torch into the process (measured: 2 s and 250 MB, against 0.03 s and 15 MB), so it only serves
-checkpoints that have no `tokenizer.json`.
-
-Chat templates: sandboxed Jinja with the names and settings of transformers, which the templates are written for."""
+checkpoints that have no `tokenizer.json`. A TextStream steps id by id, so a window of many gives what one token at a
+time gives: the text delivered after n ids depends on these alone, and one that resumes knows what was delivered."""
 
 from __future__ import annotations
 
-import json
+import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
+from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.vocabulary import complete_backend, fingerprint, read_json, special_tokens, token_bytes
-
-
-class TemplateRefusal(Exception):
-    """The template cannot be read, or it refused a conversation."""
-
-
-class ChatTemplate:
-    """One template; compiled at its first use."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def render(self, messages: Iterable[Mapping[str, Any]], **variables: Any) -> str:
-        """The text of a conversation; keys that are None count as absent."""
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        if not plain:
-            raise TemplateRefusal("it has no message")
-        try:
-            return self._compiled.render(messages=plain, **variables)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # what a template does to odd content
-            raise TemplateRefusal(str(error)) from error
-
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        return _environment().from_string(self.source)
-
-
-def find_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a checkpoint's folder: its own file, else the one in tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several named ones
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return ChatTemplate(source) if isinstance(source, str) else None
-
-
-class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's text for training; here its content is plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The content alone."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(style: str) -> str:
-    return datetime.now().strftime(style)
-
 
 LEAST_AGREEMENT = 0.99  # of the ids, for two models to be a pair
 
@@ -140,7 +68,8 @@ class Tokenizer:
     def render_chat(
         self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt's text of a conversation. A template's own complaint is a ValueError; it is told to clients."""
+        """The prompt's text of a conversation, with every special token in it. A template's own complaint is a
+        ValueError; it is told to clients."""
         if self.chat_template is None:
             raise ValueError("the tokenizer has no chat template; allowed: a text or token ids")
         try:
@@ -149,12 +78,6 @@ class Tokenizer:
             )
         except TemplateRefusal as error:
             raise ValueError(f"the chat template refused the conversation: {error}") from error
-
-    def encode_chat(
-        self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        """The prompt's ids of a conversation; the template writes every special token itself."""
-        return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The id sequences of words that must not be generated, at the start of a text and within it, as in vLLM: the
@@ -213,3 +136,209 @@ def _convert_with_transformers(folder: Path) -> Backend:
     if not isinstance(backend, Backend):
         raise ValueError(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted into one")
     return backend
+
+
+NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character or a space may begin there
+MAX_WAITING_IDS = 32  # without text yet: that many whose text ends in U+FFFD are no half character, but that itself
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a window adds: text that will not be taken back, and how many of its ids count."""
+
+    text: str
+    num_ids: int
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+class TextStream:
+    """The text of one completion. `resumed` is what `output_ids`, generated before, add to nothing: text that was
+    delivered then, and the finish, if a stop string is complete in them."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        self._sampling = sampling
+        self._detokenizer = make_detokenizer(tokenizer, sampling, prompt_ids) if sampling.detokenize else None
+        self._stops = sampling.stop if sampling.detokenize else ()
+        self._num_kept = max(map(len, self._stops), default=1) - 1  # characters before new text that a match can use
+        self._text = ""  # what is not yet delivered, and at least that many characters before it
+        self._num_delivered = 0  # characters of _text
+        self._num_output = 0
+        self._finished = False
+        self.resumed = self.push(output_ids)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the completion has ended; what is pushed then does not count."""
+        return self._finished
+
+    def push(
+        self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
+    ) -> TextDelta:
+        """Takes the next committed ids. A finish is of their last one: with STOP that is the stop token, or EOS where
+        `stop_token_id` is None. A stop string that completes at or before it wins."""
+        if self._finished:
+            return TextDelta("", 0)
+        new_text = ""
+        for index, token_id in enumerate(ids):
+            new_text = self._append(token_id)
+            if stop := self._find_stop(len(new_text)):
+                return self._finish(TextDelta("", index + 1, FinishReason.STOP, stop_string=stop))
+        if finish_reason is None:
+            return TextDelta(self._deliver(len(self._text) - self._num_held()), len(ids))
+        if finish_reason is FinishReason.STOP and self._hides(stop_token_id):
+            self._text = self._text[: len(self._text) - len(new_text)]
+        return self._finish(TextDelta("", len(ids), finish_reason, stop_token_id=stop_token_id))
+
+    def _append(self, token_id: int) -> str:
+        self._num_output += 1
+        if self._detokenizer is None:
+            return ""
+        new_text = self._detokenizer.step(token_id)
+        self._text += new_text
+        return new_text
+
+    def _find_stop(self, num_new: int) -> str | None:
+        """The stop string that completes first in the last `num_new` characters; the text is then cut at it."""
+        if num_new == 0 or not self._stops or self._num_output <= self._sampling.min_tokens:
+            return None
+        found = earliest_stop(self._text, num_new, self._stops)
+        if found is None:
+            return None
+        end, stop = found
+        self._text = self._text[: end if self._sampling.include_stop_str_in_output else end - len(stop)]
+        return stop
+
+    def _hides(self, stop_token_id: int | None) -> bool:
+        """Whether the token that ended the completion is left out of the text."""
+        if not self._sampling.include_stop_str_in_output:
+            return True
+        return stop_token_id is None and self._sampling.skip_special_tokens
+
+    def _num_held(self) -> int:
+        if not self._stops or self._sampling.include_stop_str_in_output:
+            return 0  # nothing is ever cut off the text's end
+        return held_back(self._text, self._stops)
+
+    def _deliver(self, end: int) -> str:
+        text = self._text[self._num_delivered : end]
+        num_dropped = max(0, min(end, len(self._text) - self._num_kept))
+        self._text = self._text[num_dropped:]
+        self._num_delivered = end - num_dropped
+        return text
+
+    def _finish(self, delta: TextDelta) -> TextDelta:
+        self._finished = True
+        return replace(delta, text=self._deliver(len(self._text)))
+
+
+def earliest_stop(text: str, num_new: int, stops: Sequence[str]) -> tuple[int, str] | None:
+    """The stop string that completes first within the last `num_new` characters, and its end. Of those that complete
+    together the first listed."""
+    before = len(text) - num_new
+    best: tuple[int, str] | None = None
+    for stop in stops:
+        start = text.find(stop, max(0, before - len(stop) + 1))
+        if start >= 0 and (best is None or start + len(stop) < best[0]):
+            best = start + len(stop), stop
+    return best
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """The length of the longest end of the text that may still become a stop string."""
+    longest = 0
+    for stop in stops:
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text, one at a time."""
+
+    def step(self, token_id: int) -> str:
+        """The whole characters that this id completes."""
+        ...
+
+
+def make_detokenizer(tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int]) -> Detokenizer:
+    """The detokenizer of a completion, with the prompt's end behind it."""
+    skipped = tokenizer.special_ids if sampling.skip_special_tokens else frozenset[int]()
+    detokenizer: Detokenizer
+    if tokenizer.byte_level:
+        detokenizer = _ByteDetokenizer(tokenizer.token_bytes, skipped)
+    else:
+        joined = {} if skipped or sampling.spaces_between_special_tokens else tokenizer.added_tokens
+        detokenizer = _TextDetokenizer(tokenizer, sampling.skip_special_tokens, joined)
+    for token_id in prompt_ids[-NUM_CONTEXT_IDS:]:
+        detokenizer.step(token_id)
+    return detokenizer
+
+
+class _ByteDetokenizer:
+    """Byte-level BPE: the tokens' bytes through an incremental UTF-8 decoder. Only an incomplete character waits; an
+    invalid byte becomes U+FFFD at once, as in the whole text."""
+
+    def __init__(self, token_bytes: Sequence[bytes | None], skipped: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
+        self._skipped = skipped
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def step(self, token_id: int) -> str:
+        """The whole characters that this id completes."""
+        if token_id in self._skipped or token_id >= len(self._token_bytes):
+            return ""
+        return self._decode(self._token_bytes[token_id] or b"")
+
+
+class _TextDetokenizer:
+    """Any other decoder: what the ids since the last text add to the text of those just before them. However many ids
+    give no text, one step decodes a bounded number of them."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, joined: dict[int, str]) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._joined = joined  # tokens that follow one another without a space, which the decoder would put
+        self._after_joined = False
+        self._before: list[int] = []  # those that gave the last text
+        self._text_before = ""
+        self._waiting: list[int] = []  # since then: half a character, or tokens whose text is empty where they stand
+        self._num_half = 0  # of them, since the text ends in U+FFFD
+
+    def step(self, token_id: int) -> str:
+        """The whole characters that this id completes."""
+        joined = self._joined.get(token_id)
+        after_joined, self._after_joined = self._after_joined, joined is not None
+        if self._is_skipped(token_id):
+            return ""
+        self._waiting.append(token_id)
+        text = self._decode([*self._before, *self._waiting])
+        new_text = text[len(self._text_before) :]
+        if not new_text:
+            del self._waiting[:-MAX_WAITING_IDS]  # no decoder looks further back than a few tokens
+            return ""
+        self._num_half += 1
+        if text.endswith("\ufffd") and self._num_half < MAX_WAITING_IDS:
+            return ""
+        self._before, self._waiting, self._num_half = self._waiting, [], 0
+        self._text_before = self._decode(self._before)
+        return joined if joined is not None and after_joined else new_text
+
+    def _is_skipped(self, token_id: int) -> bool:
+        """Whether the decoder never sees the id: text cannot depend on it."""
+        tokenizer = self._tokenizer
+        skipped = self._skip_special_tokens and token_id in tokenizer.special_ids
+        return skipped or tokenizer.backend.id_to_token(token_id) is None
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens)

@@ -72,13 +72,15 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """The groups that together hold every row of the batch once; on an accelerator instead what its kernels read."""
+class GroupedPlan:
+    """The groups that together hold every row of the batch once."""
 
     groups: tuple[AttentionGroup, ...]
     biases: tuple[Tensor | None, ...]  # per group [sequences, 1, query_len * heads per kv head, num_keys]: 0 or -inf
     batch_invariant: bool
-    device: DevicePlan | None = None
+
+
+AttentionPlan = GroupedPlan | DevicePlan
 
 
 def plan_attention(
@@ -119,7 +121,7 @@ def plan_attention(
     if parents is not None:
         groups = _with_tree(groups, parts, parents, query_starts, SPLIT_KEYS if batch_invariant else 1)
     biases = tuple(_bias(group.visible, heads_per_kv_head, dtype) for group in groups)
-    return AttentionPlan(groups, biases, batch_invariant)
+    return GroupedPlan(groups, biases, batch_invariant)
 
 
 def plan_on_device(
@@ -132,15 +134,14 @@ def plan_on_device(
     batch_invariant: bool = False,
     parents: Tensor | None = None,  # [rows] int32, see tree_mask
     max_model_len: int | None = None,
-) -> AttentionPlan:
+) -> DevicePlan:
     """For the kernels. Reads no length on the host: what is captured once serves every batch whose tensors have these
     shapes and whose sequences have at most `max_query_len` rows. `max_model_len` must be the same in all batches."""
     tree = None if parents is None else tree_mask(parents, query_starts)
     keys = split_keys(max_model_len)
-    device = DevicePlan(
+    return DevicePlan(
         block_tables, query_starts, context_lens, max_query_len, keys, sliding_window, tree, batch_invariant
     )
-    return AttentionPlan((), (), batch_invariant, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels.attention.plan import SPLIT_KEYS, AttentionGroup, AttentionPlan, plan_attention
+from outrider.kernels.attention.plan import SPLIT_KEYS, AttentionGroup, AttentionPlan, DevicePlan, plan_attention
 
 
 def paged_attention(
@@ -58,11 +58,11 @@ def planned_attention(
     kv_scales: tuple[Tensor, Tensor] | None = None,  # [1] float32 each, of an fp8 cache
 ) -> Tensor:  # [rows, heads, value_dim]
     """The same with a plan made once for all layers of a pass."""
-    if plan.device is not None:
+    if isinstance(plan, DevicePlan):
         from outrider.kernels.attention.triton import attention
 
         return attention(
-            plan.device, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=sinks, kv_scales=kv_scales
+            plan, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=sinks, kv_scales=kv_scales
         )
     results = [
         _attend_group(

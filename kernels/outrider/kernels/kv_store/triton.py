@@ -22,7 +22,7 @@ def store_kv(
     *,
     kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launches `kv_store.store_kv`."""
+    """Launches the reference's `store_kv`."""
     for new, cache, scale in zip((keys, values), (key_cache, value_cache), kv_scales or (None, None), strict=True):
         new = new if new.stride(2) == 1 else new.contiguous()
         rows, heads, dim = new.shape
@@ -44,7 +44,7 @@ def store_kv_rotary(
     eps: float = 1e-6,
     kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # [rows, heads, head_dim]
-    """Launches `kv_store.store_kv_rotary`."""
+    """Launches the reference's `store_kv_rotary`."""
     qkv = qkv if qkv.stride(2) == 1 else qkv.contiguous()
     (rows, all_heads, dim), kv_heads = qkv.shape, key_cache.shape[2]
     cos, sin = (part.contiguous() for part in rotary)

@@ -22,7 +22,7 @@ from outrider.kernels.common_triton import tanh
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Launches `rms_norm.rms_norm`: x [rows, ..., dim]; weight [dim] or [..., dim]."""
+    """Launches the reference's `rms_norm`: x [rows, ..., dim]; weight [dim] or [..., dim]."""
     rows = x.flatten(1, -2) if x.dim() > 2 else x[:, None]  # [rows, heads, dim]
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     out = x.new_empty(x.shape)
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Launches `rms_norm.add_rms_norm`: x and residual [rows, dim]."""
+    """Launches the reference's `add_rms_norm`: x and residual [rows, dim]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     residual = residual if residual.stride() == x.stride() else residual.contiguous()
     out, total = x.new_empty(x.shape), x.new_empty(x.shape)
@@ -92,7 +92,7 @@ WIDTH_TILE = 1024
 
 
 def gated(gate_up: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"]) -> Tensor:
-    """Launches `gated_silu.gated_silu` or `gated_gelu`: [rows, 2 * width] -> [rows, width]."""
+    """Launches the reference's `gated_silu` or `gated_gelu`: [rows, 2 * width] -> [rows, width]."""
     gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)

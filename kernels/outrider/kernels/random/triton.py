@@ -24,7 +24,7 @@ def words(
     completions: Tensor,  # [n] int64
     draw: int,
 ) -> Tensor:  # [n, 4] int64
-    """Launches `philox.words`."""
+    """Launches the reference's `words`."""
     num_rows = len(seeds)
     out = torch.empty(num_rows, 4, dtype=torch.int64, device=seeds.device)
     if num_rows:
@@ -46,7 +46,7 @@ def vocabulary_words(
     draw: int,
     groups: int = GROUPS_PER_PROGRAM,
 ) -> Tensor:  # [n, vocab] int64
-    """Launches `philox.vocabulary_words`."""
+    """Launches the reference's `vocabulary_words`."""
     out = torch.empty(len(seeds), vocab_size, dtype=torch.int64, device=seeds.device)
     return _over_vocabulary(out, seeds, positions, purposes, completions, draw, groups)
 
@@ -59,7 +59,7 @@ def exponential_noise(
     vocab_size: int,
     groups: int = GROUPS_PER_PROGRAM,
 ) -> Tensor:  # [n, vocab] float32
-    """Launches `philox.exponential_noise`."""
+    """Launches the reference's `exponential_noise`."""
     out = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
     return _over_vocabulary(out, seeds, positions, purposes, completions, 0, groups)
 

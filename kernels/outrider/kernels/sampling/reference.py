@@ -4,14 +4,9 @@ The order is fixed: allowed and banned ids (min_tokens bans some), logit bias, p
 temperature, min_p, top_k, top_p. What no row asks for costs nothing. Ties at a cut keep the lowest ids, so that the
 kept set is a function of the values alone.
 
-Draws drafted tokens from the very integers that cross the wire, so that the target knows their law without rounding.
-
-Truncate, round to integer weights, and only then draw: a vector rounded after the draw would not be the law drawn from,
-and rejection acceptance would be biased by the difference.
-
-The ids of the few greatest scores of every row.
-
-Moves sequences on by one token, on the device: the next pass then needs nothing from the host but its launch."""
+Drafted tokens are drawn from the very integers that cross the wire: truncate, round to integer weights, and only then
+draw. A vector rounded after the draw would not be the law drawn from, and rejection acceptance would be biased by the
+difference. What a draft's next pass needs (top ids, sequences moved on by a token) is computed on the device, too."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Single ids are scattered into a float32 copy of the logits, one launch for each kind that any row asks for, in the fixed
 order; a batch that asks for none is read where it lies. Then one program per row makes two passes: the first keeps a
 running maximum and a sum relative to it, the second writes probabilities (min_p needs the kept sum between, one more).
-Rows with top_k or top_p are cut in place, without a sort: see `cut_triton`.
+Rows with top_k or top_p are cut in place, without a sort: see `find_cut`.
 
 A row's result depends on that row alone: its tiles are taken in order, whatever the batch. Invalid rows come out as
 zeros, so that nothing can be drawn from them.
@@ -27,7 +27,7 @@ rounding of a sum in float64. Rows must sum to about 1 (below 2), which probabil
 
 Draft draws in Triton: truncate, round to integer weights, draw from them, and pack them for the wire.
 
-One program per row finds the cut (see `cut_triton`), writes the positive weights in the order of their ids to the row's
+One program per row finds the cut (see `find_cut`), writes the positive weights in the order of their ids to the row's
 slots, adds them up, and takes the first id whose sum is above floor(total x r / 2^64): integers throughout after the
 rounding, which multiplies, rounds and breaks ties to even as the reference does. A second launch moves the entries
 of all rows together. Both have grids of fixed shape; only the packed view's length is read on the host.
@@ -55,7 +55,7 @@ BAN, BIAS = (tl.constexpr(kind) for kind in range(2))
 
 
 def adjust_logits(logits: Tensor, sampling: RowSampling, tile: int = ADJUST_TILE) -> Tensor:  # [rows, vocab]
-    """Launches `logits_to_probs.adjust_logits`: float32, but the argument itself where nothing applies."""
+    """Launches the reference's `adjust_logits`: float32, but the argument itself where nothing applies."""
     kinds = (sampling.allowed, sampling.banned, sampling.bias, sampling.penalties, sampling.token_mask)
     if all(kind is None for kind in kinds):
         return logits
@@ -367,7 +367,7 @@ def logits_to_probs(
     tile: int = TILE,
     cut_tile: int = CUT_TILE,
 ) -> tuple[Tensor, Tensor]:
-    """Launches `logits_to_probs.logits_to_probs`: [rows, vocab] float32 and [rows] bool."""
+    """Launches the reference's `logits_to_probs`: [rows, vocab] float32 and [rows] bool."""
     adjusted = adjust_logits(raw, sampling)
     num_rows, vocab_size = raw.shape
     probs = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=raw.device)
@@ -394,7 +394,7 @@ def greedy_choice(
     sampling: RowSampling,
     tile: int = TILE,
 ) -> tuple[Tensor, Tensor]:
-    """Launches `logits_to_probs.greedy_choice`: [rows] int64 and [rows] bool."""
+    """Launches the reference's `greedy_choice`: [rows] int64 and [rows] bool."""
     adjusted = adjust_logits(raw, sampling)
     num_rows, vocab_size = raw.shape
     ids = torch.empty(num_rows, dtype=torch.int64, device=raw.device)
@@ -578,8 +578,8 @@ def draft_sample(
     max_entries: int,
     tile: int = CUT_TILE,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launches `draft_sample.draft_sample`. The entries are in buffers of rows x max_entries, valid up to the last of
-    the starts, so that nothing is read on the host: token ids [rows], entry ids, entry weights, starts [rows + 1]."""
+    """Launches the reference's `draft_sample`: token ids [rows], entry ids, their weights, starts [rows + 1]. Entries
+    are in buffers of rows x max_entries, valid up to the last of the starts, so that nothing is read on the host."""
     token_ids, counts, row_ids, row_weights = sample_rows(draft_probs, words, mass, max_entries, tile)
     (num_rows, slots), device = row_ids.shape, draft_probs.device
     entry_ids, entry_weights = torch.empty(2, num_rows * slots, dtype=torch.int64, device=device).unbind(0)
@@ -712,7 +712,7 @@ SEQUENCES = 64  # of a program
 def advance(
     positions: Tensor, slots: Tensor, context_lens: Tensor, block_tables: Tensor, passes: Tensor, block_size: int
 ) -> None:
-    """Launches `advance.advance`."""
+    """Launches the reference's `advance`."""
     num_sequences = len(positions)
     _advance_kernel[(triton.cdiv(num_sequences, SEQUENCES),)](
         positions, slots, context_lens, block_tables, passes, num_sequences, block_tables.stride(0), block_size,

@@ -1,18 +1,15 @@
-"""Rejection acceptance for a ragged batch of windows.
+"""Acceptance for a ragged batch of windows, packed: no padding.
 
-Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. A drafted token is accepted when
+By rejection (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) a drafted token is accepted when
 `u * draft_weight < target_prob * total_weight`; the first refused position draws its token from
 `max(target_prob * total_weight - draft_weight, 0)`, and a fully accepted window one more from the next row of
 `target_probs`. The weights are the integers that the draft drew from, so both products of the test are exact in
-float64. A position without usable weights is one-hot: the same rule with the single weight 1 on the drafted id. Rows,
-windows and drafted tokens are packed: no padding.
+float64. A position without usable weights is one-hot: the same rule with the single weight 1 on the drafted id.
 
-Coupled acceptance: target and draft take the token of least noise / probability for the same noise.
-
-The token at a position is then a function of the seed and the target's probabilities alone, whatever was drafted; a
-draft only says early what it will be. With exponential noise the least ratio is a draw from the probabilities (the
-exponential race, which is the Gumbel-max trick). Greedy decoding uses the same acceptance with the arg max as choice.
-"""
+Coupled, target and draft take the token of least noise / probability for the same noise. The token at a position is
+then a function of the seed and the target's probabilities alone, whatever was drafted; a draft only says early what it
+will be. With exponential noise the least ratio is a draw from the probabilities (the exponential race, which is the
+Gumbel-max trick). Greedy decoding uses the same acceptance with the arg max as choice."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from torch import Tensor
 
 from outrider.kernels import dispatch
 from outrider.kernels.random.reference import Purpose, exponential_noise
-from outrider.kernels.types import MAX_TOTAL_WEIGHT, DraftWeights, Windows
+from outrider.kernels.types import MAX_TOTAL_WEIGHT, DraftWeights, PackedEntries, Windows
 
 
 def cut_at_vocabulary(draft_ids: Sequence[int], vocab_size: int) -> int:
@@ -44,7 +41,7 @@ def accept(
     target_probs: Tensor,  # [rows, vocab] float32
     windows: Windows,
     draft_ids: Tensor,  # [drafted] int64
-    draft_weights: DraftWeights,
+    draft_weights: DraftWeights | PackedEntries,
     uniforms: Tensor,  # [drafted] float64 in [0, 1)
 ) -> tuple[Tensor, Tensor]:
     """Returns how many drafted tokens are accepted, [n] int64, and the weights of the next draw, [n, vocab] float64.
@@ -56,6 +53,8 @@ def accept(
         from outrider.kernels.verify import triton as verify_triton
 
         return verify_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms)
+    if isinstance(draft_weights, PackedEntries):
+        draft_weights = draft_weights.unpacked()
     vocab_size = target_probs.shape[1]
     usable, drafted_weight, total_weight = _check_weights(draft_weights, draft_ids, vocab_size)
     inside = (draft_ids >= 0) & (draft_ids < vocab_size)  # [drafted]

@@ -19,19 +19,13 @@ The walk is one program per window: parents precede children, so one scan in ord
 # mypy: allow-untyped-decorators, disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.random.triton import noise_of, row_words
-
-if TYPE_CHECKING:
-    from outrider.kernels.types import DraftWeights, Windows
-
+from outrider.kernels.types import DraftWeights, PackedEntries, Windows
 
 TILE = 2048
 ENTRY_TILE = 128
@@ -40,41 +34,18 @@ MAX_TOTAL_WEIGHT = tl.constexpr(1 << 24)
 
 def accept(
     target_probs: Tensor,  # [rows, vocab] float32
-    windows: Windows,
-    draft_ids: Tensor,  # [drafted] int64
-    draft_weights: DraftWeights,  # `draft_of` ascends, as `DraftWeights.of` lays it out
-    uniforms: Tensor,  # [drafted] float64
-    tile: int = TILE,
-    entry_tile: int = ENTRY_TILE,
-) -> tuple[Tensor, Tensor]:  # [n] int64, [n, vocab] float64
-    """Launches `rejection.accept`."""
-    bounds = torch.arange(len(draft_ids) + 1, device=target_probs.device)
-    starts = torch.searchsorted(draft_weights.draft_of.contiguous(), bounds)  # [drafted + 1]
-    entries = PackedEntries(draft_weights.ids.contiguous(), draft_weights.weights.contiguous(), starts)
-    draft_ids, uniforms = draft_ids.contiguous(), uniforms.contiguous()
-    return accept_packed(target_probs, windows, draft_ids, entries, uniforms, tile, entry_tile)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedEntries:
-    """Draft weights by where each drafted token's begin. Nothing is read past the last start."""
-
-    ids: Tensor  # [entries or more] int32 or int64
-    weights: Tensor  # [entries or more], the same
-    starts: Tensor  # [drafted + 1] int64
-
-
-def accept_packed(
-    target_probs: Tensor,  # [rows, vocab] float32
     windows: Windows,  # one without rows is padding
     draft_ids: Tensor,  # [drafted] int64
-    entries: PackedEntries,
+    draft_weights: DraftWeights | PackedEntries,
     uniforms: Tensor,  # [drafted] float64
     tile: int = TILE,
     entry_tile: int = ENTRY_TILE,
 ) -> tuple[Tensor, Tensor]:  # [n] int64, [n, vocab] float64
-    """The same, of contiguous tensors whose sizes alone tell what is launched. Padding accepts nothing."""
+    """Launches the reference's `accept`; of packed entries the sizes of tensors alone tell what is launched. Padding
+    accepts nothing."""
     num_drafted, num_windows, vocab_size = len(draft_ids), len(windows.num_rows), target_probs.shape[1]
+    entries = draft_weights if isinstance(draft_weights, PackedEntries) else draft_weights.packed(num_drafted)
+    draft_ids, uniforms = draft_ids.contiguous(), uniforms.contiguous()
     device, starts = target_probs.device, entries.starts
     accepted = torch.empty(num_drafted, dtype=torch.int32, device=device)
     totals = torch.empty(num_drafted, dtype=torch.int64, device=device)
@@ -99,7 +70,7 @@ def draw(
     words: Tensor,  # [n, 4] int64
     tile: int = TILE,
 ) -> Tensor:  # [n] int64
-    """Launches `rejection.draw`."""
+    """Launches the reference's `draw`."""
     num_rows, vocab_size = weights.shape
     ids = torch.empty(num_rows, dtype=torch.int64, device=weights.device)
     if num_rows:
@@ -284,7 +255,7 @@ def coupled_choice(
     noise: Tensor,  # [rows, vocab] float32
     groups: int = GROUPS_PER_PROGRAM,
 ) -> Tensor:  # [rows] int64
-    """Launches `coupled.coupled_choice`."""
+    """Launches the reference's `coupled_choice`."""
     return _choose(probs, noise, probs, probs, probs, 0, True, groups)
 
 
@@ -296,7 +267,7 @@ def coupled_draw(
     purpose: int,
     groups: int = GROUPS_PER_PROGRAM,
 ) -> Tensor:  # [rows] int64
-    """Launches `coupled.coupled_draw`: no noise is ever stored."""
+    """Launches the reference's `coupled_draw`: no noise is ever stored."""
     columns = (seeds.contiguous(), positions.contiguous(), completions.contiguous())
     return _choose(probs, probs, *columns, int(purpose), False, groups)
 
@@ -332,7 +303,7 @@ def coupled_accept(
     draft_ids: Tensor,  # [drafted] int64
     parents: Tensor | None = None,  # [drafted] int64; None: chains
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches `coupled.coupled_accept`, or with parents `coupled.coupled_accept_tree`. Returns the numbers accepted
+    """Launches the reference's `coupled_accept`, or with parents `coupled_accept_tree`. Returns the numbers accepted
     [n] and the next ids [n], both int64, and which drafted tokens are on the path, [drafted] bool."""
     num_accepted = torch.empty_like(windows.num_drafted)
     next_ids = torch.empty_like(windows.num_drafted)

@@ -1,0 +1,49 @@
+"""Where a new sequence goes: to the replica that its first tokens choose, unless that one is busier than the others.
+
+Rendezvous hashing (Thaler and Ravishankar 1998) lets prompts that begin alike meet on one replica, whose prefix cache
+then knows them, and moves only a lost replica's share. Bounded loads (Mirrokni et al., arXiv 1608.01350) send what a
+full replica cannot take to the next in the same order.
+
+Which model a gateway serves while its targets have more than one, as during a rolling change."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+AFFINITY_TOKENS = 64  # later tokens tell prompts of one kind apart: they would scatter what shares its beginning
+MAX_OVER_MEAN = 1.25
+
+
+def affinity_key(prompt_ids: Sequence[int], salt: str = "") -> bytes:
+    """Of a prompt's first tokens. A salt parts the prefix caches of two callers, and so their keys."""
+    digest = blake2b(salt.encode(), digest_size=16)
+    digest.update(b"".join(token.to_bytes(4, "little") for token in prompt_ids[:AFFINITY_TOKENS]))
+    return digest.digest()
+
+
+def choose(key: bytes, loads: Mapping[str, int]) -> str | None:
+    """One of the replicas, given by name and number of sequences; None where there is none."""
+    if not loads:
+        return None
+    bound = math.ceil(MAX_OVER_MEAN * (sum(loads.values()) + 1) / len(loads))
+    order = sorted(loads, key=lambda name: _rank(key, name), reverse=True)
+    return next(name for name in order if loads[name] < bound)  # the least loaded is always below the bound
+
+
+def _rank(key: bytes, name: str) -> bytes:
+    return blake2b(name.encode(), key=key, digest_size=8).digest()
+
+
+def choose_model(current: str | None, answers: Sequence[tuple[str, bool]]) -> str | None:
+    """A model's digest, from what every target that answers serves and whether it takes new sequences, in the order of
+    their addresses. The current model stays while it is served and no other has more than half of the answers; else
+    it is the most common one, of equals the first. None, or the current one, where nobody takes new sequences."""
+    votes = Counter(model for model, _ in answers)
+    served = list(dict.fromkeys(model for model, usable in answers if usable))
+    if not served:
+        return current
+    most = max(served, key=lambda model: votes[model])  # of equals the first
+    return current if current in served and 2 * votes[most] <= len(answers) else most

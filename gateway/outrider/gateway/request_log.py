@@ -1,0 +1,83 @@
+"""A line of the log for each request at its end: what it was, how much came of it and why it ended. The prompt is in it
+only where that is asked for, and the generated text never."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from outrider.gateway.request import GenerationDelta, Prepared
+from outrider.gateway.tracing import RequestTrace
+from outrider.rpc.logs import about
+from outrider.rpc.server_calls import SERVER_FAULTS, as_outrider_error
+
+log = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """What will be said of one request, with the ids of its trace where it has one."""
+
+    def __init__(self, prepared: Prepared, model_name: str, root: RequestTrace | None, with_prompt: bool) -> None:
+        self._prepared, self._model_name, self._with_prompt = prepared, model_name, with_prompt
+        self._traceparent = "" if root is None else root.traceparent
+        self._began = time.monotonic()
+        self._first_s: float | None = None
+        self._num_output = self._num_cached = self._num_drafted = self._num_accepted = self._num_rounds = 0
+        self._finish_reasons: list[str] = []
+
+    def add_delta(self, delta: GenerationDelta) -> None:
+        """What the client got."""
+        if delta.token_ids and self._first_s is None:
+            self._first_s = time.monotonic() - self._began
+        self._num_output += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._finish_reasons.append(delta.finish_reason.name.lower())
+        if delta.usage is not None:
+            self._num_cached = max(self._num_cached, delta.usage.cached_tokens)
+        if delta.tally is not None:
+            self._num_rounds += delta.tally.num_rounds
+            self._num_drafted += delta.tally.num_draft_tokens
+            self._num_accepted += delta.tally.num_accepted_tokens
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Writes the line: a warning where the fault is ours. Counts of rounds are of completions that have ended."""
+        prepared, known = self._prepared, as_outrider_error(error)
+        status = "OK" if known is None else known.code.name
+        level = logging.WARNING if known is not None and known.code in SERVER_FAULTS else logging.INFO
+        duration_s = time.monotonic() - self._began
+        fields = {
+            "request_id": prepared.request_id,
+            "model": self._model_name,
+            "status": status,
+            "error": None if known is None else known.message,
+            "finish_reasons": self._finish_reasons,
+            "num_prompt_tokens": len(prepared.prompt_ids),
+            "num_cached_tokens": self._num_cached,
+            "num_output_tokens": self._num_output,
+            "num_rounds": self._num_rounds,
+            "num_draft_tokens": self._num_drafted,
+            "num_accepted_tokens": self._num_accepted,
+            "first_token_s": self._first_s,
+            "duration_s": duration_s,
+            **(self._prompt() if self._with_prompt else {}),
+        }
+        log.log(
+            level,
+            "request %s: %s, %d tokens after a prompt of %d in %.3f s%s",
+            prepared.request_id,
+            status,
+            self._num_output,
+            len(prepared.prompt_ids),
+            duration_s,
+            f", prompt {self._prompt()}" if self._with_prompt else "",
+            extra=about(self._traceparent, **fields),
+        )
+
+    def _prompt(self) -> dict[str, object]:
+        """In the form that it came in."""
+        request = self._prepared.request
+        if request.text is not None:
+            return {"prompt": request.text}
+        if request.messages is not None:
+            return {"messages": [dict(message) for message in request.messages]}
+        return {"prompt_token_ids": list(request.token_ids or ())}

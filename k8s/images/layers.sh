@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# layers.sh SERVICE WHEELHOUSE FOLDER: installs what a service's image has, from wheels alone. Of the project these are
+# the parts that the service imports; the gateway's have no torch.
+set -euo pipefail
+service=$1 wheelhouse=$2 folder=$3
+case "$service" in
+    gateway) parts="v1 rpc planner proposers gateway" ;;
+    target) parts="v1 rpc planner kernels engine pairs target_service" ;;
+    draft) parts="v1 rpc planner kernels engine proposers draft_service" ;;
+    *) echo "unknown service $service: gateway, target or draft" >&2; exit 2 ;;
+esac
+"${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheelhouse" \
+    --no-compile --target "$folder" "outrider[$service]"
+for part in "$folder"/outrider/*; do
+    [[ " $parts " == *" $(basename "$part") "* ]] || rm -r "$part"
+done
+rm -rf "$folder/outrider/pairs/python" "$folder/bin"  # the embedded weights, and commands of parts that are not there
+if [ -d "$folder/outrider/kernels" ]; then  # what the compiled kernels load; a slim base lacks it
+    mkdir -p "$folder/lib"
+    cp -L "$(gcc -print-file-name=libgomp.so.1)" "$folder/lib/"
+fi

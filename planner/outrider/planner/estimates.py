@@ -1,0 +1,182 @@
+"""What is learned of rounds by counting and timing them: running means, acceptance by position, and what a step of the
+target takes by its rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, repeat
+from math import prod
+from operator import mul
+
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
+MEMORY = 64.0  # verifications, or steps of as many rows, that an estimate looks back on
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """A running mean whose weights fall with age; its first values count in full."""
+
+    value: float = 0.0
+    weight: float = 0.0
+    memory: float = 16.0
+
+    def add(self, sample: float, weight: float = 1.0) -> None:
+        """Counts one sample, or a part of one that others tell of, too."""
+        self.weight = min(self.weight + weight, self.memory)
+        self.value += (sample - self.value) * weight / self.weight
+
+    def or_else(self, default: float) -> float:
+        """The mean, or a default before the first sample."""
+        return self.value if self.weight else default
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Chance that a drafted token is accepted if those before it are, by position in the window, under a Beta prior:
+    what is known of other requests, or else the mean of all positions."""
+
+    others: Acceptance | None = None
+    memory: float = MEMORY  # verifications that it looks back on
+    forgets_untested: bool = False  # with every verification; else a position forgets only where it is tested anew
+    accepted: list[float] = field(default_factory=list)
+    tested: list[float] = field(default_factory=list)
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts one verification; one without drafted tokens says nothing."""
+        if not num_drafted:
+            return
+        num_tested = min(num_accepted + 1, num_drafted)
+        unknown = [0.0] * (num_tested - len(self.tested))
+        self.tested += unknown
+        self.accepted += unknown
+        fade = 1 - 1 / self.memory
+        for position in range(len(self.tested) if self.forgets_untested else num_tested):
+            self.tested[position] = fade * self.tested[position] + (position < num_tested)
+            self.accepted[position] = fade * self.accepted[position] + (position < num_accepted)
+
+    def at(self, position: int) -> float:
+        """One position's."""
+        return self.first(position + 1)[position]
+
+    def first(self, num_positions: int, priors: Sequence[float] | None = None) -> list[float]:
+        """The first positions', under these means of the prior, or those that the class says."""
+        if priors is None:
+            priors = [self._mean()] * num_positions if self.others is None else self.others.first(num_positions)
+        accepted, tested = chain(self.accepted, repeat(0.0)), chain(self.tested, repeat(0.0))
+        return [
+            (held + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
+            for prior, held, count in zip(priors[:num_positions], accepted, tested, strict=False)
+        ]
+
+    def survival(self, num_drafted: int) -> float:
+        """Chance that a whole window is accepted."""
+        return float(prod(self.first(num_drafted)))
+
+    def tokens(self, num_drafted: int) -> float:
+        """Expected tokens of a round: those accepted and the target's own."""
+        survivals: Iterator[float] = accumulate(self.first(num_drafted), mul)
+        return 1.0 + sum(survivals)
+
+    def _mean(self) -> float:
+        tested, accepted = sum(self.tested), sum(self.accepted)
+        return (accepted + PRIOR_WEIGHT * PRIOR_ACCEPTANCE) / (tested + PRIOR_WEIGHT)
+
+
+PROFILE_WEIGHT = 16.0  # steps that a profiled time counts as
+FADING = 0.002  # of what was learned of a number of rows, with every step
+PACE_RATE = 0.1
+MAX_SURPRISE = 2.0  # no step is believed to be slower or faster than expected by more
+MAX_POINTS = 64
+REDRAWN_EVERY = 8  # steps: no single one moves the curve much
+MOST_ROWS = 1 << 16
+
+
+class StepTime:
+    """What a step takes by its rows, in microseconds: a profile, if there is one, corrected by the steps that run.
+    Between the numbers of rows that are known lie straight lines. More rows never take less: where measurements say
+    otherwise they are averaged.
+
+    What happens to all steps alike, steps of every size tell of (`pace`), so that those that nobody tries any more are
+    not judged by an hour that has gone; and what held up a few is forgotten while others run."""
+
+    def __init__(self, profile: Iterable[tuple[int, float]] = ()) -> None:
+        self._profile = {num_rows: float(max(1, step_us)) for num_rows, step_us in profile}
+        self._means = {
+            num_rows: RunningMean(step_us, PROFILE_WEIGHT, MEMORY) for num_rows, step_us in self._profile.items()
+        }  # at a pace of 1
+        self._pace = 1.0
+        self._curve: tuple[list[int], list[float]] | None = None  # rows and times at a pace of 1; None: to be redrawn
+        self._num_added = 0
+
+    def at(self, num_rows: int) -> float:
+        """The estimate for a number of rows; 0 while nothing is known."""
+        if not self._means:
+            return 0.0
+        if self._curve is None:
+            known = sorted(self._means)
+            self._curve = known, _rising([self._means[point] for point in known])
+        rows, times = self._curve
+        high = min(bisect_left(rows, num_rows), len(rows) - 1)
+        low = max(0, high - 1)
+        if num_rows <= rows[0] or low == high:
+            between = times[low]
+        else:
+            between = times[low] + (times[high] - times[low]) * (num_rows - rows[low]) / (rows[high] - rows[low])
+        # From twice the rows that were seen on, a row costs at least half of what those did.
+        return self._pace * max(between, times[-1] * num_rows / (2 * rows[-1]) if num_rows > rows[-1] else 0.0)
+
+    def rows_beside(self, num_rows: int, added_us: float) -> int:
+        """How many more rows a step of `num_rows` can take in so much more time."""
+        limit_us = self.at(num_rows) + added_us
+        return bisect_right(range(MOST_ROWS), limit_us, lo=num_rows, key=self.at) - 1 - num_rows
+
+    def add(self, num_rows: int, step_us: float, weight: float = 1.0) -> None:
+        """A step ran; or the part of one (`weight`) that one of its sequences tells of."""
+        point = num_rows if num_rows in self._means else _rounded(num_rows)
+        if step_us <= 0 or (point not in self._means and len(self._means) >= MAX_POINTS):
+            return
+        expected = self.at(num_rows)
+        if point not in self._means:
+            self._means[point], self._curve = RunningMean(memory=MEMORY), None
+            if self._profile:  # as if it had been profiled, too
+                self._profile[point] = expected / self._pace
+        if expected:
+            ratio = surprise(step_us, expected)
+            self._pace *= ratio ** (PACE_RATE * weight)
+            step_us = ratio * expected
+        for known, profiled in self._profile.items():
+            mean = self._means[known]
+            mean.value += FADING * weight * (profiled - mean.value)
+            mean.weight *= 1 - FADING * weight
+        self._means[point].add(step_us / self._pace, weight)
+        self._num_added += 1
+        if self._num_added % REDRAWN_EVERY == 0:
+            self._curve = None
+
+
+def surprise(measured_us: float, expected_us: float) -> float:
+    """How many times as long as expected a step took, as far as it is believed."""
+    return min(MAX_SURPRISE, max(1 / MAX_SURPRISE, measured_us / expected_us))
+
+
+def _rounded(num_rows: int) -> int:
+    """Small numbers are told apart, large ones to one part in eight."""
+    if num_rows <= 16:
+        return num_rows
+    step = 1 << (num_rows.bit_length() - 4)
+    return num_rows // step * step
+
+
+def _rising(means: Iterable[RunningMean]) -> list[float]:
+    """The closest values that never fall: neighbours that do are pooled (isotonic regression; Barlow et al. 1972)."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, how many
+    for mean in means:
+        value, weight, count = mean.value, mean.weight, 1
+        while pools and pools[-1][0] > value:
+            before, heavy, many = pools.pop()
+            value = (before * heavy + value * weight) / (heavy + weight)
+            weight, count = weight + heavy, count + many
+        pools.append((value, weight, count))
+    return [value for value, _, count in pools for _ in range(count)]

@@ -1,0 +1,91 @@
+"""Logs, set up once per process: lines for people, or one JSON object a line for a collector.
+
+What a line is about travels beside its message: `log.info("...", extra=about(request_id=...))`. Lines for people show
+the message alone; JSON has every field, and the ids of the trace that the line belongs to. Nothing here holds a prompt:
+who logs one says so by a flag of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from opentelemetry import trace
+
+from outrider.rpc.messages import Open
+from outrider.rpc.telemetry import context_from_traceparent
+
+LogFormat = Literal["text", "json"]
+TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+MAX_REASONS = 256
+_FIELDS = "outrider_fields"
+log = logging.getLogger(__name__)
+
+
+def about(traceparent: str = "", **fields: object) -> Mapping[str, object]:
+    """What a line is about, for the `extra` of a logging call. Values are what JSON holds; None is left out. The trace
+    of a W3C header stands as its ids; without one, the current span's."""
+    return {_FIELDS: {"traceparent": traceparent, **fields}}
+
+
+def of(sequence: Open) -> Mapping[str, object]:
+    """The same for a line about a sequence of a stream, by its Open."""
+    return about(sequence.traceparent, sequence_id=sequence.sequence_id)
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON: time (UTC, RFC 3339), level, logger, message, service, trace_id and span_id where
+    there is a trace, what the line is about, and an exception with its traceback."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Without line ends, whatever the message holds."""
+        fields = dict(getattr(record, _FIELDS, {}))
+        entry: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "service": self._service,
+            **_trace_ids(fields.pop("traceparent", "")),
+            **{name: value for name, value in fields.items() if value is not None},
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False, default=str)
+
+
+class OnceWarnings:
+    """Warns of each reason once, whatever numbers it holds. `text` has a place for the reason."""
+
+    def __init__(self, text: str) -> None:
+        self._text = f"{text} (not said again)"
+        self._seen: set[str] = set()
+
+    def warn(self, reason: str) -> None:
+        """Says it, unless it was said before."""
+        key = re.sub(r"\d+", "#", reason)
+        if key in self._seen or len(self._seen) >= MAX_REASONS:
+            return
+        self._seen.add(key)
+        log.warning(self._text, reason)
+
+
+def setup_logging(log_format: LogFormat, service: str) -> None:
+    """Lines of level INFO and above go to standard error, of this process as `service`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service) if log_format == "json" else logging.Formatter(TEXT_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _trace_ids(traceparent: str) -> dict[str, str]:
+    context = context_from_traceparent(traceparent) if traceparent else None
+    span = trace.get_current_span(context).get_span_context()
+    return {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"} if span.is_valid else {}

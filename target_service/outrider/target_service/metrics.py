@@ -1,0 +1,86 @@
+"""A target's time series, for Prometheus. Most are read from the engine at the scrape; what only a step knows is
+counted on the device thread, once a step. Imported only where metrics are asked for."""
+
+from __future__ import annotations
+
+import time
+
+from outrider.rpc.messages import ModelInfo
+from outrider.rpc.metrics import PARTS_S, EngineState, Metrics, VllmCollector, exemplar_of
+from outrider.rpc.servicer import EngineThread
+from outrider.target_service.engine import TargetEngine
+from outrider.target_service.outputs import ComputedStep
+
+MAX_ROWS_LABEL = 4096  # steps of more rows share the last label
+STEPS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class TargetMetrics(Metrics):
+    """`add_step` belongs to the device thread."""
+
+    def __init__(self) -> None:
+        super().__init__("target", "target")
+        steps = self.histogram("step_seconds", "Of one step, by the power of two that holds its rows", STEPS_S, "rows")
+        self._steps = {rows: steps.labels(str(rows)) for rows in _row_labels()}
+        self._queue = self.histogram("queue_seconds", "From when a sequence could run to its step", PARTS_S)
+        self._num_prompt_rows = self._num_verify_rows = 0
+        self._busy_s = 0.0
+
+    def attach(self, engine: TargetEngine, thread: EngineThread, model: ModelInfo, vllm_names: bool = False) -> None:
+        """The series that are read from the engine, once the thread runs it."""
+        started, pool, scheduler = time.monotonic(), engine.cache.pool, engine.scheduler
+
+        def usage() -> float:
+            return 1 - pool.num_free / pool.num_blocks
+
+        def idle_s() -> float:
+            return max(0.0, time.monotonic() - started - self._busy_s - thread.step_age_s())
+
+        def state() -> EngineState:
+            load, blocks = engine.load(), (engine.cache.block_size, pool.num_blocks)
+            return EngineState(model.name, load.running, load.waiting, usage(), *blocks)
+
+        self.model_info(model)
+        self.gauge("num_requests_running", "Sequences that a step may take", lambda: engine.load().running)
+        self.gauge("num_requests_waiting", "Sequences that wait for blocks", lambda: engine.load().waiting)
+        self.gauge("num_requests_open", "Sequences that are open", lambda: len(scheduler.sequences))
+        self.gauge("kv_cache_usage_perc", "Blocks in use over all, 0 to 1", usage)
+        self.gauge("cache_blocks", "Blocks of the key-value cache", lambda: pool.num_blocks)
+        self.gauge("cache_block_size_tokens", "Tokens of a block", lambda: engine.cache.block_size)
+        self.read_counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix cache", lambda: scheduler.num_looked_up
+        )
+        self.read_counter("prefix_cache_hits", "Tokens found in the prefix cache", lambda: scheduler.num_found)
+        self.read_counter("num_preemptions", "Sequences that gave up their blocks", lambda: scheduler.num_preempted)
+        self.read_counters(
+            "step_rows",
+            "Rows computed, of prompts and to verify windows or decode plain tokens",
+            "kind",
+            lambda: {"prompt": self._num_prompt_rows, "verify": self._num_verify_rows},
+        )
+        self.read_counter(
+            "rows_cut", "Drafted tokens put off, as a row would not have paid", lambda: scheduler.num_rows_cut
+        )
+        self.read_counter("device_idle_seconds", "Time in which no step ran", idle_s)
+        if vllm_names:
+            self.registry.register(VllmCollector(state))
+
+    def add_step(self, step: ComputedStep) -> None:
+        """What a step computed, before it is committed."""
+        num_rows, num_verify_rows = 0, 0
+        exemplar = None
+        for scheduled in step.scheduled:
+            num_rows += scheduled.num_rows
+            num_verify_rows += scheduled.num_verify_rows
+            exemplar = exemplar or exemplar_of(scheduled.target.open.traceparent)
+            if scheduled.samples:
+                self._queue.observe(max(0.0, step.started - scheduled.target.ready_since))
+        self._num_verify_rows += num_verify_rows
+        self._num_prompt_rows += num_rows - num_verify_rows
+        self._busy_s += step.seconds
+        label = min(1 << (num_rows - 1).bit_length(), MAX_ROWS_LABEL)
+        self._steps[label].observe(step.seconds, exemplar)
+
+
+def _row_labels() -> list[int]:
+    return [1 << power for power in range(MAX_ROWS_LABEL.bit_length())]

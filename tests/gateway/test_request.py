@@ -1,0 +1,52 @@
+"""What a request holds beside prompt and sampling parameters is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.gateway.request import GenerationRequest, SpeculationOptions, check_request
+from outrider.rpc.errors import InvalidArgument, Violations
+from outrider.rpc.messages import MAX_NAME_CHARS
+from outrider.rpc.sampling_params import SamplingParams, validate_sampling
+
+VOCAB = 100
+LONG = "x" * (MAX_NAME_CHARS + 1)
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "output_ids": ((1,), ())},
+    {"request_id": "größe 7, 大"},
+    {"speculation": SpeculationOptions(method="ngram", methods=("ngram",), mode="branches", num_draft_tokens=128)},
+]
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"n": 65, "request_id": LONG, "salt": LONG}, ["n", "request_id", "salt"]),
+    ({"n": 2, "output_ids": ((1,),)}, ["output_ids"]),
+    ({"output_ids": ((VOCAB,),)}, ["output_ids[0].ids[0]"]),
+    ({"request_id": "a\x1b[2Jb"}, ["request_id"]),
+    ({"model_digest": LONG, "priority": 2**31}, ["model_digest", "priority"]),
+    ({"speculation": SpeculationOptions(num_draft_tokens=129)}, ["speculation.num_draft_tokens"]),
+    ({"speculation": SpeculationOptions(methods=("ngram", "draft_model"))}, ["speculation.methods"]),
+    ({"speculation": SpeculationOptions(methods=("ngram", "ngram"))}, ["speculation.methods"]),
+    ({"speculation": SpeculationOptions(methods=("",))}, ["speculation.methods[0]"]),
+    ({"speculation": SpeculationOptions(method="a", methods=("b",))}, ["speculation.method"]),
+    ({"speculation": SpeculationOptions(mode="fast")}, ["speculation.mode"]),
+]
+
+
+@pytest.mark.parametrize("given", GOOD)
+def test_what_is_allowed(given: dict[str, Any]) -> None:
+    found = Violations()
+    check_request(found, GenerationRequest(**given), VOCAB)
+    found.raise_if_any()
+
+
+@pytest.mark.parametrize(("given", "fields"), BAD)
+def test_what_is_refused_is_named(given: dict[str, Any], fields: list[str]) -> None:
+    """Beside the sampling parameters: nothing is raised before all parts were checked."""
+    found = Violations()
+    check_request(found, GenerationRequest(**given), VOCAB)
+    validate_sampling(SamplingParams(top_p=0), VOCAB, VOCAB, found=found)
+    with pytest.raises(InvalidArgument) as caught:
+        found.raise_if_any()
+    assert [violation.field for violation in caught.value.violations] == [*fields, "sampling.top_p"]

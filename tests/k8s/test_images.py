@@ -1,0 +1,133 @@
+"""The images of k8s/images. Nothing here builds one: the script that installs an image's layers installs them into a
+folder, and each service runs there under a read-only root, without a compiler, a shell or privileges."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from support.manifests import KUBERNETES, Overlay
+from test_layout import REPOSITORY, ROOTS
+
+from outrider.client import Client
+
+IMAGES = KUBERNETES / "images"
+MODELS = REPOSITORY / "models/outrider/pairs/python"
+MODULES = {"target": "target_service", "draft": "draft_service", "gateway": "gateway"}
+PARTS = {  # that others have and this one must not
+    "target": {"gateway", "draft_service", "cli", "bench", "training"},
+    "draft": {"gateway", "target_service", "cli", "bench", "training"},
+    "gateway": {"kernels", "engine", "target_service", "draft_service", "cli", "bench", "training"},
+}
+LOOK = """
+import errno, os, shutil, sys
+found = [name for name in ("gcc", "cc", "clang", "sh", "bash") if shutil.which(name)]
+assert not found, found
+for folder in ("/", "/app", "/models", "/usr/lib", "/python"):
+    try:
+        open(f"{folder}/x", "w")
+        raise SystemExit(f"{folder} can be written")
+    except OSError as error:
+        assert error.errno in (errno.EROFS, errno.EACCES), error
+open("/tmp/x", "w").close()
+print(os.getuid())
+"""
+
+
+@pytest.mark.parametrize("service", MODULES)
+def test_an_image_fits_its_manifest(service: str) -> None:
+    text = (IMAGES / f"{service}.Dockerfile").read_text(encoding="utf-8")
+    (workload,) = [found for found in Overlay("prod").workloads if found.role == service]
+    assert f"/layers.sh {service} /wheelhouse /app" in text and f"-t outrider-{service} " in text
+    assert f'ENTRYPOINT ["python", "-m", "outrider.{MODULES[service]}"]' in text
+    context = workload.pod["securityContext"]
+    assert f"USER {context['runAsUser']}:{context['runAsGroup']}" in text
+    exposed = re.search(r"^EXPOSE (.+)$", text, re.MULTILINE)
+    assert exposed is not None
+    assert {port["containerPort"] for port in workload.container["ports"]} <= set(map(int, exposed[1].split()))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The layers of each service, from a wheelhouse of the project's own wheel: the others' are installed here."""
+    project = tmp_path_factory.mktemp("project")
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(REPOSITORY / name, project)
+    for root in ROOTS:
+        shutil.copytree(REPOSITORY / root, project / root, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "wheelhouse"]
+    subprocess.run(command, cwd=project, env=environment, capture_output=True, check=True)
+    made = {}
+    for service in MODULES:
+        made[service] = tmp_path_factory.mktemp(service)
+        made[service].chmod(0o755)  # for who runs there
+        command = [str(IMAGES / "layers.sh"), service, str(project / "wheelhouse"), str(made[service])]
+        subprocess.run(command, env=environment | {"PYTHON": sys.executable, "PIP_NO_DEPS": "1"}, check=True)
+    return made
+
+
+def command(folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """A command in the image's root, and the environment of the script that makes it."""
+    packages = sysconfig.get_paths()["purelib"]
+    given = [str(IMAGES / "run.sh"), str(folder), str(MODELS), "python3", *arguments]
+    return given, os.environ | {"PYTHON": sys.executable, "PACKAGES": packages}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", MODULES)
+def test_the_root_is_bare_and_cannot_be_written(folders: dict[str, Path], service: str) -> None:
+    parts = {path.name for path in (folders[service] / "outrider").iterdir()}
+    assert MODULES[service] in parts and not parts & PARTS[service]
+    given, environment = command(folders[service], "-c", LOOK)
+    run = subprocess.run(given, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert os.getuid() or run.stdout.strip() == "10001", "who is root here is not root there"
+
+
+@asynccontextmanager
+async def started(folder: Path, service: str, *flags: str) -> AsyncIterator[str]:
+    """A service in its root; gives the address that it says it listens on."""
+    given, environment = command(folder, "-m", f"outrider.{MODULES[service]}", "--listen", "127.0.0.1:0", *flags)
+    process: Process = await asyncio.create_subprocess_exec(*given, env=environment, stdout=PIPE, stderr=DEVNULL)
+    assert process.stdout is not None
+    try:
+        line = (await asyncio.wait_for(process.stdout.readline(), 120)).decode()
+        assert line.startswith(f"{service} listening on "), line
+        yield line.rpartition(" ")[2].strip()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await asyncio.wait_for(process.wait(), 30)
+
+
+@pytest.mark.slow
+async def test_three_services_in_their_roots_complete_a_prompt(folders: dict[str, Path]) -> None:
+    engine = ("--num-blocks", "64", "--threads", "1", "--grace-s", "1")
+    async with AsyncExitStack() as stack:
+        start = stack.enter_async_context
+        target = await start(started(folders["target"], "target", "--model", "/models/target", *engine))
+        draft = await start(started(folders["draft"], "draft", "--model", "/models/draft", *engine))
+        peers = ("--target", target, "--draft", draft, "--tokenizer", "/models/target", "--grace-s", "1")
+        gateway = await start(started(folders["gateway"], "gateway", *peers))
+        client = await start(Client(gateway))
+        parts = client.generate("def parse_args(argv):", temperature=0.0, max_tokens=16)
+        assert "".join([part.text async for part in parts])
+
+
+@pytest.mark.slow
+def test_compiled_kernels_are_in_the_layers(folders: dict[str, Path]) -> None:
+    for service in ("target", "draft"):
+        kernels = folders[service] / "outrider/kernels/cpu"
+        assert list(kernels.glob("*.so")) and (folders[service] / "lib/libgomp.so.1").is_file()
+    assert not (folders["gateway"] / "lib").exists()

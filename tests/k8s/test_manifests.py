@@ -1,0 +1,93 @@
+"""The manifests of k8s/: rendered as committed, and valid by the schemas of three versions of Kubernetes and of the
+custom resources. No control plane is asked: it would also run its admission and its controllers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+from support.manifests import KUBERNETES, OVERLAYS, RENDERED, Manifest, Overlay
+
+VERSIONS = ("1.32", "1.34", "1.37")
+CUSTOM = ("keda.sh/", "monitoring.coreos.com/", "gateway.networking.k8s.io/")
+MODULES = KUBERNETES.parent / "build/k8s/node_modules"
+
+
+def is_custom(manifest: Manifest) -> bool:
+    return bool(manifest["apiVersion"].startswith(CUSTOM))
+
+
+def test_every_overlay_is_rendered() -> None:
+    assert sorted(path.stem for path in RENDERED.glob("*.yaml")) == OVERLAYS and len(OVERLAYS) >= 3
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders")
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_what_is_committed_is_what_kustomize_renders(name: str) -> None:
+    command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / name)]
+    rendered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert rendered == (RENDERED / f"{name}.yaml").read_text(encoding="utf-8"), "run k8s/render.sh"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_knows_every_field(version: str) -> None:
+    everything = [manifest for name in OVERLAYS for manifest in Overlay(name).manifests if not is_custom(manifest)]
+    for manifest in {json.dumps(manifest): manifest for manifest in everything}.values():  # overlays share most
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_wrong_field_is_found() -> None:
+    manifest = copy.deepcopy(Overlay("prod").workloads[0].manifest)
+    manifest["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["periodSecond"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError, match="periodSecond"):
+        kubernetes_validate.validate(manifest, VERSIONS[0], strict=True)
+
+
+@pytest.fixture(scope="module")
+def schemas(prove: bool) -> Path:
+    """Of the custom resources; make test-k8s installs them."""
+    if not MODULES.is_dir() and not prove:
+        pytest.skip("tests/k8s/install.sh has not run")
+    return MODULES
+
+
+def faults(schemas: Path, manifests: list[Manifest]) -> list[str]:
+    command = ["node", str(Path(__file__).with_name("crds.mjs")), str(schemas)]
+    run = subprocess.run(command, input=json.dumps(manifests), capture_output=True, text=True, check=True)
+    return run.stdout.splitlines()
+
+
+def test_custom_resources_fit_their_schemas(schemas: Path) -> None:
+    custom = [manifest for name in OVERLAYS for manifest in Overlay(name).manifests if is_custom(manifest)]
+    assert {"ScaledObject", "PodMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute"} <= {
+        manifest["kind"] for manifest in custom
+    }
+    assert faults(schemas, custom) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("ScaledObject", ("spec", "maxReplicaCount"), "eight"),
+        ("ScaledObject", ("spec", "scaleTargetRef"), None),
+        ("PodMonitor", ("spec", "selector"), None),
+        ("GRPCRoute", ("spec", "rules"), "all"),
+    ],
+)
+def test_a_wrong_custom_resource_is_found(schemas: Path, kind: str, path: tuple[str, ...], value: str | None) -> None:
+    manifest = copy.deepcopy(Overlay("prod").of(kind)[0])
+    *parents, last = path
+    place = manifest
+    for parent in parents:
+        place = place[parent]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    (fault,) = faults(schemas, [manifest])
+    assert fault.startswith(f"{kind} {manifest['metadata']['name']}: ") and last in fault

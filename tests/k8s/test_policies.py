@@ -1,0 +1,297 @@
+"""What every overlay of k8s/ holds to, by the project's own words: the manifests name the ports, services, variables
+and time series that the code has, and nobody may reach more than is used."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from support.manifests import KUBERNETES, OVERLAYS, Manifest, Overlay, Workload
+from support.metrics import sample_names
+
+from outrider.draft_service.settings import DraftSettings
+from outrider.gateway.__main__ import GatewaySettings
+from outrider.rpc.settings import ServerSettings, load_settings
+from outrider.target_service.settings import TargetSettings
+from outrider.v1 import draft_pb2, generation_pb2, target_pb2
+
+SETTINGS: dict[str, type[ServerSettings]] = {
+    "target": TargetSettings,
+    "draft": DraftSettings,
+    "gateway": GatewaySettings,
+}
+SERVICES = {
+    "target": target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
+    "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
+    "gateway": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+}
+PROJECT = tomllib.loads((KUBERNETES.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DNS, ANYONE = "kube-system", "anyone"
+Edge = tuple[str, str, int]  # from, to, port
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest) -> Overlay:
+    return Overlay(request.param)
+
+
+@pytest.fixture(params=sorted(SETTINGS))
+def workload(request: pytest.FixtureRequest, overlay: Overlay) -> Workload:
+    (found,) = [workload for workload in overlay.workloads if workload.role == request.param]
+    return found
+
+
+def settings_of(workload: Workload) -> Any:
+    """As the service reads them; a variable that it does not know raises."""
+    return load_settings(SETTINGS[workload.role], environ=workload.environment)
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_variables_are_settings_and_listen_where_the_ports_are(workload: Workload) -> None:
+    settings = settings_of(workload)
+    declared = {entry["name"]: entry["containerPort"] for entry in workload.container["ports"]}
+    listens = {"grpc": settings.listen, "health": settings.health}
+    listens |= {name: getattr(settings, name, "") for name in ("http", "metrics")}
+    assert declared == {name: port_of(address) for name, address in listens.items() if address}
+    assert all(address.startswith(":") for address in listens.values() if address), "a pod is reached from outside"
+
+
+def test_probes_ask_for_health_on_its_own_port(workload: Workload) -> None:
+    probes = {name: workload.container[f"{name}Probe"]["grpc"] for name in ("startup", "readiness", "liveness")}
+    assert all(workload.port(probe["port"]) == port_of(settings_of(workload).health) for probe in probes.values())
+    assert probes["readiness"]["service"] == SERVICES[workload.role]
+    assert "service" not in probes["liveness"], "what is not ready is not to be killed"
+    assert probes["startup"].get("service", SERVICES[workload.role]) == SERVICES[workload.role]
+
+
+def test_a_stream_ends_before_its_pod_is_killed(workload: Workload) -> None:
+    settings = settings_of(workload)
+    pause_s = workload.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain_s = pause_s + getattr(settings, "drain_delay_s", 0.0) + settings.grace_s
+    assert pause_s >= 5 and drain_s < workload.pod["terminationGracePeriodSeconds"]
+    gateways = [settings_of(other) for other in workload.overlay.workloads if other.role == "gateway"]
+    assert all(settings.grace_s >= gateway.grace_s for gateway in gateways), "a gateway's streams need the others"
+
+
+def test_pods_are_restricted(workload: Workload) -> None:
+    pod, container = workload.pod, workload.container
+    assert pod["automountServiceAccountToken"] is False and pod["enableServiceLinks"] is False
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+
+
+def test_only_what_is_scratch_can_be_written(workload: Workload) -> None:
+    volumes = {volume["name"]: volume for volume in workload.pod["volumes"]}
+    mounts = {mount["name"]: mount for mount in workload.container["volumeMounts"]}
+    assert volumes.keys() == mounts.keys()
+    for name, mount in mounts.items():
+        assert mount.get("readOnly") or volumes[name].get("emptyDir", {}).get("sizeLimit")
+    writable = [mount["mountPath"] for mount in mounts.values() if not mount.get("readOnly")]
+    assert any(workload.environment["XDG_CACHE_HOME"].startswith(f"{path}/") for path in writable)
+
+
+def test_models_are_there(workload: Workload) -> None:
+    settings = settings_of(workload)
+    (volume,) = [volume for volume in workload.pod["volumes"] if volume["name"] == "models"]
+    (mount,) = [mount for mount in workload.container["volumeMounts"] if mount["name"] == "models"]
+    folder = settings.tokenizer if workload.role == "gateway" else settings.model
+    assert str(folder).startswith(f"{mount['mountPath']}/") and workload.environment["HF_HUB_OFFLINE"] == "1"
+    if "persistentVolumeClaim" in volume:
+        workload.overlay.named("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+    else:
+        assert volume["image"]["reference"].startswith("outrider-models:")
+
+
+def test_resources_are_requested_as_they_are_limited(workload: Workload) -> None:
+    resources = workload.container["resources"]
+    assert resources["requests"] == resources["limits"] and {"cpu", "memory"} <= resources["limits"].keys()
+    uses_gpu = getattr(settings_of(workload), "device", "cpu") == "cuda"
+    assert ("nvidia.com/gpu" in resources["limits"]) == uses_gpu
+    tolerated = {toleration["key"] for toleration in workload.pod.get("tolerations", ())}
+    assert not uses_gpu or tolerated == {"nvidia.com/gpu"}
+
+
+@pytest.mark.parametrize("name", ["prod", "prod-hpa"])
+def test_draft_and_target_have_pools_of_their_own(name: str) -> None:
+    pools = {workload.role: workload.pod.get("nodeSelector") for workload in Overlay(name).workloads}
+    assert pools["target"] and pools["draft"] and pools["target"] != pools["draft"] and pools["gateway"] is None
+
+
+def test_a_pod_counts_once(workload: Workload) -> None:
+    """By its labels it belongs to one Deployment, one Service and one disruption budget."""
+    overlay, spec = workload.overlay, workload.manifest["spec"]
+    assert [found.role for found in overlay.selected(spec["selector"])] == [workload.role]
+    for kind in ("Service", "PodDisruptionBudget"):
+        manifest = overlay.named(kind, f"outrider-{workload.role}")
+        selector = manifest["spec"]["selector"]
+        found = overlay.selected({"matchLabels": selector} if kind == "Service" else selector)
+        assert [other.role for other in found] == [workload.role]
+    assert len(overlay.of("Service")) == len(overlay.of("PodDisruptionBudget")) == len(SETTINGS)
+    assert overlay.named("PodDisruptionBudget", f"outrider-{workload.role}")["spec"]["maxUnavailable"] == 1
+    (constraint,) = workload.pod["topologySpreadConstraints"]
+    assert [found.role for found in overlay.selected(constraint["labelSelector"])] == [workload.role]
+
+
+def test_services_lead_to_ports_and_gateways_to_services(workload: Workload) -> None:
+    service = workload.overlay.named("Service", f"outrider-{workload.role}")["spec"]
+    for port in service["ports"]:
+        assert workload.port(port["targetPort"]) == port["port"]
+    assert (service.get("clusterIP") == "None") == (workload.role != "gateway"), "gateways choose among pods"
+    if workload.role == "gateway":
+        settings = settings_of(workload)
+        for address in (*settings.target, *settings.draft):
+            name, _, number = address.removeprefix("dns:///").partition(":")
+            ports = workload.overlay.named("Service", name)["spec"]["ports"]
+            assert address.startswith("dns:///") and int(number) in {port["port"] for port in ports}
+
+
+def test_everything_has_the_overlays_namespace_and_the_projects_label(overlay: Overlay) -> None:
+    (namespace,) = overlay.of("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for manifest in overlay.manifests:
+        if manifest["kind"] != "Namespace":
+            assert manifest["metadata"]["namespace"] == namespace["metadata"]["name"], manifest["metadata"]["name"]
+    assert all(workload.labels["app.kubernetes.io/part-of"] == "outrider" for workload in overlay.workloads)
+
+
+def test_images_are_of_this_version(workload: Workload) -> None:
+    name, _, tag = workload.container["image"].partition(":")
+    assert name == f"outrider-{workload.role}"
+    assert tag == ("dev" if workload.overlay.name == "cpu-dev" else PROJECT["version"])
+
+
+def peers_of(overlay: Overlay, peers: list[Manifest]) -> Iterator[str]:
+    """Roles of this overlay, or the namespace that a peer is in."""
+    for peer in peers:
+        if "namespaceSelector" in peer:
+            yield peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        else:
+            yield from (workload.role for workload in overlay.selected(peer["podSelector"]))
+
+
+def allowed_edges(overlay: Overlay, direction: str) -> set[Edge]:
+    """Of all policies; "ingress" or "egress"."""
+    side = "from" if direction == "ingress" else "to"
+    edges = set()
+    for policy in overlay.of("NetworkPolicy"):
+        for workload in overlay.selected(policy["spec"]["podSelector"]):
+            for rule in policy["spec"].get(direction, ()):
+                for peer in peers_of(overlay, rule[side]) if side in rule else (ANYONE,):
+                    for port in rule["ports"]:
+                        if direction == "ingress":
+                            edges.add((peer, workload.role, workload.port(port["port"])))
+                        else:
+                            edges.add((workload.role, peer, int(port["port"])))
+    return edges
+
+
+def used_edges(overlay: Overlay) -> set[Edge]:
+    """What the settings, the services and the scrapes of an overlay need."""
+    edges: set[Edge] = set()
+    for workload in overlay.workloads:
+        endpoint = workload.environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+        if endpoint:
+            namespace, port = re.fullmatch(r"http://[\w-]+\.([\w-]+)\.svc:(\d+)", endpoint).groups()  # type: ignore[union-attr]
+            edges |= {(workload.role, namespace, int(port)), (workload.role, DNS, 53)}
+        if workload.role == "gateway":
+            settings = settings_of(workload)
+            for address in (*settings.target, *settings.draft):
+                name = re.fullmatch(r"dns:///outrider-(\w+):\d+", address)
+                assert name is not None
+                edges |= {("gateway", name[1], port_of(address)), ("gateway", DNS, 53)}
+            public = overlay.named("Service", "outrider-gateway")["spec"]["ports"]
+            edges |= {(ANYONE, "gateway", port["port"]) for port in public}
+    for monitor in overlay.of("PodMonitor"):
+        for workload in overlay.selected(monitor["spec"]["selector"]):
+            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+                edges.add(("monitoring", workload.role, workload.port(endpoint["port"])))
+    return edges
+
+
+def test_allowed_edges_are_those_that_are_used(overlay: Overlay) -> None:
+    denied = overlay.named("NetworkPolicy", "outrider-default-deny")["spec"]
+    assert len(overlay.selected(denied["podSelector"])) == len(overlay.workloads)
+    assert denied["policyTypes"] == ["Ingress", "Egress"] and not {"ingress", "egress"} & denied.keys()
+    used = used_edges(overlay)
+    assert allowed_edges(overlay, "ingress") == {edge for edge in used if edge[1] in SETTINGS}
+    assert allowed_edges(overlay, "egress") == {edge for edge in used if edge[0] in SETTINGS}
+    assert {("gateway", "target", 50051), ("gateway", "draft", 50052)} <= used
+
+
+def test_routes_lead_to_the_gateway() -> None:
+    overlay = Overlay("prod")
+    ports = {port["port"] for port in overlay.named("Service", "outrider-gateway")["spec"]["ports"]}
+    (grpc,), (http,) = overlay.of("GRPCRoute"), overlay.of("HTTPRoute")
+    backends = [backend for route in (grpc, http) for rule in route["spec"]["rules"] for backend in rule["backendRefs"]]
+    assert {backend["name"] for backend in backends} == {"outrider-gateway"}
+    assert {backend["port"] for backend in backends} == ports
+    (match,) = grpc["spec"]["rules"][0]["matches"]
+    assert match["method"]["service"] == SERVICES["gateway"]
+
+
+def queries_of(overlay: Overlay) -> dict[str, tuple[str, str, float]]:
+    """Each query that scales something, in one line: the Deployment, the type and the threshold."""
+    found = {}
+    for scaled in overlay.of("ScaledObject"):
+        for trigger in scaled["spec"]["triggers"]:
+            if trigger["type"] == "prometheus":
+                query, threshold = trigger["metadata"]["query"], float(trigger["metadata"]["threshold"])
+                found[query] = scaled["spec"]["scaleTargetRef"]["name"], trigger["metricType"], threshold
+    for scaler in overlay.of("HorizontalPodAutoscaler"):
+        rules = yaml.safe_load(overlay.named("ConfigMap", "outrider-adapter-rules")["data"]["config.yaml"])
+        queries = {rule["name"]["as"]: rule["metricsQuery"] for rule in rules["externalRules"]}
+        for metric in scaler["spec"]["metrics"]:
+            if metric["type"] == "External":
+                target = dict(metric["external"]["target"])
+                kind = target.pop("type")
+                (threshold,) = map(str, target.values())
+                amount = float(threshold[:-1]) / 1000 if threshold.endswith("m") else float(threshold)
+                found[queries[metric["external"]["metric"]["name"]]] = (
+                    scaler["spec"]["scaleTargetRef"]["name"],
+                    kind,
+                    amount,
+                )
+    return found
+
+
+@pytest.mark.parametrize("name", ["prod", "prod-hpa"])
+def test_what_scales_is_counted_by_the_code_in_this_namespace(name: str) -> None:
+    overlay, known = Overlay(name), sample_names()
+    queries = queries_of(overlay)
+    assert len(queries) == 5
+    assert {deployment for deployment, _, _ in queries.values()} == {f"outrider-{role}" for role in SETTINGS}
+    for query in queries:
+        named = re.findall(r"\b(outrider_\w+)\{", query)
+        assert named and set(named) <= known, "a series that no service has"
+        assert query.count('namespace="outrider"') == len(named)
+    assert overlay.of("Namespace")[0]["metadata"]["name"] == "outrider"
+
+
+def test_both_ways_to_scale_ask_the_same() -> None:
+    keda, plain = Overlay("prod"), Overlay("prod-hpa")
+    assert queries_of(keda) == queries_of(plain)
+    bounds = {
+        scaled["metadata"]["name"]: (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"])
+        for scaled in keda.of("ScaledObject")
+    }
+    assert bounds == {
+        scaler["metadata"]["name"]: (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"])
+        for scaler in plain.of("HorizontalPodAutoscaler")
+    }
+
+
+def test_what_is_scaled_states_no_number_of_replicas(workload: Workload) -> None:
+    assert "replicas" not in workload.manifest["spec"], "an update would undo what the autoscaler did"

@@ -1,0 +1,90 @@
+"""Lines of logs: JSON that a collector can read, with the ids of what they are about."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from outrider.rpc.logs import OnceWarnings, about, setup_logging
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+log = logging.getLogger("outrider.test")
+
+
+@contextmanager
+def lines(monkeypatch: pytest.MonkeyPatch, log_format: Any) -> Iterator[list[str]]:
+    """What is logged by a process that was set up so."""
+    root, written, found = logging.getLogger(), io.StringIO(), list[str]()
+    monkeypatch.setattr(sys, "stderr", written)
+    before, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        setup_logging(log_format, "outrider-target")
+        yield found
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+        found += written.getvalue().splitlines()
+
+
+def test_a_line_is_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = f"00-{TRACE}-{SPAN}-01"
+    with lines(monkeypatch, "json") as found:
+        log.warning("a message of %d\nlines", 2, extra=about(traceparent=header, request_id="r1", tokens=3, n=None))
+        log.debug("not shown")
+    (entry,) = map(json.loads, found)
+    time = entry.pop("time")
+    assert len(time) == len("2026-01-01T00:00:00.000+00:00") and time.endswith("+00:00")
+    assert entry == {
+        "level": "WARNING", "logger": "outrider.test", "message": "a message of 2\nlines", "service": "outrider-target",
+        "trace_id": TRACE, "span_id": SPAN, "request_id": "r1", "tokens": 3,
+    }  # fmt: skip
+
+
+def test_the_current_span_counts_where_no_other_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    with lines(monkeypatch, "json") as found, tracer.start_as_current_span("one") as span:
+        log.info("inside")
+    context = span.get_span_context()
+    (entry,) = map(json.loads, found)
+    assert (entry["trace_id"], entry["span_id"]) == (f"{context.trace_id:032x}", f"{context.span_id:016x}")
+
+
+@pytest.mark.parametrize("header", ["", "nonsense"])
+def test_without_a_trace_there_are_no_ids(monkeypatch: pytest.MonkeyPatch, header: str) -> None:
+    with lines(monkeypatch, "json") as found:
+        log.info("plain", extra=about(traceparent=header))
+    assert not {"trace_id", "span_id", "traceparent"} & json.loads(found[0]).keys()
+
+
+def test_an_exception_is_part_of_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lines(monkeypatch, "json") as found:
+        try:
+            raise ValueError("what was wrong")
+        except ValueError:
+            log.exception("it failed")
+    (entry,) = map(json.loads, found)
+    assert entry["exception"].startswith("Traceback") and entry["exception"].endswith("ValueError: what was wrong")
+
+
+def test_lines_for_people_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lines(monkeypatch, "text") as found:
+        log.info("hello", extra=about(request_id="r1"))
+    assert len(found) == 1 and found[0].endswith(" INFO outrider.test: hello")
+
+
+def test_a_warning_is_said_once_whatever_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lines(monkeypatch, "json") as found:
+        warnings = OnceWarnings("no draft: %s")
+        for reason in ("10.0.0.1:5 is gone", "10.0.0.2:7 is gone", "it is slow", "it is slow"):
+            warnings.warn(reason)
+    said = [json.loads(line)["message"] for line in found]
+    assert said == ["no draft: 10.0.0.1:5 is gone (not said again)", "no draft: it is slow (not said again)"]

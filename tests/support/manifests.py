@@ -1,0 +1,95 @@
+"""What Kubernetes is told: the rendered manifests of an overlay, as objects with the questions that tests ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KUBERNETES = Path(__file__).parents[2] / "k8s"
+RENDERED = KUBERNETES / "rendered"
+OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
+
+Manifest = dict[str, Any]
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a selector of labels alone fits; an empty one fits all."""
+    assert selector.keys() <= {"matchLabels"}, "the tests know no other selector"
+    return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Deployment of one container."""
+
+    manifest: Manifest
+    overlay: Overlay
+
+    @property
+    def role(self) -> str:
+        """target, draft or gateway."""
+        return str(self.labels["app.kubernetes.io/component"])
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of its pods."""
+        return dict(self.manifest["spec"]["template"]["metadata"]["labels"])
+
+    @property
+    def pod(self) -> Manifest:
+        """The pods' spec."""
+        return dict(self.manifest["spec"]["template"]["spec"])
+
+    @property
+    def container(self) -> Manifest:
+        """The only one."""
+        (container,) = self.pod["containers"]
+        return dict(container)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Every variable, those of config maps too. What the cluster fills in has no value here."""
+        found: dict[str, str] = {}
+        for source in self.container.get("envFrom", ()):
+            found |= self.overlay.named("ConfigMap", source["configMapRef"]["name"])["data"]
+        return found | {entry["name"]: entry.get("value", "") for entry in self.container["env"]}
+
+    def port(self, port: int | str) -> int:
+        """The number of a container's port, given by number or name. KeyError for one that it does not have."""
+        ports = {entry["name"]: entry["containerPort"] for entry in self.container["ports"]}
+        if isinstance(port, str):
+            return int(ports[port])
+        if port not in ports.values():
+            raise KeyError(port)
+        return port
+
+
+class Overlay:
+    """An overlay's manifests, as they are committed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        text = (RENDERED / f"{name}.yaml").read_text(encoding="utf-8")
+        self.manifests: list[Manifest] = list(yaml.safe_load_all(text))
+
+    def of(self, kind: str) -> list[Manifest]:
+        """All of a kind."""
+        return [manifest for manifest in self.manifests if manifest["kind"] == kind]
+
+    def named(self, kind: str, name: str) -> Manifest:
+        """The one of that name."""
+        (found,) = [manifest for manifest in self.of(kind) if manifest["metadata"]["name"] == name]
+        return found
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """All Deployments."""
+        return [Workload(manifest, self) for manifest in self.of("Deployment")]
+
+    def selected(self, selector: Mapping[str, Any]) -> list[Workload]:
+        """The Deployments whose pods a selector fits."""
+        return [workload for workload in self.workloads if selects(selector, workload.labels)]

@@ -1,0 +1,69 @@
+"""What a scrape says: the samples of a text in Prometheus' format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+from support.engines import DraftHarness, TargetHarness, tiny_model
+from support.fakes import ToyDraft, ToyTarget
+from support.gateways import toy_tokenizer
+
+from outrider.draft_service.metrics import DraftMetrics
+from outrider.gateway.metered import MeteredEngine
+from outrider.rpc.messages import ModelInfo
+from outrider.rpc.metrics import Metrics
+from outrider.target_service.metrics import TargetMetrics
+
+MODEL = ModelInfo("tiny", "d" * 64, 97, 256, engine="outrider", kernels="c-avx2", dtype="float32")
+Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples_of(text: str) -> Samples:
+    """By name, without our prefix, and labels."""
+    return {
+        (sample.name.removeprefix("outrider_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scraped(metrics: Metrics) -> Samples:
+    """A scrape without HTTP."""
+    return samples_of(metrics.render("")[0].decode())
+
+
+class Idle:
+    """A thread between two steps."""
+
+    is_alive = True
+
+    def submit(self, command: object) -> None:
+        raise NotImplementedError
+
+    def step_age_s(self) -> float:
+        return 0.0
+
+
+def declared() -> dict[str, str]:
+    """Every series of the three services that is ours, as the text format names it, and its type."""
+    target, draft = TargetMetrics(), DraftMetrics(("draft_model", "ngram"))
+    loaded = tiny_model()[1]
+    target.attach(TargetHarness.of(loaded).engine, Idle(), MODEL)
+    draft.attach(DraftHarness().engine, Idle(), MODEL)
+    gateway = MeteredEngine(toy_tokenizer(), ToyTarget(), ToyDraft()).metrics
+    found: dict[str, str] = {}
+    for metrics in (gateway, target, draft):
+        for family in text_string_to_metric_families(metrics.render("")[0].decode()):
+            if family.name.startswith("outrider_"):
+                found[f"{family.name}_total" if family.type == "counter" else family.name] = family.type
+    return found
+
+
+def sample_names() -> set[str]:
+    """What an expression may name: of a histogram its buckets, sum and count."""
+    return {
+        name + suffix
+        for name, kind in declared().items()
+        for suffix in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",))
+    }
