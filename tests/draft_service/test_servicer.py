@@ -30,6 +30,7 @@ from outrider.rpc.engine_service import build_service
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Close, Closed, DraftInfo, DraftMethod, DraftTokens, Failure, ModelInfo
 from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.settings import ServerSettings
 from outrider.rpc.stream import FrameStream, Outboxes, client_stream
 from outrider.rpc.telemetry import StepTracer
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -47,7 +48,9 @@ class Service:
         self.engine = DraftEngine(make_methods([method, NgramProposer()]), flush=outboxes.flush)
         self.thread: Worker[DraftEngineCommand] = Worker(self.engine, "test-device", 1)
         self.servicer = DraftServicer(self.thread, outboxes, INFO)
-        self.server = build_service("localhost:0", self.engine, self.thread, self.servicer).server
+        self.server = build_service(
+            ServerSettings(listen="localhost:0"), self.engine, self.thread, self.servicer
+        ).server
         self.pool = method.cache.pool
 
     def stream(self, channel: grpc.aio.Channel) -> FrameStream:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -223,11 +224,12 @@ async def test_signals_stay_the_gateway_s() -> None:
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-async def test_an_address_in_use_ends_the_start(folder: Path) -> None:
-    async with (
-        serving(TargetServicer(ToyTarget())) as server,
-        running(folder, "--target", "127.0.0.1:1", "--http", server.address) as process,
-    ):
-        assert await asyncio.wait_for(process.wait(), START_S) == 2
-        assert process.stderr is not None
-        assert b"cannot listen on" in await process.stderr.read()
+@pytest.mark.parametrize("flag", ["--listen", "--health", "--metrics", "--http"])
+def test_an_address_in_use_is_refused_before_anything_is_loaded(
+    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        given = ["--target", "a:1", "--tokenizer", str(tmp_path / "none"), "--listen", "127.0.0.1:0"]
+        assert main([*given, flag, address]) == 2
+    assert f"cannot listen on {address}" in capsys.readouterr().err

@@ -41,6 +41,7 @@ from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, Dr
 from outrider.rpc.sampling_params import TokenOrigin
 from outrider.rpc.server import Server
 from outrider.rpc.servicer import Deliver, Detach
+from outrider.rpc.settings import ServerSettings
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.boot import TargetService, build
 from outrider.target_service.scheduler import ScheduledSequence
@@ -286,7 +287,7 @@ def build_draft(loaded: LoadedModel, num_blocks: int) -> Draft:
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
     info = DraftInfo(model, (DraftMethod("draft_model"), DraftMethod("ngram")))
     servicer = DraftServicer(thread, outboxes, info)
-    server = build_service("127.0.0.1:0", engine, thread, servicer).server
+    server = build_service(ServerSettings(listen="127.0.0.1:0"), engine, thread, servicer).server
     watch = CacheWatch()
     watch.watch(method.cache)
     return Draft(server, engine, thread, method.cache, watch, pieces)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -79,10 +80,21 @@ def test_refuses_a_checkpoint_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "outrider convert" in refusal("target", ("--model", str(tmp_path)), capsys)
 
 
+@pytest.mark.parametrize("flag", ["--listen", "--health", "--metrics"])
+@pytest.mark.parametrize("role", MAINS)
+def test_an_address_in_use_is_refused_before_a_model_is_loaded(
+    role: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        told = refusal(role, ("--model", "no/such/folder", flag, address), capsys)
+    assert f"cannot listen on {address}" in told
+
+
 def refusal(role: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
     """The last line of an error that ends the process with 2."""
     try:
-        code = MAINS[role]([*arguments, "--listen", "localhost:0"])
+        code = MAINS[role](["--listen", "localhost:0", *arguments])
     except SystemExit as end:
         assert end.code == 2
     else:

@@ -60,15 +60,7 @@ async def start(settings: DraftSettings) -> DraftService:
     servicer = DraftServicer(thread, outboxes, info)
     if metrics is not None:
         metrics.attach(engine, thread, info.model)
-    return build_service(
-        settings.listen,
-        engine,
-        thread,
-        servicer,
-        enable_reflection=settings.reflection,
-        health_address=settings.health,
-        metrics=metrics,
-    )
+    return build_service(settings, engine, thread, servicer, metrics)
 
 
 def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics | None:

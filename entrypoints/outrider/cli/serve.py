@@ -234,9 +234,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
     painter = make_painter(settings.plain)
     try:
         settings = settings.located()
-        metrics = [settings.metrics_address(place) for place in range(3)]
-        for address in filter(None, (settings.listen, settings.http, *metrics)):
-            require_free(address)
+        require_free(settings.listen, settings.http, *(settings.metrics_address(place) for place in range(3)))
         with Services(shows_logs=settings.log_format is not None) as services:
             with steps(painter, "starting draft, target and gateway", total=3) as advance:
                 running = start(services, settings, advance)

@@ -165,8 +165,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> i
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    for address in filter(None, (settings.listen, settings.metrics)):
-        require_free(address)
+    require_free(settings.listen, settings.health, settings.metrics, settings.http)
     tokenizer = _load_tokenizer(settings.tokenizer)
     metrics = _metrics(settings)
     streams = {role: None if metrics is None else metrics.stream_config(role) for role in ("target", "draft")}

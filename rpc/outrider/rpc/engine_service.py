@@ -91,8 +91,7 @@ def main(
 
 async def serve_engine(role: str, settings: ServerSettings, start: Callable[[], Awaitable[EngineService[Any]]]) -> None:
     """Loads, serves, drains."""
-    for address in filter(None, (settings.listen, settings.metrics)):
-        require_free(address)
+    require_free(settings.listen, settings.health, settings.metrics)
     stop_tracing = setup_tracing(f"outrider-{role}", settings.trace_file, follows_links=True)
     try:
         service = await start()
@@ -121,13 +120,10 @@ async def _exported(service: EngineService[Any], listen: str, role: str) -> Asyn
 
 
 def build_service(
-    listen: str,
+    settings: ServerSettings,
     engine: ServedEngine,
     thread: DeviceThread,
     servicer: EngineServicer,
-    *,
-    enable_reflection: bool = False,
-    health_address: str = "",
     metrics: Metrics | None = None,
 ) -> EngineService[ServedEngine]:
     """Binds the server: SERVING once the model answered a forward, and while no step hangs."""
@@ -141,12 +137,12 @@ def build_service(
     names = [servicer.service]
     health = HealthMonitor(names, probe=probe, is_alive=is_alive)
     server = build_server(
-        listen,
+        settings.listen,
         names,
         servicer.register,
         health=health,
-        enable_reflection=enable_reflection,
-        health_address=health_address,
+        enable_reflection=settings.reflection,
+        health_address=settings.health,
     )
     return EngineService(server, servicer, engine, thread, metrics)
 

@@ -271,9 +271,14 @@ async def serve_until_signal(
             loop.remove_signal_handler(number)
 
 
-def require_free(address: str) -> None:
+def require_free(*addresses: str | None) -> None:
     """Raises Unavailable for an address that is in use: a large model takes minutes to load before it would be bound,
-    and gRPC then writes lines of its own."""
+    and gRPC then writes lines of its own. None and an empty text are none."""
+    for address in filter(None, addresses):
+        _require_free(address)
+
+
+def _require_free(address: str) -> None:
     target = listen_target(address)
     host, _, port = target.rpartition(":")
     if target.startswith("unix:") or port == "0":

@@ -68,15 +68,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     log.info(
         "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
     )
-    return build_service(
-        settings.listen,
-        engine,
-        thread,
-        servicer,
-        enable_reflection=settings.reflection,
-        health_address=settings.health,
-        metrics=metrics,
-    )
+    return build_service(settings, engine, thread, servicer, metrics)
 
 
 def new_metrics(settings: TargetSettings) -> TargetMetrics | None:
