@@ -113,7 +113,7 @@ def test_ngram_needs_no_model_and_a_dead_draft_ends_nothing(tmp_path: Path) -> N
     """SIGTERM then does."""
     arguments = (str(pair_path().target), "--draft", "ngram", "--listen", "127.0.0.1:0")
     with serving(*arguments, cwd=tmp_path) as (process, lines):
-        assert lines[-1] == READY and lines[4].endswith("drafts by n-gram lookup"), lines
+        assert lines[-1] == READY and "drafts by n-gram lookup" in lines[4], lines
         gateway = address_after(lines, "gateway listens on")
         children = children_of(process.pid)
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
+from support.methods import Broken, LastToken
 
 from outrider.draft_service import chains
 from outrider.draft_service.sequence import MAX_AHEAD
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
+from outrider.proposers.base import SequenceContext
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.rpc.messages import Close, Closed, DraftTokens, Failure, Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
@@ -221,6 +223,38 @@ def test_ngrams_need_no_forward() -> None:
     far = harness.run(credit(1, 2**32 - 1, 128))
     assert sum(len(piece.ids) for piece in far if isinstance(piece, DraftTokens)) == MAX_AHEAD - 4
     assert [piece.more for piece in far if isinstance(piece, DraftTokens)][-1] is False
+
+
+def test_a_method_learns_from_what_any_method_drafted() -> None:
+    learner = LastToken()
+    harness = DraftHarness(more=[learner])
+    harness.run(new_open(1, [1, 2, 3], salt="mine"), credit(1, 8), new_open(2, [4, 5], method="last_token"))
+    assert harness.ids(credit(2, 5)) == [(5, 5, 5)]
+    harness.run(commit(1, 3, 9, 8), commit(2, 2, 5, 6), new_open(3, [7]))
+    assert not learner.learned
+    harness.run(Close(1), Close(3))
+    harness.engine.handle(Detach(STREAM))
+    assert learner.learned == [
+        ([1, 2, 3, 9, 8], SequenceContext(3, "mine")),
+        ([4, 5, 5, 6], SequenceContext(2)),
+    ]  # of the third nothing was committed
+    assert not learner.closed
+    harness.engine.close()
+    assert learner.closed
+
+
+@pytest.mark.parametrize("ids", [(), (1,) * 99, (-1,), (2**32,)])
+def test_a_method_that_fails_ends_its_own_sequence_alone(ids: tuple[int, ...]) -> None:
+    harness = DraftHarness(more=[Broken(*ids)])
+    harness.send(new_open(1, [1, 2, 3, 1, 2], method="ngram"), credit(1, 8), new_open(2, [4], method="broken"))
+    harness.send(credit(2, 5))
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        harness.run()
+    harness.engine.on_error(raised.value)
+    harness.run()
+    assert [event.sequence_id for event in harness.events if isinstance(event, Failure)] == [2]
+    assert [event.sequence_id for event in harness.events if isinstance(event, DraftTokens) and event.ids] == [1]
+    assert not [event for event in harness.run(Close(1)) if isinstance(event, Failure)]
 
 
 def failure_of(harness: DraftHarness, *messages: Any) -> Failure:

@@ -20,10 +20,11 @@ from support.models import train_byte_level
 from outrider.gateway import engine as gateway_engine
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError, ResourceExhausted
 from outrider.rpc.messages import Failure
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
@@ -415,7 +416,7 @@ async def test_patience_is_at_least_the_round_trip(tokenizer: Tokenizer) -> None
 
 async def test_prompt_lookup_in_process(tokenizer: Tokenizer) -> None:
     rule = scripted([5, 6, 7, 8] * 10)
-    engine = GenerationEngine(tokenizer, ToyTarget(rule=rule), LocalNgramDrafter())
+    engine = GenerationEngine(tokenizer, ToyTarget(rule=rule), LocalDrafter([NgramProposer()]))
     deltas = (await run(engine, ask(max_tokens=40)))[0]
     assert ids_of(deltas) == [5, 6, 7, 8] * 10
     tally = deltas[-1].tally

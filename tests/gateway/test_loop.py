@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.fakes import EOS, ToyDraft, ToyLink, ToyTarget, arithmetic, draft_info, expected, scripted, until
 
-from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import (
@@ -563,7 +563,7 @@ async def test_no_round_waits_out_its_patience_near_the_end(max_tokens: int) -> 
     target = ToyTarget(rule=lambda tokens, prompt_len: 5 + len(tokens) ** 2 // 3 % 4)
     request = Open(0, REPEATING_PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     started, rounds = time.monotonic(), list[Round]()
-    async for item in speculate(LocalNgramDrafter(NgramProposer(1, 3)), target, request, Policy(4, patience_ms=500)):
+    async for item in speculate(LocalDrafter([NgramProposer(1, 3)]), target, request, Policy(4, patience_ms=500)):
         assert isinstance(item, Round)
         rounds.append(item)
     assert target.num_patiences == 0 and time.monotonic() - started < 0.4

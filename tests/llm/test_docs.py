@@ -21,7 +21,7 @@ from support.pairs import TinyPair
 
 from outrider.llm import LLM, SamplingParams, SpeculativeConfig
 from outrider.llm.arguments import ARGUMENTS, FIXED, NOT_THERE, OLD, SHORT, EngineArguments
-from outrider.llm.config import METHODS
+from outrider.llm.config import KNOWN
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "llm.md").read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ SECTIONS = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", TEXT, fla
 LLM_KEYWORDS = {f.name for f in fields(EngineArguments)} | FIXED.keys() | OLD.keys() | SHORT.keys()
 NAMES = {
     "LLM": LLM_KEYWORDS | NOT_THERE.keys() | ARGUMENTS.keys() | {"speculative_config"},
-    "speculative_config": {f.name for f in fields(SpeculativeConfig) if f.init} | METHODS.keys(),
+    "speculative_config": {f.name for f in fields(SpeculativeConfig) if f.init} | set(KNOWN),
     "SamplingParams": {f.name for f in fields(SamplingParams)},
 }
 

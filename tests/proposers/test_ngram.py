@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.proposers import base, ngram
-from outrider.proposers.base import TokenProposer
+from outrider.proposers.base import SequenceContext, TokenProposer
 from outrider.proposers.ngram import NgramProposer
 
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
@@ -33,7 +28,7 @@ def slow_proposal(tokens: list[int], least: int, most: int, max_tokens: int) -> 
 @given(tokens=TOKENS, bounds=BOUNDS, max_tokens=st.integers(0, 12))
 def test_matches_slow_search(tokens: list[int], bounds: list[int], max_tokens: int) -> None:
     proposer: TokenProposer = NgramProposer(*bounds)
-    assert proposer.propose(tokens, max_tokens) == slow_proposal(tokens, *bounds, max_tokens)
+    assert proposer.open(tokens, SequenceContext()).propose(max_tokens) == slow_proposal(tokens, *bounds, max_tokens)
 
 
 @settings(max_examples=200)
@@ -58,18 +53,18 @@ def test_appending_and_truncating_leave_no_trace(
 
 
 def test_longest_then_most_recent() -> None:
-    assert NgramProposer(1, 3).propose([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == [7]  # the longest n-gram
-    assert NgramProposer(2, 2).propose([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == [8]  # the most recent of two
+    assert NgramProposer(1, 3).open([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3]).propose(1) == [7]  # the longest n-gram
+    assert NgramProposer(2, 2).open([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3]).propose(1) == [8]  # the most recent of two
 
 
 def test_copy_runs_on_into_itself() -> None:
-    assert NgramProposer(2, 2).propose([5, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
+    assert NgramProposer(2, 2).open([5, 1, 2, 1, 2]).propose(5) == [1, 2, 1, 2, 1]
 
 
 def test_no_match_and_no_tokens() -> None:
-    assert NgramProposer().propose([], 4) == []
-    assert NgramProposer().propose([1, 2, 3, 4, 1, 2, 3, 4], 4) == []  # four tokens are no 5-gram
-    assert NgramProposer(1).propose([1, 1], 0) == []
+    assert NgramProposer().open([]).propose(4) == []
+    assert NgramProposer().open([1, 2, 3, 4, 1, 2, 3, 4]).propose(4) == []  # four tokens are no 5-gram
+    assert NgramProposer(1).open([1, 1]).propose(0) == []
 
 
 @pytest.mark.parametrize(
@@ -98,11 +93,3 @@ def test_bad_bounds(bounds: tuple[int | None, int], problem: str) -> None:
 def test_truncating_beyond_the_sequence(length: int) -> None:
     with pytest.raises(ValueError, match=f"cannot truncate 3 tokens to {length}"):
         NgramProposer().open([1, 2, 3]).truncate(length)
-
-
-@pytest.mark.parametrize("module", [base, ngram])
-def test_imports_the_standard_library_alone(module: object) -> None:
-    tree = ast.parse(Path(str(getattr(module, "__file__", ""))).read_text())
-    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

@@ -23,6 +23,7 @@ from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import draft_sample, greedy_choice, logits_to_probs
 from outrider.kernels.verify.reference import coupled_choice
+from outrider.proposers.base import TokenProposer
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.messages import (
     Commit,
@@ -61,11 +62,17 @@ class DraftHarness:
     """One engine, one stream. `computed` holds the whole context of every row that was ever computed."""
 
     def __init__(
-        self, num_blocks: int = 64, max_model_len: int | None = None, batch_invariant: bool = True, **options: Any
+        self,
+        num_blocks: int = 64,
+        max_model_len: int | None = None,
+        batch_invariant: bool = True,
+        more: Sequence[TokenProposer] = (),
+        **options: Any,
     ) -> None:
         self.loaded = tiny_draft(max_model_len, batch_invariant)
         self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks))
-        self.engine = DraftEngine(make_methods([self.method, NgramProposer(2, 4)]), flush=self._flush, **options)
+        methods = make_methods([self.method, NgramProposer(2, 4), *more])
+        self.engine = DraftEngine(methods, flush=self._flush, **options)
         self.events: list[DraftEvent] = []
         self.flushes: list[list[DraftEvent]] = []
         self.batches: list[list[BatchEntry]] = []

@@ -13,9 +13,10 @@ from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelSta
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SequenceSampler
-from outrider.proposers.base import ProposerState, TokenProposer
+from outrider.proposers.base import ProposerState, SequenceContext, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRule, DraftSampling
+from outrider.proposers.registry import method_of
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule
@@ -87,7 +88,7 @@ def build_sequence(
         check_ids(tokens, method.vocab_size)
         state = _model_state(request, prompt_ids, method)
     else:
-        state = method.open(tokens)
+        state = method.open(tokens, SequenceContext(len(prompt_ids), request.salt))
     return DraftSequence(
         key=key,
         prompt_len=len(prompt_ids),
@@ -127,12 +128,12 @@ def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod) -> M
         )
     except ValueError as error:
         raise InvalidArgument(str(error)) from error
-    return ModelState(sampler, DraftSampling(_rule(request), RandomKey(request.seed, request.completion)))
+    return ModelState(sampler, DraftSampling(_rule(request, method.name), RandomKey(request.seed, request.completion)))
 
 
-def _rule(request: Open) -> DraftRule:
+def _rule(request: Open, method: str) -> DraftRule:
     if request.sampling.greedy:
         return DraftRule.ARGMAX
     if request.acceptance == AcceptanceRule.COUPLED:
         return DraftRule.COUPLED
-    return DraftRule.ARGMAX if request.one_hot else DraftRule.REJECTION
+    return DraftRule.ARGMAX if request.one_hot or method_of(method).one_hot else DraftRule.REJECTION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,7 @@ from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions, build_runner
 from outrider.engine.worker import Worker, set_switch_interval
 from outrider.proposers.base import TokenProposer
-from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_proposer, method_of
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
@@ -57,6 +56,7 @@ async def start(settings: DraftSettings) -> DraftService:
         observer=metrics,
     )
     thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
+    thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
     servicer = DraftServicer(thread, outboxes, info)
     if metrics is not None:
         metrics.attach(engine, thread, info.model)
@@ -81,21 +81,34 @@ def located(settings: DraftSettings) -> DraftSettings:
 
 def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
     """The methods to offer, the default first, and what GetDraftInfo answers."""
-    methods: list[ModelMethod | TokenProposer] = [NgramProposer(settings.prompt_lookup_min, settings.prompt_lookup_max)]
-    info = ModelInfo(name=settings.name or settings.method, digest="", vocab_size=0, max_model_len=0, dtype="")
+    names = [*TOKEN_METHODS, *([settings.method] if is_class(settings.method) else [])]
+    given = dict(settings)
+    methods: list[ModelMethod | TokenProposer] = [make_proposer(name, given, settings.allow_code) for name in names]
+    default = methods[names.index(settings.method)].name if settings.method in names else settings.method
+    info = ModelInfo(name=settings.name or default, digest="", vocab_size=0, max_model_len=0, dtype="")
     if settings.model is not None:
         if not settings.model.is_dir():
             raise FileNotFoundError(f"there is no folder {settings.model}")
         loaded = load_model(
             settings.model, dtype=settings.dtype, device=settings.device, max_model_len=settings.max_model_len
         )
-        method = build_model_method(loaded, runner_options(settings))
+        method = build_model_method(loaded, runner_options(settings), model_method(settings))
         methods.append(method)
         info = model_info(settings, loaded, method)
-    methods.sort(key=lambda method: method.name != settings.method)
+    methods.sort(key=lambda method: method.name != default)
     logger.info("methods: %s", ", ".join(method.name for method in methods))
-    offered = tuple(DraftMethod(method.name) for method in methods)
-    return methods, DraftInfo(info, offered, version=metadata.version("outrider"))
+    return methods, DraftInfo(info, describe(methods), version=metadata.version("outrider"))
+
+
+def model_method(settings: DraftSettings) -> str:
+    """How the service's model drafts."""
+    return settings.method if method_of(settings.method).needs_model else "draft_model"
+
+
+def describe(methods: Iterable[ModelMethod | TokenProposer]) -> tuple[DraftMethod, ...]:
+    """The methods' part of the handshake."""
+    rows = [method_of(method.name) for method in methods]
+    return tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in rows)
 
 
 def runner_options(settings: DraftSettings) -> RunnerOptions:
@@ -110,11 +123,11 @@ def runner_options(settings: DraftSettings) -> RunnerOptions:
     )
 
 
-def build_model_method(loaded: LoadedModel, options: RunnerOptions) -> ModelMethod:
+def build_model_method(loaded: LoadedModel, options: RunnerOptions, name: str = "draft_model") -> ModelMethod:
     """The model over a cache of its own."""
     runner = build_runner(loaded.model, options)
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
-    return ModelMethod(DraftModelProposer(runner), cache, loaded.eos_token_ids)
+    return ModelMethod(METHODS[name].load()(runner), cache, loaded.eos_token_ids)
 
 
 def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod) -> ModelInfo:

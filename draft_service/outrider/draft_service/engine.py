@@ -14,6 +14,7 @@ from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceK
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.worker import require_device
+from outrider.proposers.base import LearningProposer, drafted_ids
 from outrider.proposers.draft_rows import DraftRows
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
 from outrider.rpc.messages import (
@@ -58,6 +59,7 @@ class DraftEngine:
     ) -> None:
         self._methods = methods
         self._model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
+        self._learners = [method for method in methods.values() if isinstance(method, LearningProposer)]
         # Token-only methods hold no blocks.
         self.cache = self._model.cache if self._model else KVCacheManager(BlockPool(0), prefix_cache=False)
         self.scheduler = DraftScheduler(self.cache, max_rows)
@@ -124,6 +126,11 @@ class DraftEngine:
             self._fail(draft, Internal(f"a draft step failed: {type(error).__name__}"))
         self._send_pieces()
 
+    def close(self) -> None:
+        """Ends the methods that have learned, after the last step."""
+        for learner in self._learners:
+            learner.close()
+
     def probe(self) -> None:
         """A sign of life. Raises DeviceLost if the device is unusable."""
         if self._model is not None:
@@ -172,8 +179,10 @@ class DraftEngine:
                 continue
             if self._observer is not None:
                 self._observer.on_start([draft])
-            ids = draft.method.propose(draft.limit - len(draft.sequence))
+            self._in_step = [draft]
+            ids = drafted_ids(draft.method, draft.limit - len(draft.sequence))
             draft.method.append(ids)
+            self._in_step = []
             draft.sequence.tokens.extend(ids)
             draft.chain.weights += [None] * len(ids)
             draft.chain.ended = draft.wants_tokens  # nothing more is found until the tokens change
@@ -261,7 +270,19 @@ class DraftEngine:
             if self._observer is not None:
                 self._observer.on_release(key)
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
+            self._learn(draft)
             self.scheduler.release(draft)
+
+    def _learn(self, draft: DraftSequence) -> None:
+        """Methods may learn from what was committed, whichever of them drafted it."""
+        if not self._learners or draft.committed == draft.prompt_len:
+            return
+        tokens, context = draft.sequence.tokens[: draft.committed], draft.context
+        for learner in self._learners:
+            try:
+                learner.learn(tokens, context)
+            except Exception:  # it may be a user's own, and the sequence has ended well
+                logger.exception("%s could not learn", learner.name)
 
     def _send_pieces(self) -> None:
         """Hands out the pieces that are due; then all that was said may leave."""

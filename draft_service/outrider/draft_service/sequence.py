@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
-from outrider.proposers.base import ProposerState
+from outrider.proposers.base import ProposerState, SequenceContext
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens
@@ -83,6 +83,11 @@ class DraftSequence:
     def sequence(self) -> CachedSequence:
         """The chain's tokens and blocks."""
         return self.chain.sequence
+
+    @property
+    def context(self) -> SequenceContext:
+        """What methods that learn are told beside the tokens."""
+        return SequenceContext(self.prompt_len, self.sequence.salt)
 
     @property
     def limit(self) -> int:

@@ -25,15 +25,15 @@ from outrider.cli.local_services import (
 )
 from outrider.cli.terminal import Advance, Painter, fail, make_painter, parse, steps
 from outrider.pairs import pair_path
+from outrider.proposers.registry import TOKEN_METHODS, MethodName, MethodSettings, check_method, method_of
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.server import require_free
 
-NGRAM = "ngram"
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 
 
-class ServeSettings(LocalSettings):
+class ServeSettings(LocalSettings, MethodSettings):
     """Which models, where they run, and where clients come in."""
 
     section: ClassVar[str] = "serve"
@@ -42,11 +42,11 @@ class ServeSettings(LocalSettings):
         None, description="folder or hub id of the target's checkpoint; also the bare argument (the embedded pair's)"
     )
     draft: str = Field(
-        "", description=f"folder or hub id of the draft's checkpoint, or {NGRAM}, short for --method {NGRAM}"
+        "",
+        description="folder or hub id of the draft's checkpoint, or the --method, where it needs no model: "
+        + ", ".join(TOKEN_METHODS),
     )
-    method: Literal["draft_model", "ngram"] = Field(
-        "draft_model", description="how drafts are made by default; ngram looks up the text so far and needs no model"
-    )
+    method: MethodName = "draft_model"
     pair: str = Field("python", description="the embedded pair, where no target is given")
     listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
     http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
@@ -80,16 +80,17 @@ class ServeSettings(LocalSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.target is None and self.draft not in ("", NGRAM):
+        without_model = not method_of(check_method(self.drafts_by, self.allow_code)).needs_model
+        if self.target is None and self.draft not in ("", *TOKEN_METHODS):
             raise ValueError("give a target with this draft, as in `outrider serve TARGET --draft DRAFT`")
-        if self.target is not None and not self.draft and self.method != NGRAM:
-            raise ValueError(f"give --draft DIR, or --draft {NGRAM}, which needs no model")
+        if self.target is not None and not self.draft and not without_model:
+            raise ValueError("give --draft DIR, or --draft ngram, which needs no model")
         return self
 
     @property
-    def uses_ngram(self) -> bool:
-        """Whether drafts are looked up."""
-        return NGRAM in (self.draft, self.method)
+    def drafts_by(self) -> str:
+        """The method, by either flag."""
+        return self.draft if self.draft in TOKEN_METHODS else self.method
 
     @property
     def target_folder(self) -> Path:
@@ -99,10 +100,10 @@ class ServeSettings(LocalSettings):
     @property
     def draft_folder(self) -> Path | None:
         """The draft's checkpoint, if there is one."""
-        if self.draft == NGRAM or (self.target is None and self.uses_ngram):
+        if self.draft in TOKEN_METHODS:
             return None
         if self.target is None:
-            return pair_path(self.pair).draft
+            return pair_path(self.pair).draft if method_of(self.method).needs_model else None
         return Path(self.draft) if self.draft else None
 
     def located(self) -> Self:
@@ -141,7 +142,8 @@ class ServeSettings(LocalSettings):
     def draft_arguments(self) -> list[str]:
         """`outrider draft ...`"""
         flags = {
-            "method": NGRAM if self.uses_ngram else None,
+            "method": None if self.drafts_by == "draft_model" else self.drafts_by,
+            **self.of_methods(),
             "model": self.draft_folder,
             "dtype": self.dtype,
             "device": self.draft_device or self.device,
@@ -192,9 +194,9 @@ def _flags(values: Mapping[str, object]) -> Iterator[str]:
     """Flags with their values; what is None or off is left to the service."""
     for name, value in values.items():
         if value is True:
-            yield f"--{name}"
+            yield f"--{name.replace('_', '-')}"
         elif value is not None and value is not False:
-            yield f"--{name}={value}"
+            yield f"--{name.replace('_', '-')}={value}"
 
 
 DESCRIPTION = (
@@ -280,7 +282,8 @@ def watch(running: Running, painter: Painter) -> int:
 
 def welcome(settings: ServeSettings, running: Running) -> list[str]:
     """What to do next."""
-    draft = f"drafts from {settings.draft_folder}" if settings.draft_folder else "drafts by n-gram lookup"
+    folder = settings.draft_folder
+    draft = f"drafts from {folder}" if folder else f"drafts by {method_of(settings.drafts_by).summary}"
     address = running.gateway.address
     lines = [
         f"serving {settings.target_folder}, {draft}",

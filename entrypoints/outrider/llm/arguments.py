@@ -145,6 +145,7 @@ class EngineArguments:
     gateway: str | None = None
     tokenizer: Folder = None
     trust_remote_code: FlagOrDefault = False
+    allow_code: FlagOrDefault = False  # speculative_config may name a class, which is imported and run
     dtype: Annotated[str, BeforeValidator(_dtype)] = "auto"
     seed: Annotated[Integer | None, integer(or_none=True)] = 0
     max_model_len: Annotated[Integer | None, integer(2, or_none=True), MinusOneIsNone] = None  # a prompt and a token

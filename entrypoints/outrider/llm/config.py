@@ -30,46 +30,42 @@ from outrider.llm.validation import (
     plain_errors,
     require_fixed,
 )
+from outrider.proposers.registry import CHOICES, METHODS, is_class, method_of
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 
 
-class Method(NamedTuple):
-    """A way of drafting that vLLM has."""
+class VllmMethod(NamedTuple):
+    """A method of vLLM's that is not there yet."""
 
-    missing: str = ""  # what it is, where it is not there yet
+    what: str
     needs_model: bool = True
     is_model_type: bool = False  # its name is the `model_type` of its checkpoints' config.json
     word: str = ""  # in the names of its checkpoints
 
 
 _EAGLE = "an EAGLE head, a decoder layer that reads the target's hidden states"
-METHODS = {
-    "ngram": Method(needs_model=False),
-    "draft_model": Method(),
-    "eagle3": Method(_EAGLE, is_model_type=True, word="eagle3"),  # its word is looked for before eagle's
-    "eagle": Method(_EAGLE, is_model_type=True, word="eagle-"),
-    "medusa": Method("Medusa heads, which read the target's last hidden state", is_model_type=True),
-    "mlp_speculator": Method(
+MISSING = {
+    "eagle3": VllmMethod(_EAGLE, is_model_type=True, word="eagle3"),  # its word is looked for before eagle's
+    "eagle": VllmMethod(_EAGLE, is_model_type=True, word="eagle-"),
+    "medusa": VllmMethod("Medusa heads, which read the target's last hidden state", is_model_type=True),
+    "mlp_speculator": VllmMethod(
         "an MLP speculator (an 'accelerator'), which reads the target's last hidden state",
         is_model_type=True,
         word="-accelerator",
     ),
-    "suffix": Method(
+    "suffix": VllmMethod(
         "suffix decoding, which looks n-grams up in the answers to earlier requests, too", needs_model=False
     ),
-    "mtp": Method("multi-token prediction, by layers that the target's own checkpoint brings", needs_model=False),
-    "ngram_gpu": Method("n-gram lookup on a GPU; 'ngram' proposes the same way", needs_model=False),
-    "custom_class": Method("a class of vLLM's own interface"),
-    "extract_hidden_states": Method("an export of hidden states, which drafts nothing", needs_model=False),
-    "dflash": Method("a block diffusion head, which reads the target's hidden states", word="dflash"),
-    "dspark": Method("a head that reads the target's hidden states"),
+    "mtp": VllmMethod("multi-token prediction, by layers that the target's own checkpoint brings", needs_model=False),
+    "ngram_gpu": VllmMethod("n-gram lookup on a GPU; 'ngram' proposes the same way", needs_model=False),
+    "extract_hidden_states": VllmMethod("an export of hidden states, which drafts nothing", needs_model=False),
+    "dflash": VllmMethod("a block diffusion head, which reads the target's hidden states", word="dflash"),
+    "dspark": VllmMethod("a head that reads the target's hidden states"),
 }
-SUPPORTED = tuple(name for name, method in METHODS.items() if not method.missing)
+CUSTOM_CLASS = "custom_class"  # `model` then names the class
+KNOWN = (*METHODS, CUSTOM_CLASS, *MISSING)
 NGRAM_NAMES = ("ngram", "[ngram]")
-INSTEAD = (
-    "allowed: ngram, draft_model ('ngram' needs no model; 'draft_model' is any small model that shares the target's "
-    "tokenizer)"
-)
+INSTEAD = "allowed: " + "; ".join(f"{row.name} ({row.summary})" for row in METHODS.values())
 
 
 def named_method(method: object) -> str | None:
@@ -85,7 +81,7 @@ def named_method(method: object) -> str | None:
     if method is None or isinstance(method, str):
         return method
     raise ValueError(
-        f"speculative_config['method'] is {method!r:.100}; allowed: the name of a method, one of {', '.join(SUPPORTED)}"
+        f"speculative_config['method'] is {method!r:.100}; allowed: the name of a method, one of {CHOICES}"
     )
 
 
@@ -94,14 +90,14 @@ def method_of_model(model: str | Path) -> str:
     model. `ngram` is no model."""
     if str(model) in NGRAM_NAMES:
         return "ngram"
-    if isinstance(model, str) and _is_dotted(model):
-        return "custom_class"
+    if isinstance(model, str) and is_class(model) and not Path(model).exists():
+        return CUSTOM_CLASS
     model_type = str(_checkpoint(model).get("model_type", ""))
     if model_type.endswith("_mtp"):
         return "mtp"
-    if model_type in METHODS and METHODS[model_type].is_model_type:
+    if model_type in MISSING and MISSING[model_type].is_model_type:
         return model_type
-    for name, method in METHODS.items():
+    for name, method in MISSING.items():
         said_by_config = model_type and name == "mlp_speculator"
         if method.word and method.word in Path(model).name.lower() and not said_by_config:
             return name
@@ -110,16 +106,10 @@ def method_of_model(model: str | Path) -> str:
 
 def require_method(method: str, model: object = None) -> None:
     """Raises Unsupported for a method that is not there. `model` is named where the method follows from it."""
-    what = METHODS.get("mtp" if method.endswith("_mtp") else method, Method()).missing
-    if what:
+    missing = MISSING.get("mtp" if method.endswith("_mtp") else method)
+    if missing is not None:
         said = f"speculative method {method!r}" if model is None else f"speculative_config['model'] {str(model)!r:.200}"
-        raise Unsupported(f"{said} is {what}: it is not there yet; {INSTEAD}")
-
-
-def _is_dotted(name: str) -> bool:
-    """Whether it names a class: `package.module.Class`, and no folder."""
-    parts = name.split(".")
-    return len(parts) > 1 and all(part.isidentifier() for part in parts) and not Path(name).exists()
+        raise Unsupported(f"{said} is {missing.what}: it is not there yet; {INSTEAD}")
 
 
 def _checkpoint(model: str | Path | None) -> dict[str, Any]:
@@ -218,9 +208,9 @@ class SpeculativeConfig:
         if self.tensor_parallel_size is not None:
             raise ValueError("'tensor_parallel_size' is the target's; for the draft give 'draft_tensor_parallel_size'.")
         self.method = self._method()
-        if self.method not in METHODS:
-            raise ValueError(f"unknown speculative method {self.method!r}; vLLM's are: {', '.join(METHODS)}")
-        if self.model is None and METHODS[self.method].needs_model:
+        if self.method not in KNOWN and not is_class(self.method):
+            raise ValueError(f"unknown speculative method {self.method!r}; there are: {', '.join(KNOWN)}")
+        if self.model is None and (MISSING.get(self.method) or method_of(self.method)).needs_model:
             raise ValueError(f"method {self.method!r} needs 'model': the folder of the draft's checkpoint")
         k = self.num_speculative_tokens = self._num_speculative_tokens()
         if k is not None and k > MAX_DRAFT_TOKENS:
@@ -265,11 +255,15 @@ class SpeculativeConfig:
         if method is not None and method.endswith("_mtp"):
             warnings.warn(f"method {method!r}: an old name of 'mtp'", DeprecationWarning, stacklevel=5)
             return "mtp"
-        if method is not None:
-            return method
-        if self.model is None:
+        if method is None and self.model is None:
             raise ValueError("speculative_config needs 'method' or 'model'")
-        return method_of_model(self.model)
+        method = method or method_of_model(str(self.model))
+        if method != CUSTOM_CLASS:
+            return method
+        own, self.model = str(self.model), None
+        if not is_class(own):
+            raise ValueError(f"speculative_config['model'] is {own!r:.100}; allowed: package.module.Class")
+        return own
 
     def _num_speculative_tokens(self) -> int | None:
         """k. Some methods have one of their own; heads say in their config.json how many tokens they predict (k is that
@@ -277,7 +271,7 @@ class SpeculativeConfig:
         k = self.num_speculative_tokens
         if self.method == "suffix" and k is None:
             k = self.suffix_decoding_max_tree_depth
-        n_predict = None if self.method in (*SUPPORTED, "suffix") else _checkpoint(self.model).get("n_predict")
+        n_predict = _checkpoint(self.model).get("n_predict") if self.method in MISSING else None
         if isinstance(n_predict, int) and n_predict >= 1:
             if k is not None and k > n_predict and k % n_predict:
                 raise ValueError(f"num_speculative_tokens={k} must be divisible by the draft's n_predict={n_predict}")

@@ -30,7 +30,7 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.worker import DeviceStopped, Worker, set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.handshake import check_pair, check_tokenizer
-from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Drafter, Lost, VerifierLink
 from outrider.gateway.speculation.schedule import ScheduledDrafter
@@ -38,7 +38,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.backends import LoopThread
 from outrider.llm.config import SpeculativeConfig
-from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.registry import make_proposer, method_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import (
     MAX_N,
@@ -246,6 +246,7 @@ class LocalBackend:
     services: tuple[LocalService, ...]  # the target, and the draft if it is a model
     num_draft_tokens: int
     speculation: SpeculationOptions
+    by_tokens: LocalDrafter | None = None  # the draft, if it is no model
 
     def encode(self, text: str) -> tuple[int, ...]:
         """A prompt's ids."""
@@ -269,6 +270,8 @@ class LocalBackend:
         self.runtime.close()
         for service in self.services:
             service.stop()
+        if self.by_tokens is not None:
+            self.by_tokens.close()
 
 
 def start_local(
@@ -286,6 +289,7 @@ def start_local(
     tokenizer = Tokenizer.load(arguments.tokenizer or arguments.model)
     settings = _target_settings(arguments, arguments.model, device, k)
     folder = _draft_folder(arguments, speculation)
+    by_tokens = None if speculation is None or folder is not None else _local_drafter(arguments, speculation)
     try:
         loaded = load_target(settings)
         draft = _load_draft(arguments, speculation, folder, device, loaded.max_model_len)
@@ -306,8 +310,8 @@ def start_local(
             drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop))
             services.append(local)
             _warn(check_pair(target.info.model, local.info.model, (tokenizer, Tokenizer.load(folder))))
-        elif speculation is not None:
-            drafter = LocalNgramDrafter(NgramProposer(speculation.prompt_lookup_min, speculation.prompt_lookup_max))
+        else:
+            drafter = by_tokens
         if drafter is not None and speculation is not None and not speculation.schedule.constant:
             drafter = ScheduledDrafter(drafter, speculation.schedule, num_running)
         config = EngineConfig(
@@ -325,7 +329,7 @@ def start_local(
             service.stop()
         raise
     options = SpeculationOptions(greedy_draft=speculation is not None and speculation.draft_sample_method == "greedy")
-    return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options)
+    return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options, by_tokens)
 
 
 def _target_settings(arguments: EngineArguments, model: Path, device: str, k: int) -> TargetSettings:
@@ -364,9 +368,14 @@ def _draft_settings(arguments: EngineArguments, folder: Path, device: str, num_b
     )
 
 
+def _local_drafter(arguments: EngineArguments, speculation: SpeculativeConfig) -> LocalDrafter:
+    """Of a method without a model."""
+    return LocalDrafter([make_proposer(speculation.method or "", vars(speculation), arguments.allow_code)])
+
+
 def _draft_folder(arguments: EngineArguments, speculation: SpeculativeConfig | None) -> Path | None:
     """Of the draft model, if there is one."""
-    if speculation is None or speculation.method != "draft_model":
+    if speculation is None or not method_of(speculation.method or "").needs_model:
         return None
     folder = locate(str(speculation.model), trust_remote_code=arguments.trust_remote_code)
     if not folder.is_dir():

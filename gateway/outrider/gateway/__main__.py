@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.peers.handshake import check_pair, check_tokenizer
-from outrider.gateway.peers.local_ngram import LocalNgramDrafter
+from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.moving import MovingDrafts
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
@@ -24,6 +24,15 @@ from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS
+from outrider.proposers.registry import (
+    METHODS,
+    TOKEN_METHODS,
+    MethodSettings,
+    check_method,
+    is_class,
+    make_proposer,
+    method_of,
+)
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.rpc.hub import ModelNotFound, locate
@@ -41,11 +50,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOCAL_NGRAM = "ngram"
 STREAMS_BESIDE = 64  # calls beside generation that are always let in: health, reflection, info
 
 
-class GatewaySettings(ServerSettings):
+class GatewaySettings(ServerSettings, MethodSettings):
     """What a gateway is told at start, besides what all services are."""
 
     section: ClassVar[str] = "gateway"
@@ -57,7 +65,8 @@ class GatewaySettings(ServerSettings):
     )
     draft: list[str] = Field(
         default_factory=list,
-        description=f'Address of a draft service, or several; or "{LOCAL_NGRAM}" for prompt lookup in process',
+        description="Address of a draft service, or several; or what drafts in this process, the default first: "
+        f"{', '.join(TOKEN_METHODS)}, package.module.Class",
     )
     tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
     draft_tokenizer: Path | None = Field(
@@ -131,20 +140,42 @@ class GatewaySettings(ServerSettings):
         most = MAX_DRAFT_TOKENS if self.draft_tokens_by_batch else self.num_draft_tokens
         return BatchSchedule.parse(self.draft_tokens_by_batch, most, self.disable_by_batch_size)
 
+    @property
+    def local_methods(self) -> list[str]:
+        """Those of `draft` that are no addresses."""
+        return _local_methods(self.draft)
+
     @field_validator("target", "draft")
     @classmethod
     def _check_addresses(cls, given: list[str]) -> list[str]:
         try:
-            Addresses([text for text in given if text != LOCAL_NGRAM])
+            Addresses([] if _local_methods(given) else given)
         except InvalidArgument as error:
             raise ValueError(error.violations[0].problem) from None
         return given
+
+    @model_validator(mode="after")
+    def _check_methods(self) -> Self:
+        names = self.local_methods
+        for name in names:
+            if method_of(check_method(name, self.allow_code)).needs_model:
+                raise ValueError(f"draft: {name} needs a draft service; in this process: {', '.join(TOKEN_METHODS)}")
+        if names and len(names) < sum(text.count(",") + 1 for text in self.draft):
+            raise ValueError(
+                f"draft: {', '.join(names)} would run in this process; allowed: methods alone, or addresses"
+            )
+        return self
 
     @field_validator("draft_tokens_by_batch")
     @classmethod
     def _check_schedule(cls, text: str) -> str:
         BatchSchedule.parse(text, MAX_DRAFT_TOKENS, None)
         return text
+
+
+def _local_methods(given: Sequence[str]) -> list[str]:
+    parts = [part.strip() for text in given for part in text.split(",")]
+    return [part for part in parts if part in METHODS or is_class(part)]
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> int:
@@ -196,6 +227,8 @@ async def _serve(settings: GatewaySettings) -> None:
 
             await stack.enter_async_context(exported(metrics, settings.metrics, server.health, "gateway"))
         await stack.enter_async_context(targets)
+        if isinstance(drafts, LocalDrafter):
+            stack.callback(drafts.close)
         startup = asyncio.create_task(_start_peers(stack, targets, drafts))
         serving = asyncio.create_task(
             serve_until_signal(
@@ -295,10 +328,9 @@ def _drafts(
 ) -> Drafter | None:
     if not settings.draft:
         return None
-    if LOCAL_NGRAM in settings.draft:
-        if len(settings.draft) > 1:
-            raise FailedPrecondition(f'--draft: "{LOCAL_NGRAM}" runs in process; allowed: it alone, or addresses')
-        return LocalNgramDrafter()
+    if settings.local_methods:
+        given = dict(settings)
+        return LocalDrafter([make_proposer(name, given, settings.allow_code) for name in settings.local_methods])
     other = None if settings.draft_tokenizer is None else _load_tokenizer(settings.draft_tokenizer)
     tokenizers = None if other is None else (tokenizer, other)
 

@@ -4,7 +4,18 @@ methods that implement it are pure Python and import no other root."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+MAX_ID = 2**32 - 1  # that the protocol holds
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceContext:
+    """What is known of a sequence beside its tokens."""
+
+    prompt_len: int = 0  # tokens of the prompt; those after it were generated
+    salt: str = ""  # sequences of different salts shall not learn of one another
 
 
 class ProposerState(Protocol):
@@ -29,17 +40,35 @@ class ProposerState(Protocol):
 
 
 class TokenProposer(Protocol):
-    """A drafting method that sees token ids alone. Its drafts are one-hot: they carry no weights."""
+    """A drafting method that sees token ids alone. Its drafts are one-hot: they carry no weights. It lives as long as
+    the process that drafts with it, and one thread calls it."""
 
     @property
     def name(self) -> str:
         """The method's name, as in the protocol."""
         ...
 
-    def open(self, tokens: Iterable[int]) -> ProposerState:
+    def open(self, tokens: Iterable[int], context: SequenceContext) -> ProposerState:
         """Starts a sequence."""
         ...
 
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """The next tokens of a sequence that is not kept."""
+
+@runtime_checkable
+class LearningProposer(TokenProposer, Protocol):
+    """A method that drafts from what other sequences said, too."""
+
+    def learn(self, tokens: Sequence[int], context: SequenceContext) -> None:
+        """A sequence has ended, whatever drafted for it: its prompt and all that was committed."""
         ...
+
+    def close(self) -> None:
+        """The process ends: what was learned may be written to disk."""
+        ...
+
+
+def drafted_ids(state: ProposerState, max_tokens: int) -> list[int]:
+    """What a state proposes. ValueError where that is more than it may, or no token ids."""
+    ids = state.propose(max_tokens)
+    if len(ids) > max_tokens or (ids and not 0 <= min(ids) <= max(ids) <= MAX_ID):
+        raise ValueError(f"a method proposed {len(ids)} tokens, {ids[:8]}; allowed: at most {max_tokens} token ids")
+    return ids

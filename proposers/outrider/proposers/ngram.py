@@ -8,7 +8,9 @@ recent one counts (vLLM takes the earliest), and where the copy reaches the end 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+from outrider.proposers.base import SequenceContext
 
 DEFAULT_LOOKUP = 5  # tokens
 
@@ -30,15 +32,11 @@ class NgramProposer:
                 f"prompt_lookup_max ({self.prompt_lookup_max})"
             )
 
-    def open(self, tokens: Iterable[int]) -> NgramState:
-        """Starts a sequence."""
+    def open(self, tokens: Iterable[int], context: SequenceContext | None = None) -> NgramState:
+        """Starts a sequence; of the context nothing is used."""
         state = NgramState(self.prompt_lookup_min, self.prompt_lookup_max)
         state.append(tokens)
         return state
-
-    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """The next tokens of a sequence that is not kept."""
-        return self.open(tokens).propose(max_tokens)
 
 
 class NgramState:

@@ -1,0 +1,120 @@
+"""The methods of drafting, one row each: services, gateway, `LLM` and the command line read here what they offer. What
+a method needs is imported when it is built, so that the gateway reads this file without torch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from outrider.proposers.base import TokenProposer
+
+
+class NgramSettings(BaseModel):
+    """Of prompt lookup."""
+
+    prompt_lookup_min: int | None = Field(None, ge=1, description="shortest n-gram that is looked up (default: 5)")
+    prompt_lookup_max: int | None = Field(None, ge=1, description="longest n-gram that is looked up (default: 5)")
+
+
+class MethodSettings(NgramSettings):
+    """What a process is told that drafts: the settings of every method."""
+
+    allow_code: bool = Field(
+        False, description="a method may be package.module.Class: your own class, imported and run in this process"
+    )
+
+    def of_methods(self) -> dict[str, Any]:
+        """What was set, for a process that is started with the same."""
+        return {name: getattr(self, name) for name in MethodSettings.model_fields if name in self.model_fields_set}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way of drafting."""
+
+    name: str
+    summary: str  # of what it drafts from
+    factory: str  # module:Class. Without a model a TokenProposer, made of its settings; else made of the model's runner
+    settings: type[BaseModel] = BaseModel
+    needs_model: bool = False
+    needs_features: bool = False  # the target's hidden states
+    one_hot: bool = True  # drafts carry no weights
+    can_run_ahead: bool = True  # it can draft past a verification under way
+
+    def load(self) -> Any:
+        """The factory, imported."""
+        module, _, name = self.factory.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+_ROWS = (
+    Method(
+        "draft_model",
+        "any small model that shares the target's tokenizer",
+        "outrider.proposers.draft_model:DraftModelProposer",
+        needs_model=True,
+        one_hot=False,
+    ),
+    Method(
+        "ngram",
+        "n-gram lookup in the text so far, without a model",
+        "outrider.proposers.ngram:NgramProposer",
+        NgramSettings,
+    ),
+)
+METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}
+TOKEN_METHODS = tuple(row.name for row in _ROWS if not row.needs_model)
+CHOICES = ", ".join(METHODS)
+
+MethodName = Annotated[str, Field(description=f"how drafts are made by default: {CHOICES}, or package.module.Class")]
+
+
+def is_class(name: str) -> bool:
+    """Whether it names a class, as package.module.Class."""
+    return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
+def method_of(name: str) -> Method:
+    """The row of a method; a class of the user's own has none in the table, and no model."""
+    return METHODS.get(name) or Method(name, "a class of your own", "")
+
+
+def check_method(name: str, allow_code: bool) -> str:
+    """The name, if there is such a method. Raises ValueError."""
+    if is_class(name) and not allow_code:
+        raise ValueError(f"{name} is a class whose code would run here: allowed with allow_code (--allow-code) alone")
+    if name not in METHODS and not is_class(name):
+        close = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"there is no method {name!r:.100}: {hint}allowed: {CHOICES}, or package.module.Class")
+    return name
+
+
+def make_proposer(name: str, settings: Mapping[str, Any], allow_code: bool = False) -> TokenProposer:
+    """A method without a model, set up by those of the settings that are its own; or a class of the user's, made
+    without arguments. Raises ValueError."""
+    check_method(name, allow_code)
+    if is_class(name):
+        return _own_class(name)
+    row = METHODS[name]
+    proposer: TokenProposer = row.load()(**{key: settings[key] for key in row.settings.model_fields if key in settings})
+    return proposer
+
+
+def _own_class(path: str) -> TokenProposer:
+    module, _, name = path.rpartition(".")
+    try:
+        made = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} cannot be used as a method: {error}") from error
+    if not callable(getattr(made, "open", None)) or not isinstance(getattr(made, "name", None), str):
+        raise ValueError(f"{path} is no method: allowed: a class with a name and open(), as TokenProposer has them")
+    if made.name in METHODS or not made.name:
+        raise ValueError(f"{path} has the name {made.name!r:.100}; allowed: one of its own, not of {CHOICES}")
+    proposer: TokenProposer = made
+    return proposer

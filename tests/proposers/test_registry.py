@@ -1,0 +1,122 @@
+"""The table of methods, and that whoever drafts reads it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from support.methods import LastToken
+
+from outrider.cli.serve import ServeSettings
+from outrider.draft_service.boot import load_methods
+from outrider.draft_service.settings import DraftSettings
+from outrider.gateway.__main__ import GatewaySettings
+from outrider.gateway.peers.local_drafts import LocalDrafter
+from outrider.llm.config import SpeculativeConfig
+from outrider.proposers.base import SequenceContext
+from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.registry import METHODS, TOKEN_METHODS, MethodSettings, make_proposer, method_of
+
+OWN = "support.methods.LastToken"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_row_is_what_its_factory_makes(name: str) -> None:
+    row = METHODS[name]
+    assert row.name == name == row.load().name and row.summary
+    assert row.settings.model_fields.keys() <= MethodSettings.model_fields.keys()
+    assert all(field.description for field in row.settings.model_fields.values())
+    assert row.needs_model or row.one_hot  # weights are drawn from a model
+
+
+@pytest.mark.parametrize("name", TOKEN_METHODS)
+def test_a_method_without_a_model_keeps_to_the_protocol(name: str) -> None:
+    state = make_proposer(name, {}).open([5, 6, 7, 8] * 6, SequenceContext(20, "salt"))
+    proposed = state.propose(4)
+    assert state.num_tokens == 24 and len(proposed) <= 4
+    state.append([5, 9])
+    state.truncate(24)
+    assert state.num_tokens == 24 and state.propose(4) == proposed and state.propose(0) == []
+
+
+@pytest.mark.parametrize("name", TOKEN_METHODS)
+def test_everybody_offers_it(name: str) -> None:
+    methods, info = load_methods(DraftSettings(method=name))
+    assert methods[0].name == name == info.methods[0].name == info.model.name
+    assert sorted(method.name for method in methods) == sorted(TOKEN_METHODS)
+    gateway = GatewaySettings(target=["a:1"], draft=[name], tokenizer=Path("x"))
+    assert gateway.local_methods == [name]
+    local = LocalDrafter([make_proposer(name, dict(gateway))]).info
+    assert [method.name for method in local.methods] == [name] and not local.methods[0].needs_features
+    assert f"--method={name}" in ServeSettings(draft=name).draft_arguments()
+    assert SpeculativeConfig.supported({"method": name, "num_speculative_tokens": 4})
+
+
+def test_its_settings_are_everybodys_flags() -> None:
+    given = {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    made = make_proposer("ngram", {**given, "of_another": 1})
+    assert isinstance(made, NgramProposer) and (made.prompt_lookup_min, made.prompt_lookup_max) == (2, 3)
+    gateway = GatewaySettings(target=["a:1"], draft=["ngram"], tokenizer=Path("x"), **given)
+    assert dict(gateway).items() >= given.items()
+    assert ServeSettings(draft="ngram", **given).draft_arguments()[-3:] == [
+        "--method=ngram", "--prompt-lookup-min=2", "--prompt-lookup-max=3",
+    ]  # fmt: skip
+    with pytest.raises(ValidationError, match="prompt_lookup_min"):
+        DraftSettings(method="ngram", prompt_lookup_min=0)
+
+
+def test_a_class_of_the_users_own_runs_where_code_is_allowed() -> None:
+    methods, info = load_methods(DraftSettings(method=OWN, allow_code=True))
+    assert isinstance(methods[0], LastToken) and info.methods[0].name == info.model.name == "last_token"
+    gateway = GatewaySettings(target=["a:1"], draft=[f"{OWN},ngram"], tokenizer=Path("x"), allow_code=True)
+    assert gateway.local_methods == [OWN, "ngram"]
+    assert ServeSettings(method=OWN, allow_code=True).draft_arguments()[-2:] == [f"--method={OWN}", "--allow-code"]
+    for config in ({"method": OWN}, {"model": OWN}, {"method": "custom_class", "model": OWN}):
+        made = SpeculativeConfig.supported({**config, "num_speculative_tokens": 2})
+        assert made is not None and (made.method, made.model) == (OWN, None)
+    assert method_of("last_token").one_hot and not method_of(OWN).needs_model
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("eagle", "there is no method 'eagle': allowed: draft_model, ngram"),
+        ("ngarm", "did you mean ngram"),
+        ("support.methods.Missing", "support.methods.Missing cannot be used as a method: .*Missing"),
+        ("nowhere.at_all.Class", "No module named 'nowhere'"),
+        ("support.methods.Broken.open", "cannot be used"),
+        ("support.methods.NoMethod", "allowed: a class with a name and open"),
+        ("support.methods.Ngram", "has the name 'ngram'; allowed: one of its own"),
+    ],
+)
+def test_what_is_no_method(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make_proposer(name, {}, allow_code=True)
+
+
+def test_a_class_is_refused_elsewhere() -> None:
+    problem = re.escape(f"{OWN} is a class whose code would run here: allowed with allow_code (--allow-code) alone")
+    for make in (
+        lambda: make_proposer(OWN, {}),
+        lambda: DraftSettings(method=OWN),
+        lambda: ServeSettings(method=OWN),
+        lambda: GatewaySettings(target=["a:1"], draft=[OWN], tokenizer=Path("x")),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        (["draft_model"], "draft_model needs a draft service"),
+        (["ngram", "a:1"], "ngram would run in this process; allowed: methods alone, or addresses"),
+        (["ngram,a:1"], "ngram would run in this process; allowed: methods alone, or addresses"),
+        (["ngarm"], "allowed: host:port"),
+    ],
+)
+def test_what_a_gateway_cannot_draft_with(draft: list[str], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        GatewaySettings(target=["a:1"], draft=draft, tokenizer=Path("x"))
