@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import signal
 import socket
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-import grpc.aio
 import httpx
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.fakes import DraftServicer, TargetServicer, ToyDraft, ToyTarget, draft_info, expected, serving, target_info
-from support.gateways import PROMPT, gateway, save_toy_tokenizer, stream_events
+from support.gateways import (
+    HTTP,
+    METRICS,
+    NOT_SERVING,
+    PROMPT,
+    SERVING,
+    announced,
+    gateway,
+    health,
+    running,
+    save_toy_tokenizer,
+    started,
+    stream_events,
+    until_serving,
+)
 from support.metrics import samples_of
 
 from outrider.client import Client
@@ -31,57 +37,12 @@ from outrider.rpc.settings import SettingsError, load_settings
 
 PROMPT_IDS = tuple(PROMPT)
 BODY = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True}
-START_S = 60
 LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
-HTTP = r"gateway http on (\S+)"
-METRICS = r"gateway metrics on (\S+)"
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_toy_tokenizer(tmp_path)
-
-
-@asynccontextmanager
-async def started(*arguments: str) -> AsyncIterator[Process]:
-    """A gateway's process, in which Python takes the arguments before "-m"."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, "--listen", "127.0.0.1:0", stdout=PIPE, stderr=PIPE, env=environment
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-def running(folder: Path, *arguments: str) -> AbstractAsyncContextManager[Process]:
-    return started("-m", "outrider.gateway", "--tokenizer", str(folder), *arguments)
-
-
-async def announced(process: Process, pattern: str = r"gateway listening on (\S+)") -> str:
-    """The address in the line that a process prints when it can be reached."""
-    assert process.stdout is not None
-    async with asyncio.timeout(START_S):
-        while line := (await process.stdout.readline()).decode():
-            if found := re.fullmatch(pattern, line.strip()):
-                return found[1]
-    raise AssertionError(f"the process ended before it printed {pattern}")
-
-
-async def health(address: str, service: str = SERVICE_NAME) -> int:
-    async with grpc.aio.insecure_channel(address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
-        return int(answer.status)
-
-
-async def until_serving(address: str) -> None:
-    async with asyncio.timeout(15):
-        while await health(address) != SERVING:  # noqa: ASYNC110 (another process's)
-            await asyncio.sleep(0.05)
 
 
 async def test_waits_for_its_target_serves_and_drains(folder: Path) -> None:
@@ -178,6 +139,13 @@ def test_settings(tmp_path: Path) -> None:
     assert (settings.drain_delay_s, settings.sse_keep_alive_s, settings.trust_traceparent) == (0, 15, False)
 
 
+def test_processes_share_a_port_and_no_path(tmp_path: Path) -> None:
+    given = {"target": ["a:1"], "tokenizer": str(tmp_path), "listen": "unix:/here"}
+    assert load_settings(GatewaySettings, given, environ={}).processes == 1
+    with pytest.raises(SettingsError, match="processes: 2 cannot share unix:/here; allowed: HOST:PORT"):
+        load_settings(GatewaySettings, given, environ={"OUTRIDER_GATEWAY__PROCESSES": "2"})
+
+
 def test_bad_command_lines_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--target", "a:1"])
@@ -224,12 +192,13 @@ async def test_signals_stay_the_gateway_s() -> None:
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
 @pytest.mark.parametrize("flag", ["--listen", "--health", "--metrics", "--http"])
 def test_an_address_in_use_is_refused_before_anything_is_loaded(
-    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, flag: str, processes: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         given = ["--target", "a:1", "--tokenizer", str(tmp_path / "none"), "--listen", "127.0.0.1:0"]
-        assert main([*given, flag, address]) == 2
+        assert main([*given, "--processes", processes, flag, address]) == 2
     assert f"cannot listen on {address}" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +21,14 @@ log = logging.getLogger("outrider.test")
 
 
 @contextmanager
-def lines(monkeypatch: pytest.MonkeyPatch, log_format: Any) -> Iterator[list[str]]:
+def lines(monkeypatch: pytest.MonkeyPatch, log_format: Any, **options: bool) -> Iterator[list[str]]:
     """What is logged by a process that was set up so."""
     root, written, found = logging.getLogger(), io.StringIO(), list[str]()
     monkeypatch.setattr(sys, "stderr", written)
     before, level = root.handlers[:], root.level
     root.handlers.clear()
     try:
-        setup_logging(log_format, "outrider-target")
+        setup_logging(log_format, "outrider-target", **options)
         yield found
     finally:
         root.handlers[:] = before
@@ -79,6 +80,14 @@ def test_lines_for_people_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> N
     with lines(monkeypatch, "text") as found:
         log.info("hello", extra=about(request_id="r1"))
     assert len(found) == 1 and found[0].endswith(" INFO outrider.test: hello")
+
+
+def test_processes_of_one_name_show_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    for log_format in ("json", "text"):
+        with lines(monkeypatch, log_format, shows_pid=True) as found:
+            log.warning("hello")
+        (line,) = found
+        assert json.loads(line)["pid"] == os.getpid() if log_format == "json" else f" {os.getpid()} WARNING " in line
 
 
 def test_a_warning_is_said_once_whatever_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,25 @@
 """Gateways with toy backends in this process: over gRPC and HTTP at once, so that what is asked of one can be asked
-of the other; and with streams that break where a test says, read by either client."""
+of the other; with streams that break where a test says, read by either client; and gateways as processes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import grpc.aio
 import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 from support.fakes import ToyDraft, ToyTarget
 from support.models import train_byte_level
@@ -191,3 +197,50 @@ def ids_of(parts: list[Part], index: int = 0) -> list[int]:
 
 def text_of_parts(parts: list[Part], index: int = 0) -> str:
     return "".join(part.text for part in parts if part.index == index)
+
+
+START_S = 60
+HTTP = r"gateway http on (\S+)"
+METRICS = r"gateway metrics on (\S+)"
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@asynccontextmanager
+async def started(*arguments: str) -> AsyncIterator[Process]:
+    """A gateway's process, in which Python takes the arguments before "-m"."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, "--listen", "127.0.0.1:0", stdout=PIPE, stderr=PIPE, env=environment
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def running(folder: Path, *arguments: str) -> AbstractAsyncContextManager[Process]:
+    return started("-m", "outrider.gateway", "--tokenizer", str(folder), *arguments)
+
+
+async def announced(process: Process, pattern: str = r"gateway listening on (\S+)") -> str:
+    """The address in the line that a process prints when it can be reached."""
+    assert process.stdout is not None
+    async with asyncio.timeout(START_S):
+        while line := (await process.stdout.readline()).decode():
+            if found := re.fullmatch(pattern, line.strip()):
+                return found[1]
+    raise AssertionError(f"the process ended before it printed {pattern}")
+
+
+async def health(address: str, service: str = SERVICE_NAME) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+        return int(answer.status)
+
+
+async def until_serving(address: str) -> None:
+    async with asyncio.timeout(15):
+        while await health(address) != SERVING:  # noqa: ASYNC110 (another process's)
+            await asyncio.sleep(0.05)

@@ -20,6 +20,7 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.moving import MovingDrafts
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.gateway.siblings import Siblings
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -73,6 +74,13 @@ class GatewaySettings(ServerSettings, MethodSettings):
         default=None, description="Folder of the draft's checkpoint, to pair models whose tokenizers differ a little"
     )
     listen: Address = "127.0.0.1:50050"
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Gateway processes behind the same addresses, a core for each; what is said of sequences and "
+        "requests below holds for every one of them",
+    )
     http: str = Field(
         default="",
         description="Address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
@@ -172,6 +180,14 @@ class GatewaySettings(ServerSettings, MethodSettings):
         BatchSchedule.parse(text, MAX_DRAFT_TOKENS, None)
         return text
 
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.processes > 1 and self.listen.startswith("unix:"):
+            raise ValueError(f"processes: {self.processes} cannot share {self.listen}; allowed: HOST:PORT or :PORT")
+        if self.processes > 1 and sys.platform != "linux":
+            raise ValueError(f"processes: {self.processes} share a port on Linux alone; allowed here: 1")
+        return self
+
 
 def _local_methods(given: Sequence[str]) -> list[str]:
     parts = [part.strip() for text in given for part in text.split(",")]
@@ -181,22 +197,36 @@ def _local_methods(given: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None, prog: str = "outrider gateway") -> int:
     """Runs the gateway until SIGTERM; 2 if the models are no pair or the tokenizer is not theirs."""
     arguments = sys.argv[1:] if argv is None else argv
-    settings = parse_settings(GatewaySettings, arguments, prog, "Serves generation over a target and a draft.")
-    setup_logging(settings.log_format, "outrider-gateway")
-    sys.setswitchinterval(0.0005)
-    stop_tracing = setup_tracing("outrider-gateway", settings.trace_file)
+    return run(parse_settings(GatewaySettings, arguments, prog, "Serves generation over a target and a draft."), prog)
+
+
+def run(settings: GatewaySettings, prog: str, siblings: Siblings | None = None) -> int:
+    """As `main`; with siblings as one of them, else as many processes as the settings say."""
+    setup_logging(settings.log_format, "outrider-gateway", shows_pid=settings.processes > 1)
     try:
-        asyncio.run(_serve(settings))
+        if siblings is None and settings.processes > 1:
+            from outrider.gateway.supervisor import supervise
+
+            return asyncio.run(supervise(_located(settings)))
+        _serve_here(settings, siblings)
     except OutriderError as error:
         sys.stderr.write(f"{prog}: error: {error}\n")
         return 2
-    finally:
-        stop_tracing()
     return 0
 
 
-async def _serve(settings: GatewaySettings) -> None:
-    require_free(settings.listen, settings.health, settings.metrics, settings.http)
+def _serve_here(settings: GatewaySettings, siblings: Siblings | None) -> None:
+    sys.setswitchinterval(0.0005)
+    stop_tracing = setup_tracing("outrider-gateway", settings.trace_file)
+    try:
+        asyncio.run(_serve(settings, siblings))
+    finally:
+        stop_tracing()
+
+
+async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
+    if siblings is None:  # else their supervisor holds the addresses
+        require_free(settings.listen, settings.health, settings.metrics, settings.http)
     tokenizer = _load_tokenizer(settings.tokenizer)
     metrics = _metrics(settings)
     streams = {role: None if metrics is None else metrics.stream_config(role) for role in ("target", "draft")}
@@ -219,13 +249,14 @@ async def _serve(settings: GatewaySettings) -> None:
         trace_rounds=settings.trace_rounds,
     )
     engine = _engine(settings, tokenizer, targets, drafts, config, metrics)
-    server = _build(settings, engine, targets)
-    http = await _start_http(settings, engine, server)
+    server = _build(settings, engine, targets, reuse_port=siblings is not None)
+    http = await _start_http(settings, engine, server, siblings)
     async with AsyncExitStack() as stack:
         if metrics is not None:
             from outrider.rpc.metrics import exported
 
-            await stack.enter_async_context(exported(metrics, settings.metrics, server.health, "gateway"))
+            listen = settings.metrics if siblings is None else siblings.metrics
+            await stack.enter_async_context(exported(metrics, listen, server.health, "gateway"))
         await stack.enter_async_context(targets)
         if isinstance(drafts, LocalDrafter):
             stack.callback(drafts.close)
@@ -240,15 +271,16 @@ async def _serve(settings: GatewaySettings) -> None:
                 on_stopped=None if http is None else http.stop,
             )
         )
+        reporting = [] if siblings is None else [asyncio.create_task(siblings.report(server.health))]
         try:
             await asyncio.wait((startup, serving), return_when=asyncio.FIRST_COMPLETED)
             if startup.done():
                 startup.result()  # raises where the models are no pair
             await serving
         finally:
-            for task in (startup, serving):
+            for task in (startup, serving, *reporting):
                 task.cancel()
-            await asyncio.gather(startup, serving, return_exceptions=True)
+            await asyncio.gather(startup, serving, *reporting, return_exceptions=True)
             await server.stop(0)
             if http is not None:
                 await http.stop(0)
@@ -283,7 +315,9 @@ def _engine(
     return engine
 
 
-async def _start_http(settings: GatewaySettings, engine: GenerationEngine, server: Server) -> HttpServer | None:
+async def _start_http(
+    settings: GatewaySettings, engine: GenerationEngine, server: Server, siblings: Siblings | None
+) -> HttpServer | None:
     """Nothing of HTTP is imported unless it is served."""
     if not settings.http:
         return None
@@ -293,23 +327,40 @@ async def _start_http(settings: GatewaySettings, engine: GenerationEngine, serve
     wanted = settings.per_request_spec_decode_metrics
     options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s, wanted)
     http = HttpServer(
-        engine, settings.http, ready=lambda: server.health.ready, grace_s=settings.grace_s, options=options
+        engine,
+        settings.http,
+        ready=lambda: server.health.ready,
+        grace_s=settings.grace_s,
+        options=options,
+        siblings=siblings,
     )
     await http.start()
     print(f"gateway http on {http.address}", flush=True)
     return http
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer:
+def _located(settings: GatewaySettings) -> GatewaySettings:
+    """With folders in place of hub ids: what is downloaded is so once, and not by every process."""
+    given = {name: getattr(settings, name) for name in ("tokenizer", "draft_tokenizer")}
+    return settings.model_copy(update={name: _locate(folder) for name, folder in given.items() if folder is not None})
+
+
+def _locate(folder: Path) -> Path:
     try:
-        return Tokenizer.load(locate(folder, weights=False))
+        return locate(folder, weights=False)
     except ModelNotFound as error:
         raise FailedPrecondition(str(error)) from error
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    located = _locate(folder)
+    try:
+        return Tokenizer.load(located)
     except Exception as error:  # the library raises bare Exception for a file that it cannot read
         raise FailedPrecondition(f"cannot load a tokenizer from {folder}: {error}") from error
 
 
-def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteTargets) -> Server:
+def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteTargets, *, reuse_port: bool) -> Server:
     health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_ready=lambda: targets.usable)
     return build_server(
         settings.listen,
@@ -320,6 +371,7 @@ def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteT
         max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
         max_message_bytes=settings.max_request_bytes,
         health_address=settings.health,
+        reuse_port=reuse_port,
     )
 
 

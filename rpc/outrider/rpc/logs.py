@@ -21,6 +21,7 @@ from outrider.rpc.telemetry import context_from_traceparent
 
 LogFormat = Literal["text", "json"]
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+PID_FORMAT = TEXT_FORMAT.replace("%(levelname)s", "%(process)d %(levelname)s")
 MAX_REASONS = 256
 _FIELDS = "outrider_fields"
 log = logging.getLogger(__name__)
@@ -41,9 +42,9 @@ class JsonFormatter(logging.Formatter):
     """A record as one line of JSON: time (UTC, RFC 3339), level, logger, message, service, trace_id and span_id where
     there is a trace, what the line is about, and an exception with its traceback."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, shows_pid: bool = False) -> None:
         super().__init__()
-        self._service = service
+        self._service, self._shows_pid = service, shows_pid
 
     def format(self, record: logging.LogRecord) -> str:
         """Without line ends, whatever the message holds."""
@@ -54,6 +55,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             "service": self._service,
+            **({"pid": record.process} if self._shows_pid else {}),
             **_trace_ids(fields.pop("traceparent", "")),
             **{name: value for name, value in fields.items() if value is not None},
         }
@@ -78,10 +80,12 @@ class OnceWarnings:
         log.warning(self._text, reason)
 
 
-def setup_logging(log_format: LogFormat, service: str) -> None:
-    """Lines of level INFO and above go to standard error, of this process as `service`."""
+def setup_logging(log_format: LogFormat, service: str, shows_pid: bool = False) -> None:
+    """Lines of level INFO and above go to standard error, of this process as `service`; with its id where several
+    write there under one name."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(service) if log_format == "json" else logging.Formatter(TEXT_FORMAT))
+    text = logging.Formatter(PID_FORMAT if shows_pid else TEXT_FORMAT)
+    handler.setFormatter(JsonFormatter(service, shows_pid) if log_format == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

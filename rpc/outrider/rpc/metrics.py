@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
+from pathlib import Path
 from socketserver import TCPServer
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -22,7 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from outrider.rpc.channel import listen_target
+from outrider.rpc.channel import listen_target, with_port
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.server import HealthMonitor
@@ -173,19 +174,26 @@ class VllmCollector(Collector):
         yield cache
 
 
+class Series(Protocol):
+    """Whose series are told."""
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """As Metrics does; not for the event loop."""
+
+
 class MetricsServer:
     """/metrics, /livez and /readyz over HTTP, on a thread of its own: a scrape does not hold the event loop up. It is
-    bound when it is made: `address` holds the port. Raises Unavailable where it cannot be bound."""
+    bound when it is made, to "host:port", ":port" or "unix:path": `address` holds the port. Raises Unavailable where
+    it cannot be bound."""
 
-    def __init__(self, listen: str, metrics: Metrics, health: HealthMonitor) -> None:
-        host, _, port = listen_target(listen).rpartition(":")
-        self._metrics, self._health = metrics, health
+    def __init__(self, listen: str, series: Series, health: HealthMonitor) -> None:
+        self._series, self._health = series, health
         self._loop = asyncio.get_running_loop()
         try:
-            self._server = _Server((host.removeprefix("[").removesuffix("]"), int(port)), self._answer)
+            self._server = _Server(listen_target(listen), self._answer)
         except OSError as error:
             raise Unavailable(f"cannot listen on {listen}: {error}", reason="ADDRESS_IN_USE") from error
-        self.address = f"{listen.rpartition(':')[0]}:{self._server.server_address[1]}"
+        self.address = listen if listen.startswith("unix:") else with_port(listen, self._server.server_address[1])
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
 
     def start(self) -> None:
@@ -200,7 +208,7 @@ class MetricsServer:
     def _answer(self, path: str, accept: str) -> tuple[int, bytes, str]:
         """Status, body and content type; on a thread of the server's."""
         if path == "/metrics":
-            return (200, *self._metrics.render(accept))
+            return (200, *self._series.render(accept))
         asked = {"/livez": lambda: self._health.alive, "/readyz": lambda: self._health.ready}.get(path)
         if asked is None:
             return 404, b"there are /metrics, /livez and /readyz\n", "text/plain"
@@ -220,12 +228,18 @@ class MetricsServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], answer: Callable[[str, str], tuple[int, bytes, str]]) -> None:
+    def __init__(self, target: str, answer: Callable[[str, str], tuple[int, bytes, str]]) -> None:
         self.answer = answer
-        host, port = address
-        host = "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((host, port), _Handler)
+        host, _, port = target.rpartition(":")
+        place: Any = target.removeprefix("unix:")
+        if target.startswith("unix:"):
+            self.address_family = socket.AF_UNIX
+            Path(place).unlink(missing_ok=True)  # what a process left that was killed
+        else:
+            host = "0.0.0.0" if host == "[::]" and not socket.has_dualstack_ipv6() else host.strip("[]")
+            place = host, int(port)
+            self.address_family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        super().__init__(place, _Handler)
 
     def server_bind(self) -> None:
         """As a plain server does: HTTPServer would ask for the host's full name, which may take long."""

@@ -30,7 +30,7 @@ from outrider.rpc.errors import ErrorInterceptor, Unavailable
 
 log = logging.getLogger(__name__)
 
-_FORCED_EXIT = 130  # what a shell reports for a program ended by an interrupt
+FORCED_EXIT = 130  # what a shell reports for a program ended by an interrupt
 _HEALTH_SERVICE = "grpc.health.v1.Health"
 # Peers (health watchers, reconnecting gateways) see the new state before the server goes away.
 _SETTLE_S = 0.1
@@ -124,7 +124,7 @@ class HealthMonitor:
         await self.servicer.set(name, response.SERVING if serving else response.NOT_SERVING)
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, Any]]:
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, reuse_port: bool = False) -> list[tuple[str, Any]]:
     """The options of every server."""
     return [
         # What a peer may make this process allocate. The gateway's clients need far less than a gateway's target.
@@ -141,8 +141,8 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str
         ("grpc.keepalive_timeout_ms", 10_000),
         # Per connection; the whole server is bounded by maximum_concurrent_rpcs.
         ("grpc.max_concurrent_streams", 1024),
-        # Two servers on one port would share its connections at random; the second is to fail at start.
-        ("grpc.so_reuseport", 0),
+        # Two servers on one port share its connections at random: unless that is meant, the second is to fail at start.
+        ("grpc.so_reuseport", int(reuse_port)),
     ]
 
 
@@ -186,13 +186,15 @@ def build_server(
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[Any] = (),
     health_address: str = "",
+    reuse_port: bool = False,
 ) -> Server:
     """Binds "host:port", ":port" or "unix:path" (port 0: any free port). `register` adds the servicers; `services`
     are their full names, for health and reflection. `health_address` serves health alone, besides, and in plaintext
-    whatever the credentials: an orchestrator's probes know none. Unavailable if an address cannot be bound."""
+    whatever the credentials: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
+    too. Unavailable if an address cannot be bound."""
     grpc_server = grpc.aio.server(
         interceptors=[ErrorInterceptor(), *interceptors],
-        options=server_options(max_message_bytes),
+        options=server_options(max_message_bytes, reuse_port),
         maximum_concurrent_rpcs=max_concurrent_rpcs,  # above it: RESOURCE_EXHAUSTED, before a handler runs
     )
     register(grpc_server)
@@ -203,11 +205,15 @@ def build_server(
     port = _bind(grpc_server, address, credentials)
     server = Server(grpc_server, with_port(address, port), port, health)
     if health_address:
-        server.health_server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_PROBES)
-        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server.health_server)
-        health_port = _bind(server.health_server, health_address, None)
-        server.health_address = with_port(health_address, health_port)
+        server.health_server, server.health_address = build_health_server(health_address, health)
     return server
+
+
+def build_health_server(address: str, health: HealthMonitor) -> tuple[Any, str]:
+    """Binds a server of health alone, in plaintext; it and its address."""
+    server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_PROBES)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    return server, with_port(address, _bind(server, address, None))
 
 
 def _bind(grpc_server: Any, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -240,7 +246,7 @@ async def serve_until_signal(
     def on_signal() -> None:
         if stop.is_set():
             log.warning("%s: second signal, ending at once", name)
-            os._exit(_FORCED_EXIT)  # nothing may hold it up: not a step under way, not an atexit handler
+            os._exit(FORCED_EXIT)  # nothing may hold it up: not a step under way, not an atexit handler
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -275,26 +281,47 @@ def require_free(*addresses: str | None) -> None:
     """Raises Unavailable for an address that is in use: a large model takes minutes to load before it would be bound,
     and gRPC then writes lines of its own. None and an empty text are none."""
     for address in filter(None, addresses):
-        _require_free(address)
+        if address.startswith("unix:") or address.endswith(":0"):
+            continue
+        try:
+            with _bound(address):
+                pass
+        except OSError as error:
+            if error.errno in _REFUSED:
+                raise _refusal(address, error) from error
 
 
-def _require_free(address: str) -> None:
-    target = listen_target(address)
-    host, _, port = target.rpartition(":")
-    if target.startswith("unix:") or port == "0":
-        return
+def reserve(address: str) -> tuple[socket.socket, str]:
+    """Holds "host:port" or ":port" for servers with `reuse_port`, until the socket is closed, which takes none of their
+    connections; the address has the port that was chosen for port 0. Unavailable where it cannot be bound."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        held = _bound(address, reuse_port=True)
+    except OSError as error:
+        raise _refusal(address, error) from error
+    return held, with_port(address, held.getsockname()[1])
+
+
+def _bound(address: str, reuse_port: bool = False) -> socket.socket:
+    """A socket that does not listen. Unavailable for a host without an address."""
+    host, _, port = listen_target(address).rpartition(":")
+    host = "0.0.0.0" if host == "[::]" and not socket.has_dualstack_ipv6() else host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise _refusal(address, error) from error
     family, kind, protocol, _, place = found[0]
+    bound = socket.socket(family, kind, protocol)
     try:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-    except OSError as error:
-        if error.errno in _REFUSED:
-            raise _refusal(address, error) from error
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if host == "::":
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # both families, as servers do
+        bound.bind(place)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _refusal(address: str, error: OSError) -> Unavailable:

@@ -45,12 +45,13 @@ from outrider.gateway.http.serving import (
     tally_shape,
 )
 from outrider.gateway.metered import MeteredEngine
-from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
+from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.channel import listen_target
 from outrider.rpc.errors import InvalidArgument, OutriderError, Unavailable, Violation
+from outrider.rpc.metrics import Series
 from outrider.rpc.sampling_params import SamplingParams
 
 
@@ -202,9 +203,13 @@ def _number(kind: type, text: str) -> Any:
 
 
 def build_app(
-    engine: GenerationEngine, ready: Callable[[], bool] = lambda: True, options: HttpOptions | None = None
+    engine: GenerationEngine,
+    ready: Callable[[], bool] = lambda: True,
+    options: HttpOptions | None = None,
+    siblings: Siblings | None = None,
 ) -> Starlette:
-    """The application; `ready` says what readiness answers. An engine that counts nothing has no /metrics."""
+    """The application; `ready` says what readiness answers. An engine that counts nothing has no /metrics; among
+    siblings they are those of all."""
     models = ModelsEndpoint(engine)
 
     async def livez(request: Request) -> Response:
@@ -232,16 +237,16 @@ def build_app(
         Route("/version", version),
     ]
     if isinstance(engine, MeteredEngine):
-        routes.append(Route("/metrics", _metrics_route(engine.metrics)))
+        routes.append(Route("/metrics", _metrics_route(siblings or engine.metrics)))
     handlers = {OutriderError: on_outrider_error, HTTPException: on_http_exception, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.options = options or HttpOptions()
     return app
 
 
-def _metrics_route(metrics: GatewayMetrics) -> Callable[[Request], Awaitable[Response]]:
+def _metrics_route(series: Series) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        text, content_type = metrics.render(request.headers.get("accept", ""))
+        text, content_type = await asyncio.to_thread(series.render, request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
     return answer
@@ -265,10 +270,11 @@ class HttpServer:
         ready: Callable[[], bool] = lambda: True,
         grace_s: float = 30.0,
         options: HttpOptions | None = None,
+        siblings: Siblings | None = None,  # who serve at the same address
     ) -> None:
-        self._socket, self.address = _bind(listen)
+        self._socket, self.address = _bind(listen, reuse_port=siblings is not None)
         config = uvicorn.Config(
-            build_app(engine, ready, options),
+            build_app(engine, ready, options, siblings),
             loop="none",  # the gateway's runs already
             http="h11",
             ws="none",
@@ -315,7 +321,7 @@ class _Embedded(uvicorn.Server):
         yield
 
 
-def _bind(listen: str) -> tuple[socket.socket, str]:
+def _bind(listen: str, reuse_port: bool) -> tuple[socket.socket, str]:
     target = listen_target(listen)
     host, _, port = target.rpartition(":")
     if target.startswith("unix:"):
@@ -324,7 +330,11 @@ def _bind(listen: str) -> tuple[socket.socket, str]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
         bound = socket.create_server(
-            address[:2], family=family, backlog=1024, dualstack_ipv6=family == socket.AF_INET6 and host == "::"
+            address[:2],
+            family=family,
+            backlog=1024,
+            reuse_port=reuse_port,
+            dualstack_ipv6=family == socket.AF_INET6 and host == "::",
         )
     except OSError as error:
         raise Unavailable(f"cannot listen on {listen}: {error}", reason="ADDRESS_IN_USE") from error

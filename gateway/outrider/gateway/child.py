@@ -1,0 +1,22 @@
+"""One of several gateway processes behind the same addresses, as their supervisor starts it: `python -m
+outrider.gateway.child INDEX FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from outrider.gateway.__main__ import GatewaySettings, run
+from outrider.gateway.siblings import Siblings
+
+
+def main() -> int:
+    """Serves until SIGTERM, or until the supervisor has gone."""
+    index, folder = sys.argv[1:]
+    siblings = Siblings(int(index), Path(folder))
+    settings = GatewaySettings.model_validate_json(siblings.settings.read_bytes())
+    return run(settings, "outrider gateway", siblings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
