@@ -161,3 +161,15 @@ def train_byte_fallback() -> Backend:
     data = json.loads(backend.to_str())
     data["added_tokens"] = [token for token in data["added_tokens"] if token["id"] < 3]  # the bytes are plain tokens
     return Backend.from_str(json.dumps(data))
+
+
+def train_unigram() -> Backend:
+    """In the style of T5: spaces as ▁, no bytes."""
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=160, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(LINES, trainer)
+    return backend
