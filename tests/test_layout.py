@@ -51,7 +51,13 @@ FORBIDDEN: dict[str, set[str]] = {
     "client": {"torch", "transformers"},
 }
 # Who may know protobuf; everybody else sees dataclasses.
-KNOWS_PROTOBUF = ("rpc/codec.py", "rpc/sampling_params.py", "peers/remote.py")
+KNOWS_PROTOBUF = (
+    "rpc/codec.py",
+    "rpc/sampling_params.py",
+    "peers/remote.py",
+    "bench/gateway_peers.py",
+    "bench/gateway_clients.py",
+)
 KNOWS_STATUS = ("errors.py", *KNOWS_PROTOBUF)
 
 

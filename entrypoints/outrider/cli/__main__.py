@@ -48,6 +48,9 @@ COMMANDS = {
 # Commands of two words. Their first words are commands, too, that take no bare argument.
 SUBCOMMANDS = {
     "bench network": Command("outrider.bench.network", "measure what the network between the services costs", "bench"),
+    "bench gateway": Command(
+        "outrider.bench.gateway_load", "measure what a round costs a gateway, and how many streams it carries", "bench"
+    ),
     "bench serve": Command("outrider.bench.load", "load a server: latencies, throughput and acceptance", "bench"),
 }
 

@@ -1,0 +1,244 @@
+"""`outrider bench gateway`: what a round costs one gateway process, and how many streams it can carry.
+
+The gateway is a process as `outrider gateway` starts it, with metrics; its targets and drafts answer by a script at a
+given pace (gateway_peers), and clients in a process of their own read every stream (gateway_clients). What is said of
+the gateway it says itself: processor time, rounds and how late its loop wakes are read from its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BeforeValidator, Field
+
+from outrider.bench.command import PairSettings, note, report_failures
+from outrider.bench.machine import ForeignLoad, describe
+from outrider.bench.processes import wait_for_draft
+from outrider.bench.results import Json, align, median_of, new_result, number, spread, store
+from outrider.bench.worker import BenchWorker, BenchWorkerFailed
+from outrider.cli.local_services import LOOPBACK, Services
+from outrider.cli.terminal import parse, split_ids
+
+GatewayMode = Literal["plain", "sequential", "chains", "branches", "auto"]
+METRICS = re.compile(r"^gateway metrics on (\S+)$", re.MULTILINE)
+LAG = "outrider_loop_lag_seconds_bucket"
+KEPT_PACE, MOST_LAG_MS = 0.97, 20.0  # what a gateway must do to carry so many streams
+
+
+class GatewaySettings(PairSettings):
+    """What is measured, and where the results go."""
+
+    section: ClassVar[str] = "bench_gateway"
+
+    modes: Annotated[tuple[GatewayMode, ...], BeforeValidator(split_ids)] = Field(
+        ("plain", "sequential", "chains", "branches", "auto"),
+        min_length=1,
+        description="plain, sequential, chains, branches, auto",
+    )
+    streams: Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], BeforeValidator(split_ids)] = Field(
+        (1, 16, 64, 100, 200, 300), min_length=1, description="numbers of streams at once, as in 1,100"
+    )
+    rounds_per_s: float = Field(25.0, gt=0, le=1000, description="rounds a second of each stream, as the targets step")
+    streams_per_target: int = Field(
+        100, ge=1, description="streams of one target and one draft; more have more of them"
+    )
+    connections: int = Field(4, ge=1, le=256, description="connections of the clients")
+    seconds: float = Field(8.0, gt=0, description="for which each cell is measured")
+    warmup: float = Field(2.0, ge=0, description="seconds before that, with all streams open")
+    repeats: int = Field(3, ge=1, le=100, description="runs of each cell, in turn")
+    trace: bool = Field(False, description="record every request's trace, to a file that is thrown away")
+    results: Path = Field(Path("bench/results/gateway"), description="folder of the stored results")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a gateway said of itself at one moment."""
+
+    at: float
+    cpu_s: float
+    num_rounds: float
+    lag_buckets: tuple[tuple[float, float], ...]  # upper bound in seconds, and how many lay below
+
+    @classmethod
+    def of(cls, url: str) -> Reading:
+        """Reads its metrics."""
+        at, cpu_s, num_rounds, buckets = time.monotonic(), 0.0, 0.0, []
+        with urllib.request.urlopen(url) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "process_cpu_seconds_total":
+                    cpu_s = sample.value
+                elif sample.name == "outrider_rounds_total":
+                    num_rounds += sample.value
+                elif sample.name == LAG:
+                    buckets.append((float(sample.labels["le"]), sample.value))
+        return cls(at, cpu_s, num_rounds, tuple(sorted(buckets)))
+
+
+def lag_ms(before: Reading, after: Reading, percent: float) -> float | None:
+    """A percentile of how late the loop woke between two readings, in proportion within a bucket, as Prometheus'
+    histogram_quantile; past the last bucket its bound."""
+    counts = [
+        (bound, late - early) for (bound, early), (_, late) in zip(before.lag_buckets, after.lag_buckets, strict=True)
+    ]
+    wanted = counts[-1][1] * percent / 100 if counts else 0.0
+    if not wanted:
+        return None
+    for (low, below), (high, count) in pairwise([(0.0, 0.0), *counts]):
+        if count >= wanted:
+            return 1e3 * (low if high == float("inf") else low + (high - low) * (wanted - below) / (count - below))
+    return None
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider bench gateway") -> int:
+    """Measures, prints and stores; 1 if a process does not start or dies."""
+    settings = parse(GatewaySettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
+
+    def work() -> int:
+        result = measure(settings)
+        print("\n".join(render(result)))
+        settings.write(result)
+        if settings.store:
+            print(f"\nstored in {store(settings.results, result)}")
+        return 0
+
+    return report_failures(prog, work)
+
+
+DESCRIPTION = (
+    "Measure what a round costs one gateway process, by mode and number of streams: its processor time, and how late "
+    "its event loop wakes. Targets and drafts are scripts that compute nothing, so no core is needed for models."
+)
+
+
+def measure(settings: GatewaySettings) -> Json:
+    """Every cell, in turn in every repeat; a gateway of its own for each number of streams."""
+    folders, pair = settings.checkpoints()
+    setup = {
+        "pair": pair,
+        "k": settings.num_draft_tokens,
+        "rounds_per_s": settings.rounds_per_s,
+        "streams_per_target": settings.streams_per_target,
+        "connections": settings.connections,
+        "seconds": settings.seconds,
+        "repeats": settings.repeats,
+        "traced": settings.trace,
+    }
+    cells: dict[tuple[str, int], list[Json]] = {}
+    with BenchWorker.of_module("clients", "gateway_clients") as clients:
+        clients.wait(settings.start_timeout)
+        for repeat, streams in product(range(settings.repeats), settings.streams):
+            note(f"repeat {repeat + 1} of {settings.repeats}: {streams} streams")
+            with ExitStack() as stack:
+                address, metrics = _start(stack, settings, folders.target, streams)
+                for mode in settings.modes:
+                    run = _run(settings, clients, address, metrics, mode, streams)
+                    cells.setdefault((mode, streams), []).append(run)
+                clients.ask({})  # ends the streams
+    return new_result(describe(), setup) | {"cells": [_cell(settings, *cell, runs) for cell, runs in cells.items()]}
+
+
+def _start(stack: ExitStack, settings: GatewaySettings, folder: Path, streams: int) -> tuple[str, str]:
+    """Targets, drafts and a gateway; its address, and its metrics'."""
+    num_pairs = -(-streams // settings.streams_per_target)
+    peers = stack.enter_context(
+        BenchWorker.of_module("peers", "gateway_peers", folder, num_pairs, settings.rounds_per_s)
+    )
+    found = peers.wait(settings.start_timeout)
+    services = stack.enter_context(Services())
+    arguments = [
+        "gateway", "--target", ",".join(found["targets"]), "--draft", ",".join(found["drafts"]),
+        "--tokenizer", str(folder), "--num-draft-tokens", str(settings.num_draft_tokens),
+        "--listen", LOOPBACK, "--metrics", LOOPBACK,
+        "--max-active", str(streams), "--max-admitted-tokens", str(1 << 40), "--grace-s", "0",
+    ]  # fmt: skip
+    if settings.trace:
+        arguments += ["--trace-file", "/dev/null", "--trace-rounds", str(1 << 30)]
+    gateway = services.start("gateway", arguments)
+    address = services.wait(gateway, settings.start_timeout)
+    asyncio.run(wait_for_draft(address, settings.start_timeout))
+    return address, f"http://{gateway.find(METRICS)}/metrics"
+
+
+def _run(settings: GatewaySettings, clients: BenchWorker, address: str, url: str, mode: str, streams: int) -> Json:
+    clients.ask(
+        {
+            "address": address,
+            "connections": settings.connections,
+            "streams": streams,
+            "mode": mode,
+            "k": settings.num_draft_tokens,
+        }
+    )
+    time.sleep(settings.warmup)
+    foreign = ForeignLoad()
+    before, earlier = Reading.of(url), clients.ask({"count": True})["messages"]
+    time.sleep(settings.seconds)
+    after, later = Reading.of(url), clients.ask({"count": True})["messages"]
+    if later == earlier:
+        raise BenchWorkerFailed(f"{mode}, {streams} streams: nothing came from the gateway")
+    num_rounds, seconds = after.num_rounds - before.num_rounds, after.at - before.at
+    return {
+        "us_per_round": 1e6 * (after.cpu_s - before.cpu_s) / max(1.0, num_rounds),
+        "rounds_per_s": num_rounds / seconds / streams,
+        "busy": (after.cpu_s - before.cpu_s) / seconds,
+        "lag_p50_ms": lag_ms(before, after, 50),
+        "lag_p99_ms": lag_ms(before, after, 99),
+        "foreign_cpus": foreign.cpus(),
+    }
+
+
+COLUMNS = {  # of a cell: their digits, and what the table calls them
+    "us_per_round": (0, "us a round"),
+    "rounds_per_s": (1, "rounds/s"),
+    "busy": (2, "busy"),
+    "lag_p50_ms": (2, "lag p50, ms"),
+    "lag_p99_ms": (1, "p99, ms"),
+    "foreign_cpus": (2, "others"),
+}
+
+
+def _cell(settings: GatewaySettings, mode: str, streams: int, runs: Sequence[Json]) -> Json:
+    cell: Json = {"mode": mode, "streams": streams} | {name: spread([run[name] for run in runs]) for name in COLUMNS}
+    pace, lag = cell["rounds_per_s"], cell["lag_p99_ms"]
+    on_pace = pace is not None and pace["median"] >= KEPT_PACE * settings.rounds_per_s
+    cell["carried"] = on_pace and lag is not None and lag["median"] < MOST_LAG_MS
+    cell["streams_a_core"] = 1e6 / (cell["us_per_round"]["median"] * settings.rounds_per_s)
+    return cell
+
+
+def render(result: Json) -> Iterator[str]:
+    """What it says, as text."""
+    setup, machine = result["setup"], result["machine"]
+    traced = ", every request traced" if setup["traced"] else ""
+    pace = f"{setup['rounds_per_s']:g} rounds a second"
+    yield f"{machine['cpu']}, {machine['cores']} cores; k={setup['k']}, {pace}{traced}"
+    head = ("mode", "streams", *(title for _, title in COLUMNS.values()), "streams a core", "carried")
+    rows = [
+        (
+            cell["mode"],
+            str(cell["streams"]),
+            *(median_of(cell[name], digits) for name, (digits, _) in COLUMNS.items()),
+            number(cell["streams_a_core"], 0),
+            "yes" if cell["carried"] else "no",
+        )
+        for cell in result["cells"]
+    ]
+    yield from align([head, *rows])
+    yield "busy: processors the gateway took; others: processors that programs beside the bench took."
+    yield f"carried: {KEPT_PACE:.0%} of the pace, and a 99th percentile of the lag below {MOST_LAG_MS:g} ms."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
