@@ -1,0 +1,1 @@
+"""Suffix decoding: drafts from what a sequence, and those before it, said already."""

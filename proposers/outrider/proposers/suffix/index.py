@@ -1,0 +1,189 @@
+"""A text whose positions are sorted by the tokens before them, read backwards: equal contexts are neighbours.
+
+That order is a suffix array of the reversed text (Manber and Myers 1990), kept while tokens come and go: it lies in
+blocks, like a B+ tree's leaves, so a position is put in or taken out by a binary search and a shift within one block.
+The text lies backwards in its buffer: a position's context is a slice, and comparing contexts is comparing bytes. A
+token takes 4 bytes of text, 4 of order and about one more."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, takewhile
+
+TOKEN_BYTES = 4
+SEPARATOR = 2**32 - 1  # between texts; as a token's id it ends one, too
+BLOCK = 512  # positions in a full block
+BLOCK_BYTES = 128 + sys.getsizeof(array("I")) + sys.getsizeof(b"")  # of a block, beside positions and head
+EMPTY_BYTES = 1024  # of an index without tokens
+
+
+class ContextIndex:
+    """A text that grows and shrinks at its end. Contexts are compared over `depth` tokens."""
+
+    def __init__(self, depth: int) -> None:
+        self._width = TOKEN_BYTES * depth
+        self._buffer = bytearray()  # the last token first, behind room for more
+        self._used = 0  # bytes of text
+        self._blocks: list[array[int]] = [array("I")]  # positions, in bytes from the text's start; of equal contexts
+        self._heads: list[bytes] = [b""]  # the latest first. No context is below its block's head, or above the next
+        self._num_positions = 0
+        self._context = self._reader()
+
+    def __len__(self) -> int:
+        """Tokens held."""
+        return self._used // TOKEN_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, at most."""
+        order = self._num_positions * TOKEN_BYTES * 17 // 16  # an array that grows takes a 16th more
+        return EMPTY_BYTES + len(self._buffer) + order + len(self._blocks) * (BLOCK_BYTES + self._width)
+
+    def append(self, tokens: Iterable[int], found: bool = True) -> None:
+        """Adds tokens at the end. What shall not be `found` is context alone."""
+        new = array("I", tokens)
+        new.reverse()
+        first, added = self._used, new.tobytes()
+        self._used += len(added)
+        self._reserve()
+        at = len(self._buffer) - self._used
+        self._buffer[at : at + len(added)] = added
+        if found and first == 0:
+            self._sort()
+        elif found:
+            for position in range(first, self._used, TOKEN_BYTES):
+                self._insert(position)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens, as if the others, all of them to be found, had never been there."""
+        if not 0 <= length <= len(self):
+            raise ValueError(f"cannot truncate {len(self)} tokens to {length}")
+        while len(self) > length:
+            self._used -= TOKEN_BYTES
+            self._remove(self._used)
+
+    def context(self) -> bytes:
+        """Of the next token: the last ones, backwards."""
+        return bytes(self._context(self._used))
+
+    def longest_match(self, context: bytes, at_least: int) -> int:
+        """How many tokens at the end of a context, at most, were followed by one here; 0 if less than `at_least`."""
+        number, at = self._locate(context)
+        block, prefix = self._blocks[number], context[: TOKEN_BYTES * at_least]
+        nearest = block[max(at - 1, 0) : at + 1]  # next to it in the order is what shares most with it
+        if at == 0 and number > 0:
+            nearest.append(self._blocks[number - 1][-1])
+        if at == len(block) and number + 1 < len(self._blocks):
+            nearest.append(self._blocks[number + 1][0])
+        longest = 0
+        for position in nearest:
+            other = self._context(position)
+            if other.startswith(prefix):
+                longest = max(longest, _num_common(context, other))
+        return longest
+
+    def occurrences(self, context: bytes, length: int, at_most: int) -> list[int]:
+        """Positions after the last `length` tokens of a context, the latest first; of more than `at_most` those whose
+        contexts are nearest in the order."""
+        prefix = context[: TOKEN_BYTES * length]
+
+        def agrees(position: int) -> bool:
+            return self._context(position).startswith(prefix)
+
+        number, at = self._locate(context)
+        found = list(islice(takewhile(agrees, self._upwards(number, at)), at_most))
+        found += islice(takewhile(agrees, self._downwards(number, at)), at_most - len(found))
+        return sorted(found, reverse=True)
+
+    def following(self, position: int, count: int) -> bytes:
+        """`count` tokens from a position on, backwards. Where the text ends it goes on as from the position again."""
+        end, size = len(self._buffer) - position, TOKEN_BYTES * count
+        tokens = bytes(self._buffer[max(end - size, len(self._buffer) - self._used) : end])
+        return (tokens * -(-size // len(tokens)))[-size:] if len(tokens) < size else tokens
+
+    def dump(self) -> tuple[bytes, bytes]:
+        """The text and its order, for `load`."""
+        return bytes(self._buffer[len(self._buffer) - self._used :]), b"".join(self._blocks)
+
+    @classmethod
+    def load(cls, depth: int, text: bytes, order: bytes) -> ContextIndex:
+        """An index with the text and the order of one that was dumped."""
+        index = cls(depth)
+        index._buffer, index._used = bytearray(text), len(text)
+        index._context = index._reader()
+        index._cut(array("I", order))
+        return index
+
+    def _reader(self) -> Callable[[int], bytearray]:
+        """From a position to the tokens before it, backwards, in the present buffer."""
+        buffer, end, width = self._buffer, len(self._buffer), self._width
+        return lambda position: buffer[end - position : end - position + width]
+
+    def _reserve(self) -> None:
+        """Makes room for the text in use."""
+        if self._used <= len(self._buffer):
+            return
+        grown = bytearray(max(self._used, len(self._buffer) * 9 // 8 // TOKEN_BYTES * TOKEN_BYTES))
+        grown[len(grown) - len(self._buffer) :] = self._buffer
+        self._buffer = grown
+        self._context = self._reader()
+
+    def _sort(self) -> None:
+        """Puts all positions in their order at once."""
+        positions = range(self._used - TOKEN_BYTES, -1, -TOKEN_BYTES)  # the latest first, also among equals
+        self._cut(array("I", sorted(positions, key=self._context)))
+
+    def _cut(self, order: array[int]) -> None:
+        """Lays sorted positions into blocks with room for more."""
+        size = 3 * BLOCK // 4
+        self._num_positions = len(order)
+        self._blocks = [order[at : at + size] for at in range(0, len(order), size)] or [array("I")]
+        self._heads = [b"", *(bytes(self._context(block[0])) for block in self._blocks[1:])]
+
+    def _locate(self, context: bytes | bytearray) -> tuple[int, int]:
+        """The place of a context in the order, before its equals: a block's number and the index therein."""
+        number = max(bisect_left(self._heads, context) - 1, 0)
+        return number, bisect_left(self._blocks[number], context, key=self._context)
+
+    def _upwards(self, number: int, at: int) -> Iterator[int]:
+        """The positions in their order, from a place on."""
+        yield from self._blocks[number][at:]
+        for later in range(number + 1, len(self._blocks)):
+            yield from self._blocks[later]
+
+    def _downwards(self, number: int, at: int) -> Iterator[int]:
+        """Those before a place, the nearest first."""
+        yield from reversed(self._blocks[number][:at])
+        for earlier in range(number - 1, -1, -1):
+            yield from reversed(self._blocks[earlier])
+
+    def _insert(self, position: int) -> None:
+        number, at = self._locate(self._context(position))
+        block = self._blocks[number]
+        block.insert(at, position)
+        self._num_positions += 1
+        if len(block) > BLOCK:
+            lower, upper = block[: BLOCK // 2], block[BLOCK // 2 :]
+            self._blocks[number : number + 1] = lower, upper
+            self._heads.insert(number + 1, bytes(self._context(upper[0])))
+
+    def _remove(self, position: int) -> None:
+        """Of the last position: it is the first of those after equal contexts."""
+        number, at = self._locate(self._context(position))
+        if at == len(self._blocks[number]):
+            number, at = number + 1, 0
+        del self._blocks[number][at]
+        self._num_positions -= 1
+        if not self._blocks[number] and len(self._blocks) > 1:
+            del self._blocks[number]
+            del self._heads[number or 1]  # the first head stays below all
+
+
+def _num_common(left: bytes | bytearray, right: bytes | bytearray) -> int:
+    """How many tokens at the start are equal."""
+    size = min(len(left), len(right))
+    difference = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
+    return (size - (difference.bit_length() + 7) // 8) // TOKEN_BYTES

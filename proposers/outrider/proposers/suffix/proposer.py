@@ -1,0 +1,156 @@
+"""Suffix decoding (Oliaro et al., arXiv 2411.04975): the longest context that occurred before, in the sequence's own text
+or in the store, and the likeliest path of what followed it.
+
+At every token the most frequent continuation is taken, of equals the latest; the share of those that go on with the
+whole path estimates its probability. The longer the context, the longer the draft."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from outrider.proposers.base import SequenceContext
+from outrider.proposers.suffix import store_file
+from outrider.proposers.suffix.index import SEPARATOR, ContextIndex
+from outrider.proposers.suffix.store import SuffixStore, digest_of
+
+logger = logging.getLogger(__name__)
+
+MAX_SAMPLED = 16  # of the places where a context occurred
+DEFAULT_DEPTH = 24  # tokens
+DEFAULT_STORE_MB = 64
+
+
+class SuffixProposer:
+    """Drafts from each sequence's own text and from the outputs that it learned. The settings are vLLM's, but for the
+    store's bound and file."""
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        suffix_decoding_max_tree_depth: int = DEFAULT_DEPTH,  # tokens of a context, and of a draft
+        suffix_decoding_max_cached_requests: int = 10_000,  # 0: a sequence's own text alone
+        suffix_decoding_max_spec_factor: float = 1.0,  # drafted tokens for a token of context
+        suffix_decoding_min_token_prob: float = 0.1,  # of the path from the context to a drafted token
+        suffix_store_mb: int = DEFAULT_STORE_MB,
+        suffix_store_file: Path | None = None,  # where the store is kept while no process is there
+    ) -> None:
+        self.max_spec_factor = suffix_decoding_max_spec_factor
+        self.min_token_prob = suffix_decoding_min_token_prob
+        self.store = SuffixStore(
+            suffix_decoding_max_tree_depth, suffix_store_mb << 20, suffix_decoding_max_cached_requests
+        )
+        self._file = suffix_store_file
+        if self._file is not None and self._file.exists():
+            self._load(self._file)
+
+    def open(self, tokens: Iterable[int], context: SequenceContext | None = None) -> SuffixState:
+        """Starts a sequence, which sees what was learned under its salt."""
+        state = SuffixState(self, context.salt if context else "")
+        state.append(tokens)
+        return state
+
+    def learn(self, tokens: Sequence[int], context: SequenceContext) -> None:
+        """Takes what a sequence was answered."""
+        self.store.add(tokens[: context.prompt_len], tokens[context.prompt_len :], context.salt)
+        self.store.index_next()
+
+    def held(self) -> dict[str, int]:
+        """What the store holds."""
+        store = self.store
+        return {"bytes": store.num_bytes, "sequences": store.num_sequences, "generations": store.num_generations}
+
+    def close(self) -> None:
+        """Writes the store to its file."""
+        if self._file is None:
+            return
+        try:
+            store_file.save(self.store, self._file)
+        except OSError as error:
+            logger.error("the suffix store was not written: %s", error)
+
+    def _load(self, path: Path) -> None:
+        try:
+            store_file.load(self.store, path)
+        except (OSError, store_file.BadStoreFile) as error:
+            logger.warning("the suffix store starts empty: %s", error)
+        else:
+            logger.info("the suffix store has %d sequences of %s", self.store.num_sequences, path)
+
+
+class SuffixState:
+    """A sequence's own text, indexed, and its view of the store."""
+
+    def __init__(self, proposer: SuffixProposer, salt: str) -> None:
+        self._proposer = proposer
+        self._salt = digest_of(salt)
+        self._text = ContextIndex(proposer.store.depth)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return len(self._text)
+
+    def append(self, ids: Iterable[int]) -> None:
+        """Adds tokens at the end."""
+        self._text.append(ids)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens, as if the others had never been there."""
+        self._text.truncate(length)
+
+    def propose(self, max_tokens: int) -> list[int]:
+        """The likeliest path after the longest context that occurred; empty where none did."""
+        store = self._proposer.store
+        store.index_next()
+        context = self._text.context()
+        longest, matching = 1, list[ContextIndex]()
+        for index in (self._text, *store.indices(self._salt)):
+            length = index.longest_match(context, longest)
+            if length > longest:
+                longest, matching = length, []
+            if length == longest:
+                matching.append(index)
+        count = min(max_tokens, int(longest * self._proposer.max_spec_factor), store.depth)
+        if count < 1 or not matching:
+            return []
+        continuations = Counter(
+            index.following(position, count)
+            for index in matching
+            for position in index.occurrences(context, longest, MAX_SAMPLED // len(matching))
+        )
+        return likeliest_path(continuations, count, self._proposer.min_token_prob)
+
+
+def likeliest_path(continuations: Counter[bytes], max_tokens: int, min_probability: float) -> list[int]:
+    """The tokens that most of the continuations, given backwards and with their numbers, go on with one by one, for as
+    long as the share of those that agree with all of them is at least `min_probability`."""
+    total = continuations.total()
+    live = [(_forwards(tokens), count) for tokens, count in continuations.items()]
+    path: list[int] = []
+    while len(path) < max_tokens:
+        at = len(path)
+        counts = Counter[int]()
+        for ids, count in live:
+            if at < len(ids):
+                counts[ids[at]] += count
+        best = max(counts, key=counts.__getitem__, default=SEPARATOR)
+        if best == SEPARATOR or counts[best] < min_probability * total:
+            break
+        live = [(ids, count) for ids, count in live if at < len(ids) and ids[at] == best]
+        path += live[0][0][at:max_tokens] if len(live) == 1 else [best]
+    return path
+
+
+def _forwards(tokens: bytes) -> list[int]:
+    """As they follow one another, as far as their text goes."""
+    ids = array("I", tokens)
+    ids.reverse()
+    try:
+        return ids[: ids.index(SEPARATOR)].tolist()
+    except ValueError:
+        return ids.tolist()
