@@ -45,11 +45,13 @@ def test_a_method_without_a_model_keeps_to_the_protocol(name: str) -> None:
 def test_everybody_offers_it(name: str) -> None:
     methods, info = load_methods(DraftSettings(method=name))
     assert methods[0].name == name == info.methods[0].name == info.model.name
-    assert sorted(method.name for method in methods) == sorted(TOKEN_METHODS)
+    others = {other for other in TOKEN_METHODS if not METHODS[other].learns}
+    assert {method.name for method in methods} == others | {name}
+    assert [method.learns for method in info.methods if method.name == name] == [METHODS[name].learns]
     gateway = GatewaySettings(target=["a:1"], draft=[name], tokenizer=Path("x"))
     assert gateway.local_methods == [name]
     local = LocalDrafter([make_proposer(name, dict(gateway))]).info
-    assert [method.name for method in local.methods] == [name] and not local.methods[0].needs_features
+    assert local.methods == (info.methods[0],) and not local.methods[0].needs_features
     assert f"--method={name}" in ServeSettings(draft=name).draft_arguments()
     assert SpeculativeConfig.supported({"method": name, "num_speculative_tokens": 4})
 

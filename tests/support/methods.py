@@ -40,6 +40,9 @@ class LastToken:
     def learn(self, tokens: Sequence[int], context: SequenceContext) -> None:
         self.learned.append((list(tokens), context))
 
+    def held(self) -> dict[str, int]:
+        return {"sequences": len(self.learned)}
+
     def close(self) -> None:
         self.closed = True
 
@@ -68,6 +71,9 @@ class Broken:
 
     def learn(self, tokens: Sequence[int], context: SequenceContext) -> None:
         raise RuntimeError("nothing to learn")
+
+    def held(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         pass

@@ -20,7 +20,7 @@ from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions, build_runner
 from outrider.engine.worker import Worker, set_switch_interval
-from outrider.proposers.base import TokenProposer
+from outrider.proposers.base import LearningProposer, TokenProposer
 from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_proposer, method_of
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
@@ -81,7 +81,8 @@ def located(settings: DraftSettings) -> DraftSettings:
 
 def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
     """The methods to offer, the default first, and what GetDraftInfo answers."""
-    names = [*TOKEN_METHODS, *([settings.method] if is_class(settings.method) else [])]
+    names = [name for name in TOKEN_METHODS if not METHODS[name].learns or name == settings.method]
+    names += [settings.method] if is_class(settings.method) else []
     given = dict(settings)
     methods: list[ModelMethod | TokenProposer] = [make_proposer(name, given, settings.allow_code) for name in names]
     default = methods[names.index(settings.method)].name if settings.method in names else settings.method
@@ -107,8 +108,8 @@ def model_method(settings: DraftSettings) -> str:
 
 def describe(methods: Iterable[ModelMethod | TokenProposer]) -> tuple[DraftMethod, ...]:
     """The methods' part of the handshake."""
-    rows = [method_of(method.name) for method in methods]
-    return tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in rows)
+    rows = [(method_of(method.name), isinstance(method, LearningProposer)) for method in methods]
+    return tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead, learns) for row, learns in rows)
 
 
 def runner_options(settings: DraftSettings) -> RunnerOptions:

@@ -126,6 +126,10 @@ class DraftEngine:
             self._fail(draft, Internal(f"a draft step failed: {type(error).__name__}"))
         self._send_pieces()
 
+    def held(self) -> dict[str, float]:
+        """What methods keep of finished sequences."""
+        return {f"{method.name}_{kind}": count for method in self._learners for kind, count in method.held().items()}
+
     def close(self) -> None:
         """Ends the methods that have learned, after the last step."""
         for learner in self._learners:

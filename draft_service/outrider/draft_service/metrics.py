@@ -73,6 +73,7 @@ class DraftMetrics(Metrics):
         self.read_gauges("num_sequences", "Open sequences, by whether they may be drafted", "state", states)
         self.gauge("kv_cache_usage_perc", "Blocks in use over all, 0 to 1", lambda: used() / max(1, pool.num_blocks))
         self.read_gauges("store_entries", "What is held, by kind", "store", stores)
+        self.read_gauges("learned", "What methods keep of finished sequences, by what is counted", "kind", engine.held)
         self.read_counter("passes", "Forward passes", lambda: self._num_passes)
         self.read_counters("tokens", "Tokens sent in pieces, those of branches too", "method", lambda: self._drafted)
         self.read_counters("verified_tokens", "Drafted tokens that targets verified", "method", lambda: self._verified)

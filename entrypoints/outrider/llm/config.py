@@ -53,9 +53,6 @@ MISSING = {
         is_model_type=True,
         word="-accelerator",
     ),
-    "suffix": VllmMethod(
-        "suffix decoding, which looks n-grams up in the answers to earlier requests, too", needs_model=False
-    ),
     "mtp": VllmMethod("multi-token prediction, by layers that the target's own checkpoint brings", needs_model=False),
     "ngram_gpu": VllmMethod("n-gram lookup on a GPU; 'ngram' proposes the same way", needs_model=False),
     "extract_hidden_states": VllmMethod("an export of hidden states, which drafts nothing", needs_model=False),
@@ -171,6 +168,8 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: Annotated[Integer, integer(0)] = 10000
     suffix_decoding_max_spec_factor: Annotated[Number, Field(ge=0, description="a number of at least 0")] = 1.0
     suffix_decoding_min_token_prob: Annotated[Number, Field(ge=0, le=1, description="a number in [0, 1]")] = 0.1
+    suffix_store_mb: Annotated[Integer, integer(1)] = 64
+    suffix_store_file: str | Path | None = None
     parallel_drafting: Annotated[Any, Only(False, why="it is not there yet")] = False
     use_heterogeneous_vocab: Annotated[Any, Only(False, why="draft and target must share a tokenizer")] = False
     use_local_argmax_reduction: Annotated[Any, Only(False, why="it is for tensor parallel drafts")] = False
@@ -270,7 +269,7 @@ class SpeculativeConfig:
         many, or a multiple)."""
         k = self.num_speculative_tokens
         if self.method == "suffix" and k is None:
-            k = self.suffix_decoding_max_tree_depth
+            k = min(self.suffix_decoding_max_tree_depth, MAX_DRAFT_TOKENS)
         n_predict = _checkpoint(self.model).get("n_predict") if self.method in MISSING else None
         if isinstance(n_predict, int) and n_predict >= 1:
             if k is not None and k > n_predict and k % n_predict:

@@ -3,7 +3,7 @@ methods that implement it are pure Python and import no other root."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -59,6 +59,10 @@ class LearningProposer(TokenProposer, Protocol):
 
     def learn(self, tokens: Sequence[int], context: SequenceContext) -> None:
         """A sequence has ended, whatever drafted for it: its prompt and all that was committed."""
+        ...
+
+    def held(self) -> Mapping[str, int]:
+        """How much of it is kept, by what is counted, such as bytes."""
         ...
 
     def close(self) -> None:

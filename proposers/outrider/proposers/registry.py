@@ -7,6 +7,7 @@ import difflib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -21,7 +22,28 @@ class NgramSettings(BaseModel):
     prompt_lookup_max: int | None = Field(None, ge=1, description="longest n-gram that is looked up (default: 5)")
 
 
-class MethodSettings(NgramSettings):
+class SuffixSettings(BaseModel):
+    """Of suffix decoding; vLLM's names, but for the store's."""
+
+    suffix_decoding_max_tree_depth: int = Field(
+        24, ge=1, le=1024, description="most tokens of a context that is looked up, and of a draft"
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        10_000, ge=0, description="most finished requests in the store; 0: a request drafts from its own text alone"
+    )
+    suffix_decoding_max_spec_factor: float = Field(
+        1.0, ge=0, description="most drafted tokens for each token of context that matched"
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        0.1, ge=0, le=1, description="a draft ends before a token whose path has a lower share of what followed"
+    )
+    suffix_store_mb: int = Field(64, ge=1, le=4096, description="most memory of the store, in MiB")
+    suffix_store_file: Path | None = Field(
+        None, description="file that keeps the store between two runs: outputs in plain text, its owner's to read"
+    )
+
+
+class MethodSettings(NgramSettings, SuffixSettings):
     """What a process is told that drafts: the settings of every method."""
 
     allow_code: bool = Field(
@@ -45,6 +67,7 @@ class Method:
     needs_features: bool = False  # the target's hidden states
     one_hot: bool = True  # drafts carry no weights
     can_run_ahead: bool = True  # it can draft past a verification under way
+    learns: bool = False  # from finished sequences, others' too: there only where it is the one asked for
 
     def load(self) -> Any:
         """The factory, imported."""
@@ -65,6 +88,13 @@ _ROWS = (
         "n-gram lookup in the text so far, without a model",
         "outrider.proposers.ngram:NgramProposer",
         NgramSettings,
+    ),
+    Method(
+        "suffix",
+        "lookup in the text so far and in earlier answers, without a model",
+        "outrider.proposers.suffix.proposer:SuffixProposer",
+        SuffixSettings,
+        learns=True,
     ),
 )
 METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}

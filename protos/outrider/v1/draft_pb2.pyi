@@ -53,14 +53,16 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftMethod(_message.Message):
-    __slots__ = ("name", "needs_features", "can_run_ahead")
+    __slots__ = ("name", "needs_features", "can_run_ahead", "learns")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NEEDS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     CAN_RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    LEARNS_FIELD_NUMBER: _ClassVar[int]
     name: str
     needs_features: bool
     can_run_ahead: bool
-    def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ...) -> None: ...
+    learns: bool
+    def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ..., learns: bool = ...) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
     __slots__ = ("model", "methods", "capabilities", "version")

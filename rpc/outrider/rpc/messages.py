@@ -251,6 +251,7 @@ class DraftMethod:
     name: str
     needs_features: bool = False
     can_run_ahead: bool = True
+    learns: bool = False  # the service learns from every sequence that ends
 
 
 @dataclass(frozen=True, slots=True)

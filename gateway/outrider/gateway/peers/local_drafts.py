@@ -33,9 +33,9 @@ class LocalDrafter:
         self._proposers = {proposer.name: proposer for proposer in proposers}
         self._learners = [proposer for proposer in proposers if isinstance(proposer, LearningProposer)]
         model = ModelInfo(name=proposers[0].name, digest="", vocab_size=0, max_model_len=0)
-        rows = [method_of(name) for name in self._proposers]
+        rows = [(method_of(each.name), isinstance(each, LearningProposer)) for each in proposers]
         self._info = DraftInfo(
-            model, tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in rows)
+            model, tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead, learns) for row, learns in rows)
         )
 
     @property

@@ -1,5 +1,5 @@
-"""Suffix decoding (Oliaro et al., arXiv 2411.04975): the longest context that occurred before, in the sequence's own text
-or in the store, and the likeliest path of what followed it.
+"""Suffix decoding (Oliaro et al., arXiv 2411.04975): finds the longest context that occurred before, in the sequence's
+own text or in the store, and drafts the likeliest path of what followed it.
 
 At every token the most frequent continuation is taken, of equals the latest; the share of those that go on with the
 whole path estimates its probability. The longer the context, the longer the draft."""
@@ -20,8 +20,6 @@ from outrider.proposers.suffix.store import SuffixStore, digest_of
 logger = logging.getLogger(__name__)
 
 MAX_SAMPLED = 16  # of the places where a context occurred
-DEFAULT_DEPTH = 24  # tokens
-DEFAULT_STORE_MB = 64
 
 
 class SuffixProposer:
@@ -32,19 +30,19 @@ class SuffixProposer:
 
     def __init__(
         self,
-        suffix_decoding_max_tree_depth: int = DEFAULT_DEPTH,  # tokens of a context, and of a draft
+        suffix_decoding_max_tree_depth: int = 24,  # tokens of a context, and of a draft
         suffix_decoding_max_cached_requests: int = 10_000,  # 0: a sequence's own text alone
         suffix_decoding_max_spec_factor: float = 1.0,  # drafted tokens for a token of context
         suffix_decoding_min_token_prob: float = 0.1,  # of the path from the context to a drafted token
-        suffix_store_mb: int = DEFAULT_STORE_MB,
-        suffix_store_file: Path | None = None,  # where the store is kept while no process is there
+        suffix_store_mb: int = 64,
+        suffix_store_file: str | Path | None = None,  # where the store is kept between two processes
     ) -> None:
         self.max_spec_factor = suffix_decoding_max_spec_factor
         self.min_token_prob = suffix_decoding_min_token_prob
         self.store = SuffixStore(
             suffix_decoding_max_tree_depth, suffix_store_mb << 20, suffix_decoding_max_cached_requests
         )
-        self._file = suffix_store_file
+        self._file = None if suffix_store_file is None else Path(suffix_store_file)
         if self._file is not None and self._file.exists():
             self._load(self._file)
 
