@@ -216,10 +216,10 @@ async def round_trips(address: str, count: int) -> list[float]:
 def test_the_proxy_delays_each_way_from_the_next_message_on() -> None:
     async def work() -> None:
         async with echo_through(DelayProxy) as (proxy, address):
-            assert min(await round_trips(address, 20)) < 0.005
-            proxy.set_conditions(10.0, 0.0, 0.0, SEED)
+            assert min(await round_trips(address, 20)) < 0.040
+            proxy.set_conditions(20.0, 0.0, 0.0, SEED)
             times = await round_trips(address, 10)
-            assert 0.020 <= min(times) < 0.030  # a loaded machine may be late, never early
+            assert 0.040 <= min(times) < 0.080  # a busy machine may be late, never early
 
     run(work)
 
@@ -235,7 +235,7 @@ def test_the_proxy_loses_nothing_and_passes_the_end_on() -> None:
                 writer.write(data[start : start + 10_000])
             assert await reader.readexactly(len(data)) == data
             writer.write_eof()
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), 30) == b""
             writer.close()
 
     run(work)
@@ -246,7 +246,7 @@ def test_a_proxy_of_nobody_ends_the_connection() -> None:
         proxy = DelayProxy("127.0.0.1:1")
         host, _, port = (await proxy.start()).rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
         await proxy.stop()
 

@@ -8,11 +8,10 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support.services import outrider, outrider_process, succeed
+from support.services import outrider, succeed
 
 from outrider.bench.load_requests import BenchServeSettings
 from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, unknown_command
@@ -30,19 +29,13 @@ def test_help_names_every_command() -> None:
 
 
 def test_help_answers_at_once() -> None:
-    """The best of three: the machine may be busy. Nothing but the standard library may be loaded."""
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        assert outrider_process("--help").returncode == 0
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.3
+    """Nothing is loaded for it but the standard library."""
     script = (
-        "import sys, outrider.cli.__main__ as c; c.main(['--help']); "
-        "print({'torch', 'grpc', 'pydantic'} & {*sys.modules})"
+        "import sys; before = {*sys.modules}; import outrider.cli.__main__ as c; c.main(['--help']); "
+        "print({name.partition('.')[0] for name in {*sys.modules} - before} - sys.stdlib_module_names)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
-    assert done.stdout.endswith("set()\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.endswith("\n{'outrider'}\n"), done.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -222,7 +222,7 @@ async def test_leaving_ends_the_waits() -> None:
                 parts.close()
                 return time.monotonic() - began
 
-        assert await asyncio.to_thread(leave) < 1.5
+        assert await asyncio.to_thread(leave) < 15
         assert len(gateway.requests) == 1
 
 

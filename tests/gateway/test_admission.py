@@ -27,7 +27,7 @@ async def test_cancelled_waits_leave_nothing_and_the_one_that_stays_gets_its_pla
             await waits
     assert len(admission._waiting) <= 3 and (admission.num_waiting, admission.num_tokens) == (1, 20)
     admission.leave(ONE)
-    await asyncio.wait_for(stays, 1)
+    await asyncio.wait_for(stays, 30)
     admission.leave(ONE)
     assert admission.num_active == admission.num_tokens == 0 and not admission._waiting
 
@@ -57,7 +57,7 @@ async def test_a_request_of_more_sequences_than_may_run_runs_alone() -> None:
     await asyncio.sleep(0)
     assert admission.num_active == 1
     admission.leave(ONE)
-    await asyncio.wait_for(large, 1)
+    await asyncio.wait_for(large, 30)
     assert admission.num_active == 5
 
 
@@ -94,7 +94,7 @@ async def test_who_leaves_a_party_before_its_decision_is_not_reserved_for() -> N
     await asyncio.sleep(0)
     leaves.cancel()
     await asyncio.gather(leaves, return_exceptions=True)
-    await asyncio.wait_for(group.enter(AdmissionCost(1, 5)), 1)
+    await asyncio.wait_for(group.enter(AdmissionCost(1, 5)), 30)
     assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (1, 0, 5)
 
 

@@ -153,12 +153,12 @@ async def test_a_slow_reader_is_no_latency_between_tokens(stop: tuple[str, ...])
     async with gateway(ToyTarget(), ToyDraft(wrong_every=3)) as served:
         sampling = SamplingParams(temperature=0.0, max_tokens=24, stop=stop)
         async for _ in served.engine.generate(GenerationRequest(token_ids=tuple(PROMPT), sampling=sampling)):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         found = await scrape(served)
         rounds = found["inter_token_latency_seconds_count", ()]
-        assert rounds > 4 and found["inter_token_latency_seconds_sum", ()] < rounds * 0.01
-        assert found["request_time_per_output_token_seconds_sum", ()] < 0.005
-        assert found["round_seconds_sum", ()] < rounds * 0.01
+        assert rounds > 4 and found["inter_token_latency_seconds_sum", ()] < rounds * 0.025
+        assert found["request_time_per_output_token_seconds_sum", ()] < rounds * 0.025 / 24
+        assert found["round_seconds_sum", ()] < rounds * 0.025
 
 
 async def test_openmetrics_for_who_asks_for_it() -> None:
@@ -176,10 +176,10 @@ def test_a_round_costs_little() -> None:
     commit = Commit(0, 9, (1, 2, 3), (), 0, 4, 2, timings=StepTimings(10, 200, 30, 5, 1))
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()
         for index in range(1, 201):
             metrics.add_round(Round(index, commit, 4, 0.0, 0.001, 100))
-        times.append((time.perf_counter() - began) / 200)
+        times.append((time.thread_time() - began) / 200)
     assert min(times) < 0.0003, f"{min(times) * 1e6:.0f} µs a round"
 
 

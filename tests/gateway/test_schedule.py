@@ -47,7 +47,7 @@ async def test_running_requests_decide() -> None:
     drafter = ScheduledDrafter(draft, BatchSchedule.parse("1-2:4,3:0", 4, None), lambda: running)
     opened = Open(0, (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=80))
     drafted: list[int] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async for item in speculate(drafter, target, opened, Policy(4, patience_ms=100)):
             assert isinstance(item, Round)
             drafted.append(item.commit.num_drafted)

@@ -266,7 +266,7 @@ async def _draw_one(setting: Setting, drafts: RemoteDrafts, targets: RemoteTarge
     failures = 0
     while True:
         if not (targets.usable and drafts.usable):
-            await asyncio.wait_for(asyncio.gather(targets.wait_usable(), drafts.wait_usable()), 20)
+            await asyncio.wait_for(asyncio.gather(targets.wait_usable(), drafts.wait_usable()), 30)
         rounds = speculate(drafts, DraftedFirst(targets), request, setting.policy, on_draft_stop=_raise_unavailable)
         try:
             return [row async for closed in rounds if isinstance(closed, Round) for row in _rows(closed)]

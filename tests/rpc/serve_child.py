@@ -13,6 +13,7 @@ from outrider.v1 import target_pb2, target_pb2_grpc
 
 class Slow(target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(self, request: Any, context: Any) -> Any:
+        print("asked", flush=True)
         await asyncio.sleep(float(sys.argv[1]))
         return target_pb2.GetTargetInfoResponse(max_window=7)
 

@@ -162,6 +162,6 @@ def test_a_deadline_of_grpc_s_own_has_our_words() -> None:
 
 async def test_a_dead_address_is_unavailable() -> None:
     channel = connect("localhost:1")
-    error = await asyncio.wait_for(raised("unary", channel), 10)
+    error = await asyncio.wait_for(raised("unary", channel), 30)
     assert type(error) is errors.Unavailable
     await channel.close()

@@ -262,9 +262,9 @@ def test_types_have_json_s_names() -> None:
 def test_the_validator_is_fast_and_its_messages_hold_no_text() -> None:
     params = SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0), allowed_token_ids=tuple(range(VOCAB)))
     prompt = Open(1, tuple(i % VOCAB for i in range(100_000)), params)
-    started = time.perf_counter()
+    started = time.thread_time()
     m.validate_open(prompt, VOCAB, 200_000)
-    assert time.perf_counter() - started < 0.25  # measured 4 ms; the bound allows for a busy machine
+    assert time.thread_time() - started < 0.25  # measured 4 ms
     with pytest.raises(InvalidArgument) as caught:
         validate_sampling(SamplingParams(stop=("canary" * 100,), bad_words=("canary" * 100,)), VOCAB, CONTEXT)
     assert "canary" not in str(caught.value)

@@ -32,7 +32,7 @@ async def health_of(channel: grpc.aio.Channel, service: str = SERVICE) -> str:
 
 
 async def becomes(channel: grpc.aio.Channel, status: str, service: str = SERVICE) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while await health_of(channel, service) != status:  # noqa: ASYNC110  # another process changes it
             await asyncio.sleep(0.01)
 
@@ -87,10 +87,11 @@ async def test_health_follows_the_probe_and_the_device() -> None:
 
 async def test_health_has_an_address_of_its_own_that_answers_until_the_end() -> None:
     """In plaintext, with nothing but health, and while running calls end."""
-    release = asyncio.Event()
+    asked, release = asyncio.Event(), asyncio.Event()
 
     class Held(target_pb2_grpc.TargetServiceServicer):
         async def GetTargetInfo(self, request: Any, context: Any) -> Any:
+            asked.set()
             await release.wait()
             return target_pb2.GetTargetInfoResponse(max_window=7)
 
@@ -106,13 +107,13 @@ async def test_health_has_an_address_of_its_own_that_answers_until_the_end() -> 
         with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
             await target_pb2_grpc.TargetServiceStub(probe).GetTargetInfo(target_pb2.GetTargetInfoRequest())
         call = target_pb2_grpc.TargetServiceStub(channel).GetTargetInfo(target_pb2.GetTargetInfoRequest())
-        await asyncio.sleep(0.05)
+        await asked.wait()
         stopping = asyncio.create_task(server.stop(10))
         await becomes(probe, "NOT_SERVING")
         assert await health_of(probe, "") == "SERVING", "what drains is alive"
         release.set()
         assert (await call).max_window == 7
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, 30)
     with pytest.raises(Unavailable, match=r"cannot listen on 192\.0\.2\.1:1"):
         build_server("localhost:0", [SERVICE], lambda _: None, health_address="192.0.2.1:1")
 
@@ -154,32 +155,38 @@ async def child(hold_s: float) -> AsyncIterator[tuple[asyncio.subprocess.Process
         await channel.close()
 
 
+async def asked(process: asyncio.subprocess.Process) -> None:
+    """A call has reached the child."""
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 30) == b"asked\n"
+
+
 async def test_sigterm_drains_and_lets_running_calls_end() -> None:
-    async with child(hold_s=0.6) as (process, channel):
+    async with child(hold_s=0.3) as (process, channel):
         stub = target_pb2_grpc.TargetServiceStub(channel)
-        call = stub.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=5)
+        call = stub.GetTargetInfo(target_pb2.GetTargetInfoRequest())
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert Serving((await watch.read()).status) == "SERVING"
-        await asyncio.sleep(0.1)
+        await asked(process)
         process.send_signal(signal.SIGTERM)
-        assert Serving((await asyncio.wait_for(watch.read(), 5)).status) == "NOT_SERVING"
+        assert Serving((await asyncio.wait_for(watch.read(), 30)).status) == "NOT_SERVING"
         watch.cancel()
         assert (await call).max_window == 7
         assert process.stdout is not None
-        assert (await asyncio.wait_for(process.stdout.read(), 10)).decode().split() == ["draining", "stopped"]
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert (await asyncio.wait_for(process.stdout.read(), 30)).decode().split() == ["draining", "stopped"]
+        assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_a_second_signal_ends_at_once() -> None:
     async with child(hold_s=20) as (process, channel):
         stub = target_pb2_grpc.TargetServiceStub(channel)
         call = stub.GetTargetInfo(target_pb2.GetTargetInfoRequest())
-        await asyncio.sleep(0.1)
+        await asked(process)
         process.send_signal(signal.SIGINT)
         assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), 5) == b"draining\n"
+        assert await asyncio.wait_for(process.stdout.readline(), 30) == b"draining\n"
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 5) == 130
+        assert await asyncio.wait_for(process.wait(), 30) == 130
         with pytest.raises(grpc.aio.AioRpcError):
             await call
 
@@ -203,5 +210,5 @@ async def test_the_process_ends_where_the_work_behind_its_server_does() -> None:
         await becomes(channel, "SERVING")
     work.set_exception(RuntimeError("the device is gone"))
     with pytest.raises(RuntimeError, match="the device is gone"):
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 30)
     await build_server(server.address, [SERVICE], lambda grpc_server: None).stop()

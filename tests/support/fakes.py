@@ -412,7 +412,7 @@ async def serving(servicer: Any, address: str = "127.0.0.1:0") -> AsyncIterator[
         await server.stop(0)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Waits for something to become true."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (a condition of another object)

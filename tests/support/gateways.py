@@ -241,6 +241,6 @@ async def health(address: str, service: str = SERVICE_NAME) -> int:
 
 
 async def until_serving(address: str) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         while await health(address) != SERVING:  # noqa: ASYNC110 (another process's)
             await asyncio.sleep(0.05)

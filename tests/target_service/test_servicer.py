@@ -55,7 +55,7 @@ async def receive(stream: FrameStream, count: int) -> list[Any]:
     """The next `count` messages."""
     messages: list[Any] = []
     while len(messages) < count:
-        messages += await asyncio.wait_for(anext(stream), 20)
+        messages += await asyncio.wait_for(anext(stream), 30)
     return messages
 
 
@@ -100,7 +100,7 @@ async def test_the_end_of_a_stream_releases_everything(service: TargetService, s
 async def becomes(channel: Any, name: str, status: Any) -> None:
     """Waits for a service's health."""
     health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await health.read()).status != status:
             pass
     health.cancel()
@@ -117,7 +117,7 @@ async def test_close_draining_and_health(service: TargetService, channel: Any, s
         assert isinstance(refused, Failure) and refused.reason == "DRAINING"
         stream.send(Close(1))
         assert await receive(stream, 1) == [Closed(1)]
-        await asyncio.wait_for(stream.wait_closed(), 10)  # its last sequence is gone
+        await asyncio.wait_for(stream.wait_closed(), 30)  # its last sequence is gone
 
 
 async def test_a_dead_device_thread_is_not_healthy(service: TargetService, channel: Any) -> None:
