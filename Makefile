@@ -64,7 +64,8 @@ test-k8s: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest --prove tests/k8s -rs $(ARGS)
 
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/target_service tests/simulation tests/planner tests/test_packaging.py $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/target_service tests/simulation tests/planner tests/gateway/test_target_loss.py \
+		tests/test_packaging.py $(ARGS)
 
 # Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests.
 prove-laws: $(STAMP)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +33,19 @@ from support.fakes import (
 
 from outrider.gateway.peers import replicas
 from outrider.gateway.peers.addresses import Addresses, look_up
-from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
-from outrider.gateway.peers.replicas import FIRST_OPEN_S, MAX_FAILURES, MAX_OPEN_S, Breaker
+from outrider.gateway.peers.remote import TARGET_SERVICE, RemoteDrafts, RemoteTargets
+from outrider.gateway.peers.replicas import (
+    FIRST_OPEN_S,
+    LOSSES_S,
+    MAX_FAILURES,
+    MAX_OPEN_S,
+    Breaker,
+    Replica,
+    ReplicaLink,
+)
+from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.errors import Internal, InvalidArgument
-from outrider.rpc.messages import Failure
+from outrider.rpc.messages import Failure, ModelInfo, Open
 
 
 def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:
@@ -305,3 +317,26 @@ async def test_a_target_that_fails_again_and_again_is_passed_over_while_there_is
         await until(lambda: sum(replica.usable for replica in targets.replicas) == 1)
         bad.refuse = None
         assert await generate(None, targets, request(5)) == expected(PROMPT, 5)  # better than none
+
+
+async def test_losses_are_told_in_turns_and_prompts_that_begin_alike_together() -> None:
+    """What goes on at other replicas does not wait until hundreds of sequences were opened again."""
+    replica = Replica("a:1", TARGET_SERVICE, lambda info: None, lambda: None)
+    stream: Any = SimpleNamespace(error=None, send=lambda *messages: None)
+    told: list[Open] = []
+    for number in range(24):
+        opened = replace(request(), prompt_ids=(number % 3, 7, number))
+
+        def on_event(event: Lost, opened: Open = opened) -> None:
+            end = time.monotonic() + LOSSES_S
+            while time.monotonic() < end:
+                pass
+            told.append(opened)
+
+        ReplicaLink(replica.links, stream, number, on_event, ModelInfo("m", "d", 9, 9), opened)
+    replica._tell_lost("gone")
+    assert not replica.num_sequences, "nothing is sent to any of them any more"
+    for count in range(1, 25):
+        assert len(told) == count
+        await asyncio.sleep(0)
+    assert [opened.prompt_ids[0] for opened in told] == [0] * 8 + [1] * 8 + [2] * 8

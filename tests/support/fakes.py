@@ -327,8 +327,8 @@ class ToyDraft:
 class _StreamServicer:
     """What both toy services share: sequences by id on every stream."""
 
-    def __init__(self, toy: Any) -> None:
-        self.toy = toy
+    def __init__(self, toy: Any, config: StreamConfig | None = None) -> None:
+        self.toy, self.config = toy, config
         self.streams: list[FrameStream] = []
         self.opens: list[Open] = []
         self.closes: list[int] = []
@@ -337,7 +337,7 @@ class _StreamServicer:
 
     async def serve(self, kind: Any, context: Any) -> None:
         sequences: dict[int, Any] = {}
-        stream = server_stream(kind, context, config=QUICK, step_age_ms=lambda: self.step_age_ms)
+        stream = server_stream(kind, context, config=self.config or QUICK, step_age_ms=lambda: self.step_age_ms)
         async with stream:
             self.streams.append(stream)
             async for batch in stream:

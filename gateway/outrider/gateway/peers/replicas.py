@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -16,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 import grpc.aio
 
 from outrider.gateway.peers.addresses import RESOLVE_S, Addresses, Lookup, look_up
-from outrider.gateway.peers.routing import affinity_key, choose
+from outrider.gateway.peers.routing import AFFINITY_TOKENS, affinity_key, choose
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import Message, StreamKind
@@ -76,6 +77,7 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0
 STABLE_S = 5.0  # a stream that lived that long is reopened without growing pauses
 HANDSHAKE_S = 5.0
 STALE_S = 2.0
+LOSSES_S = 0.002  # of a turn of the event loop, in which sequences learn that they have lost their replica
 
 Info = TypeVar("Info", bound=TargetInfo | DraftInfo)
 
@@ -300,11 +302,26 @@ class Replica(Generic[Info]):
         self._on_change()
 
     def _tell_lost(self, reason: str) -> None:
-        links = list(self.links.values())
+        """Sequences that begin alike are told one after another: what the first has computed elsewhere, the next finds
+        there."""
+        links = sorted(
+            self.links.values(), key=lambda link: (link.request.salt, link.request.prompt_ids[:AFFINITY_TOKENS])
+        )
         for link in links:
             link.close()
-        for link in links:
-            link.on_event(Lost(f"{self._service.name} {self.address}: {reason}", link.unheard))
+        lost = f"{self._service.name} {self.address}: {reason}"
+        self._tell(deque((link.on_event, Lost(lost, link.unheard)) for link in links))
+
+    def _tell(self, losses: deque[tuple[Callable[[Any], None], Lost]]) -> None:
+        """As many as a short time allows in each turn of the event loop: what goes on at other replicas shall not wait
+        until hundreds of sequences were opened again."""
+        end = time.monotonic() + LOSSES_S
+        while losses:
+            on_event, lost = losses.popleft()
+            on_event(lost)
+            if time.monotonic() >= end:
+                asyncio.get_running_loop().call_soon(self._tell, losses)
+                return
 
     def _observed(self, on_event: Callable[[Any], None]) -> Callable[[Any], None]:
         """Tells the breaker how a sequence fares, until that is known."""
