@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.bench import run_bench
 
-from outrider.bench.gateway_load import Reading, lag_ms
+from outrider.bench.gateway_load import lag_ms
 from outrider.bench.gateway_peers import ScriptedDraft, ScriptedTarget, model_of, serving, true_id
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
@@ -31,10 +31,18 @@ def test_every_cell_is_measured(tmp_path: Path) -> None:
         assert cell["streams_a_core"] > 0 and cell["mode"] in text
 
 
+def test_several_processes_are_measured_together(tmp_path: Path) -> None:
+    flags = ("--streams", "8", "--modes", "plain", "--processes", "2", "--connections", "8", "--rounds-per-s", "5")
+    _, result = run_bench(
+        tmp_path, "gateway", *flags, "--seconds", "1", "--warmup", "0", "--repeats", "1", "--no-store"
+    )
+    (cell,) = result["cells"]
+    assert len(cell["busy_by_process"][0]) == 2 and cell["us_per_round"]["median"] > 0
+
+
 def test_lag_is_read_from_buckets() -> None:
     inf = float("inf")
-    before = Reading(0.0, 0.0, 0.0, ((0.01, 5.0), (0.02, 5.0), (inf, 5.0)))
-    after = Reading(1.0, 0.0, 0.0, ((0.01, 15.0), (0.02, 95.0), (inf, 105.0)))
+    before, after = ((0.01, 5.0), (0.02, 5.0), (inf, 5.0)), ((0.01, 15.0), (0.02, 95.0), (inf, 105.0))
     assert lag_ms(before, after, 10) == pytest.approx(10.0)
     assert lag_ms(before, after, 50) == pytest.approx(15.0)
     assert lag_ms(before, after, 99) == pytest.approx(20.0)  # all that is known of the last bucket

@@ -49,8 +49,9 @@ class StreamCounter:
         self._num_wanted = num_streams
         for stream in range(num_streams):
             channel = self._channels[stream % len(self._channels)]
+            request = request_of(stream, mode, num_draft_tokens)
             call = channel.unary_stream(GENERATE, request_serializer=pb.GenerateRequest.SerializeToString)
-            self._tasks.append(asyncio.create_task(self._read(call(request_of(stream, mode, num_draft_tokens)))))
+            self._tasks.append(asyncio.create_task(self._read(call(request, wait_for_ready=True))))
         await self._started.wait()
 
     async def _read(self, call: Any) -> None:

@@ -1,8 +1,9 @@
-"""`outrider bench gateway`: what a round costs one gateway process, and how many streams it can carry.
+"""`outrider bench gateway`: what a round costs a gateway process, and how many streams one or several can carry.
 
-The gateway is a process as `outrider gateway` starts it, with metrics; its targets and drafts answer by a script at a
-given pace (gateway_peers), and clients in a process of their own read every stream (gateway_clients). What is said of
-the gateway it says itself: processor time, rounds and how late its loop wakes are read from its metrics."""
+The gateway is as `outrider gateway` starts it, with metrics and as many processes as wanted; its targets and drafts
+answer by a script at a given pace (gateway_peers), and clients in a process of their own read every stream
+(gateway_clients). What is said of the gateway it says itself: processor time, rounds and how late its loops wake are
+read from its metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import re
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -29,6 +30,7 @@ from outrider.bench.worker import BenchWorker, BenchWorkerFailed
 from outrider.cli.local_services import LOOPBACK, Services
 from outrider.cli.terminal import parse, split_ids
 
+Buckets = tuple[tuple[float, float], ...]  # upper bound in seconds, and how many lay below
 GatewayMode = Literal["plain", "sequential", "chains", "branches", "auto"]
 METRICS = re.compile(r"^gateway metrics on (\S+)$", re.MULTILINE)
 LAG = "outrider_loop_lag_seconds_bucket"
@@ -52,7 +54,8 @@ class GatewaySettings(PairSettings):
     streams_per_target: int = Field(
         100, ge=1, description="streams of one target and one draft; more have more of them"
     )
-    connections: int = Field(4, ge=1, le=256, description="connections of the clients")
+    processes: int = Field(1, ge=1, le=64, description="gateway processes behind the one address")
+    connections: int = Field(4, ge=1, le=1024, description="connections of the clients, shared out among the processes")
     seconds: float = Field(8.0, gt=0, description="for which each cell is measured")
     warmup: float = Field(2.0, ge=0, description="seconds before that, with all streams open")
     repeats: int = Field(3, ge=1, le=100, description="runs of each cell, in turn")
@@ -65,33 +68,34 @@ class Reading:
     """What a gateway said of itself at one moment."""
 
     at: float
-    cpu_s: float
+    cpu_s: Mapping[str, float]  # by process
     num_rounds: float
-    lag_buckets: tuple[tuple[float, float], ...]  # upper bound in seconds, and how many lay below
+    lag_buckets: Mapping[str, Buckets]  # by process
 
     @classmethod
     def of(cls, url: str) -> Reading:
         """Reads its metrics."""
-        at, cpu_s, num_rounds, buckets = time.monotonic(), 0.0, 0.0, []
+        at, num_rounds = time.monotonic(), 0.0
+        cpu_s: dict[str, float] = {}
+        buckets: dict[str, list[tuple[float, float]]] = {}
         with urllib.request.urlopen(url) as answer:
             text = answer.read().decode()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                process = sample.labels.get("process", "")  # none where there is one alone
                 if sample.name == "process_cpu_seconds_total":
-                    cpu_s = sample.value
+                    cpu_s[process] = sample.value
                 elif sample.name == "outrider_rounds_total":
                     num_rounds += sample.value
                 elif sample.name == LAG:
-                    buckets.append((float(sample.labels["le"]), sample.value))
-        return cls(at, cpu_s, num_rounds, tuple(sorted(buckets)))
+                    buckets.setdefault(process, []).append((float(sample.labels["le"]), sample.value))
+        return cls(at, cpu_s, num_rounds, {process: tuple(sorted(found)) for process, found in buckets.items()})
 
 
-def lag_ms(before: Reading, after: Reading, percent: float) -> float | None:
-    """A percentile of how late the loop woke between two readings, in proportion within a bucket, as Prometheus'
+def lag_ms(before: Buckets, after: Buckets, percent: float) -> float | None:
+    """A percentile of how late a loop woke between two readings, in proportion within a bucket, as Prometheus'
     histogram_quantile; past the last bucket its bound."""
-    counts = [
-        (bound, late - early) for (bound, early), (_, late) in zip(before.lag_buckets, after.lag_buckets, strict=True)
-    ]
+    counts = [(bound, late - early) for (bound, early), (_, late) in zip(before, after, strict=True)]
     wanted = counts[-1][1] * percent / 100 if counts else 0.0
     if not wanted:
         return None
@@ -117,7 +121,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider bench gateway"
 
 
 DESCRIPTION = (
-    "Measure what a round costs one gateway process, by mode and number of streams: its processor time, and how late "
+    "Measure what a round costs a gateway process, by mode and number of streams: its processor time, and how late "
     "its event loop wakes. Targets and drafts are scripts that compute nothing, so no core is needed for models."
 )
 
@@ -131,6 +135,7 @@ def measure(settings: GatewaySettings) -> Json:
         "rounds_per_s": settings.rounds_per_s,
         "streams_per_target": settings.streams_per_target,
         "connections": settings.connections,
+        "processes": settings.processes,
         "seconds": settings.seconds,
         "repeats": settings.repeats,
         "traced": settings.trace,
@@ -161,7 +166,8 @@ def _start(stack: ExitStack, settings: GatewaySettings, folder: Path, streams: i
         "gateway", "--target", ",".join(found["targets"]), "--draft", ",".join(found["drafts"]),
         "--tokenizer", str(folder), "--num-draft-tokens", str(settings.num_draft_tokens),
         "--listen", LOOPBACK, "--metrics", LOOPBACK,
-        "--max-active", str(streams), "--max-admitted-tokens", str(1 << 40), "--grace-s", "0",
+        "--processes", str(settings.processes), "--grace-s", "0",
+        "--max-active", str(streams), "--max-admitted-tokens", str(1 << 40),
     ]  # fmt: skip
     if settings.trace:
         arguments += ["--trace-file", "/dev/null", "--trace-rounds", str(1 << 30)]
@@ -189,14 +195,22 @@ def _run(settings: GatewaySettings, clients: BenchWorker, address: str, url: str
     if later == earlier:
         raise BenchWorkerFailed(f"{mode}, {streams} streams: nothing came from the gateway")
     num_rounds, seconds = after.num_rounds - before.num_rounds, after.at - before.at
+    cpu_s = [after.cpu_s[process] - before.cpu_s[process] for process in sorted(before.cpu_s)]
     return {
-        "us_per_round": 1e6 * (after.cpu_s - before.cpu_s) / max(1.0, num_rounds),
+        "us_per_round": 1e6 * sum(cpu_s) / max(1.0, num_rounds),
         "rounds_per_s": num_rounds / seconds / streams,
-        "busy": (after.cpu_s - before.cpu_s) / seconds,
-        "lag_p50_ms": lag_ms(before, after, 50),
-        "lag_p99_ms": lag_ms(before, after, 99),
+        "busy": sum(cpu_s) / seconds,
+        "busy_by_process": [one / seconds for one in cpu_s],
+        "lag_p50_ms": _worst_lag_ms(before, after, 50),
+        "lag_p99_ms": _worst_lag_ms(before, after, 99),
         "foreign_cpus": foreign.cpus(),
     }
+
+
+def _worst_lag_ms(before: Reading, after: Reading, percent: float) -> float | None:
+    """Of the process whose loop wakes the latest."""
+    known = [lag_ms(before.lag_buckets[each], after.lag_buckets[each], percent) for each in before.lag_buckets]
+    return max((lag for lag in known if lag is not None), default=None)
 
 
 COLUMNS = {  # of a cell: their digits, and what the table calls them
@@ -211,6 +225,7 @@ COLUMNS = {  # of a cell: their digits, and what the table calls them
 
 def _cell(settings: GatewaySettings, mode: str, streams: int, runs: Sequence[Json]) -> Json:
     cell: Json = {"mode": mode, "streams": streams} | {name: spread([run[name] for run in runs]) for name in COLUMNS}
+    cell["busy_by_process"] = [run["busy_by_process"] for run in runs]
     pace, lag = cell["rounds_per_s"], cell["lag_p99_ms"]
     on_pace = pace is not None and pace["median"] >= KEPT_PACE * settings.rounds_per_s
     cell["carried"] = on_pace and lag is not None and lag["median"] < MOST_LAG_MS
@@ -223,7 +238,8 @@ def render(result: Json) -> Iterator[str]:
     setup, machine = result["setup"], result["machine"]
     traced = ", every request traced" if setup["traced"] else ""
     pace = f"{setup['rounds_per_s']:g} rounds a second"
-    yield f"{machine['cpu']}, {machine['cores']} cores; k={setup['k']}, {pace}{traced}"
+    processes = f", {setup['processes']} gateway processes" if setup["processes"] > 1 else ""
+    yield f"{machine['cpu']}, {machine['cores']} cores; k={setup['k']}, {pace}{processes}{traced}"
     head = ("mode", "streams", *(title for _, title in COLUMNS.values()), "streams a core", "carried")
     rows = [
         (
@@ -237,6 +253,8 @@ def render(result: Json) -> Iterator[str]:
     ]
     yield from align([head, *rows])
     yield "busy: processors the gateway took; others: processors that programs beside the bench took."
+    if setup["processes"] > 1:
+        yield "lag: of the process whose loop wakes the latest."
     yield f"carried: {KEPT_PACE:.0%} of the pace, and a 99th percentile of the lag below {MOST_LAG_MS:g} ms."
 
 
