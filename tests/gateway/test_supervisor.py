@@ -99,6 +99,11 @@ async def test_one_that_cannot_start_ends_all(scripted: Scripted, how: str, stat
     assert scripted.num_lives(1) == 1
 
 
+async def test_one_that_the_system_does_not_start_ends_all(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMMAND", ("/no/such/program",))
+    assert await asyncio.wait_for(scripted.supervisor.run(), START_S) == 1
+
+
 async def test_a_refusal_before_anything_was_served_ends_all(
     scripted: Scripted, capsys: pytest.CaptureFixture[str]
 ) -> None:

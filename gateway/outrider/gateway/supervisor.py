@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "outrider.gateway.child")
 FAILED, REFUSED = 1, 2  # statuses; REFUSED: by its settings, or by what its peers are, a gateway cannot serve
+WELL = (0, -signal.SIGTERM)  # SIGTERM ends one that does not listen yet
 LISTENS = b"gateway listening on "
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 30.0
 STABLE_S = 10.0  # a child that lived that long is started again without growing pauses
@@ -102,7 +103,7 @@ class Supervisor:
             statuses = await asyncio.gather(*kept)
             for task in others:
                 task.cancel()
-        return next((status if status > 0 else FAILED for status in statuses if status not in _WELL), 0)
+        return next((status if status > 0 else FAILED for status in statuses if status not in WELL), 0)
 
     def stop(self) -> None:
         """Ends the children as SIGTERM does; called again, all processes at once."""
@@ -129,8 +130,10 @@ class Supervisor:
         while True:
             began = loop.time()
             status = await child.run()
-            hopeless = not self._listened or (status == REFUSED and not self._served)
-            if self._stopping.is_set() or hopeless:
+            if self._stopping.is_set():
+                return status
+            if not self._listened or (status == REFUSED and not self._served):
+                log.error("gateway: process %d %s, before all served", child.index, _ending(status))
                 return status
             backoff = MIN_BACKOFF_S if loop.time() - began >= STABLE_S else backoff
             log.error("gateway: process %d %s; starting another in %g s", child.index, _ending(status), backoff)
@@ -151,9 +154,6 @@ class Supervisor:
                     child.kill()
 
 
-_WELL = (0, -signal.SIGTERM)  # it was not yet serving
-
-
 def _ending(status: int) -> str:
     return f"ended with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
 
@@ -171,9 +171,12 @@ class Child:
 
     async def run(self) -> int:
         """One life; returns the status that it ended with, for a signal its number below zero."""
-        place = str(self.index), str(self._siblings.folder)
-        # In a group of its own: what a terminal's Ctrl-C reaches is the supervisor.
-        process = self._process = await asyncio.create_subprocess_exec(*COMMAND, *place, stdout=PIPE, process_group=0)
+        command = *COMMAND, str(self.index), str(self._siblings.folder)
+        try:  # in a group of its own: what a terminal's Ctrl-C reaches is the supervisor
+            process = self._process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, process_group=0)
+        except OSError as error:  # too many processes, or too little memory
+            log.error("gateway: process %d cannot be started: %s", self.index, error)
+            return FAILED
         if self._ended_by is not None:
             self.end(self._ended_by)
         if process.stdout is not None:
