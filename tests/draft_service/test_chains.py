@@ -22,6 +22,7 @@ from outrider.draft_service.chains import (
 from outrider.draft_service.engine import MAX_BRANCH_STEPS
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.proposers.draft_rows import DraftedToken
+from outrider.proposers.draft_text import DraftText
 from outrider.rpc.messages import DraftTokens, Failure, Open
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -156,9 +157,9 @@ def test_rates_and_ranks() -> None:
 def test_an_outcome_of_a_branch_is_as_likely_as_both_together() -> None:
     table = OutcomeRates().table(2)
     chances = [column[:2] for column in table.chances]  # after 2 tokens and the one that follows, another window
-    branch = Branch.of(4, Outcome(0, 11, 3), CachedSequence([*range(11), 3, 6, 7]))
+    branch = Branch.of(4, Outcome(0, 11, 3), DraftText(CachedSequence([*range(11), 3, 6, 7])))
     branch.top_tokens = {12: (8, 9), 13: (10,)}
-    orphan = Branch.of(5, Outcome(3, 11, 3), CachedSequence([*range(11), 3, 6, 7]))  # its parent has gone
+    orphan = Branch.of(5, Outcome(3, 11, 3), DraftText(CachedSequence([*range(11), 3, 6, 7])))  # its parent has gone
     orphan.top_tokens = {12: (11,)}
     found = outcome_probs(table, 0, 10, {10: (1, 2), 11: (3, 4), 12: (5,), 13: (6,)}, [branch, orphan])
     expected = {
@@ -215,11 +216,13 @@ def test_what_the_target_does_not_hold_is_not_gone_on_with() -> None:
 
 
 def test_the_lowest_number_wins() -> None:
-    branches = Branches([Branch.of(number, Outcome(0, 2, 9), CachedSequence([1, 2, 9, 8])) for number in (5, 3)])
+    branches = Branches(
+        [Branch.of(number, Outcome(0, 2, 9), DraftText(CachedSequence([1, 2, 9, 8]))) for number in (5, 3)]
+    )
     chosen = branches.matching(2, [9])
     assert chosen is not None and chosen.number == 3 and branches.matching(2, [7]) is None
     # Of a branch that had to go: its own guess is still one.
-    orphan = Branches([Branch.of(4, Outcome(3, 3, 8), CachedSequence([1, 2, 9, 8]))])
+    orphan = Branches([Branch.of(4, Outcome(3, 3, 8), DraftText(CachedSequence([1, 2, 9, 8])))])
     assert orphan.matching(2, [9]) is None and orphan.matching(2, [9, 8]) is orphan.held[0]
 
 
@@ -267,7 +270,7 @@ def test_credit_for_branches_without_a_window_harms_no_neighbour() -> None:
 
 def test_tokens_that_were_not_noted_are_taken_off() -> None:
     cache, sequence = KVCacheManager(BlockPool(8), 4), CachedSequence(list(PROMPT))
-    chain = Chain(0, sequence, sent=len(PROMPT), ended=True)
+    chain = Chain(0, DraftText(sequence), sent=len(PROMPT), ended=True)
     cache.extend(sequence)
     sequence.tokens += [70, 71]
     chain.note([DraftedToken(70), DraftedToken(71, top_tokens=(5,))])

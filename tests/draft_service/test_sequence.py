@@ -12,6 +12,7 @@ from outrider.draft_service.chains import (
 )
 from outrider.draft_service.sequence import DraftLimits, DraftSequence
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
+from outrider.proposers.draft_text import DraftText
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, DraftTokens
@@ -27,7 +28,7 @@ def drafted(
     """A sequence after PROMPT that has drafted `ids`; all but the last token are computed."""
     cache = KVCacheManager(BlockPool(8), 4)
     matcher = NgramProposer(1, 1).open(PROMPT)
-    chain = Chain(number, CachedSequence(list(PROMPT)), sent=len(PROMPT))
+    chain = Chain(number, DraftText(CachedSequence(list(PROMPT))), sent=len(PROMPT))
     draft = DraftSequence((1, 7), len(PROMPT), chain, DraftLimits(capacity), matcher, sink=lambda _: None)
     draft.limits.grant(credit(7, until, max_window))
     extend(draft, cache, ids)

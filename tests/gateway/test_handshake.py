@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ def saved(folder: Path, *, fallback: bool = False, **config: str) -> Tokenizer:
 
 def served(tokenizer: Tokenizer, name: str) -> ModelInfo:
     return model(name, tokenizer.num_tokens + 8, tokenizer.num_tokens, tokenizer.fingerprint)
+
+
+def test_a_draft_that_maps_the_targets_vocabulary_fits() -> None:
+    target, draft = model("t", 500, 400, "f"), model("d", 300, 290, "g")
+    assert check_pair(target, replace(draft, mapped_fingerprints=("e", "f"))) == ""
+    with pytest.raises(FailedPrecondition, match="--target-tokenizer"):
+        check_pair(target, replace(draft, mapped_fingerprints=("e",)))
 
 
 def test_different_tokenizers_are_judged_by_agreement(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
 from outrider.rpc.sampling_params import TokenOrigin
@@ -242,7 +243,7 @@ class DraftWatch:
         def watched_step(now: float) -> float | None:
             wait = step(now)
             for draft in engine.sequences.values():
-                self.ahead += len(draft.sequence) - draft.committed > draft.limits.piece_len
+                self.ahead += len(draft.text) - draft.committed > draft.limits.piece_len
                 self.branches += len(draft.branches) > 0
             return wait
 
@@ -277,9 +278,9 @@ class Draft:
         await asyncio.to_thread(self.thread.stop)
 
 
-def build_draft(loaded: LoadedModel, num_blocks: int) -> Draft:
+def build_draft(loaded: LoadedModel, num_blocks: int, mappings: Mapping[str, VocabularyMap]) -> Draft:
     """With both methods."""
-    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks))
+    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), mappings=mappings)
     outboxes, pieces = Outboxes(asyncio.get_running_loop()), DraftWatch()
     engine = DraftEngine(make_methods([method, NgramProposer(*NGRAM)]), flush=outboxes.flush)
     pieces.watch(engine)
@@ -322,7 +323,14 @@ class Services:
 
 @asynccontextmanager
 async def serving(
-    target: LoadedModel, draft: LoadedModel, *, num_blocks: int, draft_blocks: int, max_rows: int, cut_windows: bool
+    target: LoadedModel,
+    draft: LoadedModel,
+    mappings: Mapping[str, VocabularyMap],
+    *,
+    num_blocks: int,
+    draft_blocks: int,
+    max_rows: int,
+    cut_windows: bool,
 ) -> AsyncIterator[Services]:
     """Fresh services: empty caches, connected."""
     settings = TargetSettings(
@@ -334,7 +342,7 @@ async def serving(
         cut_windows=cut_windows,
         batch_invariant=target.model.batch_invariant,
     )
-    one, other = build(settings, target), build_draft(draft, draft_blocks)
+    one, other = build(settings, target), build_draft(draft, draft_blocks, mappings)
     await one.server.start()
     await other.server.start()
     try:
@@ -400,6 +408,7 @@ class _Run:
     work: Work
     services: Services
     outcome: Outcome
+    vocabulary: str = ""  # of the target, where the draft has another one
     killing: asyncio.Task[None] | None = None
 
     async def decode_all(self) -> None:
@@ -411,6 +420,7 @@ class _Run:
         cell, outcome = self.work.cell, self.outcome
         priority = -1 if index == cell.batch else 0
         request = self.work.prompts[index].open("ngram" if cell.ngram else "draft_model", priority)
+        request = replace(request, tokenizer_fingerprint=self.vocabulary)
         lost: list[str] = []
         drafts, targets = self.services.drafts, self.services.targets
         policy = policy_of(cell)
@@ -469,21 +479,24 @@ def assign(design: Sequence[Cell], num_prompts: int, num_tokens: int, truncated:
     return works
 
 
-async def run(work: Work, target: LoadedModel) -> Outcome:
-    """Decodes the prompts at once. Blocks are checked when all is over."""
+async def run(work: Work, target: LoadedModel, mapping: VocabularyMap | None = None) -> Outcome:
+    """Decodes the prompts at once, with a draft of another vocabulary where that is mapped. Blocks are checked when all
+    is over."""
     cell = work.cell
     max_rows = 24 + 2 * cell.batch if cell.chunked else WHOLE_ROWS
     at_once = min(cell.batch, max_rows // (cell.k + 1))  # sequences that decode in a step with room for `max_rows`
     pools = {"num_blocks": num_blocks(work, at_once), "draft_blocks": num_blocks(work, cell.batch)}
+    vocabulary = mapping.target.fingerprint if mapping is not None else ""
+    mappings = {vocabulary: mapping} if mapping is not None else {}
     async with (
         asyncio.timeout(CELL_S),
-        serving(target, draft_model(), max_rows=max_rows, cut_windows=cell.cut, **pools) as services,
+        serving(target, draft_model(), mappings, max_rows=max_rows, cut_windows=cell.cut, **pools) as services,
     ):
         if work.cell.warm:
-            await _warm(work, services)
+            await _warm(work, services, vocabulary)
         services.forget()
         outcome = Outcome([[] for _ in work.prompts])
-        await _Run(work, services, outcome).decode_all()
+        await _Run(work, services, outcome, vocabulary).decode_all()
         await services.check_blocks()
     steps, cache = services.steps, services.cache
     outcome.chunks, outcome.most_open, outcome.most_in_step = steps.chunks, steps.most_open, steps.most_in_step
@@ -494,13 +507,13 @@ async def run(work: Work, target: LoadedModel) -> Outcome:
     return outcome
 
 
-async def _warm(work: Work, services: Services) -> None:
+async def _warm(work: Work, services: Services, vocabulary: str) -> None:
     """Decodes two tokens after the first blocks of each prompt; the first prompt last, so that its blocks stay."""
     cell = replace(work.cell, killed=False)
     for prompt in reversed(work.prompts[: work.cell.batch]):
         length = WARM_BLOCKS * BLOCK_SIZE + 1
         start = replace(prompt, ids=prompt.ids[:length], sampling=replace(prompt.sampling, max_tokens=2))
-        await _Run(Work(cell, (start,)), services, Outcome([[]])).decode_all()
+        await _Run(Work(cell, (start,)), services, Outcome([[]]), vocabulary).decode_all()
 
 
 def blocks_of(num_tokens: int) -> int:

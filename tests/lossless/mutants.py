@@ -17,9 +17,11 @@ from outrider.engine.models import decoder
 from outrider.engine.sampler import SequenceSampler
 from outrider.kernels.cpu.decoder import CpuDecoder, RaggedRows
 from outrider.kernels.kv_store import reference as kv_store
-from outrider.kernels.sampling.reference import logits_to_probs
+from outrider.kernels.sampling.reference import DraftSamples, logits_to_probs
 from outrider.kernels.types import Penalties, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, coupled_accept
+from outrider.proposers import draft_model
+from outrider.proposers.draft_model import DrawnVocabulary
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -217,3 +219,23 @@ def coupling_lets_one_more_stay(patch: Patch) -> None:
         return num_accepted, torch.where(windows.has_next(num_accepted), choices[windows.next_rows(num_accepted)], -1)
 
     patch.setattr("outrider.target_service.verifier.coupled_accept", mutant)
+
+
+def mapped_draws_are_not_renormalised(patch: Patch) -> None:
+    """A draft of another vocabulary draws from all that it has: what the target lacks becomes the first token that both
+    have, and the weights that are sent are those of what both have."""
+    logits, sample = DrawnVocabulary.logits, draft_model.draft_sample
+    lost: list[Tensor] = []
+
+    def unmapped(self: DrawnVocabulary, own: Tensor) -> Tensor:
+        assert self.own_ids is not None
+        lost.append(1 - own.softmax(-1)[:, self.own_ids].sum(-1))  # [rows]
+        return logits(self, own)
+
+    def mutant(probs: Tensor, words: Tensor, mass: float) -> DraftSamples:
+        samples = sample(probs, words, mass)
+        first = samples.entry_ids[samples.entry_starts[:-1]]  # [rows]
+        return replace(samples, token_ids=torch.where(words[:, 2] / 2**32 < lost[-1], first, samples.token_ids))
+
+    patch.setattr(DrawnVocabulary, "logits", unmapped)
+    patch.setattr(draft_model, "draft_sample", mutant)

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.environment import SEED
-from support.models import tiny_hf_model
+from support.models import save_words, tiny_hf_model
 
 from outrider.cli.local_services import Services
+from outrider.draft_service.boot import start as start_draft
+from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.gateway.speculation.loop import speculate
@@ -95,10 +97,23 @@ EACH_COUPLED = [
 ]
 TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
 BONUS = Setting("bonus", draft="tempered")
+MAPPED = Setting("other vocabulary", draft="mapped", short=1_250, long=TOKENS_20K)
+MAPPED_COUPLED = Setting(
+    "other vocabulary, coupled",
+    ALL,
+    COUPLED,
+    draft="mapped",
+    windows_ahead=1,
+    max_branches=2,
+    short=1_250,
+    long=TOKENS_5K,
+)
 CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=1_250)
 SHORT = [
     *EACH,
     BONUS,
+    MAPPED,
+    MAPPED_COUPLED,
     Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K),
     CHAINS,
     TEMPERATURE_1_COUPLED,
@@ -112,9 +127,14 @@ WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)
 START_S = 120.0
 MAX_ROWS = 8192  # of a step: no window is cut for want of room, so that a seed fixes the draws
 MODEL_SEED, LOGIT_SCALE = 9, 0.8  # enough overlap with its own opposite that top_p leaves some, min_p cuts some
+SHARED = 12  # tokens of the target that the mapped draft has; it spells the others with two of its own
+TARGET_NAMES = [f"t{token}" for token in range(SHARED)] + [f"t{token}t{token + 1}" for token in range(VOCAB - SHARED)]
+OF_TARGET = random.Random(SEED).sample(range(VOCAB), VOCAB)  # by id of the draft
+DRAFT_NAMES = [TARGET_NAMES[token] if token < SHARED else f"x{token}" for token in OF_TARGET]
 DRAFTS = {
     "opposite": lambda weight: -weight,  # most drafted tokens are refused, and the residual decides
     "tempered": lambda weight: 0.6 * weight,  # the target at another temperature: most windows end in a bonus
+    "mapped": lambda weight: 0.6 * weight[OF_TARGET],  # the target's rows, and four of its own that nobody asks for
     "half": lambda weight: weight * (1 - 2 * (torch.arange(len(weight)) % 2))[:, None],  # opposite at odd ids
 }
 
@@ -144,13 +164,22 @@ def serving(
         draft = tiny_hf_model("llama", MODEL_SEED, **shape)
         with torch.no_grad():
             draft.lm_head.weight.copy_(DRAFTS[name](hf.lm_head.weight))
+            if name == "mapped":
+                draft.model.embed_tokens.weight.copy_(hf.model.embed_tokens.weight[OF_TARGET])
         draft.save_pretrained(folder / name)
+        if name == "mapped":
+            save_words(folder / "target", TARGET_NAMES)
+            save_words(folder / name, DRAFT_NAMES)
     with Services() as services:
         started = {"target": services.start("target", [*_arguments("target", folder / "target"), "--no-cut-windows"])}
         if cutting:
             started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
         lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3"]
-        started |= {name: services.start(name, [*_arguments("draft", folder / name), *lookup]) for name in drafts}
+        mapped = {"mapped": ["--target-tokenizer", str(folder / "target")]}
+        started |= {
+            name: services.start(name, [*_arguments("draft", folder / name), *lookup, *mapped.get(name, [])])
+            for name in drafts
+        }
         for service in started.values():
             services.wait(service, START_S)
         addresses = {name: service.address for name, service in started.items()}
@@ -168,6 +197,20 @@ async def target_in_process(model: Path) -> AsyncIterator[str]:
         model=model, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, cut_windows=False
     )
     service = build(settings, load(settings))
+    await service.server.start()
+    try:
+        yield service.server.address
+    finally:
+        await service.stop()
+
+
+@asynccontextmanager
+async def draft_in_process(model: Path, target: Path) -> AsyncIterator[str]:
+    """The address of a draft that can be harmed, for a target of another vocabulary."""
+    settings = DraftSettings(
+        model=model, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, target_tokenizer=[target]
+    )
+    service = await start_draft(settings)
     await service.server.start()
     try:
         yield service.server.address
@@ -267,6 +310,7 @@ async def _draw_one(setting: Setting, drafts: RemoteDrafts, targets: RemoteTarge
     while True:
         if not (targets.usable and drafts.usable):
             await asyncio.wait_for(asyncio.gather(targets.wait_usable(), drafts.wait_usable()), 30)
+        request = replace(request, tokenizer_fingerprint=targets.info.model.tokenizer_fingerprint)
         rounds = speculate(drafts, DraftedFirst(targets), request, setting.policy, on_draft_stop=_raise_unavailable)
         try:
             return [row async for closed in rounds if isinstance(closed, Round) for row in _rows(closed)]

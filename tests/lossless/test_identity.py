@@ -18,6 +18,7 @@ from lossless import mutants as bugs
 from lossless.identity import LEVELS, NOT_CROSSED, Cell, Outcome, Work, assign, cells, check_happened, run
 from lossless.mutants import coupling_lets_one_more_stay
 from lossless.plain import (
+    VOCAB,
     Arithmetic,
     NearTie,
     PlainOutputs,
@@ -34,7 +35,9 @@ from support.engines import hf_greedy
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.worker import set_switch_interval
+from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.vocabulary import Lexicon, Token
 
 SMALL_LEVELS = {**LEVELS, "batch": (1, 4, 16), "k": (0, 1, 3, 8)}  # of the design for ordinary mode
 TWINS_CELL = Cell(
@@ -155,6 +158,32 @@ async def test_a_bug_is_seen(bug: bugs.Bug, plain: PlainOutputs, monkeypatch: py
     bug(monkeypatch)
     outcome = await run(work, target_model(Arithmetic.INVARIANT))
     assert outcome.outputs != [plain.of(prompt, Arithmetic.INVARIANT) for prompt in work.prompts]
+
+
+def other_vocabulary() -> VocabularyMap:
+    """The target's tokens are letters, of which the draft lacks every fifth and spells it with two of its own."""
+    own = tuple(Token("text", chr(0x100 + token).encode()) for token in range(VOCAB))
+    spelled = {token: own[token].content + own[token - 1].content for token in range(4, VOCAB, 5)}
+    tokens = tuple(Token("text", spelled.get(token, own[token].content)) for token in range(VOCAB))
+    return VocabularyMap.between(Lexicon("target", tokens, {}), Lexicon("draft", own, {}))
+
+
+MAPPED_CELLS = [
+    replace(TWINS_CELL, batch=4, killed=True),
+    replace(TWINS_CELL, batch=4, ahead="branches", coupled=True, warm=True),
+    replace(TWINS_CELL, batch=4, ahead="chains", chunked=True, warm=True),
+    replace(TWINS_CELL, batch=1, ahead="branches", coupled=True, killed=True),
+]
+
+
+@pytest.mark.parametrize("cell", MAPPED_CELLS, ids=lambda cell: cell.name)
+async def test_a_draft_of_another_vocabulary(cell: Cell, plain: PlainOutputs) -> None:
+    (work,), mapping = assign([cell], 8, 48), other_vocabulary()
+    plain.start(work.prompts, Arithmetic.C)
+    outcome = await run(work, target_model(Arithmetic.C), mapping)
+    assert outcome.outputs == [plain.of(prompt, Arithmetic.C) for prompt in work.prompts]
+    check_happened(work, outcome)
+    assert 0 < outcome.num_accepted < outcome.num_drafted
 
 
 def judge(work: Work, outcome: Outcome, plain: PlainOutputs, twins: bool = False) -> list[NearTie]:

@@ -22,12 +22,14 @@ from lossless.mutants import (
     bonus_of_the_row_before,
     coupling_lets_one_more_stay,
     logits_are_a_quarter_too_flat,
+    mapped_draws_are_not_renormalised,
     penalties_of_the_committed,
     residual_is_target,
 )
 from lossless.statistics import (
     BONUS,
     LONG,
+    MAPPED,
     SHORT,
     TEMPERATURE_1,
     TEMPERATURE_1_COUPLED,
@@ -39,6 +41,7 @@ from lossless.statistics import (
     Draws,
     Pair,
     Setting,
+    draft_in_process,
     draw,
     exact_laws,
     of_pair,
@@ -143,7 +146,7 @@ LEAST_P_BY_CHANCE = 1e-7  # where clocks have a say, every run is a new chance t
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, prove: bool) -> Iterator[Pair]:
-    drafts = ("opposite", "tempered")
+    drafts = ("opposite", "tempered", "mapped")
     with serving(tmp_path_factory.mktemp("narrow"), drafts, cutting=prove, vocab_size=VOCAB) as running:
         yield running
 
@@ -219,4 +222,13 @@ async def test_mutants_are_found(
     async with target_in_process(pair.folder) as target:
         _, found = await draw_from(pair, target, setting, num_sequences)
     print(f"{mutation.__name__}: {min(found.values()):.2g}")
+    assert min(found.values()) < LEAST_P, found
+
+
+async def test_a_mapped_draft_that_draws_from_all_it_has_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped_draws_are_not_renormalised(monkeypatch)
+    async with draft_in_process(pair.folder.parent / "mapped", pair.folder) as draft:
+        draws = await draw(MAPPED, pair.target, draft, MAPPED.seeds(1_200))
+    found = p_values(draws, exact_laws(pair.hf, MAPPED.prompt, MAPPED.params, MAPPED.depth))
+    print(f"mapped_draws_are_not_renormalised: {min(found.values()):.2g}")
     assert min(found.values()) < LEAST_P, found

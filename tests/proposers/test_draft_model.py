@@ -13,6 +13,7 @@ from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
+from outrider.proposers.draft_text import DraftText
 from outrider.rpc.sampling_params import SamplingParams
 
 LOADED = build_decoder(tiny_config(), tiny_state(tiny_hf_model()), batch_invariant=True)
@@ -32,7 +33,9 @@ class Drafts:
         sequence = CachedSequence(list(tokens))
         self.cache.extend(sequence)
         draft_sampling = DraftSampling(rule, RandomKey(seed, 0))
-        return DraftRows(sequence, num_rows or len(tokens), len(tokens), sampler, draft_sampling, len(tokens) + 8)
+        return DraftRows(
+            DraftText(sequence), num_rows or len(tokens), len(tokens), sampler, draft_sampling, len(tokens) + 8
+        )
 
 
 PROMPTS = [[1, 2, 3], [9, 8], [30, 31, 32, 33], [50], [60, 61, 62]]

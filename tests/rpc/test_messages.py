@@ -45,6 +45,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         one_hot=st.booleans(),
         method=TEXTS,
         model_digest=TEXTS,
+        tokenizer_fingerprint=TEXTS,
         suspect=st.booleans(),
     ),
     "close": st.builds(m.Close, UINT32),
@@ -107,6 +108,7 @@ MODEL_INFO = st.builds(
     protocol_minor=UINT32,
     engine=TEXTS,
     kernels=TEXTS,
+    mapped_fingerprints=tuples(TEXTS),
 )
 INFOS: dict[str, SearchStrategy] = {
     "model_info": MODEL_INFO,

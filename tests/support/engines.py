@@ -25,6 +25,7 @@ from outrider.kernels.sampling.reference import draft_sample, greedy_choice, log
 from outrider.kernels.verify.reference import coupled_choice
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.messages import (
     Commit,
     Credit,
@@ -67,10 +68,12 @@ class DraftHarness:
         max_model_len: int | None = None,
         batch_invariant: bool = True,
         more: Sequence[TokenProposer] = (),
+        mappings: Sequence[VocabularyMap] = (),
         **options: Any,
     ) -> None:
         self.loaded = tiny_draft(max_model_len, batch_invariant)
-        self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks))
+        by_target = {mapping.target.fingerprint: mapping for mapping in mappings}
+        self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks), mappings=by_target)
         methods = make_methods([self.method, NgramProposer(2, 4), *more])
         self.engine = DraftEngine(methods, flush=self._flush, **options)
         self.events: list[DraftEvent] = []
@@ -138,21 +141,26 @@ def credit(sequence_id: int, until: int, max_window: int = 4, max_branches: int 
     return Credit(sequence_id, until, max_window, max_branches=max_branches)
 
 
-def naive(request: Open, tokens: Sequence[int], loaded: LoadedModel) -> tuple[int, TokenWeights | None]:
-    """The next token after `tokens`, everything computed afresh for one sequence."""
-    runner = ModelRunner(loaded.model, 32)
-    logits = runner.forward([BatchEntry(list(tokens), 0, list(range(32)), 1)])
+def naive(
+    request: Open, tokens: Sequence[int], loaded: LoadedModel, mapping: VocabularyMap | None = None
+) -> tuple[int, TokenWeights | None]:
+    """The next token after `tokens`, everything computed afresh for one sequence, in the target's ids."""
+    runner, vocab_size, eos_ids = ModelRunner(loaded.model, 32), loaded.vocab_size, loaded.eos_token_ids
+    own = list(tokens) if mapping is None else mapping.spell_all(tokens)
+    logits = runner.forward([BatchEntry(own, 0, list(range(32)), 1)])  # [1, own vocab]
+    if mapping is not None:
+        vocab_size, eos_ids = len(mapping.target.tokens), mapping.targets_of(eos_ids)
+        shared = {token_id: float(logits[0, own]) for token_id, own in mapping.to_draft.items()}
+        logits = torch.tensor([[shared.get(token_id, -torch.inf) for token_id in range(vocab_size)]])
     prompt_len = len(request.prompt_ids)
-    sampler = SequenceSampler(
-        request.sampling, tokens[:prompt_len], tokens[prompt_len:], loaded.eos_token_ids, loaded.vocab_size
-    )
+    sampler = SequenceSampler(request.sampling, tokens[:prompt_len], tokens[prompt_len:], eos_ids, vocab_size)
     sampling = assemble([SamplingRows(sampler)])
     if request.sampling.greedy or (request.one_hot and request.acceptance == AcceptanceRule.REJECTION):
         return int(greedy_choice(logits, sampling)[0]), None
     probs, _ = logits_to_probs(logits, sampling)
     place = [torch.tensor([n]) for n in (as_int64(request.seed), len(tokens), request.completion)]
     if request.acceptance == AcceptanceRule.COUPLED:
-        return int(coupled_choice(probs, exponential_noise(*place, loaded.vocab_size))), None
+        return int(coupled_choice(probs, exponential_noise(*place, vocab_size))), None
     samples = draft_sample(probs, words(place[0], place[1], Purpose.DRAFT, place[2]))
     return int(samples.token_ids), TokenWeights.of(samples.entry_ids.tolist(), samples.entry_weights.tolist())
 

@@ -163,6 +163,12 @@ def train_byte_fallback() -> Backend:
     return Backend.from_str(json.dumps(data))
 
 
+def save_words(folder: Path, words: list[str]) -> None:
+    """A tokenizer whose ids stand for these words."""
+    backend = Backend(models.WordLevel({word: token_id for token_id, word in enumerate(words)}))
+    backend.save(str(folder / "tokenizer.json"))
+
+
 def train_unigram() -> Backend:
     """In the style of T5: spaces as ▁, no bytes."""
     backend = Backend(models.Unigram())

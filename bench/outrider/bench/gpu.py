@@ -38,6 +38,7 @@ from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
+from outrider.proposers.draft_text import DraftText
 from outrider.rpc.messages import Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.target_service.device_verifier import verifier_of
@@ -231,7 +232,7 @@ def _draft(shape: Shape, proposer: DraftModelProposer, batch: int, rule: DraftRu
         sequence = CachedSequence(prompt, "", shape.context - 1, _table(shape, index))
         sampler = SequenceSampler(sampling, prompt, (), (), shape.vocab_size)
         draft_sampling = DraftSampling(rule, RandomKey(index, 0))
-        rows.append(DraftRows(sequence, 1, shape.context, sampler, draft_sampling, shape.context + K))
+        rows.append(DraftRows(DraftText(sequence), 1, shape.context, sampler, draft_sampling, shape.context + K))
     for _ in range(K // at_once):
         proposer.run(rows, proposer.passes_for(rows, at_once))
 

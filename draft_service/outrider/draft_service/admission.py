@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import grpc
@@ -16,7 +16,9 @@ from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.base import ProposerState, SequenceContext, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRule, DraftSampling
+from outrider.proposers.draft_text import DraftText, MappedText
 from outrider.proposers.registry import method_of
+from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import AcceptanceRule
@@ -38,6 +40,7 @@ class ModelMethod:
     proposer: DraftModelProposer
     cache: KVCacheManager
     eos_token_ids: tuple[int, ...] = ()
+    mappings: Mapping[str, VocabularyMap] = field(default_factory=dict)  # by the fingerprint of a target's vocabulary
 
     @property
     def name(self) -> str:
@@ -51,7 +54,7 @@ class ModelMethod:
 
     @property
     def capacity(self) -> int:
-        """Positions at or past it are never drafted: the model's context ends, or the pool."""
+        """How many of its own tokens a sequence may have: the model's context ends, or the pool."""
         return min(self.proposer.runner.model.max_model_len, self.cache.pool.num_blocks * self.cache.block_size)
 
 
@@ -83,16 +86,16 @@ def build_sequence(
     state: ModelState | ProposerState
     if isinstance(method, ModelMethod):
         capacity = method.capacity
-        if len(tokens) >= capacity:
-            raise ContextTooShort(f"the sequence has {len(tokens)} tokens, the draft's context {capacity}")
-        check_ids(tokens, method.vocab_size)
-        state = _model_state(request, prompt_ids, method)
+        mapping = method.mappings.get(request.tokenizer_fingerprint)
+        text = _text(tokens, request.salt, method, mapping)
+        state = _model_state(request, prompt_ids, method, mapping)
     else:
+        text = DraftText(CachedSequence(tokens, salt=request.salt))
         state = method.open(tokens, SequenceContext(len(prompt_ids), request.salt))
     return DraftSequence(
         key=key,
         prompt_len=len(prompt_ids),
-        chain=Chain(request.first_chain, CachedSequence(tokens, salt=request.salt), sent=len(tokens)),
+        chain=Chain(request.first_chain, text, sent=len(text)),
         limits=DraftLimits(capacity),
         method=state,
         sink=sink,
@@ -117,18 +120,34 @@ def _prompt_ids(request: Open, parent: DraftSequence | None) -> list[int]:
         return list(request.prompt_ids)
     if parent is None:
         raise FailedPrecondition(f"sequence {request.fork_of} is not open: nothing to fork", reason="PARENT_GONE")
-    return parent.sequence.tokens[: parent.prompt_len]
+    return parent.text.tokens[: parent.prompt_len]
 
 
-def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod) -> ModelState:
-    model = method.proposer.runner.model
+def _text(tokens: list[int], salt: str, method: ModelMethod, mapping: VocabularyMap | None) -> DraftText:
+    """Of the target's ids."""
+    if mapping is None:
+        check_ids(tokens, method.vocab_size)
+        text = DraftText(CachedSequence(tokens, salt=salt))
+    else:
+        text = MappedText(CachedSequence([], salt=salt), mapping, tokens)
+    if len(text.sequence) >= method.capacity:
+        message = f"the sequence has {len(text.sequence)} tokens, the draft's context {method.capacity}"
+        raise ContextTooShort(message)
+    return text
+
+
+def _model_state(
+    request: Open, prompt_ids: list[int], method: ModelMethod, mapping: VocabularyMap | None
+) -> ModelState:
+    device, vocab_size, eos_ids = method.proposer.runner.model.device, method.vocab_size, method.eos_token_ids
+    if mapping is not None:
+        vocab_size, eos_ids = len(mapping.target.tokens), mapping.targets_of(eos_ids)
     try:
-        sampler = SequenceSampler(
-            request.sampling, prompt_ids, request.output_ids, method.eos_token_ids, model.vocab_size, model.device
-        )
+        sampler = SequenceSampler(request.sampling, prompt_ids, request.output_ids, eos_ids, vocab_size, device)
     except ValueError as error:
         raise InvalidArgument(str(error)) from error
-    return ModelState(sampler, DraftSampling(_rule(request, method.name), RandomKey(request.seed, request.completion)))
+    key = RandomKey(request.seed, request.completion)
+    return ModelState(sampler, DraftSampling(_rule(request, method.name), key, mapping))
 
 
 def _rule(request: Open, method: str) -> DraftRule:

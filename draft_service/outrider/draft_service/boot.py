@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +24,14 @@ from outrider.engine.model_runner import RunnerOptions, build_runner
 from outrider.engine.worker import Worker, set_switch_interval
 from outrider.proposers.base import LearningProposer, TokenProposer
 from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_proposer, method_of
+from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.telemetry import StepTracer
+from outrider.rpc.vocabulary import read_lexicon
 
 if TYPE_CHECKING:
     from outrider.draft_service.metrics import DraftMetrics
@@ -73,10 +77,11 @@ def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics
 
 
 def located(settings: DraftSettings) -> DraftSettings:
-    """With the checkpoint's folder in place of a hub id. Raises ModelNotFound."""
+    """With folders in place of hub ids. Raises ModelNotFound."""
     if settings.model is None:
         return settings
-    return settings.model_copy(update={"model": locate(settings.model)})
+    targets = [locate(folder, weights=False) for folder in settings.target_tokenizer]
+    return settings.model_copy(update={"model": locate(settings.model), "target_tokenizer": targets})
 
 
 def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
@@ -93,7 +98,8 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
         loaded = load_model(
             settings.model, dtype=settings.dtype, device=settings.device, max_model_len=settings.max_model_len
         )
-        method = build_model_method(loaded, runner_options(settings), model_method(settings))
+        mappings = mappings_to(settings.target_tokenizer, settings.model)
+        method = build_model_method(loaded, runner_options(settings), model_method(settings), mappings)
         methods.append(method)
         info = model_info(settings, loaded, method)
     methods.sort(key=lambda method: method.name != default)
@@ -124,11 +130,34 @@ def runner_options(settings: DraftSettings) -> RunnerOptions:
     )
 
 
-def build_model_method(loaded: LoadedModel, options: RunnerOptions, name: str = "draft_model") -> ModelMethod:
-    """The model over a cache of its own."""
+def mappings_to(targets: Iterable[Path], model: Path) -> dict[str, VocabularyMap]:
+    """By fingerprint the maps of the targets' vocabularies that differ from the model's; the arguments are folders.
+    Raises ValueError where a tokenizer is missing, or two have nothing in common."""
+    mappings: dict[str, VocabularyMap] = {}
+    for folder in targets:
+        target, own = read_lexicon(folder), read_lexicon(model)
+        if target.fingerprint == own.fingerprint:
+            continue
+        found = VocabularyMap.between(target, own)
+        if not found.to_draft:
+            raise ValueError(
+                f"the tokenizers of {folder} and {model} have no token in common: no draft for that target"
+            )
+        mappings[target.fingerprint] = found
+        logger.info("%s: %.1f %% of its tokens are drafted, the others spelled", folder, 100 * found.overlap)
+    return mappings
+
+
+def build_model_method(
+    loaded: LoadedModel,
+    options: RunnerOptions,
+    name: str = "draft_model",
+    mappings: Mapping[str, VocabularyMap] | None = None,
+) -> ModelMethod:
+    """The model over a cache of its own; `mappings` are those of `mappings_to`."""
     runner = build_runner(loaded.model, options)
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
-    return ModelMethod(METHODS[name].load()(runner), cache, loaded.eos_token_ids)
+    return ModelMethod(METHODS[name].load()(runner), cache, loaded.eos_token_ids, mappings or {})
 
 
 def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod) -> ModelInfo:
@@ -136,4 +165,5 @@ def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod
     if settings.model is None:
         raise ValueError("model: is not set; allowed: the folder of the checkpoint that was loaded")
     cache = method.cache
-    return info_of(settings, settings.model, loaded, method.capacity, cache.pool.num_blocks, cache.block_size)
+    info = info_of(settings, settings.model, loaded, method.capacity, cache.pool.num_blocks, cache.block_size)
+    return replace(info, mapped_fingerprints=tuple(method.mappings))

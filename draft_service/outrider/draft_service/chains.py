@@ -16,6 +16,7 @@ from typing import NamedTuple, Self
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.planner.estimates import PRIOR_WEIGHT, Acceptance
 from outrider.proposers.draft_rows import DraftedToken
+from outrider.proposers.draft_text import DraftText
 from outrider.rpc.messages import Commit, DraftTokens, TokenWeights
 
 MAX_TOP_TOKENS = 4  # other tokens considered at one position
@@ -28,10 +29,10 @@ TopTokens = dict[int, tuple[int, ...]]  # other tokens for a position, the likel
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """Drafted tokens in a row. `sequence` holds all tokens from the prompt on."""
+    """Drafted tokens in a row. `text` holds all tokens from the prompt on."""
 
     number: int
-    sequence: CachedSequence
+    text: DraftText
     sent: int  # tokens below it left in a piece, or are committed
     weights: list[TokenWeights | None] = field(default_factory=list)  # of the tokens from `sent` on
     top_tokens: TopTokens = field(default_factory=dict)
@@ -39,14 +40,19 @@ class Chain:
     ended: bool = False  # it cannot go on
 
     @property
+    def sequence(self) -> CachedSequence:
+        """The draft's own tokens and their blocks."""
+        return self.text.sequence
+
+    @property
     def num_unsent(self) -> int:
         """Tokens that did not leave yet."""
-        return len(self.sequence) - self.sent
+        return len(self.text) - self.sent
 
     def note(self, drafted: Sequence[DraftedToken]) -> None:
-        """Notes of the tokens just appended to `sequence` what they were drawn from, and what might have stood in their
+        """Notes of the tokens just appended to `text` what they were drawn from, and what might have stood in their
         place."""
-        first = len(self.sequence) - len(drafted)
+        first = len(self.text) - len(drafted)
         self.weights += [_weights_of(token) for token in drafted]
         self.top_tokens |= {first + index: token.top_tokens for index, token in enumerate(drafted) if token.top_tokens}
 
@@ -54,7 +60,7 @@ class Chain:
         """The next `count` tokens that are unsent, as a piece."""
         position, weights = self.sent, tuple(self.weights[:count])
         self.sent += count
-        ids = tuple(self.sequence.tokens[position : self.sent])
+        ids = tuple(self.text.tokens[position : self.sent])
         weights = weights if any(entry is not None for entry in weights) else ()
         piece = DraftTokens(sequence_id, self.number, position, ids, weights, parent, more, draft_us=self.draft_us)
         del self.weights[:count]
@@ -64,8 +70,8 @@ class Chain:
     def roll_back(self, cache: KVCacheManager) -> None:
         """Takes off the tokens that were not noted, as after a step that failed between the two."""
         length = self.sent + len(self.weights)
-        if length < len(self.sequence):
-            cache.truncate(self.sequence, length)
+        if length < len(self.text):
+            self.text.truncate(length, cache)
             self.ended = False
 
 
@@ -91,9 +97,9 @@ class Branch(Chain):
     goes_on: bool = False  # whether a second window is worth drafting, too
 
     @classmethod
-    def of(cls, number: int, outcome: Outcome, sequence: CachedSequence) -> Self:
-        """Nothing of it is sent. `sequence` ends with the guess."""
-        return cls(number=number, sequence=sequence, sent=outcome.position, weights=[None], outcome=outcome)
+    def of(cls, number: int, outcome: Outcome, text: DraftText) -> Self:
+        """Nothing of it is sent. `text` ends with the guess."""
+        return cls(number=number, text=text, sent=outcome.position, weights=[None], outcome=outcome)
 
     @property
     def parent(self) -> int:
@@ -107,7 +113,7 @@ class Branch(Chain):
 
     def agrees(self, committed: int, new: Sequence[int]) -> bool:
         """Whether it goes on from `new` at position `committed`."""
-        return self.sequence.tokens[committed : committed + len(new)] == list(new)
+        return self.text.tokens[committed : committed + len(new)] == list(new)
 
     def end(self, piece_len: int, limit: int) -> int:
         """Where it rests until it is chosen: after a window, and after two where all of one may well hold."""
@@ -116,7 +122,7 @@ class Branch(Chain):
 
     def pieces(self, sequence_id: int, piece_len: int, limit: int) -> Iterator[DraftTokens]:
         """Those that are due: first the guess and a window as a whole, then full ones, and the rest where it rests."""
-        rests = self.ended or len(self.sequence) >= self.end(piece_len, limit)
+        rests = self.ended or len(self.text) >= self.end(piece_len, limit)
         while unsent := self.num_unsent:
             first = self.sent == self.position
             count = min(unsent, piece_len + first)
@@ -244,8 +250,8 @@ class Branches:
         if not commit.num_drafted or len(new) != len(commit.ids):
             return
         place, rank = commit.position + commit.num_accepted, None
-        if commit.chain == chain.number and commit.num_accepted < len(new) and place < len(chain.sequence):
+        if commit.chain == chain.number and commit.num_accepted < len(new) and place < len(chain.text):
             token = new[commit.num_accepted]
-            if token != chain.sequence.tokens[place]:
+            if token != chain.text.tokens[place]:
                 rank = rank_of(chain.top_tokens, place, token)
         self.rates.observe(commit.num_drafted, commit.num_accepted, rank)

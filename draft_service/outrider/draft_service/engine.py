@@ -172,7 +172,7 @@ class DraftEngine:
         if isinstance(message, Credit):
             draft.limits.grant(message)
             return
-        if self._model and isinstance(draft.method, ModelState):
+        if self._model and isinstance(draft.method, ModelState) and draft.method.draft_sampling.mapping is None:
             check_ids(message.ids, self._model.vocab_size)
         draft.on_commit(message, self.cache)
 
@@ -184,10 +184,10 @@ class DraftEngine:
             if self._observer is not None:
                 self._observer.on_start([draft])
             self._in_step = [draft]
-            ids = drafted_ids(draft.method, draft.limit - len(draft.sequence))
+            ids = drafted_ids(draft.method, draft.limit - len(draft.text))
             draft.method.append(ids)
             self._in_step = []
-            draft.sequence.tokens.extend(ids)
+            draft.text.append(ids)
             draft.chain.weights += [None] * len(ids)
             draft.chain.ended = draft.wants_tokens  # nothing more is found until the tokens change
 
@@ -214,7 +214,7 @@ class DraftEngine:
         for draft, _ in steps:
             draft.chain.draft_us += duration_us
             # Less one: the last committed token may have to be computed again, so its block stays writable.
-            self.cache.publish(draft.sequence, draft.committed - 1)
+            self.cache.publish(draft.sequence, draft.text.num_own(draft.committed) - 1)
         self._in_step = []
         if self._tracer is not None:
             self._tracer.record(
@@ -234,7 +234,7 @@ class DraftEngine:
         """How many tokens every line can take before one of them has something else to do, as far as there are
         blocks."""
         lines = [(draft.sequence, draft.stretch) for draft, _ in steps]
-        lines += [(branch.sequence, draft.end_of(branch) - len(branch.sequence)) for draft, branch in branch_steps]
+        lines += [(branch.sequence, draft.end_of(branch) - len(branch.text)) for draft, branch in branch_steps]
         num_passes = model.proposer.passes_for(rows, min(stretch for _, stretch in lines))
         if num_passes == 1:
             return 1
@@ -252,7 +252,7 @@ class DraftEngine:
         their turn again."""
         return any(
             model.proposer.prepare(
-                draft.method.draft_sampling, draft.committed, len(draft.sequence) + draft.limits.piece_len + 1
+                draft.method.draft_sampling, draft.committed, len(draft.text) + draft.limits.piece_len + 1
             )
             for draft in self._sequences.values()
             if isinstance(draft.method, ModelState) and draft.limits.until > draft.committed and not draft.finished
@@ -281,7 +281,7 @@ class DraftEngine:
         """Methods may learn from what was committed, whichever of them drafted it."""
         if not self._learners or draft.committed == draft.prompt_len:
             return
-        tokens, context = draft.sequence.tokens[: draft.committed], draft.context
+        tokens, context = draft.text.tokens[: draft.committed], draft.context
         for learner in self._learners:
             try:
                 learner.learn(tokens, context)

@@ -63,7 +63,7 @@ class DraftMetrics(Metrics):
                 "kv_blocks": used(),
                 "branches": sum(len(draft.branches) for draft in drafts()),
                 "unsent_tokens": sum(draft.chain.num_unsent for draft in drafts()),
-                "lookup_tokens": sum(len(d.sequence) for d in drafts() if not isinstance(d.method, ModelState)),
+                "lookup_tokens": sum(len(d.text) for d in drafts() if not isinstance(d.method, ModelState)),
             }
 
         def idle_s() -> float:
@@ -140,6 +140,6 @@ class DraftMetrics(Metrics):
                 clock.resting = None
             return
         clock.ready = None
-        at_end = 0 < draft.limit <= len(draft.sequence) and not draft.finished
+        at_end = 0 < draft.limit <= len(draft.text) and not draft.finished
         if at_end and clock.resting is None:
             clock.resting = now

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from outrider.draft_service.chains import Branch, Outcome, outcome_probs
 from outrider.draft_service.sequence import DraftSequence
-from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager, OutOfBlocks
+from outrider.engine.kv_cache_manager import KVCacheManager, OutOfBlocks
 from outrider.engine.scheduler import Scheduler
+from outrider.proposers.draft_text import DraftText
 
 LONG_PREFILL = 32  # rows: more than this are a prompt's, and wait until the chains have theirs
 
@@ -80,7 +81,7 @@ class BranchPlanner:
             if draft.window_is_drafted and len(draft.branches) < most:
                 self._open(draft, most)
             for branch in tuple(draft.branches):
-                grows = not branch.ended and len(branch.sequence) < draft.end_of(branch)
+                grows = not branch.ended and len(branch.text) < draft.end_of(branch)
                 if len(branch_steps) < room and grows and self._has_blocks(draft, branch):
                     branch_steps.append((draft, branch))
         return branch_steps
@@ -91,7 +92,7 @@ class BranchPlanner:
         chain, branches = draft.chain, draft.branches
         table = branches.rates.table(draft.limits.piece_len)
         chances = outcome_probs(table, chain.number, draft.committed, chain.top_tokens, branches)
-        parents = {line.number: line.sequence for line in (chain, *branches)}
+        parents = {line.number: line.text for line in (chain, *branches)}
         known = {branch.outcome for branch in branches}
         for outcome in heapq.nlargest(most, chances, key=chances.__getitem__):  # of equal ones the first
             if len(branches) >= most:
@@ -100,18 +101,17 @@ class BranchPlanner:
                 break
         self._copy_blocks(copies)
 
-    def _fork(
-        self, draft: DraftSequence, parent: CachedSequence, outcome: Outcome, copies: list[tuple[int, int]]
-    ) -> bool:
+    def _fork(self, draft: DraftSequence, parent: DraftText, outcome: Outcome, copies: list[tuple[int, int]]) -> bool:
         """False where there is no room for it."""
-        if outcome.position > parent.num_computed_tokens or outcome.position >= draft.limit:
+        is_computed = parent.num_own(outcome.position) <= parent.sequence.num_computed_tokens
+        if not is_computed or outcome.position >= draft.limit:
             return True  # another one may fit
         try:
-            sequence, copy = self._cache.fork(parent, outcome.position)
+            text, copy = parent.fork(outcome.position, self._cache)
         except OutOfBlocks:
             return False
-        sequence.tokens.append(outcome.token_id)
-        draft.branches.held.append(Branch.of(draft.next_number(), outcome, sequence))
+        text.append([outcome.token_id])
+        draft.branches.held.append(Branch.of(draft.next_number(), outcome, text))
         if copy is not None:
             copies.append(copy)
         return True

@@ -15,6 +15,7 @@ from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
 from outrider.proposers.base import ProposerState, SequenceContext
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
+from outrider.proposers.draft_text import DraftText
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens
 
@@ -35,7 +36,7 @@ class ModelState:
 class DraftLimits:
     """How far a sequence may be drafted: the gateway's credit, and the end of the context."""
 
-    capacity: int  # positions at or past it are never drafted
+    capacity: int  # own tokens
     until: int = 0
     piece_len: int = 0  # tokens of a full piece
     max_branches: int = 0
@@ -46,9 +47,10 @@ class DraftLimits:
         self.piece_len = credit.max_window
         self.max_branches = credit.max_branches
 
-    def end(self, committed: int) -> int:
-        """Positions below it may be drafted now."""
-        return min(self.until, self.capacity, committed + MAX_AHEAD) if self.piece_len else 0
+    def end(self, committed: int, num_own: int) -> int:
+        """Positions below it may be drafted now, where the committed tokens are so many of the draft's own."""
+        room = self.capacity - num_own  # a drafted token is one of its own
+        return min(self.until, committed + min(room, MAX_AHEAD)) if self.piece_len else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,13 +78,18 @@ class DraftSequence:
     _idle_at: int = -1  # the committed length at which an empty piece was sent
 
     def __post_init__(self) -> None:
-        self.committed = len(self.sequence)
+        self.committed = len(self.text)
         self._last_chain = self.chain.number
 
     @property
     def sequence(self) -> CachedSequence:
-        """The chain's tokens and blocks."""
+        """The draft's own tokens of the chain, and their blocks."""
         return self.chain.sequence
+
+    @property
+    def text(self) -> DraftText:
+        """The chain's tokens."""
+        return self.chain.text
 
     @property
     def context(self) -> SequenceContext:
@@ -92,22 +99,22 @@ class DraftSequence:
     @property
     def limit(self) -> int:
         """Positions below it may be drafted now."""
-        return self.limits.end(self.committed)
+        return self.limits.end(self.committed, self.text.num_own(self.committed))
 
     @property
     def wants_tokens(self) -> bool:
         """Whether one more token is to be drafted."""
-        return len(self.sequence) < self.limit and not (self.chain.ended or self.finished)
+        return len(self.text) < self.limit and not (self.chain.ended or self.finished)
 
     @property
     def stretch(self) -> int:
         """How many tokens come next before a piece is full, or credit ends."""
-        return min(self.limit, self.chain.sent + self.limits.piece_len) - len(self.sequence)
+        return min(self.limit, self.chain.sent + self.limits.piece_len) - len(self.text)
 
     @property
     def prompt_is_computed(self) -> bool:
         """Whether the prompt can be shared."""
-        return self.sequence.num_computed_tokens >= self.prompt_len - 1
+        return self.sequence.num_computed_tokens >= self.text.num_own(self.prompt_len) - 1
 
     @property
     def num_top_tokens(self) -> int:
@@ -118,7 +125,7 @@ class DraftSequence:
     @property
     def window_is_drafted(self) -> bool:
         """Whether the chain holds all that the next verification can take: what comes now is ahead of it."""
-        return self.chain.ended or len(self.sequence) >= min(self.committed + self.limits.piece_len, self.limit)
+        return self.chain.ended or len(self.text) >= min(self.committed + self.limits.piece_len, self.limit)
 
     @property
     def may_branch(self) -> bool:
@@ -140,9 +147,7 @@ class DraftSequence:
         if not isinstance(self.method, ModelState):
             return None
         sampler, draft_sampling = self.method.sampler, self.method.draft_sampling
-        return DraftRows(
-            chain.sequence, num_rows, self.committed, sampler, draft_sampling, self.limit, self.num_top_tokens
-        )
+        return DraftRows(chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, self.num_top_tokens)
 
     def on_commit(self, commit: Commit, cache: KVCacheManager) -> None:
         """Takes committed tokens; what is known already is ignored. FailedPrecondition if some are missing."""
@@ -151,7 +156,7 @@ class DraftSequence:
             raise FailedPrecondition(message, reason="COMMIT_GAP")
         new = commit.ids[self.committed - commit.position :]
         self.branches.observe(self.chain, commit, new)
-        agreed = _common_prefix(new, self.sequence.tokens[self.committed :])
+        agreed = _common_prefix(new, self.text.tokens[self.committed :])
         branch = self.branches.matching(self.committed, new) if agreed < len(new) else None
         if branch is not None and branch.number not in commit.dropped:
             self._promote(branch, cache)
@@ -194,7 +199,7 @@ class DraftSequence:
     def _is_idle(self) -> bool:
         """Whether the target has to be told, once per commit, that there is nothing to wait for."""
         has_credit = self.limits.piece_len > 0 and self.limits.until > self.committed and not self.finished
-        at_end = len(self.sequence) == self.committed and not self.wants_tokens
+        at_end = len(self.text) == self.committed and not self.wants_tokens
         return has_credit and at_end and self._idle_at != self.committed
 
     @property
@@ -212,15 +217,13 @@ class DraftSequence:
 
     def _restart(self, length: int, ids: Sequence[int], cache: KVCacheManager) -> None:
         """Keeps the first `length` tokens, appends committed ones, and starts a new chain after them."""
-        sequence = self.sequence
-        # Up to `length` all may be computed: a token after it is replaced, not truncated and computed again.
-        cache.truncate(sequence, length + bool(ids))
-        sequence.tokens[length:] = ids
+        text = self.text
+        text.replace(length, ids, cache)
         if not isinstance(self.method, ModelState):
             self.method.truncate(length)
             self.method.append(ids)
         self.branches.give_up(cache)
-        self.chain, self._chain_survived = Chain(self.next_number(), sequence, sent=len(sequence)), False
+        self.chain, self._chain_survived = Chain(self.next_number(), text, sent=len(text)), False
 
 
 def _common_prefix(new: Sequence[int], drafted: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from outrider.proposers.registry import MethodName, MethodSettings, check_method, method_of
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings
@@ -19,6 +19,11 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     model: Annotated[Path | None, CHECKPOINT] = None
     listen: Address = "127.0.0.1:50052"
     method: MethodName = "draft_model"
+    target_tokenizer: list[Path] = Field(
+        default_factory=list,
+        description="folder of a target's checkpoint or tokenizer, or its hub id: a model of another vocabulary then "
+        "drafts for that target, too",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -25,6 +25,7 @@ from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
 from outrider.rpc.settings import Address, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing
+from outrider.rpc.vocabulary import has_tokenizer
 
 if TYPE_CHECKING:
     from outrider.llm.local import LocalDraft, LocalTarget
@@ -114,7 +115,8 @@ async def _load(settings: ColocatedSettings) -> tuple[LocalTarget, LocalDraft]:
 
     common = {"device": settings.device, "threads": settings.threads}
     of_target = TargetSettings.model_validate({**common, "model": settings.target, "expand": settings.expand})
-    of_draft = DraftSettings.model_validate({**common, "model": settings.draft})
+    targets = [settings.target] if has_tokenizer(settings.target, settings.draft) else []
+    of_draft = DraftSettings.model_validate({**common, "model": settings.draft, "target_tokenizer": targets})
     large = await asyncio.to_thread(load, of_target)
     small = await asyncio.to_thread(load_model, settings.draft, device=settings.device)
     loop = asyncio.get_running_loop()

@@ -48,7 +48,9 @@ async def measure(target: str, draft: str, prompt_ids: Sequence[int]) -> Measure
             check_pair(info.model, draft_info.model)
         room = info.model.max_model_len - len(prompt_ids)
         sampling = SamplingParams(temperature=0.0, max_tokens=min(NUM_TOKENS, max(1, room)), ignore_eos=True)
-        request = Open(0, tuple(prompt_ids), sampling, seed=SEED, acceptance=AcceptanceRule.COUPLED)
+        fingerprint = info.model.tokenizer_fingerprint
+        rule = AcceptanceRule.COUPLED
+        request = Open(0, tuple(prompt_ids), sampling, seed=SEED, acceptance=rule, tokenizer_fingerprint=fingerprint)
         rounds = await _decode(drafts, targets, request)
         trips_us = [replica.round_trip_us for pool in (targets, drafts) for replica in pool.replicas]
     return summarise(rounds, info.step_costs, max(trips_us), info.model.num_blocks * info.model.block_size)

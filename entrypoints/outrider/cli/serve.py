@@ -29,6 +29,7 @@ from outrider.proposers.registry import TOKEN_METHODS, MethodName, MethodSetting
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.server import require_free
+from outrider.rpc.vocabulary import has_tokenizer
 
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 
@@ -145,6 +146,7 @@ class ServeSettings(LocalSettings, MethodSettings):
             "method": None if self.drafts_by == "draft_model" else self.drafts_by,
             **self.of_methods(),
             "model": self.draft_folder,
+            "target-tokenizer": self._mapped_target,
             "dtype": self.dtype,
             "device": self.draft_device or self.device,
             "threads": self.draft_threads,
@@ -173,6 +175,12 @@ class ServeSettings(LocalSettings, MethodSettings):
         """On a GPU with the target the draft takes little: what the device has left is the target's."""
         on_cpu = (self.device or "cpu") == "cpu"
         return None if on_cpu or (self.draft_device or self.device) != self.device else CACHE_BESIDE_TARGET
+
+    @property
+    def _mapped_target(self) -> Path | None:
+        """The target, whose vocabulary may be another one; some folders have no tokenizer to compare."""
+        target, draft = self.target_folder, self.draft_folder
+        return target if draft is not None and has_tokenizer(target, draft) else None
 
     @property
     def _draft_tokenizer(self) -> Path | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.draft_service.admission import make_methods
-from outrider.draft_service.boot import build_model_method, model_info
+from outrider.draft_service.boot import build_model_method, mappings_to, model_info
 from outrider.draft_service.boot import runner_options as draft_options
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
@@ -58,6 +58,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.telemetry import StepTracer
+from outrider.rpc.vocabulary import has_tokenizer
 from outrider.target_service.boot import info_of, limits_of, new_engine
 from outrider.target_service.boot import load as load_target
 from outrider.target_service.boot import runner_options as target_options
@@ -212,7 +213,8 @@ class LocalDraft(LocalService):
 
     def __init__(self, settings: DraftSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        method = build_model_method(loaded, draft_options(settings).beside_another())
+        mappings = mappings_to(settings.target_tokenizer, settings.model) if settings.model is not None else {}
+        method = build_model_method(loaded, draft_options(settings).beside_another(), mappings=mappings)
         self.info: DraftInfo = DraftInfo(model_info(settings, loaded, method), (DraftMethod(method.name),))
         engine = DraftEngine(
             make_methods([method]),
@@ -306,7 +308,8 @@ def start_local(
         _warn(_shorter(target.info.model.max_model_len, loaded.max_model_len))
         drafter: Drafter | None = None
         if draft is not None and folder is not None:
-            draft_settings = _draft_settings(arguments, folder, device, settings.num_blocks)
+            targets = [source for source in (arguments.tokenizer or arguments.model,) if has_tokenizer(source, folder)]
+            draft_settings = _draft_settings(arguments, folder, device, settings.num_blocks, targets)
             drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop))
             services.append(local)
             _warn(check_pair(target.info.model, local.info.model, (tokenizer, Tokenizer.load(folder))))
@@ -354,10 +357,13 @@ def _target_settings(arguments: EngineArguments, model: Path, device: str, k: in
     )
 
 
-def _draft_settings(arguments: EngineArguments, folder: Path, device: str, num_blocks: int | None) -> DraftSettings:
+def _draft_settings(
+    arguments: EngineArguments, folder: Path, device: str, num_blocks: int | None, targets: Sequence[Path]
+) -> DraftSettings:
     return DraftSettings.model_validate(
         {
             "model": folder,
+            "target_tokenizer": targets,
             "device": device,
             "threads": arguments.threads,
             "num_blocks": num_blocks,

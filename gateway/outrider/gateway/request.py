@@ -162,6 +162,7 @@ class Prepared:
     mode: str  # of speculation.mode, resolved
     seed: int
     model_digest: str  # of the model that it runs on to its end
+    tokenizer_fingerprint: str  # of the same
 
     @property
     def work(self) -> AdmissionCost:
@@ -193,6 +194,7 @@ class Prepared:
             one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
             method=self.request.speculation.named_method,
             model_digest=self.model_digest,
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
         )
 
 
@@ -241,6 +243,7 @@ async def prepare(
         mode=mode,
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         model_digest=model.digest,
+        tokenizer_fingerprint=model.tokenizer_fingerprint,
     )
 
 

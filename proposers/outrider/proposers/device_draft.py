@@ -185,7 +185,7 @@ class DeviceChains:
         table = self._steps.graphs.download(taken.table[:num_passes])
         drafted = _read(table, taken.layout, rows)
         for row, tokens in zip(rows, drafted, strict=True):
-            row.sequence.tokens.extend(token.token_id for token in tokens)
+            row.text.append([token.token_id for token in tokens])
             row.sequence.num_computed_tokens = len(row.sequence) - 1
         return drafted
 
@@ -196,6 +196,8 @@ class DeviceChains:
             return None
         if not all(row.draws and is_numeric_only(row.sampler) and row.num_top_tokens < MOST_RANKED for row in rows):
             return None
+        if any(row.draft_sampling.mapping is not None for row in rows):
+            return None  # captured draws take the draft's own ids
         rules, ranks = {row.draft_sampling.rule for row in rows}, any(row.num_top_tokens for row in rows)
         taken = self._draws.get((bucket, DrawKind(DraftRule.COUPLED in rules, DraftRule.REJECTION in rules, ranks)))
         return None if taken is None else (bucket, taken)

@@ -8,13 +8,15 @@ integer weights that travel with the token, under coupling by the noise that bot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.random import RandomRange, noise_source, word_source
+from outrider.engine.random import RandomRange, RandomSource, noise_source, word_source
 from outrider.engine.sampler import assemble
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
@@ -26,6 +28,34 @@ from outrider.kernels.sampling.reference import (
 from outrider.proposers.device_draft import MOST_PASSES, DeviceChains
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, DraftSampling
 from outrider.proposers.drawing import drafted_tokens, pack, race, ranked_ids
+from outrider.proposers.vocabulary_map import VocabularyMap
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnVocabulary:
+    """The ids that tokens are drawn from, which are the target's, and the noise over them."""
+
+    noise: RandomSource
+    size: int
+    own_ids: Tensor | None  # [shared]: of the draft's tokens that have a counterpart; None: ids are the same
+    ids: Tensor | None  # [shared]: the counterparts
+
+    @classmethod
+    def of(cls, mapping: VocabularyMap | None, vocab_size: int, device: torch.device) -> Self:
+        """`vocab_size` is the draft's."""
+        if mapping is None:
+            return cls(noise_source(vocab_size, device), vocab_size, None, None)
+        pairs = [(own, token_id) for token_id, own in mapping.to_draft.items() if own < vocab_size]
+        own_ids, ids = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+        size = len(mapping.target.tokens)
+        return cls(noise_source(size, device), size, own_ids, ids)
+
+    def logits(self, logits: Tensor) -> Tensor:  # [rows, draft's vocab] -> [rows, size]
+        """Minus infinity where there is no counterpart, so that the others have all of the probability."""
+        if self.own_ids is None or self.ids is None:
+            return logits
+        shared = logits.index_select(1, self.own_ids)  # [rows, shared]
+        return logits.new_full((len(logits), self.size), -torch.inf).index_copy_(1, self.ids, shared)
 
 
 class DraftModelProposer:
@@ -37,7 +67,7 @@ class DraftModelProposer:
         self.runner = runner
         self._mass = mass
         self._words = word_source(runner.model.device)
-        self._noise = noise_source(runner.model.vocab_size, runner.model.device)
+        self._vocabularies: dict[VocabularyMap | None, DrawnVocabulary] = {}
         self._chains = _chains(runner, mass)
 
     def passes_for(self, rows: Sequence[DraftRows], wanted: int) -> int:
@@ -62,7 +92,7 @@ class DraftModelProposer:
         for group, members in groupby(order, key=lambda index: _group(rows[index])):
             indices = list(members)
             if group != _NO_DRAW:
-                drawn = self._draw(DraftRule(group), logits[start : start + len(indices)], [rows[i] for i in indices])
+                drawn = self._draw(logits[start : start + len(indices)], [rows[i] for i in indices])
                 start += len(indices)
                 for index, token in zip(indices, drawn, strict=True):
                     drafted[index] = token
@@ -76,11 +106,20 @@ class DraftModelProposer:
         missing."""
         if draft_sampling.rule is DraftRule.ARGMAX or self._chains is not None:
             return False  # captured draws compute them where they use them
-        source = self._noise if draft_sampling.rule is DraftRule.COUPLED else self._words
+        noise = self._vocabulary(draft_sampling.mapping).noise
+        source = noise if draft_sampling.rule is DraftRule.COUPLED else self._words
         return source.prepare(RandomRange(draft_sampling.key, draft_sampling.ahead, first, end - first, end))
 
-    def _draw(self, rule: DraftRule, logits: Tensor, rows: list[DraftRows]) -> list[DraftedToken | None]:
-        """`logits` are [rows, vocab]."""
+    def _vocabulary(self, mapping: VocabularyMap | None) -> DrawnVocabulary:
+        if mapping not in self._vocabularies:
+            model = self.runner.model
+            self._vocabularies[mapping] = DrawnVocabulary.of(mapping, model.vocab_size, model.device)
+        return self._vocabularies[mapping]
+
+    def _draw(self, logits: Tensor, rows: list[DraftRows]) -> list[DraftedToken | None]:
+        """`logits` are [rows, vocab]; the rows have one rule and one vocabulary."""
+        rule, vocabulary = rows[0].draft_sampling.rule, self._vocabulary(rows[0].draft_sampling.mapping)
+        logits = vocabulary.logits(logits)
         plans = [row.sampling_rows() for row in rows]
         sampling = assemble(plans, logits.device, for_argmax=rule is DraftRule.ARGMAX)
         if rule is DraftRule.ARGMAX:
@@ -90,7 +129,7 @@ class DraftModelProposer:
             probs, invalid = logits_to_probs(logits, sampling)  # [rows, vocab], [rows]
             if rule is DraftRule.REJECTION:
                 return self._draw_weighted(probs, invalid, rows)
-            ids, scores = race(probs, self._noise.rows([row.span() for row in rows]))  # [rows]
+            ids, scores = race(probs, vocabulary.noise.rows([row.span() for row in rows]))  # [rows]
             ranked = ranked_ids(scores, rows)
         return drafted_tokens(ids.masked_fill(invalid, -1).tolist(), ranked, [(b"", b"")] * len(rows), rows)
 
@@ -115,16 +154,17 @@ def _chains(runner: ModelRunner, mass: float) -> DeviceChains | None:
         return DeviceChains(runner.captured, runner.model.vocab_size, mass)
 
 
-_NO_DRAW = len(DraftRule)  # a group of its own, after the rules: these rows have no logits
+_NO_DRAW = (len(DraftRule), 0)  # a group of its own, after the rules: these rows have no logits
 
 
-def _group(row: DraftRows) -> int:
-    return int(row.draft_sampling.rule) if row.draws else _NO_DRAW
+def _group(row: DraftRows) -> tuple[int, int]:
+    """Rows that are drawn together: of one rule and one vocabulary."""
+    return (int(row.draft_sampling.rule), id(row.draft_sampling.mapping)) if row.draws else _NO_DRAW
 
 
 def _advance(row: DraftRows, drafted: DraftedToken | None) -> None:
     sequence = row.sequence
     computed = sequence.num_computed_tokens + row.num_rows
     if drafted is not None:
-        sequence.tokens.append(drafted.token_id)
+        row.text.append([drafted.token_id])
     sequence.num_computed_tokens = min(computed, len(sequence) - 1)

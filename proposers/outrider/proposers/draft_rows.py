@@ -9,6 +9,8 @@ from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import CachedSequence
 from outrider.engine.random import RandomAhead, RandomKey, RandomRange
 from outrider.engine.sampler import SamplingRows, SequenceSampler
+from outrider.proposers.draft_text import DraftText
+from outrider.proposers.vocabulary_map import VocabularyMap
 
 
 class DraftRule(IntEnum):
@@ -25,6 +27,7 @@ class DraftSampling:
 
     rule: DraftRule
     key: RandomKey
+    mapping: VocabularyMap | None = None  # None: the target's ids are the draft's own
     ahead: RandomAhead = field(default_factory=RandomAhead)
 
 
@@ -32,13 +35,18 @@ class DraftSampling:
 class DraftRows:
     """What one sequence computes in a step: its next `num_rows` tokens. If these are all, it draws the next one."""
 
-    sequence: CachedSequence
-    num_rows: int
+    text: DraftText
+    num_rows: int  # of its own tokens
     num_committed: int  # tokens past these are drafted
     sampler: SequenceSampler  # counts the committed tokens
     draft_sampling: DraftSampling
     limit: int  # positions below it will be drawn without another message
     num_top_tokens: int = 0  # how many other tokens for the same position are wanted
+
+    @property
+    def sequence(self) -> CachedSequence:
+        """The draft's own tokens and their blocks."""
+        return self.text.sequence
 
     @property
     def draws(self) -> bool:
@@ -47,8 +55,8 @@ class DraftRows:
 
     @property
     def position(self) -> int:
-        """Where the next token will stand."""
-        return len(self.sequence)
+        """Where the next token will stand, for the target."""
+        return len(self.text)
 
     def span(self) -> RandomRange:
         """Where its random numbers are."""
@@ -62,7 +70,7 @@ class DraftRows:
 
     def sampling_rows(self) -> SamplingRows:
         """The row after the chain, processed as if the chain were committed."""
-        chain = self.sequence.tokens[self.num_committed :]
+        chain = self.text.tokens[self.num_committed :]
         return SamplingRows(self.sampler, chain, first=len(chain))
 
 

@@ -80,6 +80,10 @@ class VocabularyMap:
         """The draft's tokens for several ids, each by itself: what follows never changes what came before."""
         return [own for token_id in ids for own in self.spell(token_id)]
 
+    def targets_of(self, own_ids: Iterable[int]) -> tuple[int, ...]:
+        """The counterparts of the draft's ids, as far as there are any."""
+        return tuple(self.to_target[own] for own in own_ids if own in self.to_target)
+
     def _spell(self, token_id: int) -> tuple[int, ...]:
         """Empty where it cannot be done."""
         token = self.target.tokens[token_id] if token_id < len(self.target.tokens) else None

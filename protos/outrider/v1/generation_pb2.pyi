@@ -318,7 +318,7 @@ class GetGatewayInfoResponse(_message.Message):
     def __init__(self, target: _Optional[_Union[ModelInfo, _Mapping]] = ..., draft: _Optional[_Union[ModelInfo, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("protocol_major", "protocol_minor", "name", "digest", "vocab_size", "num_tokens", "tokenizer_fingerprint", "max_model_len", "eos_token_ids", "default_sampling", "dtype", "device", "batch_invariant", "num_blocks", "block_size", "engine", "kernels")
+    __slots__ = ("protocol_major", "protocol_minor", "name", "digest", "vocab_size", "num_tokens", "tokenizer_fingerprint", "max_model_len", "eos_token_ids", "default_sampling", "dtype", "device", "batch_invariant", "num_blocks", "block_size", "engine", "kernels", "mapped_fingerprints")
     PROTOCOL_MAJOR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +336,7 @@ class ModelInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FINGERPRINTS_FIELD_NUMBER: _ClassVar[int]
     protocol_major: int
     protocol_minor: int
     name: str
@@ -353,4 +354,5 @@ class ModelInfo(_message.Message):
     block_size: int
     engine: str
     kernels: str
-    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., batch_invariant: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., engine: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
+    mapped_fingerprints: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_major: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., batch_invariant: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., engine: _Optional[str] = ..., kernels: _Optional[str] = ..., mapped_fingerprints: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -67,6 +67,7 @@ class Open:
     method: str = ""
     model_digest: str = ""  # of the target that it is for; empty: any
     suspect: bool = False  # it may be what ended the targets that it was open on
+    tokenizer_fingerprint: str = ""  # of the target, whose ids these are
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +238,7 @@ class ModelInfo:
     protocol_minor: int = 0
     engine: str = ""
     kernels: str = ""
+    mapped_fingerprints: tuple[str, ...] = ()  # of a draft: of the other vocabularies that it drafts for
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -333,7 +335,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
     found.integer("first_chain", message.first_chain, 0, _MAX_UINT32)
     found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
-    for name in ("salt", "traceparent", "method", "model_digest"):
+    for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
     validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
     found.raise_if_any()

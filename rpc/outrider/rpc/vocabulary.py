@@ -42,9 +42,14 @@ class Lexicon:
     roles: Mapping[str, int]  # bos_token, eos_token, ...: those that there are
 
 
+def has_tokenizer(*folders: Path) -> bool:
+    """Whether all of these folders have a tokenizer.json."""
+    return all((folder / "tokenizer.json").is_file() for folder in folders)
+
+
 def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a checkpoint's folder; None where it has no tokenizer.json."""
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         return None
     backend, _ = _load_backend(folder)
     num_tokens: int = backend.get_vocab_size(with_added_tokens=True)
@@ -53,7 +58,7 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 def read_lexicon(folder: Path) -> Lexicon:
     """What the tokens of a folder with a tokenizer.json stand for. Raises ValueError where there is none."""
-    if not (folder / "tokenizer.json").is_file():
+    if not has_tokenizer(folder):
         raise ValueError(f"{folder} has no tokenizer.json: allowed: the folder of a tokenizer or checkpoint")
     backend, named = _load_backend(folder)
     return lexicon_of(backend, named)

@@ -14,7 +14,7 @@ def check_pair(target: ModelInfo, draft: ModelInfo, tokenizers: tuple[Tokenizer,
     if draft.vocab_size == 0:
         return ""  # a token-only method
     if target.tokenizer_fingerprint and draft.tokenizer_fingerprint:
-        if target.tokenizer_fingerprint == draft.tokenizer_fingerprint:
+        if target.tokenizer_fingerprint in (draft.tokenizer_fingerprint, *draft.mapped_fingerprints):
             return ""
         return _check_agreement(target, draft, tokenizers)
     return _check_sizes(target, draft)
@@ -40,7 +40,10 @@ def check_tokenizer(tokenizer: Tokenizer, target: ModelInfo) -> str:
 def _check_agreement(target: ModelInfo, draft: ModelInfo, tokenizers: tuple[Tokenizer, Tokenizer] | None) -> str:
     names = f"target {target.name} ({target.num_tokens} tokens) and draft {draft.name} ({draft.num_tokens} tokens)"
     if tokenizers is None:
-        raise _mismatch(f"not a pair: the tokenizers of {names} differ")
+        raise _mismatch(
+            f"not a pair: the tokenizers of {names} differ; a draft of another vocabulary is started with "
+            "--target-tokenizer and the target's folder"
+        )
     mine, other = tokenizers
     known = (target.tokenizer_fingerprint, draft.tokenizer_fingerprint)
     if (mine.fingerprint, other.fingerprint) != known:
