@@ -16,6 +16,7 @@ from outrider.gateway.speculation.core import (
     OpenDraft,
     OpenTarget,
     SpeculationCore,
+    ToDraft,
     ToTarget,
 )
 from outrider.planner.policy import Policy, Round
@@ -31,7 +32,7 @@ from outrider.rpc.messages import (
     TokenLogprob,
     TokenWeights,
 )
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)
@@ -90,6 +91,71 @@ def test_rounds_without_a_draft_by_choice_are_shown() -> None:
     controller = Watching(policy=Policy(0))
     core(controller).on_target(Commit(0, 3, (1,)), 0.1)
     assert len(controller.rounds) == 1
+
+
+LAST = FinishReason.LENGTH
+
+
+def to_draft(effects: list[Effect]) -> list[object]:
+    return [message for effect in effects if isinstance(effect, ToDraft | OpenDraft) for message in effect.messages]
+
+
+def kinds(effects: list[Effect]) -> set[type]:
+    """Of those that concern the draft's link."""
+    return {type(effect) for effect in effects} & {OpenDraft, CloseDraft}
+
+
+def learning(policy: Policy, controller: Watching | None = None) -> tuple[SpeculationCore, list[Effect]]:
+    request = Open(0, PROMPT, SamplingParams(max_tokens=50))
+    made = SpeculationCore(request, policy, controller=controller, draft_learns=True)
+    return made, made.start(0.0)
+
+
+def test_a_draft_that_learns_hears_of_a_sequence_that_it_has_no_credit_for() -> None:
+    made, effects = learning(Policy(0))
+    assert kinds(effects) == {OpenDraft} and to_draft(effects) == [] and not made.drafting
+    commit = Commit(0, 3, (1, 2))
+    assert to_draft(made.on_target(commit, 0.1)) == [commit]
+    assert made.on_draft(DraftTokens(0, 0, 5, (7,))) == []  # none was asked for
+    assert to_draft(made.on_read(5, 0.2)) == []
+    last = Commit(0, 5, (3,), finish_reason=LAST)
+    effects = made.on_target(last, 0.3)
+    assert to_draft(effects) == [last] and kinds(effects) == {CloseDraft}
+    assert effects.index(ToDraft((last,))) < effects.index(CloseDraft())
+
+
+def test_a_draft_that_learns_stays_while_speculation_is_off() -> None:
+    class Switching(Watching):
+        def on_round(self, closed: Round) -> bool:
+            self.policy = Policy(0) if self.policy == K4 else K4
+            return True
+
+    made, effects = learning(K4, Switching())
+    assert to_draft(effects) == [Credit(0, 7, 4)]
+    commits = [Commit(0, 3, (1,)), Commit(0, 4, (1,))]
+    effects = made.on_target(commits[0], 0.1)
+    assert to_draft(effects) == [commits[0], Credit(0, 7, 0)] and not kinds(effects) and not made.drafting
+    effects = made.on_target(commits[1], 0.1)
+    assert to_draft(effects) == [commits[1], Credit(0, 9, 4)] and not kinds(effects) and made.drafting
+
+
+def test_a_draft_that_learns_and_is_lost_is_sought_again() -> None:
+    made, _ = learning(Policy(0))
+    effects = made.on_draft(Lost("died"))
+    assert effects == [CloseDraft("died", may_return=True)]
+    assert to_draft(made.on_target(Commit(0, 3, (1,)), 0.1)) == []
+    (opened,) = made.resume_drafting()
+    assert isinstance(opened, OpenDraft) and opened.request.output_ids == (1,) and opened.messages == ()
+    assert made.resume_drafting() == []  # it is there
+    closed, again = made.on_draft(Lost("moves", moved=True))
+    assert isinstance(closed, CloseDraft) and isinstance(again, OpenDraft) and again.messages == ()
+
+
+def test_another_draft_hears_of_no_finish() -> None:
+    made = core()
+    effects = made.on_target(Commit(0, 3, (1,), finish_reason=LAST), 0.1)
+    assert to_draft(effects) == [] and kinds(effects) == {CloseDraft}
+    assert kinds(core(policy=Policy(0)).start(0.0)) == set()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -242,6 +242,13 @@ def test_the_draft_hears_of_finished_sequences_without_losing_them() -> None:
     packer.push(Commit(1, 4, (5,), finish_reason=FinishReason.STOP))
     packer.push(Credit(1, 9, 4))
     assert len(packer.next_frame() or []) == 3
+    for size in (4, 100_000):  # nothing of it is lost, whatever was sent before the Close
+        packer.push(new_open(size, size))
+        packer.push(Commit(size, size, (5,), finish_reason=FinishReason.STOP))
+        packer.push(Close(size))
+        entries = [entry for frame in iter(packer.next_frame, None) for entry in frame]
+        kinds = [entry.WhichOneof(DRAFT_STREAM.commands.oneof) for entry in entries]
+        assert kinds[0] == "open" and kinds[-2:] == ["commit", "close"] and not packer.vanished
     with pytest.raises(TypeError, match="DraftTokens does not travel"):
         packer.push(DraftTokens(1, 0, 4, (5,)))
 

@@ -280,7 +280,7 @@ class GenerationEngine:
         return RequestRun(
             prepared=prepared,
             tokenizer=self.tokenizer,
-            drafter=self.drafter if k else None,
+            drafter=self.drafter,
             verifier=self.verifier,
             policy=policy,
             new_controller=lambda: self._new_controller(prepared, policy, recorded) if k else None,

@@ -4,9 +4,10 @@ messages, `FrameAssembler` makes messages of frames. The two of one side share a
 The packer. Short messages leave first, in the order they were pushed. Long ones (an Open with many ids, log
 probabilities of a prompt) leave in slices, round robin, in what room a frame has left. A sequence that still has slices
 to send has a *lane*, in which its later messages wait, so that messages of one sequence keep their order. A Close
-discards what its sequence has not sent. An Open of which nothing was sent vanishes with it, and the caller finds the id
-in `vanished`: nobody else will answer that Close. A fork waits for its parent's whole Open, and a parent's Close for
-the Opens of its forks, which name an unclosed sequence.
+discards what its sequence has not sent, unless that ends with its last commit, from which a draft learns. An Open of
+which nothing was sent vanishes with it, and the caller finds the id in `vanished`: nobody else will answer that Close.
+A fork waits for its parent's whole Open, and a parent's Close for the Opens of its forks, which name an unclosed
+sequence.
 
 The assembler holds the peer to the rules of the stream: frames without gaps or repeats, ids that were opened, slices
 that add up. A broken rule is a ProtocolError, after which the stream is of no use. What arrives late for a sequence
@@ -152,6 +153,7 @@ class FramePacker:
         self._cut: dict[int, int] = {}  # sequence -> its entries pushed before this number are discarded
         self._lanes: dict[int, _Lane] = {}
         self._ring: deque[int] = deque()  # lanes with slices to send; ids of lanes that are gone are skipped
+        self._finished: set[int] = set()  # sequences whose last commit was pushed here, and their Close was not
         self._opening: set[int] = set()  # sequences whose Open was not sent to its end
         self._parent: dict[int, int] = {}  # fork -> parent, while the fork's Open was not sent to its end
         self._forks: dict[int, set[int]] = {}  # the same, the other way
@@ -183,7 +185,9 @@ class FramePacker:
             if isinstance(message, Closed):
                 self._discard(message.sequence_id)
             self._append(message.sequence_id, item)
-            if is_last(message) and not self._direction.commands:  # a draft is told of a finish, and closed by a Close
+            if is_last(message) and self._direction.commands:  # a draft is told of a finish, and closed by a Close
+                self._finished.add(message.sequence_id)
+            elif is_last(message):
                 self._table.end(message.sequence_id)
 
     def next_frame(self) -> list[Any] | None:
@@ -229,6 +233,7 @@ class FramePacker:
         if not self._table.close(sequence_id):
             return
         if state is SequenceState.OVER:  # sent all the same: the peer may keep a finished sequence until then
+            self._finished.discard(sequence_id)
             self.vanished.append(sequence_id)
             self._append(sequence_id, self._encode(message))
         elif sequence_id in self._forks:
@@ -238,6 +243,10 @@ class FramePacker:
 
     def _close_now(self, message: Close) -> None:
         sequence_id = message.sequence_id
+        if sequence_id in self._finished:
+            self._finished.remove(sequence_id)
+            self._append(sequence_id, self._encode(message))
+            return
         lane = self._lanes.get(sequence_id)
         started = lane is not None and isinstance(lane[0], _Bulk) and lane[0].started
         unsent = sequence_id in self._opening and not started

@@ -106,6 +106,7 @@ class SpeculationCore:
     policy: Policy
     bounded_by_reader: bool = False  # stop strings: credit reaches at most one window past the text examined
     controller: PolicyController | None = None  # else the policy stays as it is
+    draft_learns: bool = False  # it is told of every commit, also of those that it has no credit to draft for
     committed: list[int] = field(init=False)
     drafting: bool = field(init=False)
     finished: bool = field(init=False, default=False)
@@ -144,7 +145,7 @@ class SpeculationCore:
             self.drafting = self.policy.num_draft_tokens > 0
         self._round_start = self._started = self._now = now
         effects: list[Effect] = []
-        if self.drafting:
+        if self.drafting or self.draft_learns:
             effects.append(self._open_draft())
         effects.append(self._open_target())
         return effects
@@ -174,9 +175,11 @@ class SpeculationCore:
 
     def on_draft(self, event: DraftEvent | Lost) -> list[Effect]:
         """Pieces are relayed; a draft that fails means plain decoding."""
-        if self.finished or not self.drafting:
+        if self.finished or not (self.drafting or self._is_heard):
             return []
         match event:
+            case DraftTokens() if not self.drafting:
+                return []
             case DraftTokens():
                 try:
                     validate_piece(event)
@@ -202,19 +205,21 @@ class SpeculationCore:
 
     def stop_drafting(self, reason: str, may_return: bool = False) -> list[Effect]:
         """Goes on without a draft: no patience, plain tokens ahead."""
-        self._draft_lost = True
-        if not self.drafting:
+        if not (self.drafting or self._is_heard):
             return []
+        self._draft_lost = True
         self.drafting = False
         return [CloseDraft(reason, may_return), *self._credit_target()]
 
     def resume_drafting(self) -> list[Effect]:
         """A draft is there again: it gets the sequence as it stands, with chain numbers that were never used."""
+        is_heard, wanted = self._is_heard, self.policy.num_draft_tokens > 0
         self._draft_lost = False
-        if self.drafting or self.finished or self.policy.num_draft_tokens == 0:
+        if self.drafting or self.finished or not (wanted or (self.draft_learns and not is_heard)):
             return []
-        self.drafting = True
-        return [self._open_draft(), *self._credit_target()]
+        self.drafting = wanted
+        opened = ToDraft(self._renewed_draft_credit()) if is_heard else self._open_draft()
+        return [opened, *self._credit_target()]
 
     def retry_target(self, now: float) -> list[Effect]:
         """No target could take the sequence when it was to be opened again; this attempt counts as the same one."""
@@ -247,7 +252,8 @@ class SpeculationCore:
             message = f"commit at {commit.position}, journal has {len(self.committed)} tokens"
             return self._on_target_failure(Failure(0, UNAVAILABLE, message, "OUT_OF_STEP"))
         effects: list[Effect] = []
-        news = (commit,) if self.drafting else ()  # a draft that is opened now gets the sequence as it stands
+        is_open = self.drafting or self._is_heard  # a draft that is opened now gets the sequence as it stands
+        news = (commit,) if is_open else ()
         if commit.ids or commit.finish_reason is not None:
             self.committed.extend(commit.ids)
             self.has_run, self._target_opens = True, 1  # what failed before this progress does not count any more
@@ -256,7 +262,8 @@ class SpeculationCore:
             effects = [*self._choose(closed), Emit(closed)]
         if commit.finish_reason is not None:
             self.finished = True
-            return [*effects, CloseDraft()]
+            last = [ToDraft(_slim(news))] if news and self.draft_learns else []
+            return [*effects, *last, CloseDraft()]
         return [*self._credit_draft(news), *self._credit_target(), *effects]
 
     def _on_prompt(self, event: PromptLogprobs) -> list[Effect]:
@@ -278,8 +285,20 @@ class SpeculationCore:
         wanted = self.policy.num_draft_tokens > 0
         if self.drafting and not wanted:
             self.drafting = False
-            return [CloseDraft(), *self._credit_target()]
+            return [self._silence_draft(), *self._credit_target()]
         return self.resume_drafting() if wanted and not self._draft_lost else []
+
+    @property
+    def _is_heard(self) -> bool:
+        """Whether a draft has the sequence only to learn from it."""
+        return self.draft_learns and not self.drafting and not self._draft_lost
+
+    def _silence_draft(self) -> CloseDraft | ToDraft:
+        """A draft is not wanted any more, or only to learn."""
+        if not self.draft_learns:
+            return CloseDraft()
+        self._draft_credit = Credit(0, self._draft_until, 0)
+        return ToDraft((self._draft_credit,))
 
     def _has_moved(self) -> bool:
         """Whether another target, or this one on another stream, committed the round before. That may have been
@@ -334,7 +353,7 @@ class SpeculationCore:
     def _open_draft(self) -> OpenDraft:
         self._draft_until, self._draft_credit = 0, None
         request = replace(self._open_request(), first_chain=self._last_chain + 1, model_digest="")  # the target's
-        return OpenDraft(request, self._renewed_draft_credit())
+        return OpenDraft(request, self._renewed_draft_credit() if self.drafting else ())
 
     def _open_request(self) -> Open:
         timeout_ms = self.request.timeout_ms
@@ -402,11 +421,15 @@ class SpeculationCore:
 
     def _credit_draft(self, news: tuple[Commit, ...]) -> list[Effect]:
         """A commit and the credit that follows from it travel in one frame."""
-        if not self.drafting:
+        if not (self.drafting or self._is_heard):
             return []
-        slim = tuple(replace(commit, logprobs=(), features=b"") for commit in news)
-        messages: tuple[Commit | Credit, ...] = (*slim, *self._renewed_draft_credit())
-        return [ToDraft(messages)] if messages else []
+        credit = self._renewed_draft_credit() if self.drafting else ()
+        return [ToDraft((*_slim(news), *credit))] if news or credit else []
+
+
+def _slim(commits: tuple[Commit, ...]) -> tuple[Commit, ...]:
+    """Without what a draft has no use for."""
+    return tuple(replace(commit, logprobs=(), features=b"") for commit in commits)
 
 
 def _is_full(failure: Failure) -> bool:

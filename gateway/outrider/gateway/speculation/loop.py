@@ -244,7 +244,9 @@ async def speculate(
 ) -> AsyncGenerator[Round | PromptLogprobs, None]:
     """Yields rounds (and the prompt's log probabilities, if asked for) until the target ends the sequence or the caller
     stops. A round counts as read when the next one is asked for. Raises OutriderError when no target can go on."""
-    core = SpeculationCore(request, policy, examines_text, controller)
+    info = None if drafter is None else drafter.info
+    learns = info is not None and any(method.learns for method in info.methods)
+    core = SpeculationCore(request, policy, examines_text, controller, learns)
     driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop)
     if driver_out is not None:
         driver_out.append(driver)

@@ -81,30 +81,37 @@ class SuffixProposer:
 
 
 class SuffixState:
-    """A sequence's own text, indexed, and its view of the store."""
+    """A sequence's own text and its view of the store. What is appended is indexed by the next proposal: refused drafts
+    are gone by then, and a sequence that is never drafted for costs nothing."""
 
     def __init__(self, proposer: SuffixProposer, salt: str) -> None:
         self._proposer = proposer
         self._salt = digest_of(salt)
         self._text = ContextIndex(proposer.store.depth)
+        self._new: list[int] = []  # tokens behind the indexed ones
 
     @property
     def num_tokens(self) -> int:
         """Tokens held."""
-        return len(self._text)
+        return len(self._text) + len(self._new)
 
     def append(self, ids: Iterable[int]) -> None:
         """Adds tokens at the end."""
-        self._text.append(ids)
+        self._new.extend(ids)
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens, as if the others had never been there."""
-        self._text.truncate(length)
+        if not 0 <= length <= self.num_tokens:
+            raise ValueError(f"cannot truncate {self.num_tokens} tokens to {length}")
+        self._text.truncate(min(length, len(self._text)))
+        del self._new[length - len(self._text) :]
 
     def propose(self, max_tokens: int) -> list[int]:
         """The likeliest path after the longest context that occurred; empty where none did."""
         store = self._proposer.store
         store.index_next()
+        self._text.append(self._new)
+        self._new.clear()
         context = self._text.context()
         longest, matching = 1, list[ContextIndex]()
         for index in (self._text, *store.indices(self._salt)):
