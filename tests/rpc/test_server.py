@@ -133,6 +133,28 @@ async def test_a_port_in_use_is_refused_and_unix_sockets_work(tmp_path: Path) ->
     await first.grpc_server.stop(None)
 
 
+async def test_a_peer_that_is_slow_to_answer_is_waited_for() -> None:
+    """As one far away, or on a busy machine: the first call is no failure."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            await asyncio.sleep(0.15)
+            writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served, serving = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(relay(reader, serving), relay(served, writer))
+
+    server = build_server("127.0.0.1:0", [SERVICE], lambda _: None)
+    await server.start()
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    host, port = proxy.sockets[0].getsockname()
+    async with proxy, connect(f"{host}:{port}") as channel:
+        assert await health_of(channel) == "SERVING"
+    await server.stop()
+
+
 @asynccontextmanager
 async def child(hold_s: float) -> AsyncIterator[tuple[asyncio.subprocess.Process, grpc.aio.Channel]]:
     path = Path(__file__).with_name("serve_child.py")

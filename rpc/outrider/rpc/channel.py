@@ -74,8 +74,9 @@ def channel_options() -> list[ChannelOption]:
         ("grpc.keepalive_permit_without_calls", 0),
         # A restarted service is found again within a second, not after gRPC's default of up to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        # The least time that an attempt gets, whatever its name: a far or busy peer takes tenths of a second to answer.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
         # One connection per channel, not shared between channels of a process: each has its own flow control.
         ("grpc.use_local_subchannel_pool", 1),
     ]
