@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.models import save_tiny, train_byte_level
+from support.models import save_tiny, save_words, train_byte_level
 from support.services import outrider, succeed
 
 from outrider.cli.agreement import tokens_per_round
@@ -31,7 +31,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_model_is_its_own_best_draft(tmp_path: Path, text: Path) -> None:
     folder = str(checkpoint(tmp_path / "one"))
     out = succeed("check-pair", "--target", folder, "--draft", folder, "--text", str(text))
-    assert "100.0% alike, identical" in out
+    assert "358 tokens each, identical" in out
     assert "1.000 greedy (same argmax), 1.000 at temperature 1" in out
     assert "5.00 greedy, 5.00 at temperature 1 (estimates for 4 drafted tokens" in out
 
@@ -50,8 +50,19 @@ def test_without_a_text_no_model_is_loaded(tmp_path: Path) -> None:
     assert "give --text FILE" in succeed("check-pair", "--target", str(target), "--draft", str(draft))
 
 
-def test_a_mismatch_names_both(tmp_path: Path) -> None:
+def test_another_vocabulary_is_mapped(tmp_path: Path, text: Path) -> None:
     target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft", tokens=300)
+    out = succeed("check-pair", "--target", str(target), "--draft", str(draft), "--text", str(text))
+    assert "358 and 300 tokens, mapped: 83.8% of the target's have a counterpart" in out
+    assert "29.4% have a counterpart; the draft reads 2." in out
+    assert "at temperature 1 (overlap)" in out and "nan" not in out
+
+
+def test_a_mismatch_names_both(tmp_path: Path) -> None:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder, word in ((target, "left"), (draft, "right")):
+        folder.mkdir()
+        save_words(folder, [word])
     done = outrider("check-pair", "--target", str(target), "--draft", str(draft))
     assert done.returncode == 1 and "not a pair" in done.stderr
     assert str(target) in done.stderr and str(draft) in done.stderr

@@ -78,16 +78,6 @@ def test_a_draft_that_maps_the_targets_vocabulary_fits() -> None:
         check_pair(target, replace(draft, mapped_fingerprints=("e",)))
 
 
-def test_different_tokenizers_are_judged_by_agreement(tmp_path: Path) -> None:
-    mine, similar = saved(tmp_path / "a"), saved(tmp_path / "b", pad_token="<|pad|>")
-    other = saved(tmp_path / "c", fallback=True)
-    assert "agree on 99." in check_pair(served(mine, "t"), served(similar, "d"), (mine, similar))
-    with pytest.raises(FailedPrecondition, match="stand for the same token"):
-        check_pair(served(mine, "t"), served(other, "d"), (mine, other))
-    with pytest.raises(FailedPrecondition, match="not theirs"):
-        check_pair(served(mine, "t"), served(similar, "d"), (mine, other))
-
-
 def test_the_gateways_tokenizer_is_the_targets(tmp_path: Path) -> None:
     mine, other = saved(tmp_path / "a"), saved(tmp_path / "b", pad_token="<|pad|>")
     assert check_tokenizer(mine, served(mine, "t")) == ""

@@ -27,7 +27,7 @@ DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}
 SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
 # Values that are right, of fields that take no number.
 RIGHT: dict[str, Any] = {
-    "speculative_token_tree": "[(0,), (0, 0)]", "use_heterogeneous_vocab": True, "rejection_sample_method": "block",
+    "speculative_token_tree": "[(0,), (0, 0)]", "rejection_sample_method": "block",
     "synthetic_acceptance_rates": [0.9, 0.8, 0.7, 0.6, 0.5], "synthetic_acceptance_length": 2.5, "fly_window_size": 3,
     "fly_entropy_top_k": 3,
 }  # fmt: skip
@@ -81,7 +81,6 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         (SYNTHETIC | {"synthetic_acceptance_length": 6.5}, r"1 to num_speculative_tokens \+ 1"),
         ({"rejection_sample_method": "fly", "fly_window_size": 5}, "fly_window_size must be less"),
         ({"use_heterogeneous_vocab": True}, "for draft models"),
-        (DRAFT | {"use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic"}, "greedily"),
         (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),
@@ -215,9 +214,8 @@ def test_a_model_that_is_no_path() -> None:
 @pytest.mark.parametrize("name", sorted(fixed_fields(SpeculativeConfig)))
 def test_fields_that_do_not_act_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
-        config(
-            **(DRAFT if name == "use_heterogeneous_vocab" else {}), **{name: RIGHT.get(name, "x")}
-        ).require_supported()
+        config(**{name: RIGHT.get(name, "x")}).require_supported()
+    config(**DRAFT, use_heterogeneous_vocab=True, draft_sample_method="probabilistic").require_supported()
     config(draft_tensor_parallel_size=1, rejection_sample_method="standard").require_supported()
     with pytest.raises(ValueError, match="draft_tensor_parallel_size"):
         config(draft_tensor_parallel_size=2).require_supported()

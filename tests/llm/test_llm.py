@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.models import hf_logits, save_tiny
+from support.models import hf_logits, save_tiny, train_byte_level
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
 from outrider.gateway.request import GenerationDelta
@@ -53,6 +54,20 @@ def test_greedy_equals_generate(tiny_pair: TinyPair, method: str | None, k: int)
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
     drafts: Any = values.get("vllm:spec_decode_num_drafts")
     assert (drafts is None) if method is None else drafts.value > 0
+
+
+def test_a_draft_of_another_vocabulary(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    folder, prompts = save_tiny(tmp_path, seed=1, vocab_size=280, eos_token_id=None), prompts_of(5)
+    train_byte_level(280).save(str(folder / "tokenizer.json"))
+    drawn = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
+    config = {"model": str(folder), "num_speculative_tokens": 3}
+    with LLM(tiny_pair.target, batch_invariant=True, threads=1, mode="branches", speculative_config=config) as made:
+        greedy = made.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24), **QUIET)
+        coupled = made.generate(prompts, drawn, **QUIET)
+        assert metrics_of(made)["num_draft_tokens"].value > 0
+    with LLM(tiny_pair.target, batch_invariant=True, threads=1, mode="branches") as made:
+        assert ids_of(coupled) == ids_of(made.generate(prompts, drawn, **QUIET))
+    assert ids_of(greedy) == [greedy_ids(tiny_pair, prompt, 24) for prompt in prompts]
 
 
 def test_mixed_lengths_in_the_prompts_order(llm: LLM, tiny_pair: TinyPair) -> None:

@@ -3,17 +3,22 @@ position."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import UnsupportedModel
+from outrider.proposers.draft_model import DrawnVocabulary
+from outrider.proposers.vocabulary_map import VocabularyMap
 
 WINDOW = 512  # tokens of context; each window is read from its start
 ROWS = 128  # rows of one forward pass: large vocabularies make large logits
@@ -30,23 +35,28 @@ class Agreement:
     matches: list[float] = field(default_factory=list)  # 1 where both have the same argmax, else 0
     overlaps: list[float] = field(default_factory=list)  # sum of min(target_probs, draft_probs)
     target_loss: float = 0.0
-    draft_loss: float = 0.0
+    draft_losses: list[float] = field(default_factory=list)  # of the tokens that the draft has
 
 
-def compare_models(target: Path, draft: Path, ids: Sequence[int], threads: int | None = None) -> Agreement:
-    """Both models on the same tokens. Raises ValueError where one cannot be loaded or does not know the ids."""
+def compare_models(
+    target: Path, draft: Path, ids: Sequence[int], threads: int | None = None, mapping: VocabularyMap | None = None
+) -> Agreement:
+    """Both models on the same tokens, the target's; `mapping` where the draft has others. Raises ValueError where one
+    cannot be loaded or does not know the ids."""
     if threads is not None:
         torch.set_num_threads(threads)
     models = _load(target), _load(draft)
-    for folder, loaded in zip((target, draft), models, strict=True):
-        if max(ids) >= loaded.vocab_size:
-            raise ValueError(f"{folder} has {loaded.vocab_size} logits, but the target's tokenizer gives id {max(ids)}")
+    own_ids = ids if mapping is None else mapping.spell_all(ids)
+    for folder, loaded, read in zip((target, draft), models, (ids, own_ids), strict=True):
+        if max(read) >= loaded.vocab_size:
+            raise ValueError(f"{folder} has {loaded.vocab_size} logits, but the tokenizer gives id {max(read)}")
     result = Agreement(models[0].vocab_size, models[1].vocab_size, models[0].max_model_len, models[1].max_model_len)
     window = min(WINDOW, result.target_len, result.draft_len)
+    if mapping is not None:  # at least one of the draft's tokens for each of the target's
+        window = max(1, min(window, result.draft_len // max(len(mapping.spell(token_id)) for token_id in ids)))
     for start in range(0, len(ids) - 1, window):
-        _read_window(result, models, ids[start : start + window + 1])
+        _read_window(result, models, ids[start : start + window + 1], mapping)
     result.target_loss /= len(result.matches)
-    result.draft_loss /= len(result.matches)
     return result
 
 
@@ -57,25 +67,37 @@ def _load(folder: Path) -> LoadedModel:
         raise ValueError(str(error)) from error
 
 
-def _read_window(result: Agreement, models: tuple[LoadedModel, LoadedModel], ids: Sequence[int]) -> None:
+def _read_window(
+    result: Agreement, models: tuple[LoadedModel, LoadedModel], ids: Sequence[int], mapping: VocabularyMap | None
+) -> None:
     """Adds the positions of a window: every token but the first is predicted from those before it."""
     inputs, following = ids[:-1], torch.tensor(ids[1:])
-    for target, draft, start in zip(_probs(models[0], inputs), _probs(models[1], inputs), _starts(inputs), strict=True):
+    of_target, of_draft = _probs(models[0], inputs), _probs(models[1], inputs, mapping)
+    for target, draft, start in zip(of_target, of_draft, _starts(inputs), strict=True):
         shared = min(target.shape[1], draft.shape[1])  # padded vocabularies may differ
         result.matches += (target.argmax(-1) == draft.argmax(-1)).float().tolist()
         result.overlaps += torch.minimum(target[:, :shared], draft[:, :shared]).sum(-1).tolist()
         chosen = following[start : start + len(target), None]
         result.target_loss -= float(target.gather(1, chosen).log().sum())
-        result.draft_loss -= float(draft.gather(1, chosen).log().sum())
+        likelihood = draft.gather(1, chosen)  # [rows, 1]
+        result.draft_losses += (-likelihood[likelihood > 0].log()).tolist()
 
 
-def _probs(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:  # each [rows, vocab] float32
-    """The next-token distributions after every id, a few rows at a time."""
-    runner = ModelRunner(loaded.model, num_blocks=WINDOW // 16)
-    table = range(runner.cache.num_blocks)
+def _probs(
+    loaded: LoadedModel, ids: Sequence[int], mapping: VocabularyMap | None = None
+) -> Iterator[Tensor]:  # each [rows, vocab] float32
+    """The next-token distributions after every id of the target, and over these, a few rows at a time."""
+    spelled = [(token_id,) if mapping is None else mapping.spell(token_id) for token_id in ids]
+    runner = ModelRunner(loaded.model, num_blocks=-(-sum(map(len, spelled)) // BLOCK_SIZE))
+    vocabulary = DrawnVocabulary.of(mapping, loaded.vocab_size, loaded.model.device)
+    table, position = range(runner.cache.num_blocks), 0
     for start in _starts(ids):
-        rows = ids[start : start + ROWS]
-        yield runner.forward([BatchEntry(rows, start, table, len(rows))]).softmax(-1)
+        rows = spelled[start : start + ROWS]
+        own_ids = [own for row in rows for own in row]
+        ends = [end - 1 for end in accumulate(map(len, rows))]
+        logits = runner.forward([BatchEntry(own_ids, position, table, len(own_ids))])  # [own ids, draft's vocab]
+        yield vocabulary.logits(logits[ends]).softmax(-1)
+        position += len(own_ids)
 
 
 def _starts(ids: Sequence[int]) -> range:
@@ -89,7 +111,7 @@ def describe(result: Agreement, num_draft_tokens: int) -> list[str]:
         f"vocabularies  {result.target_vocab} and {result.draft_vocab} logits",
         f"context       {result.target_len} and {result.draft_len} tokens",
         f"read          {len(greedy)} positions of the text",
-        f"loss          {result.target_loss:.3f} and {result.draft_loss:.3f} nats a token",
+        f"loss          {result.target_loss:.3f} and {mean(result.draft_losses):.3f} nats a token",
         f"acceptance    {mean(greedy):.3f} greedy (same argmax), {mean(sampled):.3f} at temperature 1 (overlap)",
         f"tokens/round  {tokens_per_round(greedy, num_draft_tokens):.2f} greedy, "
         f"{tokens_per_round(sampled, num_draft_tokens):.2f} at temperature 1 "
@@ -98,8 +120,8 @@ def describe(result: Agreement, num_draft_tokens: int) -> list[str]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of at least one value."""
-    return sum(values) / len(values)
+    """The mean; not a number where there is none."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def tokens_per_round(acceptance: Sequence[float], num_draft_tokens: int) -> float:

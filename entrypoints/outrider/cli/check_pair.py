@@ -1,5 +1,5 @@
-"""`outrider check-pair`: does a draft fit a target? Compares tokenizers and vocabularies and, on a text that both
-models read, how much their next-token distributions have in common at every position."""
+"""`outrider check-pair`: does a draft fit a target? Compares tokenizers, maps those that differ, and, on a text that
+both models read, how much their next-token distributions have in common at every position."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import ClassVar
 from pydantic import Field
 
 from outrider.cli.terminal import fail, load_tokenizer, one_line, parse, read_text, require_config
+from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
+from outrider.rpc.vocabulary import read_lexicon
 
 DESCRIPTION = (
-    "Say whether a draft fits a target. Tokenizers and vocabularies are compared; with --text both models read the "
-    "file, and their next-token distributions are compared at every position. Status 1: no pair."
+    "Say whether a draft fits a target. Tokenizers are compared, and mapped where they differ; with --text both models "
+    "read the file, and their next-token distributions are compared at every position. Status 1: no pair."
 )
 
 
@@ -47,28 +49,38 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
         if settings.text is not None:
             for folder, flag in ((settings.target, "--target"), (settings.draft, "--draft")):
                 require_config(folder, flag)
-        ids = _compare_tokenizers(settings)
+        ids, mapping = _compare_tokenizers(settings)
         if settings.text is not None:
-            agreement = compare_models(settings.target, settings.draft, ids, settings.threads)
+            agreement = compare_models(settings.target, settings.draft, ids, settings.threads, mapping)
             print("\n".join(describe(agreement, settings.num_draft_tokens)))
     except (OSError, ValueError) as error:
         return fail(prog, error, one_line(error))
     return 0
 
 
-def _compare_tokenizers(settings: CheckPairSettings) -> list[int]:
-    """Prints the tokenizers' agreement; returns the text's ids."""
+def _compare_tokenizers(settings: CheckPairSettings) -> tuple[list[int], VocabularyMap | None]:
+    """Prints how the draft's vocabulary serves the target; returns the text's ids, and the map of a vocabulary that is
+    another one."""
     target, draft = load_tokenizer(settings.target, "--target"), load_tokenizer(settings.draft, "--draft")
-    share = target.require_agreement(draft)
-    same = ", identical" if target.fingerprint == draft.fingerprint else ""
-    print(f"tokenizers    {target.num_tokens} and {draft.num_tokens} tokens, {share:.1%} alike{same}")
+    mapping = None
+    if target.fingerprint == draft.fingerprint:
+        print(f"tokenizers    {target.num_tokens} tokens each, identical")
+    else:
+        mapping = VocabularyMap.between(read_lexicon(settings.target), read_lexicon(settings.draft))
+        if not mapping.to_draft:
+            raise ValueError(f"not a pair: {settings.target} and {settings.draft} have no token in common")
+        share = f"{mapping.overlap:.1%} of the target's have a counterpart"
+        print(f"tokenizers    {target.num_tokens} and {draft.num_tokens} tokens, mapped: {share}")
     if settings.text is None:
         print("acceptance    not measured: give --text FILE")
-        return []
+        return [], mapping
     ids = target.encode(read_text(settings.text, "--text"))[: settings.max_tokens]
     if len(ids) < 2:
         raise ValueError(f"{settings.text} has {len(ids)} tokens; at least 2 are needed")
-    return ids
+    if mapping is not None:
+        length = len(mapping.spell_all(ids)) / len(ids)
+        print(f"of the text   {mapping.overlap_in(ids):.1%} have a counterpart; the draft reads {length:.2f} for each")
+    return ids, mapping
 
 
 if __name__ == "__main__":

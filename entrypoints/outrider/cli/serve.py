@@ -161,7 +161,6 @@ class ServeSettings(LocalSettings, MethodSettings):
             "target": target,
             "draft": draft,
             "tokenizer": self.target_folder,
-            "draft-tokenizer": self._draft_tokenizer,
             "http": self.http or None,
             "num-draft-tokens": self.num_draft_tokens,
             "mode": self.mode,
@@ -181,12 +180,6 @@ class ServeSettings(LocalSettings, MethodSettings):
         """The target, whose vocabulary may be another one; some folders have no tokenizer to compare."""
         target, draft = self.target_folder, self.draft_folder
         return target if draft is not None and has_tokenizer(target, draft) else None
-
-    @property
-    def _draft_tokenizer(self) -> Path | None:
-        """For models whose tokenizers differ a little; a draft's folder may have none."""
-        folder = self.draft_folder
-        return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
 
     def metrics_address(self, place: int) -> str | None:
         """Of the gateway (0), the target (1) or the draft (2); port 0 leaves all three to the system."""

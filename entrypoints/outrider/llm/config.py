@@ -171,7 +171,7 @@ class SpeculativeConfig:
     suffix_store_mb: Annotated[Integer, integer(1)] = 64
     suffix_store_file: str | Path | None = None
     parallel_drafting: Annotated[Any, Only(False, why="it is not there yet")] = False
-    use_heterogeneous_vocab: Annotated[Any, Only(False, why="draft and target must share a tokenizer")] = False
+    use_heterogeneous_vocab: bool | None = False  # tokenizers that differ are mapped in any case
     use_local_argmax_reduction: Annotated[Any, Only(False, why="it is for tensor parallel drafts")] = False
     rejection_sample_method: Annotated[
         str | None,
@@ -293,8 +293,8 @@ class SpeculativeConfig:
         """Fields that need or exclude one another. Raises ValueError."""
         k = self.num_speculative_tokens
         if self.use_heterogeneous_vocab:
-            if self.method != "draft_model" or self.draft_sample_method not in (None, "greedy"):
-                raise ValueError("use_heterogeneous_vocab is for draft models that draft greedily")
+            if self.method != "draft_model":
+                raise ValueError("use_heterogeneous_vocab is for draft models")
             if self.use_local_argmax_reduction:
                 raise ValueError("use_heterogeneous_vocab does not go with use_local_argmax_reduction")
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length

@@ -312,7 +312,7 @@ def start_local(
             draft_settings = _draft_settings(arguments, folder, device, settings.num_blocks, targets)
             drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop))
             services.append(local)
-            _warn(check_pair(target.info.model, local.info.model, (tokenizer, Tokenizer.load(folder))))
+            _warn(check_pair(target.info.model, local.info.model))
         else:
             drafter = by_tokens
         if drafter is not None and speculation is not None and not speculation.schedule.constant:

@@ -70,9 +70,6 @@ class GatewaySettings(ServerSettings, MethodSettings):
         f"{', '.join(TOKEN_METHODS)}, package.module.Class",
     )
     tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
-    draft_tokenizer: Path | None = Field(
-        default=None, description="Folder of the draft's checkpoint, to pair models whose tokenizers differ a little"
-    )
     listen: Address = "127.0.0.1:50050"
     processes: int = Field(
         default=1,
@@ -340,9 +337,8 @@ async def _start_http(
 
 
 def _located(settings: GatewaySettings) -> GatewaySettings:
-    """With folders in place of hub ids: what is downloaded is so once, and not by every process."""
-    given = {name: getattr(settings, name) for name in ("tokenizer", "draft_tokenizer")}
-    return settings.model_copy(update={name: _locate(folder) for name, folder in given.items() if folder is not None})
+    """With a folder in place of a hub id: what is downloaded is so once, and not by every process."""
+    return settings.model_copy(update={"tokenizer": _locate(settings.tokenizer)})
 
 
 def _locate(folder: Path) -> Path:
@@ -383,11 +379,9 @@ def _drafts(
     if settings.local_methods:
         given = dict(settings)
         return LocalDrafter([make_proposer(name, given, settings.allow_code) for name in settings.local_methods])
-    other = None if settings.draft_tokenizer is None else _load_tokenizer(settings.draft_tokenizer)
-    tokenizers = None if other is None else (tokenizer, other)
 
     def check(info: DraftInfo) -> None:
-        if warning := check_pair(targets.info.model, info.model, tokenizers):
+        if warning := check_pair(targets.info.model, info.model):
             log.warning("%s", warning)
 
     return MovingDrafts(settings.draft, check, streams)

@@ -78,7 +78,7 @@ class Method:
 _ROWS = (
     Method(
         "draft_model",
-        "any small model that shares the target's tokenizer",
+        "any small model; it may have another tokenizer than the target",
         "outrider.proposers.draft_model:DraftModelProposer",
         needs_model=True,
         one_hot=False,

@@ -22,8 +22,6 @@ from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, f
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.vocabulary import complete_backend, fingerprint, read_json, special_tokens, token_bytes
 
-LEAST_AGREEMENT = 0.99  # of the ids, for two models to be a pair
-
 
 class Tokenizer:
     """Text to ids and back, as the checkpoint's own tokenizer does it; no whitespace is cleaned up on decoding."""
@@ -102,22 +100,6 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """The hash of all ids and their tokens."""
         return fingerprint(self.token_bytes)
-
-    def agreement(self, other: Tokenizer) -> float:
-        """The share of ids, of the larger tokenizer's, that stand for the same token in both."""
-        pairs = zip(self.token_bytes, other.token_bytes, strict=False)
-        equal = sum(mine == theirs for mine, theirs in pairs if mine is not None)
-        return equal / max(self.num_tokens, other.num_tokens, 1)
-
-    def require_agreement(self, other: Tokenizer) -> float:
-        """The agreement of a pair; below LEAST_AGREEMENT a ValueError that names both."""
-        share = self.agreement(other)
-        if share < LEAST_AGREEMENT:
-            raise ValueError(
-                f"not a pair: {share:.1%} of the token ids of {self.name} ({self.num_tokens} tokens) and {other.name} "
-                f"({other.num_tokens} tokens) stand for the same token; at least {LEAST_AGREEMENT:.0%} must"
-            )
-        return share
 
     def _named_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
