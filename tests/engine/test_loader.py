@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +189,14 @@ def test_devices_that_are_not_there(
     assert find_device("cpu").type == "cpu"
     if count:
         assert find_device("cuda:1").index == 1 and find_device("cuda").type == "cuda"
+
+
+def test_loading_leaves_torchs_compiler_out(tmp_path: Path) -> None:
+    """It takes a second, and is for transformers' activations alone; these are there for whom they are asked by."""
+    script = (
+        "import sys; from outrider.engine.loader import load_model; load_model(sys.argv[1]); "
+        "print('torch._dynamo' in sys.modules); from transformers.activations import ACT2FN; print(len(ACT2FN) > 9)"
+    )
+    command = [sys.executable, "-c", script, str(save_tiny(tmp_path / "tiny"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False", "True"]

@@ -6,7 +6,11 @@ length."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -146,6 +150,7 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
     model_type = values.pop("model_type", None)
     if model_type not in MODEL_TYPES:
         raise UnsupportedModel(f"model type {model_type!r} is not one of our decoder's: {', '.join(MODEL_TYPES)}")
+    _load_validators()
     try:
         whole = AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
@@ -160,6 +165,21 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
     if getattr(hf, "use_bidirectional_attention", False):
         raise NotForDecoder(f"{model_type} with use_bidirectional_attention: is True; allowed: False")
     return hf
+
+
+def _load_validators() -> None:
+    """What checks transformers' configurations loads all activations, and with them torch's compiler: 1.2 s of every
+    start, for the names of activations, which `_activation` knows. It takes a table without any for "not to be had"."""
+    name = "transformers.activations"
+    if name in sys.modules or "transformers.utils.type_validators" in sys.modules:
+        return
+    sys.modules[name] = without_any = ModuleType(name)
+    without_any.__dict__["ACT2FN"] = {}
+    try:
+        with suppress(ImportError):  # another version's: without the short cut it loads as it does elsewhere
+            importlib.import_module("transformers.utils.type_validators")
+    finally:
+        del sys.modules[name]
 
 
 def _activation(hf: Any, field: str) -> Literal["silu", "gelu_tanh"]:
