@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
+from support.collector import collecting
 from support.fakes import ToyDraft, ToyTarget
 from support.gateways import over_grpc
 from support.models import train_byte_level
@@ -263,32 +262,21 @@ async def test_rounds_after_the_first_ones_are_one_span(tokenizer: Tokenizer, ma
 
 async def test_a_request_over_grpc_reaches_a_collector(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the wire, as OTEL_EXPORTER_OTLP_ENDPOINT says."""
-    received: list[Any] = []
-
-    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-        async def Export(self, request: Any, context: Any) -> Any:
-            received.append(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    collector = grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), collector)
-    port = collector.add_insecure_port("localhost:0")
-    await collector.start()
     installed: list[TracerProvider] = []
     monkeypatch.setattr(trace, "set_tracer_provider", installed.append)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://localhost:{port}")
-    stop = setup_tracing("outrider-gateway")
-    engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(), tracer=installed[0].get_tracer("test"))
-    async with over_grpc(GenerationServicer(engine)) as address, Client(address) as client:
-        parts = [part async for part in client.generate(token_ids=[11, 12, 13], max_tokens=8, request_id="r1")]
-        assert sum(len(part.token_ids) for part in parts) == 8
-    await asyncio.to_thread(stop)
-    await collector.stop(None)
-    resource = received[0].resource_spans[0]
+    async with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        stop = setup_tracing("outrider-gateway")
+        engine = GenerationEngine(tokenizer, ToyTarget(), ToyDraft(), tracer=installed[0].get_tracer("test"))
+        async with over_grpc(GenerationServicer(engine)) as address, Client(address) as client:
+            parts = [part async for part in client.generate(token_ids=[11, 12, 13], max_tokens=8, request_id="r1")]
+            assert sum(len(part.token_ids) for part in parts) == 8
+        await asyncio.to_thread(stop)
+    resource = collector.received[0].resource_spans[0]
     assert {one.key: one.value.string_value for one in resource.resource.attributes}[
         "service.name"
     ] == "outrider-gateway"
-    spans = [span for one in received for span in one.resource_spans[0].scope_spans[0].spans]
+    spans = collector.spans
     root = next(span for span in spans if not span.parent_span_id)
     attributes = {one.key: one.value.string_value for one in root.attributes}
     assert attributes[names.RPC_SYSTEM_NAME] == "grpc"

@@ -37,7 +37,7 @@ PATIENCE_MS = 60_000  # the target waits for every draft: then a seed fixes the 
 VOCAB, WIDE_VOCAB = 16, 4096
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": -0.6, "frequency_penalty": -1.8}  # it likes to repeat
 EVERY_TOKEN = (7, 2, 11, 0, 5, 14, 9, 3, 12, 6, 1, 15, 8, 4, 13, 10, 7)  # whatever comes next, n-grams have a match
-TOKENS_5K, TOKENS_20K, TOKENS_200K = 1_667, 6_667, 66_667  # sequences of 3 tokens
+TOKENS_3K, TOKENS_5K, TOKENS_10K, TOKENS_20K, TOKENS_200K = 1_000, 1_667, 3_333, 6_667, 66_667  # sequences of 3 tokens
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Setting:
     windows_ahead: int = 0  # drafted during the verification
     max_branches: int = 0
     cut_windows: bool = False  # the target verifies fewer drafted tokens where that pays
-    short: int = TOKENS_5K  # sequences
+    short: int = TOKENS_3K  # sequences
     long: int = TOKENS_200K
 
     @property
@@ -83,7 +83,7 @@ class Setting:
 
 COUPLED = AcceptanceRule.COUPLED
 ALL = {"temperature": 0.6, "top_p": 0.97, "min_p": 0.01, **PENALTIES}
-TEMPERATURE_1 = Setting("temperature 1", short=TOKENS_20K)
+TEMPERATURE_1 = Setting("temperature 1", short=TOKENS_10K)
 WITH_PENALTIES = Setting("penalties", PENALTIES)
 EACH = [
     TEMPERATURE_1,
@@ -93,11 +93,11 @@ EACH = [
     WITH_PENALTIES,
 ]
 EACH_COUPLED = [
-    replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED, short=TOKENS_5K) for setting in EACH
+    replace(setting, name=f"{setting.name}, coupled", acceptance=COUPLED, short=TOKENS_3K) for setting in EACH
 ]
 TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
-BONUS = Setting("bonus", draft="tempered")
-MAPPED = Setting("other vocabulary", draft="mapped", short=1_250, long=TOKENS_20K)
+BONUS = Setting("bonus", draft="tempered", short=1_250)
+MAPPED = Setting("other vocabulary", draft="mapped", long=TOKENS_20K)
 MAPPED_COUPLED = Setting(
     "other vocabulary, coupled",
     ALL,
@@ -105,10 +105,9 @@ MAPPED_COUPLED = Setting(
     draft="mapped",
     windows_ahead=1,
     max_branches=2,
-    short=1_250,
     long=TOKENS_5K,
 )
-CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=1_250)
+CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=750)
 SHORT = [
     *EACH,
     BONUS,

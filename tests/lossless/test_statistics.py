@@ -5,9 +5,9 @@ What is asked of the draws of one setting: every position, neighbouring pairs, a
 The law of what clients get, through the gateway's loop and draft and target services behind gRPC: chi-square against
 the exact probabilities of the target alone, under both acceptance rules, for every sampling parameter that shapes them.
 
-The short form draws 20,000 tokens at temperature 1 (a tenth more would show), and 5,000, more than a mutant needs, with
-each parameter alone, judged by rejection, and coupled at temperature 1 and with all parameters at once; the long one
-200,000 with each parameter alone under each rule. Seeds are fixed."""
+The short form draws 10,000 tokens at temperature 1, and 3,000, as many as a mutant needs, with each parameter alone,
+judged by rejection, and coupled at temperature 1 and with all parameters at once; the long one 200,000 with each
+parameter alone under each rule. Seeds are fixed."""
 
 from __future__ import annotations
 

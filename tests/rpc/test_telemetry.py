@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from support.collector import collecting
 
 from outrider.rpc import telemetry
 from outrider.rpc import telemetry as names
@@ -59,25 +58,11 @@ def test_a_trace_file_holds_otlp_json_lines(tmp_path: Path) -> None:
 
 
 async def test_spans_reach_a_collector_over_grpc() -> None:
-    received: list[Any] = []
-
-    class Sink(trace_service_pb2_grpc.TraceServiceServicer):
-        async def Export(self, request: Any, context: Any) -> Any:
-            received.append(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    server = grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Sink(), server)
-    port = server.add_insecure_port("localhost:0")
-    await server.start()
-    provider = build_provider("t", [OTLPSpanExporter(endpoint=f"http://localhost:{port}", insecure=True)])
-    record(provider)
-    await asyncio.to_thread(provider.shutdown)
-    await server.stop(None)
-    assert sorted(s.name for r in received for s in r.resource_spans[0].scope_spans[0].spans) == [
-        "chat tiny",
-        names.SPAN_ROUND,
-    ]
+    async with collecting() as collector:
+        provider = build_provider("t", [OTLPSpanExporter(endpoint=collector.endpoint, insecure=True)])
+        record(provider)
+        await asyncio.to_thread(provider.shutdown)
+    assert sorted(span.name for span in collector.spans) == ["chat tiny", names.SPAN_ROUND]
 
 
 def step_of(provider: TracerProvider, flags: str) -> bool:
