@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import FAMILIES, KERNELS, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from support.models import FAMILIES, KERNELS, build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
-from outrider.engine.loader import build_decoder
 from outrider.engine.model_runner import ModelRunner
 
 LENGTH = 150  # more than one split of keys

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.devices import Replayed
-from support.models import SMALLEST, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from support.models import SMALLEST, build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import (
@@ -27,7 +27,6 @@ from outrider.engine.batch import (
     choose_bucket,
 )
 from outrider.engine.cuda_graphs import CapturedSteps, CudaGraphs
-from outrider.engine.loader import build_decoder
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
 

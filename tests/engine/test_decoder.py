@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import KERNELS, TINY, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
+from support.models import KERNELS, TINY, build_decoder, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import LoadedModel, build_decoder, load_model
+from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder import Decoder

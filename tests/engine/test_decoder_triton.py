@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import SMALLEST, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
+from support.models import SMALLEST, build_decoder, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import build_decoder
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
 from outrider.engine.models.decoder_config import parse_config

@@ -12,10 +12,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import FAMILIES, KERNELS, cpu_kernels, hf_logits, save_tiny, tiny_config, tiny_hf_model, tiny_state
+from support.models import (
+    FAMILIES,
+    KERNELS,
+    build_decoder,
+    cpu_kernels,
+    hf_logits,
+    save_tiny,
+    tiny_config,
+    tiny_hf_model,
+    tiny_state,
+)
 
 from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import LoadedModel, build_decoder, compute_dtype, find_device, load_model
+from outrider.engine.loader import LoadedModel, compute_dtype, find_device, load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder import Decoder

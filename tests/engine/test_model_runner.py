@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from support.devices import Replayed
-from support.models import tiny_config, tiny_hf_model, tiny_state
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import BatchEntry, StepLimits, all_buckets, build_batch
 from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, BlockPool
-from outrider.engine.loader import build_decoder
 from outrider.engine.model_runner import (
     CudaTimer,
     HostTimer,

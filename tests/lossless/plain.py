@@ -31,12 +31,12 @@ from typing import Any, Self
 import torch
 from support.engines import TargetHarness
 from support.environment import SEED
-from support.models import cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from support.models import build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
-from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import as_int64, exponential_noise

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from support.engines import VOCAB, DraftFn, DraftHarness, TargetHarness, tiny_draft
-from support.models import tiny_config, tiny_hf_model, tiny_state
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
 from outrider.engine import random as engine_random
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager, chain_key, root_key
-from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import CausalLM
 from outrider.kernels.random import reference as philox

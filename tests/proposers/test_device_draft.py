@@ -13,10 +13,10 @@ from support import engines
 from support.devices import PretendedDevice, gpu
 from support.engines import DraftHarness, commit, credit, naive, new_open
 from support.kernels import interpreter
-from support.models import SMALLEST, tiny_config, tiny_hf_model, tiny_state
+from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import StepLimits
-from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
 from outrider.rpc.messages import DraftEvent, DraftTokens, Open, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import tiny_config, tiny_hf_model, tiny_state
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
-from outrider.engine.loader import build_decoder
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SequenceSampler

@@ -11,13 +11,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from support.models import tiny_config, tiny_hf_model, tiny_state
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
 from outrider.engine.batch import BatchEntry
-from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words

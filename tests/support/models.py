@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.engine.checkpoint import eos_ids
+from outrider.engine.loader import LoadedModel, compute_dtype, find_device, new_decoder
+from outrider.engine.models.decoder_config import parse_config
 from outrider.kernels.cpu.library import cpu_library
 
 TINY: dict[str, Any] = {
@@ -101,6 +104,21 @@ def tiny_state(model: Any) -> dict[str, Tensor]:
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return state
+
+
+def build_decoder(
+    config: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    batch_invariant: bool = False,
+) -> LoadedModel:
+    """Our own decoder from the contents of a config.json and tensors in memory; it has no digest."""
+    place, parsed = find_device(device), parse_config(dict(config), max_model_len)
+    model = new_decoder(parsed, state, compute_dtype(dtype, place, config), place, batch_invariant)
+    return LoadedModel(model, str(config["model_type"]), eos_ids(config, {}), {}, digest="")
 
 
 def save_tiny(

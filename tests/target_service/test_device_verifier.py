@@ -11,11 +11,11 @@ import torch
 from support.devices import PretendedDevice, Replayed, gpu
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened
 from support.kernels import interpreter
-from support.models import SMALLEST, tiny_config, tiny_hf_model, tiny_state
+from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine import cuda_graphs
 from outrider.engine.batch import StepLimits
-from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Open, TokenWeights
 from outrider.rpc.sampling_params import LogprobsMode

@@ -20,9 +20,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scipy.stats import chisquare
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, hf_greedy, opened, oracle, speculate, tiny_model
-from support.models import tiny_config, tiny_hf_model, tiny_state
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
-from outrider.engine.loader import LoadedModel, build_decoder
+from outrider.engine.loader import LoadedModel
 from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import draft_sample
 from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeights

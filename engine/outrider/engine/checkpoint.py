@@ -2,7 +2,7 @@
 
 What a model's weights are: the SHA-256 of their contents, taken while they are loaded.
 
-The digest is of names, types, shapes and contents: the same weights in other files, or in memory, have the same one.
+The digest is of names, types, shapes and contents: the same weights in other files have the same one.
 hashlib lets go of the interpreter, so threads of its own read ahead of whoever loads. A checkpoint's digest is kept for
 the next start, beside the checkpoint or in the user's cache, under what says that its files are still the same. A
 folder that was copied has other inodes and times of change: what was copied with it is not believed."""
@@ -16,13 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
@@ -136,14 +133,6 @@ def checkpoint_digest(folder: Path, files: tuple[Path, ...]) -> Iterator[Callabl
         pool.shutdown(cancel_futures=True)  # a model that is refused needs no digest
 
 
-def state_digest(state: Mapping[str, Tensor]) -> str:
-    """The same of tensors in memory."""
-    with ThreadPoolExecutor(NUM_THREADS, "digest") as pool:
-        return _combined(
-            [([name, _type_name(t.dtype), list(t.shape)], pool.submit(_hash_tensor, t)) for name, t in state.items()]
-        )
-
-
 def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
     """By the header of a safetensors file: its length, JSON, then the contents at offsets from its end."""
     with path.open("rb") as opened:
@@ -168,18 +157,6 @@ def _hash_range(path: Path, start: int, end: int) -> str:
             digest.update(chunk)
             start += len(chunk)
     return digest.hexdigest()
-
-
-def _hash_tensor(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-
-
-@cache
-def _type_name(dtype: torch.dtype) -> str:
-    """As safetensors writes it."""
-    saved = save({"": torch.empty(0, dtype=dtype)})
-    header: dict[str, dict[str, str]] = json.loads(saved[8 : 8 + int.from_bytes(saved[:8], "little")])
-    return header[""]["dtype"]
 
 
 def _combined(pending: Sequence[_Pending]) -> str:

@@ -1,4 +1,4 @@
-"""From a checkpoint folder, or a configuration and tensors in memory, to a model that the runner takes."""
+"""From a checkpoint folder to a model that the runner takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine import checkpoint
-from outrider.engine.checkpoint import checkpoint_digest, model_digest, state_digest
+from outrider.engine.checkpoint import checkpoint_digest, model_digest
 from outrider.engine.models import decoder_cpu
 from outrider.engine.models.base import CausalLM, NotForDecoder, UnsupportedModel
 from outrider.engine.models.decoder import Decoder
@@ -88,9 +88,9 @@ def load_model(
     with checkpoint_digest(folder, files) as weights_digest:
         if expand is not None:
             config, state = expand(config, checkpoint.read_tensors(files))
-            model = _decoder(parse_config(config, max_model_len), state, weights_dtype, device, batch_invariant)
+            model = new_decoder(parse_config(config, max_model_len), state, weights_dtype, device, batch_invariant)
         elif (parsed := _parsed(config, max_model_len, batch_invariant)) is not None:
-            model = _decoder(parsed, checkpoint.read_tensors(files), weights_dtype, device, batch_invariant)
+            model = new_decoder(parsed, checkpoint.read_tensors(files), weights_dtype, device, batch_invariant)
         else:
             # Only where needed: it imports transformers' models.
             from outrider.engine.models.transformers import load_registry_model
@@ -110,28 +110,6 @@ def load_model(
         eos_token_ids=checkpoint.eos_ids(config, generation),
         default_sampling=checkpoint.default_sampling(generation),
         digest=digest,
-    )
-
-
-def build_decoder(
-    config: Mapping[str, Any],
-    state: Mapping[str, Tensor],
-    *,
-    dtype: str = "auto",
-    device: str | torch.device = "cpu",
-    max_model_len: int | None = None,
-    batch_invariant: bool = False,
-) -> LoadedModel:
-    """Our own decoder from the contents of a config.json and tensors in memory, by their Hugging Face names."""
-    device = find_device(device)
-    parsed = parse_config(dict(config), max_model_len)
-    model = _decoder(parsed, state, compute_dtype(dtype, device, config), device, batch_invariant)
-    return LoadedModel(
-        model=model,
-        model_type=str(config["model_type"]),
-        eos_token_ids=checkpoint.eos_ids(config, {}),
-        default_sampling={},
-        digest=model_digest(config, state_digest(state)),
     )
 
 
@@ -166,14 +144,15 @@ def _parsed(config: dict[str, Any], max_model_len: int | None, batch_invariant: 
         return None
 
 
-def _decoder(
+def new_decoder(
     config: DecoderConfig,
     state: Mapping[str, Tensor],
     dtype: torch.dtype,
     device: torch.device,
     batch_invariant: bool,
 ) -> CausalLM:
-    """By our C kernels where they can, else by PyTorch's and Triton's."""
+    """Our own, of tensors by their Hugging Face names: by our C kernels where they can, else by PyTorch's and
+    Triton's."""
     if decoder_cpu.can_run(config, dtype, device):
         return NativeDecoder(config, state)
     return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
