@@ -320,3 +320,14 @@ def test_a_window_that_the_end_of_a_request_cuts_says_nothing_of_its_plan() -> N
         controller.on_round(closed)
     rounds = controller.trials.at(controller.common)._recent
     assert set(rounds.windows) == {controller.plan.num_draft_tokens}
+
+
+def test_a_step_counts_once_whoever_tells_of_it() -> None:
+    told, alone = SharedStats(VerifyCosts()), SharedStats(VerifyCosts())
+    for queue_us in range(4):
+        told.add_step(StepTimings(queue_us, 900, 100, 20, 4), False, 8)
+    alone.add_step(StepTimings(0, 900, 100, 20, 4), False, 8)
+    assert told.costs.at(20, False) == alone.costs.at(20, False) == 1000
+    assert (told.share.value, told.share.weight) == (alone.share.value, alone.share.weight) == (0.5, 1.0)
+    told.add_step(StepTimings(0, 901, 100, 20, 4), False, 8)
+    assert told.share.weight == 2.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from outrider.rpc import frames
-from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, Message
+from outrider.rpc.codec import DRAFT_STREAM, RELAYED_DRAFT_STREAM, TARGET_STREAM, Message
 from outrider.rpc.errors import ProtocolError, ResourceExhausted
 from outrider.rpc.frames import (
     ID_WINDOW,
@@ -31,10 +32,11 @@ from outrider.rpc.messages import (
     Open,
     PromptLogprobs,
     TokenLogprob,
+    TokenWeights,
 )
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.v1 import common_pb2 as pb
-from outrider.v1 import generation_pb2, target_pb2
+from outrider.v1 import draft_pb2, generation_pb2, target_pb2
 
 COMMANDS, EVENTS = TARGET_STREAM.commands, TARGET_STREAM.events
 
@@ -251,6 +253,59 @@ def test_the_draft_hears_of_finished_sequences_without_losing_them() -> None:
         assert kinds[0] == "open" and kinds[-2:] == ["commit", "close"] and not packer.vanished
     with pytest.raises(TypeError, match="DraftTokens does not travel"):
         packer.push(DraftTokens(1, 0, 4, (5,)))
+
+
+UNKNOWN = b"\xf8\x07\x2a"  # field 127, a varint
+
+
+def relayed(piece: pb.Piece, sequence_id: int) -> pb.Piece:
+    """What a gateway makes of a draft's piece, for its sequence at the target."""
+    packer = FramePacker(COMMANDS)
+    packer.push(new_open(sequence_id))
+    decoded = RELAYED_DRAFT_STREAM.events.decode(draft_pb2.DraftEvent(piece=piece))
+    packer.push_commands(sequence_id, [decoded])  # type: ignore[list-item]
+    frame = COMMANDS.build(FrameHeader(1), packer.next_frame() or [])
+    passed: pb.Piece = frame.messages[1].piece
+    return passed
+
+
+def test_a_piece_is_passed_on_as_it_came() -> None:
+    weights = [pb.TokenWeights(ids=b"\1\0\0\0", weights=b"\2\0\0\0"), pb.TokenWeights()]
+    piece = pb.Piece(sequence_id=3, chain=9, parent=7, position=5, ids=[8, 6], weights=weights, more=True, draft_us=40)
+    piece.MergeFromString(UNKNOWN)  # of a newer draft
+    passed = relayed(piece, 4)
+    assert passed.sequence_id == 4 and passed.SerializeToString().endswith(UNKNOWN)
+    passed.sequence_id = 3
+    assert passed == piece
+    assert DRAFT_STREAM.events.decode(draft_pb2.DraftEvent(piece=piece)) == DraftTokens(
+        3, 9, 5, (8, 6), (TokenWeights(b"\1\0\0\0", b"\2\0\0\0"), None), 7, True, (), 40
+    )
+
+
+def test_a_commit_is_passed_on_as_it_came_unless_it_was_changed() -> None:
+    logprobs = [generation_pb2.PositionLogprobs(candidates=[generation_pb2.TokenLogprob(id=5, logprob=-1.0, rank=1)])]
+    commit = pb.Commit(sequence_id=3, position=4, ids=[5], origins=[1], num_drafted=1, logprobs=logprobs)
+    decoded = EVENTS.decode(target_pb2.TargetEvent(commit=commit))
+    assert isinstance(decoded, Commit)
+    commands = DRAFT_STREAM.commands
+    assert commands.encode(decoded, 8).commit.logprobs and decoded.sequence_id == 3
+    slim = replace(decoded, logprobs=())
+    assert commands.encode(slim, 8) == draft_pb2.DraftCommand(
+        commit=pb.Commit(sequence_id=8, position=4, ids=[5], origins=[1], num_drafted=1)
+    )
+
+
+@pytest.mark.parametrize("num_ids", [4, 50_000])
+def test_commands_of_a_round_follow_their_open_and_end_with_it(num_ids: int) -> None:
+    pair, credit = Pair(), Credit(77, 9, 4)
+    pair.push(new_open(1, num_ids))
+    pair.packer.push_commands(1, [credit, DraftTokens(78, 0, num_ids, (5,))])
+    assert pair.pump() == [new_open(1, num_ids), Credit(1, 9, 4), DraftTokens(1, 0, num_ids, (5,))]
+    pair.push(Close(1))
+    pair.packer.push_commands(1, [credit])
+    assert pair.pump() == [Close(1)] and credit.sequence_id == 77
+    with pytest.raises(ValueError, match="never opened"):
+        pair.packer.push_commands(2, [credit])
 
 
 def frame_of(*entries: target_pb2.TargetCommand, number: int = 1) -> target_pb2.VerifyRequest:

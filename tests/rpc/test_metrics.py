@@ -132,3 +132,25 @@ def test_vllm_s_names(service: Service) -> None:
     assert found["vllm:kv_cache_usage_perc"] == (0.25, {"model_name": "m", "engine": "0"})
     cache = found["vllm:cache_config_info"][1]
     assert (cache["block_size"], cache["num_gpu_blocks"], cache["model_name"]) == ("16", "64", "m")
+
+
+def test_local_histograms_say_what_the_librarys_do() -> None:
+    bounds, values, trace = (0.001, 0.01, 2.0), (0.0, 0.001, 0.0011, 0.5, 3.0), {"trace_id": TRACE}
+    ours, theirs = Metrics("toy"), Metrics("toy")
+    local, library = ours.local_histogram("x", "X", bounds), theirs.histogram("x", "X", bounds)
+    (first, second) = ours.local_histograms("y", "Y", bounds, "part", ("a", "b"))
+    labelled = theirs.histogram("y", "Y", bounds, "part")
+    for value in values:
+        local.observe(value)
+        library.observe(value)
+        second.observe(value)
+        labelled.labels("b").observe(value)
+    first.observe(0.5, trace)
+    labelled.labels("a").observe(0.5, trace)
+
+    def shown(metrics: Metrics) -> list[str]:
+        text = metrics.render("application/openmetrics-text")[0].decode()
+        lines = [line for line in text.splitlines() if "outrider_x" in line or "outrider_y" in line]
+        return sorted(line.rpartition(" ")[0] if TRACE in line else line for line in lines)  # without its time
+
+    assert shown(ours) == shown(theirs) and any(TRACE in line for line in shown(ours))

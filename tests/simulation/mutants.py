@@ -110,6 +110,10 @@ def _fresh_seed(opened: Any, core: SpeculationCore) -> Any:
     return replace(request, seed=request.seed ^ max(0, core._target_opens - 1))
 
 
+def _reads_all(within: Any, core: SpeculationCore, until: int, ahead: int) -> int:
+    return until
+
+
 def _first_chain_again(open_draft: Any, core: SpeculationCore) -> Any:
     core._last_chain = -1
     return open_draft(core)
@@ -125,7 +129,7 @@ MUTANTS = (
     Mutant("a commit is repeated after a reopening", Mode.COUPLED, _commit_twice),
     Mutant("fresh randomness after a reopening", Mode.COUPLED, _wrapped(SpeculationCore, "_open_request", _fresh_seed)),
     Mutant("the target goes past its credit", Mode.GREEDY, _wrapped(TargetSequence, "grant", _grants_more)),
-    Mutant("a slow reader is forgotten", Mode.GREEDY, _wrapped(SpeculationCore, "_reader_bound", lambda *_: 1 << 20)),
+    Mutant("a slow reader is forgotten", Mode.GREEDY, _wrapped(SpeculationCore, "_within_reader", _reads_all)),
     Mutant("the draft relabels a refused chain", Mode.GREEDY, _wrapped(DraftSequence, "_restart", _keeps_tail)),
     Mutant("a piece after a gap is held", Mode.GREEDY, _wrapped(ChainBuffer, "add", _takes_gaps)),
     Mutant("a block is cached before it is computed", Mode.GREEDY, _wrapped(KVCacheManager, "publish", _publishes_all)),

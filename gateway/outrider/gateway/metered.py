@@ -210,13 +210,13 @@ class _Watch:
         metrics.add_round(closed, self.exemplar)
         window = self.pieces_of(index).window_of(closed)
         if window is not None:
-            metrics.windows[window].inc()
+            metrics.drafts.windows[window] += 1
         if self._demand.wants(closed):
-            metrics.wanted_rounds.inc()
+            metrics.drafts.num_wanted += 1
         if self._modes.setdefault(index, closed.mode) != closed.mode:
             self._modes[index] = closed.mode
             metrics.mode_changes.labels(closed.mode).inc()
-        metrics.generation_tokens.inc(num_tokens)
+        metrics.num_generation_tokens += num_tokens
         if index in self._num_first:
             seconds = closed.total_us * 1e-6
             self._decoding_s[index] += seconds

@@ -5,10 +5,10 @@ metrics are served: a gateway without them spends nothing on them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
-from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -47,9 +47,10 @@ class GatewayMetrics(Metrics):
         self.failure = self.counter("request_failure", "Requests that failed after their first delivery", "code")
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of ended completions, once a request")
         self.cached_tokens = self.counter("prompt_tokens_cached", "Of them, found in the target's prefix cache")
-        self.generation_tokens = self.counter("generation_tokens", "Tokens returned")
+        self.num_generation_tokens = 0
+        self.read_counter("generation_tokens", "Tokens returned", lambda: self.num_generation_tokens)
         self.first_token = self.histogram("time_to_first_token_seconds", "From request to first token", WAITS_S)
-        self.inter_token = self.histogram(
+        self.inter_token = self.local_histogram(
             "inter_token_latency_seconds", "From one commit with tokens to the next", _TOKENS_S
         )
         self.per_token = self.histogram(
@@ -59,39 +60,53 @@ class GatewayMetrics(Metrics):
             "e2e_request_latency_seconds", "From request to its end, without refused ones", WAITS_S
         )
         self.queue_time = self.histogram("request_queue_time_seconds", "Waiting to be let in", WAITS_S)
-        self.num_drafts = self.counter("spec_decode_num_drafts", "Verifications with at least one drafted token")
-        self.num_draft_tokens = self.counter("spec_decode_num_draft_tokens", "Drafted tokens verified")
-        self.num_accepted = self.counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted")
-        self._per_position = self.counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by place in the window", "position"
-        )
-        self._per_tested = self.counter(
-            "spec_decode_num_tested_tokens_per_pos",
-            "Drafted tokens whose place was reached: all before them were accepted",
-            "position",
-        )
-        self._accepted: list[Counter] = []  # by position: a series appears with its first accepted token
-        self._tested: list[Counter] = []  # ... and with the first window that reached it
-        windows = self.counter(
-            "spec_decode_windows", "Rounds with a draft, by when the window came that they verified", "window"
-        )
-        self.windows = {window: windows.labels(window) for window in WINDOWS}
-        self._draft_tokens = self.histogram("round_draft_tokens", "Tokens that a round drafts", _DRAFT_TOKENS)
-        self.wanted_rounds = self.counter(
-            "draft_wanted_rounds", "Rounds that drafted, or would have at the speed of a draft without load"
-        )
-        self.num_plain = self.counter("plain_steps", "Verifications without a drafted token")
-        self.rounds = self.counter("rounds", "Verifications, by how the controller had them drafted", "mode")
+        self.drafts = DraftCounts()
+        self._declare_drafts(self.drafts)
         self.mode_changes = self.counter("mode_changes", "Changes of a completion's mode, by the new one", "mode")
         self.failovers = self.counter(
             "target_failovers", "Completions that went on at another target; near_ties: of other arithmetic", "output"
         )
-        self.round_time = self.histogram("round_seconds", "From one commit of a completion to its next", PARTS_S)
-        self.overhead = self.histogram(
+        self._draft_tokens = self.local_histogram("round_draft_tokens", "Tokens that a round drafts", _DRAFT_TOKENS)
+        self.round_time = self.local_histogram("round_seconds", "From one commit of a completion to its next", PARTS_S)
+        self.overhead = self.local_histogram(
             "round_overhead_seconds", "Of a round, what is neither draft nor verification", PARTS_S
         )
-        parts = self.histogram("round_part_seconds", "What a round's time went to", PARTS_S, "part")
-        self._parts = [parts.labels(part) for part in PARTS]
+        text = "What a round's time went to"
+        self._parts = self.local_histograms("round_part_seconds", text, PARTS_S, "part", PARTS)
+
+    def _declare_drafts(self, drafts: DraftCounts) -> None:
+        self.read_counters(
+            "rounds", "Verifications, by how the controller had them drafted", "mode", lambda: dict(drafts.rounds)
+        )
+        self.read_counter("plain_steps", "Verifications without a drafted token", lambda: drafts.num_plain)
+        self.read_counter(
+            "spec_decode_num_drafts", "Verifications with at least one drafted token", lambda: drafts.num_drafts
+        )
+        self.read_counter("spec_decode_num_draft_tokens", "Drafted tokens verified", lambda: drafts.num_draft_tokens)
+        self.read_counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted", lambda: sum(drafts.accepted))
+        self.read_counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens accepted, by place in the window",
+            "position",
+            lambda: _by_place(drafts.accepted),
+        )
+        self.read_counters(
+            "spec_decode_num_tested_tokens_per_pos",
+            "Drafted tokens whose place was reached: all before them were accepted",
+            "position",
+            lambda: _by_place(drafts.tested),
+        )
+        self.read_counters(
+            "spec_decode_windows",
+            "Rounds with a draft, by when the window came that they verified",
+            "window",
+            lambda: dict(drafts.windows),
+        )
+        self.read_counter(
+            "draft_wanted_rounds",
+            "Rounds that drafted, or would have at the speed of a draft without load",
+            lambda: drafts.num_wanted,
+        )
 
     def attach(self, engine: GenerationEngine, vllm_names: bool = False) -> None:
         """What is read when it is asked for."""
@@ -112,19 +127,11 @@ class GatewayMetrics(Metrics):
 
     def add_round(self, closed: Round, exemplar: Exemplar = None) -> None:
         """One verification. The first round of a completion holds its prompt and is no round of decoding."""
-        commit, timings = closed.commit, closed.commit.timings
-        self.rounds.labels(closed.mode).inc()
+        timings = closed.commit.timings
+        self.drafts.add(closed)
         self._draft_tokens.observe(closed.num_draft_tokens)
         if closed.moved:
             self.failovers.labels("near_ties" if closed.near_ties else "equal").inc()
-        if commit.num_drafted:
-            self.num_drafts.inc()
-            self.num_draft_tokens.inc(commit.num_drafted)
-            self.num_accepted.inc(commit.num_accepted)
-            _count_first(self._accepted, self._per_position, commit.num_accepted)
-            _count_first(self._tested, self._per_tested, min(commit.num_accepted + 1, commit.num_drafted))
-        else:
-            self.num_plain.inc()
         if closed.index == 0:
             return
         self.round_time.observe(closed.total_us * 1e-6, exemplar)
@@ -134,12 +141,41 @@ class GatewayMetrics(Metrics):
             part.observe(duration_us * 1e-6)
 
 
-def _count_first(series: list[Counter], of: Counter, count: int) -> None:
-    """Counts the first `count` positions; their series are kept at hand."""
-    while len(series) < count:
-        series.append(of.labels(str(len(series))))
-    for position in series[:count]:
-        position.inc()
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of rounds and of their drafts: counted on the event loop, read at the scrape."""
+
+    rounds: dict[str, int] = field(default_factory=dict)  # by mode
+    windows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WINDOWS, 0))
+    num_plain: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_wanted: int = 0
+    accepted: list[int] = field(default_factory=list)  # by place in the window: from its first accepted token on
+    tested: list[int] = field(default_factory=list)  # ... and from the first window that reached it on
+
+    def add(self, closed: Round) -> None:
+        """One verification."""
+        num_drafted, num_accepted = closed.commit.num_drafted, closed.commit.num_accepted
+        self.rounds[closed.mode] = self.rounds.get(closed.mode, 0) + 1
+        if not num_drafted:
+            self.num_plain += 1
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        _count_first(self.accepted, num_accepted)
+        _count_first(self.tested, min(num_accepted + 1, num_drafted))
+
+
+def _count_first(counts: list[int], num: int) -> None:
+    """Counts the first `num` places."""
+    counts.extend([0] * (num - len(counts)))
+    for place in range(num):
+        counts[place] += 1
+
+
+def _by_place(counts: list[int]) -> dict[str, float]:
+    return {str(place): count for place, count in enumerate(list(counts))}
 
 
 class WireBytes:

@@ -105,7 +105,7 @@ class TokenUsage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationDelta:
     """What one commit adds to one completion."""
 

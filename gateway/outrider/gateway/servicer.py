@@ -84,15 +84,20 @@ def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
         index=delta.index,
         text=delta.text,
         token_ids=delta.token_ids,
-        origins=map(int, delta.origins),  # type: ignore[arg-type]  # the numbers are the protocol's
-        logprobs=map(encode_position_logprobs, delta.logprobs),
-        finish_reason=int(delta.finish_reason or 0),  # type: ignore[arg-type]
-        seed=delta.seed,
-        model_digest=delta.model_digest,
+        origins=delta.origins,  # type: ignore[arg-type]  # the numbers are the protocol's
         near_ties=delta.near_ties,
-        prompt_token_ids=delta.prompt_token_ids,
-        prompt_logprobs=map(encode_position_logprobs, delta.prompt_logprobs),
     )
+    if delta.model_digest:  # the first one
+        out.model_digest = delta.model_digest
+        out.prompt_token_ids.extend(delta.prompt_token_ids)
+    if delta.seed is not None:
+        out.seed = delta.seed
+    if delta.logprobs:
+        out.logprobs.extend(map(encode_position_logprobs, delta.logprobs))
+    if delta.prompt_logprobs:
+        out.prompt_logprobs.extend(map(encode_position_logprobs, delta.prompt_logprobs))
+    if delta.finish_reason is not None:
+        out.finish_reason = int(delta.finish_reason)  # type: ignore[assignment]
     if delta.stop_string is not None:
         out.stop_string = delta.stop_string
     elif delta.stop_token_id is not None:

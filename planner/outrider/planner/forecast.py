@@ -24,6 +24,7 @@ from math import ceil
 from outrider.planner.estimates import Acceptance, RunningMean, StepTime, surprise
 from outrider.planner.formulas import ahead_plain, ahead_waiting, in_turn
 from outrider.planner.policy import AHEAD, OFF, Mode, Plan
+from outrider.rpc.messages import StepTimings
 
 FORGETTING = 0.01  # a decision
 PLAIN_MEMORY, LEAST_SEEN = 64.0, 8.0  # rounds that tell how many of them are plain
@@ -60,6 +61,16 @@ class SharedStats:
     draft_pass: RunningMean = field(default_factory=RunningMean)
     share: RunningMean = field(default_factory=lambda: RunningMean(1.0))  # sequences of a step over those that run here
     plain: dict[Hashable, RunningMean] = field(default_factory=dict)  # share of plain rounds where none waits, by mode
+    _last_step: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def add_step(self, timings: StepTimings, beside_draft: bool, num_running: int) -> None:
+        """A step of the target's: all its sequences tell of it, one after another, and the first of them counts."""
+        step = timings.verify_us, timings.sample_us, timings.num_rows, timings.num_sequences
+        if step == self._last_step and timings.num_sequences > 1:
+            return
+        self._last_step = step
+        self.costs.add(timings.num_rows, timings.verify_us + timings.sample_us, beside_draft)
+        self.share.add(timings.num_sequences / max(1, num_running))
 
     def add_plain(self, mode: Hashable, plain: bool) -> None:
         """A round where none waits had a window, or only the target's own token."""
@@ -138,7 +149,8 @@ class Forecast:
     @property
     def away_us(self) -> float:
         """What a round that waits for its draft spends between the services."""
-        return self.stats.between.or_else(max(self.round_trips_us(), UNKNOWN_ROUND_TRIP_US))
+        between = self.stats.between
+        return between.value if between.weight else max(self.round_trips_us(), UNKNOWN_ROUND_TRIP_US)
 
     def _plain(self, late_us: float, plain_us: float) -> float:
         """Tokens decoded until a chain is there that agrees with them."""

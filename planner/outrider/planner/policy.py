@@ -14,7 +14,7 @@ from outrider.rpc.messages import Commit
 MODES_AHEAD = ("chains", "branches")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Round:
     """One commit with its times. Seconds are on the gateway's monotonic clock, microseconds are durations."""
 

@@ -60,7 +60,7 @@ class Codec(Generic[M, P]):
 def by_fields(kind: type[M], proto: type[P], **others: Codec[Any, Any]) -> Codec[M, P]:
     """The codec of a dataclass whose message has fields of the same names. Lists are tuples, and an optional number
     that is absent is None; the fields in `others` have codecs of their own."""
-    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]  # M is a dataclass
+    names = [one.name for one in fields(kind) if one.init]  # type: ignore[arg-type]  # M is a dataclass
     readers = [_reader(proto, name, others.get(name)) for name in names]
 
     def encode(message: M) -> P:
@@ -141,6 +141,62 @@ def _encode_open(message: Open) -> pb.Open:
     return out
 
 
+def _encode_credit(message: Credit) -> pb.Credit:
+    """Written out: every round has two."""
+    return pb.Credit(
+        sequence_id=message.sequence_id,
+        until=message.until,
+        max_window=message.max_window,
+        patience_ms=message.patience_ms,
+        max_branches=message.max_branches,
+    )
+
+
+def _decode_commit(message: pb.Commit) -> Commit:
+    """Written out: every round has one."""
+    timings, load = message.timings, message.load
+    commit = Commit(
+        message.sequence_id,
+        message.position,
+        tuple(message.ids),
+        tuple([_ORIGINS.get(number) or TokenOrigin(number) for number in message.origins]),
+        message.chain if message.HasField("chain") else None,
+        message.num_drafted,
+        message.num_accepted,
+        _POSITIONS.decode(message.logprobs) if message.logprobs else (),
+        message.features,
+        _FINISH.decode(message.finish_reason),
+        message.stop_token_id if message.HasField("stop_token_id") else None,
+        tuple(message.dropped) if message.dropped else (),
+        StepTimings(timings.queue_us, timings.verify_us, timings.sample_us, timings.num_rows, timings.num_sequences),
+        Load(load.running, load.waiting, load.free_blocks),
+        message.num_cached_ids,
+    )
+    commit.encoded = message
+    return commit
+
+
+def _relayed_piece(message: pb.Piece) -> DraftTokens:
+    """A piece that is passed on: its lists stay as they came."""
+    parent = message.parent if message.HasField("parent") else None
+    ids: Any = message.ids
+    weights: Any = message.weights
+    parents: Any = message.parents
+    piece = DraftTokens(
+        message.sequence_id, message.chain, message.position, ids, weights, parent, message.more, parents,
+        message.draft_us,
+    )  # fmt: skip
+    piece.encoded = message
+    return piece
+
+
+def _as_it_came(codec: Codec[Any, Any]) -> Codec[Any, Any]:
+    """What was received is passed on without being encoded again."""
+    encode = codec.encode
+    return Codec(lambda message: encode(message) if message.encoded is None else message.encoded, codec.decode)
+
+
+_ORIGINS = {int(origin): origin for origin in TokenOrigin}
 _POSITIONS = each(Codec(encode_position_logprobs, decode_position_logprobs))
 _OPEN_RULE: Codec[AcceptanceRule, int] = Codec(int, lambda number: decode_acceptance(number, "open.acceptance"))
 _OPEN_SAMPLING = Codec(encode_sampling, partial(decode_sampling, prefix="open.sampling."))
@@ -161,10 +217,10 @@ OPEN = Codec(_encode_open, _OPEN.decode)
 CLOSE = by_fields(Close, pb.Close)
 CLOSED = by_fields(Closed, pb.Closed)
 FAILURE = Codec(_encode_failure, _decode_failure)
-PIECE = by_fields(DraftTokens, pb.Piece, weights=each(Codec(_encode_weights, _decode_weights)))
-CREDIT = by_fields(Credit, pb.Credit)
+PIECE = _as_it_came(by_fields(DraftTokens, pb.Piece, weights=each(Codec(_encode_weights, _decode_weights))))
+CREDIT = Codec(_encode_credit, by_fields(Credit, pb.Credit).decode)
 PROMPT_LOGPROBS = by_fields(PromptLogprobs, target_pb2.PromptLogprobs, logprobs=_POSITIONS)
-COMMIT = by_fields(
+_COMMIT = by_fields(
     Commit,
     pb.Commit,
     origins=each(Codec(int, TokenOrigin)),
@@ -173,6 +229,7 @@ COMMIT = by_fields(
     timings=unless(StepTimings(), TIMINGS),
     load=unless(Load(), LOAD),
 )
+COMMIT = _as_it_came(Codec(_COMMIT.encode, _decode_commit))
 MODEL_INFO = by_fields(
     ModelInfo, generation_pb2.ModelInfo, default_sampling=Codec(encode_sampling, decode_default_sampling)
 )
@@ -256,12 +313,16 @@ class Direction:
     decoders: Mapping[str, Callable[[Any], Any]]
     max_lone_bytes: int
 
-    def encode(self, message: Message) -> Any:
-        """One entry of a frame. TypeError for a message that does not travel this way."""
+    def encode(self, message: Message, sequence_id: int | None = None) -> Any:
+        """One entry of a frame, of the message's own sequence or of another. TypeError for a message that does not
+        travel this way."""
         row = self.rows.get(type(message))
         if row is None:
             raise TypeError(f"{type(message).__name__} does not travel as {self.name}")
-        return self.entry(**{row.field: row.codec.encode(message)})
+        entry = self.entry(**{row.field: row.codec.encode(message)})
+        if sequence_id is not None:
+            getattr(entry, row.field).sequence_id = sequence_id
+        return entry
 
     def encode_slow(self, message: Message) -> Message | Encoded:
         """Encodes what would hold up an event loop; from any thread. Anything else, and what is sliced, is left."""
@@ -353,4 +414,9 @@ TARGET_STREAM = StreamKind(
         (Commit, PromptLogprobs, Closed, Failure),
         60 * _MIB,
     ),
+)
+# As a gateway reads it: of a piece it needs no more than where it belongs.
+RELAYED_DRAFT_STREAM = replace(
+    DRAFT_STREAM,
+    events=replace(DRAFT_STREAM.events, decoders={**DRAFT_STREAM.events.decoders, "piece": _relayed_piece}),
 )

@@ -27,7 +27,17 @@ from typing import Any
 
 from outrider.rpc.codec import HEADER, Direction, Encoded, Message, OpenSlice
 from outrider.rpc.errors import InvalidArgument, ProtocolError, ResourceExhausted
-from outrider.rpc.messages import Close, Closed, FrameHeader, Open, is_last, to_failure
+from outrider.rpc.messages import (
+    Close,
+    Closed,
+    Commit,
+    Credit,
+    DraftTokens,
+    FrameHeader,
+    Open,
+    is_last,
+    to_failure,
+)
 
 MAX_FRAME_BYTES = 64 * 1024
 MAX_SLICES = 2  # of a frame: more log probabilities take milliseconds to encode, and to decode
@@ -190,6 +200,20 @@ class FramePacker:
             elif is_last(message):
                 self._table.end(message.sequence_id)
 
+    def push_commands(self, sequence_id: int, messages: Iterable[DraftTokens | Commit | Credit]) -> None:
+        """Takes what every round sends of an open sequence. Whichever sequence the messages name, they are of this
+        one: so they go on from one stream to another without a copy. Raises as `push` does."""
+        if not self._may_follow(sequence_id):
+            return
+        lane = self._lanes.get(sequence_id)
+        for message in messages:
+            entry = self._direction.encode(message, sequence_id)
+            size = self._checked_size(message, entry)
+            if lane is None:
+                self._append_urgent(sequence_id, entry, size)
+            else:
+                lane.append(entry)
+
     def next_frame(self) -> list[Any] | None:
         """The entries of the next frame; None if nothing waits."""
         entries: list[Any] = []
@@ -281,12 +305,16 @@ class FramePacker:
             return _Bulk(slices, isinstance(message, Open))
         if entry is None:
             entry = self._direction.encode(message)
-        if entry.ByteSize() > self._direction.max_lone_bytes:
-            what = f"{type(message).__name__} of sequence {message.sequence_id}"
-            raise ResourceExhausted(
-                f"{what}: is {entry.ByteSize()} bytes; allowed: at most {self._direction.max_lone_bytes}"
-            )
+        self._checked_size(message, entry)
         return entry
+
+    def _checked_size(self, message: Message, entry: Any) -> int:
+        """The bytes of an entry that the wire can hold."""
+        size: int = entry.ByteSize()
+        if size > self._direction.max_lone_bytes:
+            what = f"{type(message).__name__} of sequence {message.sequence_id}"
+            raise ResourceExhausted(f"{what}: is {size} bytes; allowed: at most {self._direction.max_lone_bytes}")
+        return size
 
     def _append(self, sequence_id: int, item: Any) -> None:
         """Puts an item behind what its sequence has to send."""
@@ -297,10 +325,10 @@ class FramePacker:
             self._lanes[sequence_id] = deque([item])
             self._ring.append(sequence_id)
         else:
-            self._append_urgent(sequence_id, item)
+            self._append_urgent(sequence_id, item, item.ByteSize())
 
-    def _append_urgent(self, sequence_id: int, entry: Any) -> None:
-        size = 0 if entry is None else entry.ByteSize() + ENTRY_BYTES
+    def _append_urgent(self, sequence_id: int, entry: Any, size: int) -> None:
+        size += 0 if entry is None else ENTRY_BYTES
         self._pending_bytes += size
         self._pushed += 1
         self._urgent.append((self._pushed, sequence_id, entry, size))
@@ -311,7 +339,8 @@ class FramePacker:
         if lane is None:
             return
         while lane and not isinstance(lane[0], _Bulk):
-            self._append_urgent(sequence_id, lane.popleft())
+            entry = lane.popleft()
+            self._append_urgent(sequence_id, entry, entry.ByteSize())
         if lane:
             self._ring.append(sequence_id)
         else:
@@ -320,7 +349,7 @@ class FramePacker:
     def _discard(self, sequence_id: int) -> None:
         """Drops what a sequence has not sent. Entries in the queue are only marked: a Close costs no search."""
         self._lanes.pop(sequence_id, None)
-        self._append_urgent(sequence_id, None)  # where the mark may go
+        self._append_urgent(sequence_id, None, 0)  # where the mark may go
         self._cut[sequence_id] = self._pushed
 
     def _take_urgent(self, entries: list[Any], room: int) -> int:

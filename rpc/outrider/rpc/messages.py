@@ -1,13 +1,14 @@
-"""What crosses a process, as frozen dataclasses: the words of the draft and target streams. Positions are
+"""What crosses a process, as dataclasses: the words of the draft and target streams. Positions are
 absolute indices into a sequence's tokens (prompt first). See the protocol notes in protos/outrider/v1/*.proto
-for each field's meaning."""
+for each field's meaning. Nothing changes them; those that every round makes are not frozen, which would take several
+times as long to make."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.rpc.errors import OutriderError, Violations, make_error
 from outrider.rpc.sampling_params import (
@@ -96,7 +97,7 @@ class Failure:
     retry_after_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftTokens:
     """A part of a chain of drafted tokens."""
 
@@ -109,9 +110,10 @@ class DraftTokens:
     more: bool = False
     parents: tuple[int, ...] = ()  # a tree: index of the parent in ids plus one; 0 is the root
     draft_us: int = 0
+    encoded: Any = field(init=False, default=None, compare=False, repr=False)  # as it came, to be passed on so
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Credit:
     """How far a peer may go."""
 
@@ -133,7 +135,7 @@ class TokenLogprob(NamedTuple):
 PositionLogprobs = tuple[TokenLogprob, ...]  # the chosen token first, then the most probable ones
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTimings:
     """One round's times inside the target, in microseconds."""
 
@@ -144,7 +146,7 @@ class StepTimings:
     num_sequences: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
     """How busy a target is."""
 
@@ -153,7 +155,7 @@ class Load:
     free_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """Appends tokens to a sequence."""
 
@@ -172,6 +174,7 @@ class Commit:
     timings: StepTimings = field(default_factory=StepTimings)
     load: Load = field(default_factory=Load)
     num_cached_ids: int = 0
+    encoded: Any = field(init=False, default=None, compare=False, repr=False)  # as it came, to be passed on so
 
 
 @dataclass(frozen=True, slots=True)

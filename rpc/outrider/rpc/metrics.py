@@ -6,22 +6,33 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from socketserver import TCPServer
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    Exemplar,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from outrider.rpc.channel import listen_target, with_port
 from outrider.rpc.errors import Unavailable
@@ -64,6 +75,19 @@ class Metrics:
         """Values that are observed where they happen, by bucket."""
         return Histogram(self._start + name, text, labels, registry=self.registry, buckets=tuple(buckets))
 
+    def local_histogram(self, name: str, text: str, buckets: Iterable[float]) -> LocalHistogram:
+        """Values that one thread alone observes, many times a second."""
+        return self.local_histograms(name, text, buckets, "", ("",))[0]
+
+    def local_histograms(
+        self, name: str, text: str, buckets: Iterable[float], label: str, values: Sequence[str]
+    ) -> list[LocalHistogram]:
+        """The same by the values of one label, in their order."""
+        bounds = tuple(buckets)
+        found = {value: LocalHistogram(bounds) for value in values}
+        self.registry.register(_HistogramCollector(self._start + name, text, label, found))
+        return list(found.values())
+
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A value of the moment of the scrape, which may be read from any thread."""
         Gauge(self._start + name, text, registry=self.registry).set_function(read)
@@ -101,6 +125,51 @@ def exemplar_of(traceparent: str) -> dict[str, str] | None:
     """The trace of a W3C header (version-trace-span-flags) as an exemplar, where it is sampled."""
     sampled = len(traceparent) >= 55 and traceparent[54] in "13579bdf"
     return {"trace_id": traceparent[3:35]} if sampled else None
+
+
+class LocalHistogram:
+    """What one thread observes, read at the scrape: the library's own, which any thread may observe, takes a lock each
+    time, and ten times as long."""
+
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)  # by bucket, not summed up
+        self._exemplars: dict[int, Exemplar] = {}
+        self._sum = 0.0
+
+    def observe(self, value: float, exemplar: dict[str, str] | None = None) -> None:
+        """Counts a value."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
+        self._sum += value
+        if exemplar is not None:
+            self._exemplars[bucket] = Exemplar(exemplar, value, time.time())
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Its buckets at this moment; from any thread."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        sums = accumulate(list(self._counts))
+        exemplars = dict(self._exemplars)
+        buckets: list[Any] = [
+            (name, total, exemplars.get(place)) for place, (name, total) in enumerate(zip(names, sums, strict=True))
+        ]
+        family.add_metric(labels, buckets, self._sum)
+
+
+class _HistogramCollector(Collector):
+    """Histograms of one name."""
+
+    def __init__(self, name: str, text: str, label: str, found: Mapping[str, LocalHistogram]) -> None:
+        self._name, self._text, self._label, self._found = name, text, label, found
+
+    def collect(self) -> Iterator[Metric]:
+        """Called for every scrape."""
+        family = HistogramMetricFamily(self._name, self._text, labels=(self._label,) if self._label else ())
+        for value, histogram in self._found.items():
+            histogram.add_to(family, (value,) if self._label else ())
+        yield family
 
 
 class _Reading(NamedTuple):

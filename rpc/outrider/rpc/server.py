@@ -37,6 +37,7 @@ _SETTLE_S = 0.1
 # Others are left to gRPC, which knows more ways: without IPv6, it falls back from [::].
 _REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
+GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
 _MAX_PROBES = 64  # at once on an address of health alone
 LIVENESS = ""
 
@@ -255,6 +256,7 @@ async def serve_until_signal(
         work.add_done_callback(lambda _: loop.call_soon_threadsafe(stop.set))
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection that walked it would hold the loop up for tenths of a second
+    gc.set_threshold(GC_THRESHOLD)
     try:
         await server.start()
         print(f"{name} listening on {server.address}", flush=True)

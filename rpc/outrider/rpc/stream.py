@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
@@ -20,7 +20,7 @@ import grpc.aio
 from outrider.rpc.codec import Encoded, Message, StreamKind
 from outrider.rpc.errors import Internal, OutriderError, Unavailable, from_rpc_error
 from outrider.rpc.frames import MAX_FRAME_BYTES, Decoded, FrameAssembler, FramePacker, SequenceTable
-from outrider.rpc.messages import Closed, FrameHeader, Open, to_failure
+from outrider.rpc.messages import Closed, Commit, Credit, DraftTokens, FrameHeader, Open, to_failure
 
 log = logging.getLogger(__name__)
 
@@ -197,13 +197,24 @@ class FrameStream:
             return
         for message in messages:
             self._packer.push(message)
-        self._wake.set()
         self._report_vanished()
+        self._sent()
+
+    def send_commands(self, sequence_id: int, messages: Iterable[DraftTokens | Commit | Credit]) -> None:
+        """The same for what every round sends of an open sequence, which is this one whatever they name."""
+        if not self.closed:
+            self._packer.push_commands(sequence_id, messages)
+            self._sent()
+
+    def _sent(self) -> None:
+        self._wake.set()
         if self._is_slow(self._packer.pending_bytes):
             self._finish(Unavailable("the peer reads too slowly", reason="SLOW_PEER"))
 
     def _is_slow(self, pending: int) -> bool:
         """Much is unsent, and a frame has not left for a while: one turn alone may push a lot."""
+        if pending <= self._config.max_pending_bytes:
+            return False
         stuck = self._writing and self._clock() - self._last_sent_at > _SLOW_S
         return pending > self._config.max_pending_bytes * (1 if stuck else 4)
 

@@ -15,7 +15,7 @@ from outrider.gateway.peers.addresses import Lookup, look_up
 from outrider.gateway.peers.replicas import ReplicaLink, ReplicaPool, ReplicaService, allowed_by_breaker
 from outrider.gateway.peers.routing import choose_model
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
-from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.codec import DRAFT_INFO, RELAYED_DRAFT_STREAM, TARGET_INFO, TARGET_STREAM
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Arithmetic, Commit, DraftEvent, DraftInfo, DraftTokens, Open, TargetEvent, TargetInfo
 from outrider.rpc.stream import StreamConfig
@@ -49,7 +49,7 @@ TARGET_SERVICE = ReplicaService(
 )
 DRAFT_SERVICE = ReplicaService(
     "draft",
-    DRAFT_STREAM,
+    RELAYED_DRAFT_STREAM,
     _draft_info,
     lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose(),
     progress=DraftTokens,

@@ -128,7 +128,7 @@ class ReplicaLink:
     def send(self, *messages: Any) -> None:
         """Sends in order; nothing after the end."""
         if self.alive_on(self._stream):
-            self._stream.send(*(replace(message, sequence_id=self.sequence_id) for message in messages))
+            self._stream.send_commands(self.sequence_id, messages)
 
     def close(self) -> None:
         """Ends the sequence, if it has not ended."""
@@ -209,7 +209,7 @@ class Replica(Generic[Info]):
             message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=())
         stream.send(message)
         self.breaker.started(time.monotonic())
-        return ReplicaLink(self.links, stream, self._last_id, self._observed(on_event), info.model, request)
+        return ReplicaLink(self.links, stream, self._last_id, on_event, info.model, request)
 
     def recheck(self) -> None:
         """Judges again what it said of itself, by what is known now."""
@@ -318,23 +318,11 @@ class Replica(Generic[Info]):
         end = time.monotonic() + LOSSES_S
         while losses:
             on_event, lost = losses.popleft()
+            self.breaker.failed(time.monotonic())
             on_event(lost)
             if time.monotonic() >= end:
                 asyncio.get_running_loop().call_soon(self._tell, losses)
                 return
-
-    def _observed(self, on_event: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Tells the breaker how a sequence fares, until that is known."""
-
-        def observe(event: Any) -> None:
-            lost = isinstance(event, Lost) and not event.moved
-            if isinstance(event, self._service.progress):
-                self.breaker.succeeded()
-            elif lost or (isinstance(event, Failure) and event.code in self._service.faults):
-                self.breaker.failed(time.monotonic())
-            on_event(event)
-
-        return observe
 
     def _on_peer_change(self) -> None:
         if self._stream is not None and self._stream.device_dead:
@@ -350,6 +338,10 @@ class Replica(Generic[Info]):
             link = self.links.get(message.sequence_id)
             if link is None:
                 continue
+            if isinstance(message, self._service.progress):
+                self.breaker.succeeded()
+            elif isinstance(message, Failure) and message.code in self._service.faults:
+                self.breaker.failed(time.monotonic())
             if is_last(message):
                 del self.links[message.sequence_id]
             link.on_event(message)

@@ -36,6 +36,7 @@ class Controller:
     common: Forecast = field(init=False)  # of all
     trials: TrialsByConcurrency = field(init=False)
     deep: bool = False  # branches come so late that those of the verification after this one are prepared, too
+    policy: Policy = field(init=False)  # the present choice
     _after_window: bool = False  # the round before verified drafted tokens
     _until_decision: int = 1
     _since_change: int = 0  # rounds
@@ -49,13 +50,12 @@ class Controller:
         self.common = self._forecast(stats.acceptance, stats.hits)
         self.trials = self.shared_trials.of(self.limits)
         self.plan = self.trials.at(self.common).plan  # and again at the first round: others may come
+        self.policy = self._present_policy()
 
     def _forecast(self, acceptance: Acceptance, hits: RunningMean) -> Forecast:
         return Forecast(self.stats, self.limits.weighs, acceptance, hits, self.round_trips_us, self.num_running)
 
-    @property
-    def policy(self) -> Policy:
-        """The present choice."""
+    def _present_policy(self) -> Policy:
         return self.plan.policy(self.limits.base, self.limits.max_branches, self.deep)
 
     def inputs(self) -> dict[str, float]:
@@ -98,22 +98,23 @@ class Controller:
             best = trials.best(self.forecast, self.common, self.plan)
             self._apart = (self._apart + 1) % MOST_APART if best != trials.leader else 0
             self._follow(best if self._apart else trials.leader)
-        return self.policy != before
+        return self.policy is not before
 
     def _follow(self, plan: Plan) -> None:
+        before = self.plan, self.deep
         if plan != self.plan:
             self.plan, self._since_change = plan, 0
         coming = self.forecast.away_us + (plan.num_draft_tokens + 1) * self.stats.draft_pass.value
         self.deep = coming > (IN_TIME if self.deep else LATE) * self.forecast.verify_us(plan)
+        if (self.plan, self.deep) != before:
+            self.policy = self._present_policy()
         if self.explains:
             self._inputs = self._inputs_now()
 
     def _learn(self, closed: Round) -> None:
         commit, timings, stats = closed.commit, closed.commit.timings, self.stats
         computed = timings.verify_us + timings.sample_us
-        part = 1 / max(1, timings.num_sequences)  # the others tell of the same step
-        stats.costs.add(timings.num_rows, computed, self.plan.mode in AHEAD, part)
-        stats.share.add(timings.num_sequences / max(1, self.num_running()), part)
+        stats.add_step(timings, self.plan.mode in AHEAD, self.num_running())
         waited = max(0, closed.total_us - computed - timings.queue_us)
         late = self.forecast.away_us + commit.num_drafted * stats.draft_pass.value
         hit = commit.num_drafted > 0 and waited < 0.5 * late

@@ -47,21 +47,21 @@ class OpenDraft:
     messages: tuple[Credit, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToTarget:
     """Send to the target, in one frame."""
 
     messages: tuple[DraftTokens | Credit, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToDraft:
     """Send to the draft, in one frame."""
 
     messages: tuple[Commit | Credit, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Emit:
     """Committed tokens for the client."""
 
@@ -126,6 +126,7 @@ class SpeculationCore:
     _round_start: float = field(init=False, default=0.0)
     _draft_us: int = field(init=False, default=0)
     _num_rounds: int = field(init=False, default=0)
+    _reader_holds: bool = field(init=False, default=False)  # a credit would reach further if the client had read more
     _draft_lost: bool = field(init=False, default=False)  # the draft failed, and is not back
     _prompt_told: int = field(init=False, default=0)  # positions whose log probabilities have come
     _started: float = field(init=False, default=0.0)
@@ -239,8 +240,9 @@ class SpeculationCore:
     def on_read(self, position: int, now: float) -> list[Effect]:
         """The client has taken (and the stop strings were looked for in) every token below `position`."""
         self._read = max(self._read, position)
-        if self.finished:
+        if self.finished or not self._reader_holds:
             return []
+        self._reader_holds = False
         stood_still = self._target_until <= len(self.committed)
         effects = [*self._credit_draft(()), *self._credit_target()]
         if stood_still and self._target_until > len(self.committed):
@@ -367,6 +369,8 @@ class SpeculationCore:
 
     def _prune_journal(self) -> None:
         """Keeps what reaches past the committed length, and what that forks from."""
+        if not self._journal:
+            return
         length, needed, kept = len(self.committed), set[int](), list[DraftTokens]()
         for piece in reversed(self._journal):  # a branch comes after its parent
             if piece.position + len(piece.ids) > length or piece.chain in needed:
@@ -375,15 +379,19 @@ class SpeculationCore:
                     needed.add(piece.parent)
         self._journal = kept[::-1]
 
-    def _reader_bound(self, ahead: int) -> int:
+    def _within_reader(self, until: int, ahead: int) -> int:
         """A slow client is granted no credit; with stop strings at most one window past the text examined."""
-        return self._read + (ahead if self.bounded_by_reader else self.policy.max_unread)
+        bound = self._read + (ahead if self.bounded_by_reader else self.policy.max_unread)
+        if until <= bound:
+            return until
+        self._reader_holds = True
+        return bound
 
     def _renewed_target_credit(self) -> Credit:
         """With a draft for four windows: slow links cut none short, and the credit can share the next piece's frame."""
         k = self.policy.num_draft_tokens if self.drafting else 0
         ahead = 4 * (k + 1) if self.drafting else self.policy.plain_ahead
-        until = min(len(self.committed) + ahead, self._reader_bound(k + 1 if self.drafting else ahead))
+        until = self._within_reader(len(self.committed) + ahead, k + 1 if self.drafting else ahead)
         self._target_until = max(self._target_until, until)
         return Credit(0, self._target_until, k, self.policy.patience_ms if self.drafting else 0)
 
@@ -406,7 +414,7 @@ class SpeculationCore:
     def _renewed_draft_credit(self) -> tuple[Credit, ...]:
         k = self.policy.num_draft_tokens
         ahead = k + self.policy.windows_ahead * (k + 1)  # after a whole window comes the target's own token
-        until = min(len(self.committed) + ahead, self._last, self._reader_bound(ahead + 1))
+        until = self._within_reader(min(len(self.committed) + ahead, self._last), ahead + 1)
         self._draft_until = max(self._draft_until, until)
         credit = Credit(0, self._draft_until, k, max_branches=self.policy.max_branches)
         if credit == self._draft_credit:
@@ -428,8 +436,10 @@ class SpeculationCore:
 
 
 def _slim(commits: tuple[Commit, ...]) -> tuple[Commit, ...]:
-    """Without what a draft has no use for."""
-    return tuple(replace(commit, logprobs=(), features=b"") for commit in commits)
+    """Without what a draft has no use for. What has none of that goes on as it came."""
+    return tuple(
+        [replace(found, logprobs=(), features=b"") if found.logprobs or found.features else found for found in commits]
+    )
 
 
 def _is_full(failure: Failure) -> bool:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost, Verifier, VerifierLink
 from outrider.gateway.speculation.core import (
@@ -77,7 +78,7 @@ class SpeculationDriver:
 
     def fail(self, failure: Failure) -> None:
         """Ends the sequence with an error, as when its time ran out. A timer may call it: it raises nothing."""
-        self._guard(lambda: self._apply(self.core.give_up(failure)))
+        self._guard(self._give_up, failure)
 
     def close(self) -> None:
         """Releases what is still open on both sides."""
@@ -93,6 +94,8 @@ class SpeculationDriver:
 
     def _apply(self, effects: list[Effect]) -> None:
         """Effects of events that arise while effects are applied follow behind them."""
+        if not effects:
+            return
         self._effects.extend(effects)
         if self._applying:
             return
@@ -103,11 +106,11 @@ class SpeculationDriver:
         finally:
             self._applying = False
 
-    def _guard(self, handle: Callable[[], None]) -> None:
+    def _guard(self, handle: Callable[..., None], *arguments: Any) -> None:
         """Handles an event or a timer. One sequence's error must not end the stream that others share, and must not
         leave its own reader waiting for ever."""
         try:
-            handle()
+            handle(*arguments)
         except OutriderError as error:  # a message that no frame can hold
             self._end_by(error)
         except Exception as error:
@@ -146,7 +149,7 @@ class SpeculationDriver:
 
         def on_event(event: TargetEvent | Lost) -> None:
             if epoch == self._target_epoch and not self.closed:
-                self._guard(lambda: self._on_target(event))
+                self._guard(self._on_target, event)
 
         if effect.refusal is None:
             self._refused_by.clear()
@@ -195,7 +198,13 @@ class SpeculationDriver:
 
     def _retry_target(self) -> None:
         if not self.closed:
-            self._guard(lambda: self._apply(self.core.retry_target(self.loop.time())))
+            self._guard(self._seek_target)
+
+    def _seek_target(self) -> None:
+        self._apply(self.core.retry_target(self.loop.time()))
+
+    def _give_up(self, failure: Failure) -> None:
+        self._apply(self.core.give_up(failure))
 
     def _open_draft(self, effect: OpenDraft) -> None:
         self._draft_epoch += 1
@@ -203,7 +212,7 @@ class SpeculationDriver:
 
         def on_event(event: DraftEvent | Lost) -> None:
             if epoch == self._draft_epoch and not self.closed:
-                self._guard(lambda: self._on_draft(event))
+                self._guard(self._on_draft, event)
 
         self.draft_link = self.drafter.open(effect.request, on_event) if self.drafter is not None else None
         if self.draft_link is None:

@@ -124,7 +124,7 @@ NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character 
 MAX_WAITING_IDS = 32  # without text yet: that many whose text ends in U+FFFD are no half character, but that itself
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
     """What a window adds: text that will not be taken back, and how many of its ids count."""
 
