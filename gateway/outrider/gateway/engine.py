@@ -47,7 +47,7 @@ class RequestRun:
     @property
     def method(self) -> str:
         """How is drafted: what was asked for, else the draft's default; empty without a draft."""
-        info = None if self.drafter is None else self.drafter.info
+        info = None if self.drafter is None or not self.prepared.num_draft_tokens else self.drafter.info
         return "" if info is None else self.prepared.request.speculation.named_method or info.methods[0].name
 
 
