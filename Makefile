@@ -18,13 +18,14 @@ ONE_EACH := $(subst OMP_NUM_THREADS=2,OMP_NUM_THREADS=1,$(QUIET))
 # may hold spaces and quotes.
 given = $(filter command,$(origin $(1)))
 DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
+DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
 .PHONY: help demo test test-clients test-k8s prove prove-laws simulate check bench bench-network bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo [PROMPT="def main():"] [MAX_TOKENS=200] [ARGS=--plain]   three services, one completion, the numbers'
+	@echo 'make demo [PROMPT="def main():"] [METHOD=suffix] [ARGS=--plain]   three services, one completion, the numbers'
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
@@ -50,7 +51,7 @@ $(STAMP): pyproject.toml hatch_build.py
 	@touch $@
 
 demo: $(STAMP)
-	@exec $(BIN)/outrider demo $(DEMO_PROMPT) $(DEMO_MAX_TOKENS) $(ARGS)
+	@exec $(BIN)/outrider demo $(DEMO_PROMPT) $(DEMO_METHOD) $(DEMO_MAX_TOKENS) $(ARGS)
 
 test: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) $(ARGS)

@@ -63,7 +63,7 @@ def make(command: str, tools: Path, **settings: str) -> str:
     """Runs a command of make's with the `outrider` of a folder; what it wrote."""
     arguments = shlex.split(command)
     arguments[1:1] = ["-o", ".venv/.installed", f"BIN={tools}"]
-    outer = ("MAKE", "MFLAGS", "ARGS", "PROMPT", "MAX_TOKENS")  # this test may itself run under make
+    outer = ("MAKE", "MFLAGS", "ARGS", "PROMPT", "METHOD", "MAX_TOKENS")  # this test may itself run under make
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     environment |= {f"OUTRIDER_DEMO__{name}": value for name, value in settings.items()}
     done = subprocess.run(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.services import END_S, Trio, children_of, needs_proc, outrider, wait_gone
+from support.services import END_S, Trio, children_of, needs_proc, outrider, succeed, wait_gone
 
 from outrider.cli.local_services import ServiceFailed, Services
+from outrider.proposers.registry import TOKEN_METHODS
 
 START_S = 40
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "900"]
@@ -84,6 +86,19 @@ def test_a_signal_while_the_services_start(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 143
     assert not wait_gone(children)
+
+
+@pytest.mark.parametrize("method", TOKEN_METHODS)
+def test_a_method_without_a_model(method: str, tmp_path: Path) -> None:
+    trace = str(tmp_path / "trace.jsonl")
+    flags = ["--plain", "--no-expand", "--max-tokens", "40", "--trace-file", trace]
+    said = succeed("demo", "--method", method, *flags)
+    assert re.search(r"tokens +40 \(", said) and "tokens per round" in said
+
+
+def test_an_unknown_method_is_refused_before_anything_starts() -> None:
+    done = outrider("demo", "--method", "sufix")
+    assert done.returncode == 2 and "did you mean suffix" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_unknown_pair_is_one_line() -> None:

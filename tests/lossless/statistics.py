@@ -73,7 +73,7 @@ class Setting:
     @property
     def depends_on_time(self) -> bool:
         """Whether clocks decide what is verified when: then a seed does not fix how tokens come about."""
-        return self.windows_ahead > 0 or self.cut_windows
+        return self.windows_ahead > 0 or self.cut_windows or self.method == "suffix"  # by what ended before
 
     def seeds(self, count: int) -> range:
         """Of `count` sequences; no two settings share any."""
@@ -114,6 +114,7 @@ SHORT = [
     MAPPED,
     MAPPED_COUPLED,
     Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K),
+    Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
     CHAINS,
     TEMPERATURE_1_COUPLED,
     Setting("all", ALL, long=TOKENS_20K),
@@ -173,7 +174,8 @@ def serving(
         started = {"target": services.start("target", [*_arguments("target", folder / "target"), "--no-cut-windows"])}
         if cutting:
             started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
-        lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3"]
+        lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3", "--method", "suffix"]  # and all others
+        lookup += ["--suffix-decoding-min-token-prob", "0", "--suffix-decoding-max-spec-factor", "9"]
         mapped = {"mapped": ["--target-tokenizer", str(folder / "target")]}
         started |= {
             name: services.start(name, [*_arguments("draft", folder / name), *lookup, *mapped.get(name, [])])
