@@ -120,6 +120,11 @@ OTHER = {"tokenizer_fingerprint": "g"}
 LESS = ("sampling.min_p",)
 
 
+async def test_a_draft_that_maps_the_targets_vocabulary_is_sound() -> None:
+    _, found = await examined(Toys(drafts=[a_draft(**OTHER, mapped_fingerprints=("f",))]))
+    assert found == []
+
+
 def lacking(info: TargetInfo | DraftInfo) -> Any:
     return replace(info, capabilities=tuple(name for name in info.capabilities if name not in LESS))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.models import decoder
+from outrider.engine.random import noise_source
 from outrider.engine.sampler import SequenceSampler
 from outrider.kernels.cpu.decoder import CpuDecoder, RaggedRows
 from outrider.kernels.kv_store import reference as kv_store
@@ -22,6 +23,8 @@ from outrider.kernels.types import Penalties, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, coupled_accept
 from outrider.proposers import draft_model
 from outrider.proposers.draft_model import DrawnVocabulary
+from outrider.proposers.draft_rows import DraftRows
+from outrider.proposers.vocabulary_map import VocabularyMap
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -239,3 +242,27 @@ def mapped_draws_are_not_renormalised(patch: Patch) -> None:
 
     patch.setattr(DrawnVocabulary, "logits", unmapped)
     patch.setattr(draft_model, "draft_sample", mutant)
+
+
+def mapped_noise_is_indexed_by_own_ids(patch: Patch) -> None:
+    """A draft of another vocabulary races with the noise of its own tokens' ids: it hardly ever agrees."""
+    of = DrawnVocabulary.of
+
+    def mutant(mapping: VocabularyMap | None, vocab_size: int, device: torch.device) -> DrawnVocabulary:
+        made = of(mapping, vocab_size, device)
+        if made.own_ids is None or made.ids is None:
+            return made
+        own_ids, ids, size, own = made.own_ids, made.ids, made.size, noise_source(vocab_size, device)
+
+        def generate(*counters: Tensor) -> Tensor:
+            noise = own.generate(*counters)  # [n, draft's vocab]
+            return noise.new_ones(len(noise), size).index_copy_(1, ids, noise.index_select(1, own_ids))
+
+        return replace(made, noise=replace(made.noise, generate=generate))
+
+    patch.setattr(DrawnVocabulary, "of", mutant)
+
+
+def mapped_positions_are_the_drafts(patch: Patch) -> None:
+    """Random numbers are those of the draft's own positions, which what was spelled has moved."""
+    patch.setattr(DraftRows, "position", property(lambda self: len(self.sequence)))

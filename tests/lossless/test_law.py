@@ -42,9 +42,12 @@ from lossless.law import (
 )
 from torch import Tensor
 
-from outrider.kernels.sampling.reference import most_probable
-from outrider.kernels.types import DraftWeights, Windows
+from outrider.kernels.sampling.reference import draft_sample, logits_to_probs, most_probable
+from outrider.kernels.types import DraftWeights, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, cut_at_vocabulary
+from outrider.proposers.draft_model import DrawnVocabulary
+from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.rpc.vocabulary import Lexicon, Token
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,6 +88,45 @@ def test_joint_law_is_plain_decodings(draft: str, bonus: bool) -> None:
 def test_joint_law_of_four_tokens_with_three_drafted(draft: str) -> None:
     law = law_with(proposals_of(*HONEST_DRAFTS[draft], num_drafted=NUM_DRAFTED + 1), length=LENGTH + 1)
     assert distance(law, length=LENGTH + 1) == 0
+
+
+OWN_TOKENS, TARGET_TOKENS = "dxbyaz", "abcd"  # a draft of another vocabulary lacks c, and has three of its own
+OWN_WEIGHTS = [(1, 8, 2, 4, 1, 16), (4, 1, 1, 32, 2, 8), (2, 64, 2, 2, 2, 1), (8, 2, 1, 1, 8, 4)]
+
+
+def vocabulary() -> DrawnVocabulary:
+    lexicons = [
+        Lexicon(letters, tuple(Token("text", letter.encode()) for letter in letters), {})
+        for letters in (TARGET_TOKENS, OWN_TOKENS)
+    ]
+    return DrawnVocabulary.of(VocabularyMap.between(*lexicons), len(OWN_TOKENS), torch.device("cpu"))
+
+
+def mapped_weights(context: Tokens) -> Weights:
+    """What production sends of the draft's own law at a context."""
+    own = torch.tensor([OWN_WEIGHTS[context_index(context, len(OWN_WEIGHTS))]], dtype=torch.float32)  # [1, own tokens]
+    probs, _ = logits_to_probs(vocabulary().logits(own.log()), RowSampling())
+    samples = draft_sample(probs, torch.zeros(1, 4, dtype=torch.int64))
+    weights = dict(zip(samples.entry_ids.tolist(), samples.entry_weights.tolist(), strict=True))
+    return tuple(weights.get(token, 0) for token in range(VOCAB_SIZE))
+
+
+def unnormalised(context: Tokens) -> Weights:
+    """What a draft draws from that takes the first token wherever its own has no counterpart."""
+    own, weights = OWN_WEIGHTS[context_index(context, len(OWN_WEIGHTS))], mapped_weights(context)
+    alone = sum(weight for letter, weight in zip(OWN_TOKENS, own, strict=True) if letter not in TARGET_TOKENS)
+    lost = alone / (sum(own) - alone)
+    return (weights[0] + int(lost * sum(weights)), *weights[1:])
+
+
+@pytest.mark.parametrize("bonus", [True, False], ids=["with bonus row", "chain goes on"])
+def test_a_draft_of_another_vocabulary(bonus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.kernels.sampling.reference.MAX_WEIGHT", 1 << 15)  # so that thresholds are on the grid
+    assert {mapped_weights((token,))[2] for token in range(VOCAB_SIZE)} == {0}
+    assert distance(law_with(proposals_of(mapped_weights), bonus=bonus)) == 0
+    honest = {unnormalised(context): mapped_weights(context) for context in [(), *((t,) for t in range(VOCAB_SIZE))]}
+    wrong = proposals_of(unnormalised, lambda weights, token: sparse(honest[weights]))
+    assert distance(law_with(wrong, bonus=bonus)) > 0
 
 
 def least_probable(context: Tokens) -> Weights:

@@ -286,7 +286,8 @@ async def _generate(
             model = targets.info.model
             ids = prompt_ids or tuple(range(1, min(9, model.vocab_size)))
             most = max(1, min(TOKENS, model.max_model_len - len(ids)))
-            opened = Open(0, ids, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+            sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+            opened = Open(0, ids, sampling, tokenizer_fingerprint=model.tokenizer_fingerprint)
             k = min(given.num_draft_tokens, targets.info.max_window) if drafts is not None else 0
             policy = Policy(k, patience_ms=PATIENCE_MS)
             async for item in speculate(drafts, targets, opened, policy, on_draft_stop=lost.append):
