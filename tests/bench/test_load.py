@@ -238,9 +238,7 @@ MODE = ("--mode", "sequential")
 def http(trio: Trio) -> Iterator[str]:
     """The URL of a second gateway before the same services."""
     with Services() as services:
-        peers = ["--draft", trio.draft, "--target", trio.target, "--tokenizer", str(trio.pair.target)]
-        listen = ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--grace-s", "1"]
-        gateway = services.start("gateway", ["gateway", *listen, *peers])
+        gateway = services.start("gateway", [*trio.gateway_arguments(), "--http", "127.0.0.1:0"])
         wait_for_draft(services.wait(gateway, START_S), START_S, services.check)
         (line,) = [line for line in gateway.tail().splitlines() if "gateway http on" in line]
         yield f"http://{line.split()[-1]}"

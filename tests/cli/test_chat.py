@@ -23,7 +23,7 @@ from outrider.client import generate
 
 GREEDY = ("--temperature", "0", "--mode", "sequential")
 QUESTION = "def add(a, b):"
-WAIT_S = 20
+WAIT_S = 60
 # A session of its own whose terminal is standard input's: by it Ctrl-C becomes a signal.
 IN_A_SESSION = """
 import os, sys

@@ -20,7 +20,7 @@ from support.services import END_S, Trio, children_of, needs_proc, outrider, suc
 from outrider.cli.local_services import ServiceFailed, Services
 from outrider.proposers.registry import TOKEN_METHODS
 
-START_S = 40
+START_S = 120
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "900"]
 
 

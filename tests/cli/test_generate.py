@@ -12,7 +12,7 @@ from support.services import Trio, outrider, outrider_process, succeed
 from outrider.gateway.text.tokenizer import Tokenizer
 
 PROMPT = "def parse_args(argv):"
-WRITTEN_S = 20  # traces are written every second
+WRITTEN_S = 60  # traces are written every second
 
 
 def generate(trio: Trio, *arguments: str) -> list[dict[str, Any]]:

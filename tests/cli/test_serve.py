@@ -87,16 +87,16 @@ def test_a_pair_is_served_over_grpc_and_http_until_ctrl_c(tmp_path: Path) -> Non
         assert lines[-1] == READY, lines
         gateway = address_after(lines, "gateway listens on")
         with SyncClient(gateway) as client:
-            info = client.info(timeout=10)
+            info = client.info(timeout=60)
         assert info.target.name == "mine" and info.draft is not None and info.num_draft_tokens == 3
         command = next(line for line in lines if line.startswith("  complete")).split("outrider ", 1)[1]
         assert gateway in command
         assert succeed("generate", "--gateway", gateway, "def f():", "--max-tokens", "4")
         url = address_after(lines, "  OpenAI")
-        with urllib.request.urlopen(f"{url}/models", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
             assert b'"mine"' in answer.read()
         for place, line in zip(("", "target_", "draft_"), metrics_lines(lines), strict=True):
-            with urllib.request.urlopen(line, timeout=10) as answer:
+            with urllib.request.urlopen(line, timeout=60) as answer:
                 named = {"": b"outrider_rounds_total{"}.get(place, f"outrider_{place}model_info".encode())
                 assert named in answer.read()
         children = children_of(process.pid)

@@ -134,7 +134,7 @@ def test_to_the_first_call_from_go(tmp_path: Path) -> None:
         assert re.search(r"^refused: InvalidArgument\n  sampling\.temperature ", printed, re.MULTILINE)
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 def wait_for_address(server: subprocess.Popen[bytes], log: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from outrider.engine.worker import DeviceLost, DeviceStopped, Worker, require_device
 
-TIMEOUT = 10.0
+TIMEOUT = 30.0
 
 
 class Recorder:

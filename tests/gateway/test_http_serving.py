@@ -350,7 +350,7 @@ async def test_whole_and_streamed() -> None:
 
 async def test_the_synchronous_client_and_its_stream_helper() -> None:
     def ask(base_url: str) -> tuple[str, int]:
-        with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
+        with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=60) as client:
             with client.chat.completions.stream(**ASK) as stream:
                 for _ in stream:
                     pass

@@ -54,7 +54,7 @@ async def test_waits_for_its_target_serves_and_drains(folder: Path) -> None:
     async with running(folder, "--target", name, "--draft", "127.0.0.1:1", *flags) as process:
         url = f"http://{await announced(process, HTTP)}"
         address = await announced(process)
-        async with Client(address) as client, httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with Client(address) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
             assert [await health(address, service) for service in (SERVICE_NAME, "")] == [NOT_SERVING, SERVING]
             assert [(await http.get(path)).status_code for path in ("/livez", "/readyz", "/health")] == [200, 503, 503]
             early = await http.get("/v1/models")
@@ -175,7 +175,7 @@ async def test_metrics_on_a_port_of_their_own(folder: Path) -> None:
             url = f"http://{await announced(process, METRICS)}"
             address = await announced(process)
             await until_serving(address)
-            async with Client(address) as client, httpx.AsyncClient(base_url=url, timeout=20) as http:
+            async with Client(address) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
                 parts = [part async for part in client.generate(token_ids=PROMPT_IDS, temperature=0.0, max_tokens=9)]
                 assert [token for part in parts for token in part.token_ids] == expected(PROMPT_IDS, 9)
                 found = samples_of((await http.get("/metrics")).text)

@@ -310,7 +310,7 @@ def reader(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     finally:
         reading.process.terminate()
         try:
-            reading.process.wait(20)
+            reading.process.wait(60)
         finally:
             reading.process.kill()
             reading.process.wait()
@@ -346,6 +346,6 @@ async def test_the_page_of_the_embedded_pair(
 
 def test_ctrl_c_ends_it(reader: Reader) -> None:
     reader.process.send_signal(signal.SIGINT)
-    assert reader.process.wait(20) == 0
+    assert reader.process.wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{reader.url}/health")

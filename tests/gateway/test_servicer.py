@@ -41,7 +41,7 @@ class OldClient:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=self.message("GenerateResponse").FromString,
         )
-        return [response async for response in call(self.message("GenerateRequest")(**fields), timeout=10)]
+        return [response async for response in call(self.message("GenerateRequest")(**fields), timeout=60)]
 
     async def info(self) -> Any:
         call = self._channel.unary_unary(
@@ -49,7 +49,7 @@ class OldClient:
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=self.message("GetGatewayInfoResponse").FromString,
         )
-        return await call(self.message("GetGatewayInfoRequest")(), timeout=10)
+        return await call(self.message("GetGatewayInfoRequest")(), timeout=60)
 
 
 async def test_a_client_of_the_first_protocol() -> None:

@@ -148,7 +148,7 @@ async def test_two_processes_behind_one_address(tmp_path: Path) -> None:
         running(save_toy_tokenizer(tmp_path), "--target", server.address, "--processes", "2", *ports) as process,
         AsyncExitStack() as stack,
     ):
-        scrapes = httpx.AsyncClient(base_url=f"http://{await announced(process, METRICS)}", timeout=20)
+        scrapes = httpx.AsyncClient(base_url=f"http://{await announced(process, METRICS)}", timeout=60)
         http = await announced(process, HTTP)
         address = await announced(process)
         await stack.enter_async_context(scrapes)
@@ -170,7 +170,7 @@ async def test_two_processes_behind_one_address(tmp_path: Path) -> None:
             while len(await by_process(scrapes, "num_requests_running")) < 2:  # noqa: ASYNC110 (it comes back)
                 await asyncio.sleep(0.05)
         for _ in range(64):  # connections
-            async with httpx.AsyncClient(base_url=f"http://{http}", timeout=20) as asking:
+            async with httpx.AsyncClient(base_url=f"http://{http}", timeout=60) as asking:
                 answer = await asking.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
                 assert answer.status_code == 200, answer.text
                 found = samples_of((await asking.get("/metrics")).text)

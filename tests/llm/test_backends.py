@@ -252,7 +252,7 @@ def test_an_interrupt_releases_what_ran(tiny_pair: TinyPair) -> None:
         running = [metric for metric in made.get_metrics() if metric.name.endswith("running")]
         assert [metric.value for metric in running] == [0] and kept.tb is not None  # type: ignore[attr-defined]
         sequences = peers_of(made)[0].engine.scheduler.sequences
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while sequences and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not sequences
@@ -266,12 +266,12 @@ def test_a_call_that_runs_when_the_llm_is_closed_says_so(tiny_pair: TinyPair) ->
     with ThreadPoolExecutor(1) as pool:
         long = SamplingParams(temperature=0, max_tokens=400)
         call = pool.submit(made.generate, [[5, 6]] * 4, long, **QUIET)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not peers_of(made)[0].engine.scheduler.sequences and time.monotonic() < deadline:
             time.sleep(0.001)
         made.close()
         with pytest.raises(RuntimeError, match="closed"):
-            call.result(timeout=10)
+            call.result(timeout=60)
 
 
 def test_one_bad_prompt_ends_the_call_alone(llm: LLM) -> None:

@@ -222,7 +222,7 @@ async def draft_in_process(model: Path, target: Path) -> AsyncIterator[str]:
 Integers = NDArray[np.int64]
 Row = tuple[int, int, int, bool]  # the fields of Draws, for one token
 AT_ONCE = 128  # sequences
-ATTEMPTS = 3
+ATTEMPTS = 10
 SEQUENCE_S = 150.0  # one that takes longer hangs: it waits for a draft once at most
 
 

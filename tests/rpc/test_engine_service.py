@@ -41,12 +41,12 @@ def test_it_says_where_it_listens_and_ends_on_sigterm(role: str, tmp_path: Path)
             told, _, metrics = process.stdout.readline().strip().rpartition(" on ")
             assert told == f"{role} metrics"
             assert process.stdout.readline().startswith(f"{role} listening on localhost:")
-            with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as answer:
                 assert f'outrider_{role}_model_info{{digest="'.encode() in answer.read()
-            with urllib.request.urlopen(f"http://{metrics}/livez", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{metrics}/livez", timeout=60) as answer:
                 assert answer.status == 200
             process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=20)
+            _, log = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0 and "Traceback" not in log

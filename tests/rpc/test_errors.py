@@ -71,13 +71,13 @@ async def raiser() -> AsyncIterator[tuple[Raiser, grpc.aio.Channel]]:
 async def call(kind: str, channel: grpc.aio.Channel) -> None:
     target = target_pb2_grpc.TargetServiceStub(channel)
     if kind == "unary":
-        await target.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=5)
+        await target.GetTargetInfo(target_pb2.GetTargetInfoRequest(), timeout=60)
     elif kind == "server stream":
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        async for _ in stub.Generate(generation_pb2.GenerateRequest(), timeout=5):
+        async for _ in stub.Generate(generation_pb2.GenerateRequest(), timeout=60):
             pass
     else:
-        stream = target.Verify(timeout=5)
+        stream = target.Verify(timeout=60)
         await stream.write(target_pb2.VerifyRequest())
         await stream.read()
         await stream.code()

@@ -44,7 +44,7 @@ async def client(service: Service, capsys: pytest.CaptureFixture[str]) -> AsyncI
     async with exported(service.metrics, "127.0.0.1:0", service.health, "toy"):
         name, _, address = capsys.readouterr().out.strip().rpartition(" on ")
         assert name == "toy metrics"
-        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as client:
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
             yield client
 
 
@@ -66,7 +66,7 @@ async def test_a_loop_that_hangs_is_not_alive(
     service: Service, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOP_ANSWERS_S", 0.05)
-    asked = asyncio.create_task(asyncio.to_thread(httpx.get, f"{client.base_url}/livez", timeout=10))
+    asked = asyncio.create_task(asyncio.to_thread(httpx.get, f"{client.base_url}/livez", timeout=60))
     await asyncio.sleep(0)
     while not asked.done():
         time.sleep(0.3)  # noqa: ASYNC251  # what a loop shall not do

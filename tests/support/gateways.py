@@ -85,7 +85,7 @@ class Gateway:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", **options)
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=20)
+        return httpx.AsyncClient(base_url=self.url, timeout=60)
 
 
 @asynccontextmanager

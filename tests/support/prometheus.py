@@ -21,7 +21,7 @@ import yaml
 
 REPOSITORY = Path(__file__).parents[2]
 RULES, DASHBOARDS = REPOSITORY / "k8s/rules", REPOSITORY / "k8s/dashboards"
-START_S = 30.0
+START_S = 60.0
 
 
 def rules() -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ def scraping(jobs: Mapping[str, Sequence[str]], folder: Path, port: int) -> Iter
         yield Prometheus(f"http://{address}")
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

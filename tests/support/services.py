@@ -20,7 +20,7 @@ from outrider.cli.__main__ import main
 from outrider.cli.local_services import Service, Services, wait_for_draft
 from outrider.pairs import PairPaths, pair_path
 
-END_S = 10
+END_S = 60
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
 
@@ -113,7 +113,7 @@ class Trio:
     def gateway_arguments(self) -> list[str]:
         """Of one more gateway before the two."""
         peers = ["--draft", self.draft, "--target", self.target, "--tokenizer", str(self.pair.target)]
-        return ["gateway", *COMMON, *peers]
+        return ["gateway", *COMMON, *peers, "--draft-patience-ms", "10000"]  # drafts come late on a busy machine
 
     def start_gateway(self, *flags: str) -> Service:
         """It need not listen yet."""
