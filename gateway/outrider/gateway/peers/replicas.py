@@ -8,8 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -302,26 +301,20 @@ class Replica(Generic[Info]):
         self._on_change()
 
     def _tell_lost(self, reason: str) -> None:
-        """Sequences that begin alike are told one after another: what the first has computed elsewhere, the next finds
-        there."""
-        links = sorted(
-            self.links.values(), key=lambda link: (link.request.salt, link.request.prompt_ids[:AFFINITY_TOKENS])
-        )
+        """Sequences that begin alike are told one after another: what one has computed elsewhere, the next finds."""
+        links = sorted(self.links.values(), key=lambda link: link.request.prompt_ids[:AFFINITY_TOKENS])
         for link in links:
             link.close()
-        lost = f"{self._service.name} {self.address}: {reason}"
-        self._tell(deque((link.on_event, Lost(lost, link.unheard)) for link in links))
+        self._tell(iter(links), f"{self._service.name} {self.address}: {reason}")
 
-    def _tell(self, losses: deque[tuple[Callable[[Any], None], Lost]]) -> None:
-        """As many as a short time allows in each turn of the event loop: what goes on at other replicas shall not wait
-        until hundreds of sequences were opened again."""
+    def _tell(self, links: Iterator[ReplicaLink], reason: str) -> None:
+        """As many in each turn of the event loop as leave time for what goes on at other replicas."""
         end = time.monotonic() + LOSSES_S
-        while losses:
-            on_event, lost = losses.popleft()
+        for link in links:
             self.breaker.failed(time.monotonic())
-            on_event(lost)
+            link.on_event(Lost(reason, link.unheard))
             if time.monotonic() >= end:
-                asyncio.get_running_loop().call_soon(self._tell, losses)
+                asyncio.get_running_loop().call_soon(self._tell, links, reason)
                 return
 
     def _on_peer_change(self) -> None:
