@@ -203,6 +203,6 @@ def test_what_follows_a_pass_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         place, graphs = dataclasses.replace(QUICK, device="cuda"), device.new_graphs(torch.device("cuda"))
         runner, _ = gpu.captured_runner(shape, place, graphs)
         result = gpu.measure_rounds(shape, runner, repeats=1)
-    assert [row["rule"] for row in result["judging"]] == ["greedy", "coupled", "rejection"]
+    assert [row["rule"] for row in result["judging"]] == ["greedy", "coupled", "rejection", "block"]
     assert [row["rule"] for row in result["drafting"]] == ["argmax", "rejection", "coupled"]
-    assert len("\n".join(gpu.render_rounds(result)).splitlines()) == 13
+    assert len("\n".join(gpu.render_rounds(result)).splitlines()) == 14

@@ -205,6 +205,10 @@ async def test_what_the_target_does_not_know_is_refused_by_name(tokenizer: Token
             "speculation.acceptance: acceptance.coupled is not supported by this target; allowed: leave it unset",
             ask(speculation=SpeculationOptions(acceptance=AcceptanceRule.COUPLED)),
         ),
+        (
+            "speculation.acceptance: acceptance.block is not supported by this target; allowed: leave it unset",
+            ask(speculation=SpeculationOptions(acceptance=AcceptanceRule.BLOCK)),
+        ),
     ):
         with pytest.raises(InvalidArgument, match=f"^{re.escape(problem)}$"):
             await run(engine, request)

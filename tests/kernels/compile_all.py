@@ -37,7 +37,7 @@ def launch_sampling(prove: bool) -> None:
     rows, probs = torch.arange(ROWS), torch.rand(ROWS, VOCAB_SIZE)
     words, windows, ids = torch.zeros(ROWS, 4, dtype=torch.int64), Windows.of([2, 0]), torch.tensor([1, 2])
     for purposes in (1, rows) if prove else (rows,):
-        philox_triton.words(rows, rows, purposes, rows, 0)
+        philox_triton.words(rows, rows, purposes, rows, rows)
         philox_triton.vocabulary_words(rows, rows, purposes, rows, VOCAB_SIZE, 0)
         philox_triton.exponential_noise(rows, rows, purposes, rows, VOCAB_SIZE)
     verify_triton.coupled_choice(probs, probs)
@@ -46,7 +46,8 @@ def launch_sampling(prove: bool) -> None:
     verify_triton.coupled_accept(torch.zeros(4, dtype=torch.int64), windows, ids, ids)
     verify_triton.accept(torch.rand(4, VOCAB_SIZE), windows, ids, DraftWeights.of([None, None]), ids.double())
     entries = PackedEntries(rows.int(), rows.int(), rows)
-    verify_triton.accept(torch.rand(4, VOCAB_SIZE), windows, ids, entries, ids.double())
+    for by_block in (None, torch.ones(2, dtype=torch.bool)):
+        verify_triton.accept(torch.rand(4, VOCAB_SIZE), windows, ids, entries, ids.double(), by_block)
     verify_triton.draw(probs.double(), words)
     numbers = rows.int()
     sampling_triton.advance(numbers, numbers, numbers, torch.zeros(ROWS, 8, dtype=torch.int32), numbers[:1], 16)

@@ -18,10 +18,10 @@ ATTENTION = {  # what serves models, on GPUs that we know
     "_gate_kernel",
 }  # fmt: skip
 SAMPLING = {
-    "_advance_kernel", "_copy_kernel", "_draw_kernel", "_greedy_kernel", "_accept_kernel", "_leave_kernel",
-    "_linear_kernel", "_mask_kernel", "_pack_kernel", "_penalise_kernel", "_probs_kernel", "_race_kernel",
-    "_sample_kernel", "_scatter_kernel", "_settle_kernel", "_truncate_kernel", "_vocabulary_kernel", "_walk_kernel",
-    "_words_kernel",
+    "_advance_kernel", "_copy_kernel", "_draw_kernel", "_greedy_kernel", "_accept_kernel", "_block_kernel",
+    "_leave_kernel", "_linear_kernel", "_mask_kernel", "_pack_kernel", "_penalise_kernel", "_probs_kernel",
+    "_race_kernel", "_sample_kernel", "_scatter_kernel", "_settle_kernel", "_truncate_kernel", "_vocabulary_kernel",
+    "_walk_kernel", "_words_kernel",
 }  # fmt: skip
 
 

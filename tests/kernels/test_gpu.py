@@ -55,23 +55,29 @@ def coupled_round(logits: Tensor, seeds: Tensor, draft_ids: Tensor) -> tuple[Ten
     return (invalid, choices, *coupled_accept(choices, WINDOWS[device.type], draft_ids), *tree)
 
 
-def rejection_round(logits: Tensor, seeds: Tensor, draft_ids: Tensor) -> tuple[Tensor, ...]:
+def rejection_round(
+    logits: Tensor, seeds: Tensor, draft_ids: Tensor, by_block: Tensor | None = None
+) -> tuple[Tensor, ...]:
     device = logits.device
     probs, invalid = logits_to_probs(logits, SAMPLING[device.type])
     zeros = torch.zeros_like(seeds)
     positions = torch.arange(len(draft_ids), device=device)
     uniforms = accept_uniforms(words(seeds[: len(draft_ids)], positions, Purpose.ACCEPT, zeros[: len(draft_ids)]))
     windows = WINDOWS[device.type]
-    accepted, weights = accept(probs, windows, draft_ids, WEIGHTS[device.type], uniforms)
+    accepted, weights = accept(probs, windows, draft_ids, WEIGHTS[device.type], uniforms, by_block)
     purposes = torch.where(accepted == windows.num_drafted, int(Purpose.BONUS), int(Purpose.RECOVERED))
     count = len(accepted)
     return invalid, accepted, draw(weights, words(seeds[:count], accepted, purposes, zeros[:count]))
 
 
+def block_round(logits: Tensor, seeds: Tensor, draft_ids: Tensor) -> tuple[Tensor, ...]:
+    return rejection_round(logits, seeds, draft_ids, WINDOWS[logits.device.type].num_drafted != 1)
+
+
 SAMPLING: dict[str, RowSampling] = {}
 WINDOWS: dict[str, Windows] = {}
 WEIGHTS: dict[str, DraftWeights] = {}
-ROUNDS = [coupled_round, rejection_round]
+ROUNDS = [coupled_round, rejection_round, block_round]
 
 
 def inputs(seed: int) -> tuple[Tensor, Tensor, Tensor]:

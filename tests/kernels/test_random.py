@@ -80,9 +80,21 @@ def test_purpose_may_differ_by_row() -> None:
     assert torch.equal(mixed[1], words(seeds, positions, Purpose.BONUS, completions)[1])
 
 
-def test_draw_index_must_fit_below_the_purpose() -> None:
+def test_a_draw_index_fills_its_bits_and_then_the_token_ids() -> None:
+    low, high = (1 << PURPOSE_SHIFT) - 1, 0x89ABCDEF
+    counter = (column(high), column(4), column((1 << PURPOSE_SHIFT) + low), column(3))
+    expected = torch.cat(philox_rounds(counter, (column(7), column(0)))).tolist()
+    draw = high << PURPOSE_SHIFT | low
+    assert words(column(7), column(4), Purpose.ACCEPT, column(3), draw).tolist() == [expected]
+    by_row = words(column(7, 7), column(4, 4), Purpose.ACCEPT, column(3, 3), column(low, draw))
+    assert by_row.tolist() == [words(column(7), column(4), Purpose.ACCEPT, column(3), low)[0].tolist(), expected]
+
+
+def test_a_draw_index_must_fit_into_the_counter() -> None:
     with pytest.raises(ValueError, match="draw index"):
-        words(column(1), column(1), Purpose.DRAFT, column(0), draw=1 << PURPOSE_SHIFT)
+        words(column(1), column(1), Purpose.DRAFT, column(0), 1 << 60)
+    with pytest.raises(ValueError, match="draw index"):
+        vocabulary_words(column(1), column(1), Purpose.DRAFT, column(0), 8, draw=1 << PURPOSE_SHIFT)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 4096, 50_001])

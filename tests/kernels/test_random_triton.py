@@ -31,6 +31,9 @@ def test_words_are_the_references(triton_device: torch.device, by_row: bool) -> 
         got = philox_triton.words(seeds, positions, on_device, completions, (1 << 28) - 1)
     reference = counters(torch.device("cpu"))
     assert torch.equal(got.cpu(), philox.words(reference[0], reference[1], purposes, reference[2], (1 << 28) - 1))
+    draws = torch.tensor([3, (1 << 60) - 1, 5 << 28])
+    got = philox_triton.words(seeds, positions, on_device, completions, draws.to(triton_device))
+    assert torch.equal(got.cpu(), philox.words(reference[0], reference[1], purposes, reference[2], draws))
 
 
 def test_more_rows_than_a_program_takes(triton_device: torch.device) -> None:

@@ -26,16 +26,24 @@ NAN = float("nan")
 
 
 def check(
-    probs: Tensor, windows: Windows, draft_ids: Tensor, vectors: list[Vector], uniforms: Tensor, device: torch.device
+    probs: Tensor,
+    windows: Windows,
+    draft_ids: Tensor,
+    vectors: list[Vector],
+    uniforms: Tensor,
+    device: torch.device,
+    by_block: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both give the same bits; returns them."""
     weights = DraftWeights.of(packed(vectors))
-    expected = accept(probs, windows, draft_ids, weights, uniforms)
+    expected = accept(probs, windows, draft_ids, weights, uniforms, by_block)
+    blocks = None if by_block is None else poisoned(by_block, device)
     on_device = Windows(*(getattr(windows, name).to(device) for name in Windows.__slots__))
     entries = DraftWeights(*(poisoned(getattr(weights, name), device) for name in DraftWeights.__slots__))
     with poisoned_allocations():
         got = rejection_triton.accept(
-            poisoned(probs, device), on_device, poisoned(draft_ids, device), entries, poisoned(uniforms, device), 16, 16
+            *(poisoned(probs, device), on_device, poisoned(draft_ids, device), entries, poisoned(uniforms, device)),
+            *(blocks, 16, 16),
         )
     assert got[0].tolist() == expected[0].tolist()
     assert torch.equal(got[1].cpu().nan_to_num(nan=-1.0), expected[1].nan_to_num(nan=-1.0))
@@ -58,8 +66,11 @@ def random_vector(vocab_size: int, drafted: int, kind: int, generator: torch.Gen
     return ids, torch.randint(1, 400, (len(ids),), generator=generator).tolist()
 
 
+@pytest.mark.parametrize("by_block", [False, True], ids=["token by token", "some by blocks"])
 @pytest.mark.parametrize("vocab_size", [1, 16, 41, 200])
-def test_ragged_windows_equal_the_reference(triton_device: torch.device, vocab_size: int, prove: bool) -> None:
+def test_ragged_windows_equal_the_reference(
+    triton_device: torch.device, vocab_size: int, by_block: bool, prove: bool
+) -> None:
     """0 to 8 drafted tokens, some windows without a row for the next token, drafts of every kind."""
     generator = torch.Generator().manual_seed(vocab_size)
     seen = set()
@@ -76,7 +87,8 @@ def test_ragged_windows_equal_the_reference(triton_device: torch.device, vocab_s
         kinds = torch.randint(5, (len(draft_ids),), generator=generator).tolist()
         vectors = [random_vector(vocab_size, t, k, generator) for t, k in zip(draft_ids.tolist(), kinds, strict=True)]
         uniforms = torch.rand(len(draft_ids), generator=generator, dtype=torch.float64) ** 3
-        num_accepted, weights = check(probs, windows, draft_ids, vectors, uniforms, triton_device)
+        blocks = torch.tensor([True, True, False, True]) if by_block else None
+        num_accepted, weights = check(probs, windows, draft_ids, vectors, uniforms, triton_device, blocks)
         seen.update(num_accepted.tolist())
         table = torch.randint(1 << 32, (4, 4), generator=generator)
         got = rejection_triton.draw(weights, poisoned(table, triton_device), 16)
@@ -86,8 +98,10 @@ def test_ragged_windows_equal_the_reference(triton_device: torch.device, vocab_s
 
 def test_no_windows_and_no_drafted_tokens(triton_device: torch.device) -> None:
     none = torch.empty(0, dtype=torch.int64)
-    check(torch.empty(0, 3), Windows.of([]), none, [], none.double(), triton_device)
-    check(torch.rand(2, 3).softmax(-1), Windows.of([0, 0]), none, [], none.double(), triton_device)
+    for blocks in (None, torch.ones(2, dtype=torch.bool)):
+        no_blocks = None if blocks is None else blocks[:0]
+        check(torch.empty(0, 3), Windows.of([]), none, [], none.double(), triton_device, no_blocks)
+        check(torch.rand(2, 3).softmax(-1), Windows.of([0, 0]), none, [], none.double(), triton_device, blocks)
 
 
 def test_duplicates_in_vectors_of_several_tiles(triton_device: torch.device) -> None:

@@ -27,7 +27,7 @@ DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}
 SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
 # Values that are right, of fields that take no number.
 RIGHT: dict[str, Any] = {
-    "speculative_token_tree": "[(0,), (0, 0)]", "rejection_sample_method": "block",
+    "speculative_token_tree": "[(0,), (0, 0)]", "rejection_sample_method": "fly",
     "synthetic_acceptance_rates": [0.9, 0.8, 0.7, 0.6, 0.5], "synthetic_acceptance_length": 2.5, "fly_window_size": 3,
     "fly_entropy_top_k": 3,
 }  # fmt: skip
@@ -217,6 +217,7 @@ def test_fields_that_do_not_act_are_refused(name: str) -> None:
         config(**{name: RIGHT.get(name, "x")}).require_supported()
     config(**DRAFT, use_heterogeneous_vocab=True, draft_sample_method="probabilistic").require_supported()
     config(draft_tensor_parallel_size=1, rejection_sample_method="standard").require_supported()
+    config(rejection_sample_method="block").require_supported()
     with pytest.raises(ValueError, match="draft_tensor_parallel_size"):
         config(draft_tensor_parallel_size=2).require_supported()
 

@@ -25,7 +25,9 @@ from outrider.llm.backends import Job
 from outrider.llm.inputs import Prompt
 from outrider.llm.outputs import OutputBuilder
 from outrider.rpc.messages import Commit, Credit, Open, TokenLogprob
+from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.sampling_params import SamplingParams as WireSampling
+from outrider.target_service import engine as target_engine
 
 QUIET: dict[str, Any] = {"use_tqdm": False}
 
@@ -283,6 +285,23 @@ def test_running_ahead_changes_no_token(tiny_pair: TinyPair, mode: str) -> None:
     assert len(values["vllm:spec_decode_num_accepted_tokens_per_pos"].values) == 3  # never more than k
     with LLM(tiny_pair.target, acceptance="coupled", batch_invariant=True, threads=1) as plain:
         assert ids_of(plain.generate([[4, 5, 6]] * 2, params, **QUIET)) == ids
+
+
+def test_vllms_name_of_block_verification(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds for requests with a seed of their own, too; what LLM says comes before it."""
+    seen = []
+    admit = target_engine.admit
+    monkeypatch.setattr(
+        target_engine, "admit", lambda opened, *rest: seen.append(opened.acceptance) or admit(opened, *rest)
+    )
+    config = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3, "rejection_sample_method": "block"}
+    params = [SamplingParams(temperature=0, max_tokens=16), SamplingParams(temperature=1, max_tokens=16, seed=7)]
+    for options, rule in (({}, AcceptanceRule.BLOCK), ({"acceptance": "coupled"}, AcceptanceRule.COUPLED)):
+        with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=config, **options) as made:
+            ids = ids_of(made.generate([[4, 5, 6]] * 2, params, **QUIET))
+        assert ids[0] == greedy_ids(tiny_pair, [4, 5, 6], 16) and len(ids[1]) <= 16
+        assert set(seen) == {rule}
+        seen.clear()
 
 
 def test_defaults_are_the_models_own(tiny_pair: TinyPair, tmp_path: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -410,23 +410,32 @@ PURPOSE_OF = {
 SHARED = {"coupled draft", "coupled target"}  # one decision, taken on both sides
 
 
+def by_row(groups: Any, rows: Any) -> list[list[int]]:
+    """Token ids >> 2 of every row, which may be the same for all."""
+    table: list[list[int]] = groups.tolist()
+    return table if len(table) == len(rows) else table * len(rows)
+
+
 class CounterLog:
     """Listens while a test runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.requested: set[Counter] = set()
         self.meaning: defaultdict[Raw, set[Counter]] = defaultdict(set)  # of what is encrypted
-        self.uses: defaultdict[Counter, set[str]] = defaultdict(set)
+        self.uses: defaultdict[Counter, list[str]] = defaultdict(list)
         self._counters: dict[object, list[Counter]] = {}  # by four words, or by a row of noise
         self._raw: list[Raw] = []
         self._full: list[bool] = []
         self._listen_to_philox(monkeypatch)
         self._listen_to_uses(monkeypatch)
 
-    def check(self) -> None:
-        """No counter is encrypted under two meanings, none decides two things; both sides of coupling share theirs."""
+    def check(self, once: Collection[int] = ()) -> None:
+        """No counter is encrypted under two meanings, none decides two things; both sides of coupling share theirs.
+        Those of the seeds `once` decide one thing once."""
         assert all(len(meanings) == 1 for meanings in self.meaning.values()), "two requests have one counter"
-        for counter, kinds in self.uses.items():
+        for counter, uses in self.uses.items():
+            kinds = set(uses)
+            assert counter[0] not in once or len(uses) == 1, f"{counter} decides {uses}"
             assert len(kinds) == 1 or kinds <= SHARED, f"{counter} decides {sorted(kinds)}"
             assert {PURPOSE_OF[kind] for kind in kinds} == {counter[2]}, f"{counter} decides {sorted(kinds)}"
 
@@ -440,20 +449,22 @@ class CounterLog:
 
         def listen_run(groups: Any, columns: Any) -> Any:
             position, purpose, completion, low, high = (column.squeeze(-1).tolist() for column in columns)
+            rows = zip(position, purpose, completion, low, high, strict=True)
             self._raw = [
-                (group, *rest)
-                for rest in zip(position, purpose, completion, low, high, strict=True)
-                for group in groups[0].tolist()
+                (group, *row) for row, of_row in zip(rows, by_row(groups, position), strict=True) for group in of_row
             ]
             return run(groups, columns)
 
         def listen(
-            groups: Tensor, seeds: Tensor, positions: Tensor, purpose: Any, completions: Tensor, draw: int
+            groups: Tensor, seeds: Tensor, positions: Tensor, purpose: Any, completions: Tensor, draw: Any
         ) -> Tensor:
             words = grouped(groups, seeds, positions, purpose, completions, draw)
-            purposes = purpose.tolist() if isinstance(purpose, Tensor) else [int(purpose)] * len(seeds)
-            rows = zip(seeds.tolist(), positions.tolist(), purposes, completions.tolist(), strict=True)
-            counters = [(*row[:3], draw, row[3], group) for row in rows for group in groups.tolist()]
+            purposes, draws = (
+                value.tolist() if isinstance(value, Tensor) else [int(value)] * len(seeds) for value in (purpose, draw)
+            )
+            rows = zip(seeds.tolist(), positions.tolist(), purposes, draws, completions.tolist(), strict=True)
+            each = zip(rows, by_row(groups, positions), strict=True)
+            counters = [(*row, group) for row, of_row in each for group in of_row]
             self.requested.update(counters)
             for raw, counter, four in zip(self._raw, counters, words.flatten(0, 1).tolist(), strict=True):
                 self.meaning[raw].add(counter)
@@ -498,7 +509,7 @@ class CounterLog:
             for index, row in enumerate(arguments[argument]):
                 value = row.numpy().tobytes() if row.is_floating_point() else tuple(row.tolist())
                 for counter in self._counters[value]:
-                    self.uses[counter].add(kind(index))
+                    self.uses[counter].append(kind(index))
             return function(*arguments)
 
         monkeypatch.setattr(module, name, traced)

@@ -81,7 +81,7 @@ class Setting:
         return range(first, first + count)
 
 
-COUPLED = AcceptanceRule.COUPLED
+BLOCK, COUPLED = AcceptanceRule.BLOCK, AcceptanceRule.COUPLED
 ALL = {"temperature": 0.6, "top_p": 0.97, "min_p": 0.01, **PENALTIES}
 TEMPERATURE_1 = Setting("temperature 1", short=TOKENS_10K)
 WITH_PENALTIES = Setting("penalties", PENALTIES)
@@ -108,6 +108,7 @@ MAPPED_COUPLED = Setting(
     long=TOKENS_5K,
 )
 CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=750)
+BY_BLOCK = Setting("block", acceptance=BLOCK, k=3, depth=4, short=1_250)
 SHORT = [
     *EACH,
     BONUS,
@@ -117,11 +118,17 @@ SHORT = [
     Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
     CHAINS,
     TEMPERATURE_1_COUPLED,
+    BY_BLOCK,
     Setting("all", ALL, long=TOKENS_20K),
     Setting("all, coupled", ALL, COUPLED, long=TOKENS_20K),
     Setting("branches, coupled", ALL, COUPLED, windows_ahead=1, max_branches=2, long=TOKENS_20K),
 ]
-LONG = [*EACH_COUPLED[1:], replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K)]
+LONG = [
+    *EACH_COUPLED[1:],
+    replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K),
+    replace(CHAINS, name="chains, block", acceptance=BLOCK, long=TOKENS_20K),
+    Setting("all, block", ALL, BLOCK, long=TOKENS_20K),
+]
 WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)
 
 START_S = 120.0

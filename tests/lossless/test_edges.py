@@ -65,7 +65,7 @@ def verdict_of(
 ) -> VerifiedWindow:
     """Of one window, whose rows are one more than its drafted tokens; one word may stand for all."""
     sampling = {"temperature": 0.0 if rule == "greedy" else 1.0, "max_tokens": 8} | sampling
-    acceptance = AcceptanceRule.COUPLED if rule == "coupled" else AcceptanceRule.REJECTION
+    acceptance = AcceptanceRule.REJECTION if rule == "greedy" else AcceptanceRule[rule.upper()]
     limits = TargetLimits(VOCAB_SIZE, 64, (), 8)
     target = admit(opened(1, [0, 1], acceptance=acceptance, **sampling), None, (1, 1), print, limits, 0, 0.0)
     weights = tuple(TokenWeights(*entry) if entry is not None else None for entry in packed(vectors))
@@ -143,7 +143,15 @@ def test_what_cannot_be_sampled_is_an_error_where_it_counts(vector: Vector, word
         assert (unused.invalid, unused.ids) == (False, (3,))
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+def test_in_a_block_later_rows_count_too() -> None:
+    refused = [-inf, -inf, -inf, 0.0]
+    for vectors in ([EVEN, EVEN], [None, EVEN]):
+        judging = verdict_of([refused, [nan, 0.0, 0.0, 0.0], FLAT], [0, 0], vectors, LEAST, "block")
+        assert judging.invalid
+    assert verdict_of([refused, FLAT, [nan, 0.0, 0.0, 0.0]], [0, 0], [EVEN, EVEN], LEAST, "block").ids == (3,)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])
 @pytest.mark.parametrize("bad", [nan, inf])
 def test_a_mask_hides_nothing_that_is_wrong_with_a_row(rule: str, bad: float) -> None:
     for rows in ([[0.0, 0.0, 0.0, bad], FLAT], [[0.0, -inf, -inf, 0.0], [0.0, 0.0, 0.0, bad]]):

@@ -28,6 +28,7 @@ from lossless.mutants import (
 )
 from lossless.statistics import (
     BONUS,
+    BY_BLOCK,
     LONG,
     MAPPED,
     SHORT,
@@ -208,6 +209,7 @@ async def test_a_seed_fixes_the_draws(pair: Pair) -> None:
     ("mutation", "setting", "num_sequences"),
     [
         (residual_is_target, TEMPERATURE_1, 800),
+        (residual_is_target, BY_BLOCK, 800),
         (bonus_of_the_row_before, BONUS, 1200),
         (penalties_of_the_committed, WITH_PENALTIES, 1000),
         (coupling_lets_one_more_stay, TEMPERATURE_1_COUPLED, 800),

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"sampling": SamplingParams(temperature=0.0, max_tokens=40)},
     "coupled": {"sampling": SamplingParams(temperature=1.3, top_p=0.9, max_tokens=40), "acceptance": COUPLED},
     "rejection": {"sampling": SamplingParams(temperature=0.9, max_tokens=40), "acceptance": REJECTION},
+    "block": {"sampling": SamplingParams(temperature=0.9, max_tokens=40), "acceptance": AcceptanceRule.BLOCK},
 }
 
 
@@ -73,12 +74,12 @@ def play(requests: list[Open], branches: int) -> tuple[DraftHarness, dict[int, d
     return draft, lines_of(events), committed
 
 
-def check(request: Open, line: Line, before: list[int], host: LoadedModel) -> None:
+def check(request: Open, number: int, line: Line, before: list[int], host: LoadedModel) -> None:
     """Every token is what the host draws after the same ones; a branch's first is a guess."""
     tokens = [*before]
     for index, (token, weights) in enumerate(zip(line.ids, line.weights, strict=True)):
         if index or line.parent is None:
-            expected, entries = naive(request, tokens, host)
+            expected, entries = naive(request, tokens, host, chain=(number, line.position))
             assert token == expected
             assert (weights is None) == (entries is None)
             if weights is not None and entries is not None:
@@ -92,7 +93,7 @@ def check(request: Open, line: Line, before: list[int], host: LoadedModel) -> No
     ("kinds", "branches"),
     [
         pytest.param(["coupled", "greedy"], 3, id="branches"),
-        pytest.param(["rejection", "greedy"], 0, id="weights"),
+        pytest.param(["rejection", "block"], 0, id="weights"),
         pytest.param(["rejection", "coupled"], 0, id="a mixture, token by token", marks=pytest.mark.slow),
     ],
 )
@@ -110,12 +111,12 @@ def test_the_tokens_are_the_hosts(
     assert draft.method.proposer._chains is not None
     for request in requests:
         known = lines[request.sequence_id]
-        for line in known.values():
+        for number, line in known.items():
             parent = known[line.parent] if line.parent is not None else None
             before = committed[request.sequence_id][: line.position if parent is None else parent.position]
             if parent is not None:  # whose own parent is the chain that was committed
                 before = [*before, *parent.ids[: line.position - parent.position]]
-            check(request, line, before, host)
+            check(request, number, line, before, host)
     num_tokens = sum(len(line.ids) for known in lines.values() for line in known.values())
     assert num_tokens > 15 + 10 * bool(branches)
     assert any(line.parent is not None for known in lines.values() for line in known.values()) == bool(branches)

@@ -345,7 +345,7 @@ def test_a_broken_peer_is_a_protocol_error(problem: str) -> None:
 
 
 NEWER_ENUMS: dict[str, dict[str, Any]] = {
-    "open.acceptance: is 9, which this version does not know; allowed: 0 to 2": {"acceptance": 9},
+    "open.acceptance: is 9, which this version does not know; allowed: 0 to 3": {"acceptance": 9},
     "open.sampling.logprobs_mode: is 7, which this version does not know; allowed: 0 to 4": {
         "sampling": generation_pb2.SamplingParams(logprobs_mode=7)  # type: ignore[arg-type]
     },

@@ -148,8 +148,8 @@ def test_an_enum_of_a_newer_peer_reads_as_unspecified_in_an_answer() -> None:
 def test_an_enum_of_a_newer_peer_is_refused_in_a_request() -> None:
     with pytest.raises(InvalidArgument, match=r"^sampling.logprobs_mode: is 9, which .*; allowed: 0 to 4$"):
         s.decode_sampling(pb.SamplingParams(logprobs_mode=9))  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match=r"^open.acceptance: is 3, which .*; allowed: 0 to 2$"):
-        codec.OPEN.decode(common_pb2.Open(acceptance=3))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"^open.acceptance: is 9, which .*; allowed: 0 to 3$"):
+        codec.OPEN.decode(common_pb2.Open(acceptance=9))  # type: ignore[arg-type]
 
 
 def test_a_number_that_no_field_holds_is_a_value_error() -> None:

@@ -21,6 +21,7 @@ from outrider.llm import SamplingParams as LLMSamplingParams
 from outrider.rpc import sampling_params as s
 from outrider.rpc.codec import DRAFT_INFO, TARGET_INFO
 from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.messages import DraftInfo, ModelInfo, TargetInfo
 from outrider.rpc.sampling_params import (
     BASELINE,
     PARAMETERS,
@@ -229,6 +230,10 @@ def test_a_field_that_is_set_needs_its_capability(field: str) -> None:
 def test_the_rule_is_a_capability_too() -> None:
     assert lacking((), SamplingParams()) == []
     assert lacking(["acceptance.rejection"], SamplingParams(), AcceptanceRule.COUPLED) == ["acceptance.coupled"]
+    assert lacking(BASELINE, SamplingParams(), AcceptanceRule.BLOCK) == ["acceptance.block"]
+    ours = ModelInfo("", "", 1, 1)
+    for info in (TargetInfo(ours, 1), DraftInfo(ours, ())):
+        assert lacking(info.capabilities, SamplingParams(), AcceptanceRule.BLOCK) == []
 
 
 def test_a_peer_that_names_nothing_does_what_preceded_the_list() -> None:

@@ -28,6 +28,7 @@ LAW_PROMPT = (1, 3, 2, 0, 1)
 LAW_TABLE_SEED = 5
 LAW_LAWS = 5  # different laws of the next token
 LAW_LEN = 5  # tokens of each output
+WEIGHING = AcceptanceRule.REJECTION, AcceptanceRule.BLOCK
 OPENS = 1_000_000  # as good as no limit to how often a lost target is replaced
 
 
@@ -37,7 +38,7 @@ class Mode(Enum):
     COUPLED = "coupled"
     GREEDY = "greedy"
     REJECTION = "rejection"  # everything but the law
-    LAW = "law"  # rejection, many requests of one prompt
+    LAW = "law"  # rejection, token by token and by blocks in turn, many requests of one prompt
 
 
 def setting_of(mode: Mode, seed: int) -> Setting:
@@ -91,13 +92,20 @@ def _law(seed: int, dice: random.Random) -> Setting:
     stretch = Stretch(dice.choice((128, 128, 128, 1, 2)), dice.choice((0, 0, 2)))
     plans = tuple(
         Plan(
-            request=Open(0, LAW_PROMPT, sampling, seed=dice.getrandbits(64), completion=dice.randrange(4)),
+            request=Open(
+                0,
+                LAW_PROMPT,
+                sampling,
+                acceptance=WEIGHING[index % 2],
+                seed=dice.getrandbits(64),
+                completion=dice.randrange(4),
+            ),
             policy=policy,
             arrives=dice.uniform(0, 0.05),
             think_s=0.002,
             stretch=stretch,
         )
-        for _ in range(48)
+        for index in range(48)
     )
     return Setting(
         replay=_replay(Mode.LAW, seed),

@@ -19,11 +19,13 @@ from outrider.draft_service.engine import DraftEngine
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
+from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import draft_sample, greedy_choice, logits_to_probs
 from outrider.kernels.verify.reference import coupled_choice
 from outrider.proposers.base import TokenProposer
+from outrider.proposers.draft_rows import DraftRule, DraftSampling
 from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.messages import (
@@ -142,9 +144,14 @@ def credit(sequence_id: int, until: int, max_window: int = 4, max_branches: int 
 
 
 def naive(
-    request: Open, tokens: Sequence[int], loaded: LoadedModel, mapping: VocabularyMap | None = None
+    request: Open,
+    tokens: Sequence[int],
+    loaded: LoadedModel,
+    mapping: VocabularyMap | None = None,
+    chain: tuple[int, int] = (0, 0),
 ) -> tuple[int, TokenWeights | None]:
-    """The next token after `tokens`, everything computed afresh for one sequence, in the target's ids."""
+    """The next token after `tokens`, everything computed afresh for one sequence, in the target's ids; `chain` is its
+    number and start."""
     runner, vocab_size, eos_ids = ModelRunner(loaded.model, 32), loaded.vocab_size, loaded.eos_token_ids
     own = list(tokens) if mapping is None else mapping.spell_all(tokens)
     logits = runner.forward([BatchEntry(own, 0, list(range(32)), 1)])  # [1, own vocab]
@@ -161,7 +168,9 @@ def naive(
     place = [torch.tensor([n]) for n in (as_int64(request.seed), len(tokens), request.completion)]
     if request.acceptance == AcceptanceRule.COUPLED:
         return int(coupled_choice(probs, exponential_noise(*place, vocab_size))), None
-    samples = draft_sample(probs, words(place[0], place[1], Purpose.DRAFT, place[2]))
+    by_chain = request.acceptance == AcceptanceRule.BLOCK
+    draw = DraftSampling(DraftRule.REJECTION, RandomKey(0, 0), by_chain=by_chain).of_chain(*chain).key.draw
+    samples = draft_sample(probs, words(place[0], place[1], Purpose.DRAFT, place[2], draw))
     return int(samples.token_ids), TokenWeights.of(samples.entry_ids.tolist(), samples.entry_weights.tolist())
 
 
@@ -299,4 +308,4 @@ def hf_greedy(hf: Any, prompt: Sequence[int], count: int) -> list[int]:
     return [int(token) for token in ids[0, len(prompt) :]]
 
 
-REJECTION, COUPLED = AcceptanceRule.REJECTION, AcceptanceRule.COUPLED
+REJECTION, COUPLED, BLOCK = AcceptanceRule.REJECTION, AcceptanceRule.COUPLED, AcceptanceRule.BLOCK

@@ -30,7 +30,7 @@ from outrider.rpc.messages import (
     TargetInfo,
     TokenLogprob,
 )
-from outrider.rpc.sampling_params import BASELINE, FinishReason, SamplingParams, TokenOrigin
+from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams, TokenOrigin
 from outrider.rpc.server import Server, build_server
 from outrider.rpc.stream import FrameStream, StreamConfig, server_stream
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -72,7 +72,7 @@ def expected(prompt: Sequence[int], count: int, rule: Rule = arithmetic) -> list
 
 def target_info(**fields: Any) -> TargetInfo:
     model = ModelInfo("toy", "d1", VOCAB, 256, eos_token_ids=(EOS,))
-    return TargetInfo(replace(model, **fields), 16, capabilities=(*BASELINE, "sampling.structured_output"))
+    return TargetInfo(replace(model, **fields), 16, capabilities=(*CAPABILITIES, "sampling.structured_output"))
 
 
 def draft_info(**fields: Any) -> DraftInfo:

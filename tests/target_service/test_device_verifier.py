@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.devices import PretendedDevice, Replayed, gpu
-from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened
+from support.engines import BLOCK, COUPLED, REJECTION, VOCAB, TargetHarness, opened
 from support.kernels import interpreter
 from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
@@ -29,7 +29,7 @@ PLAIN: dict[str, dict[str, Any]] = {  # what columns say
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 1.0, "acceptance": COUPLED, "seed": (1 << 64) - 3, "top_p": 0.9},
     "rejection": {"temperature": 1.3, "acceptance": REJECTION, "seed": 11, "min_p": 0.01},
-    "rejection, cut": {"temperature": 0.8, "acceptance": REJECTION, "seed": 12, "top_k": 40},
+    "block, cut": {"temperature": 0.8, "acceptance": BLOCK, "seed": 12, "top_k": 40},
 }
 CHANGED: dict[str, dict[str, Any]] = {  # what they do not
     "penalties": {"temperature": 1.0, "acceptance": COUPLED, "seed": 5, "repetition_penalty": 1.4, "min_tokens": 4},

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,18 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from scipy.stats import chisquare
-from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, hf_greedy, opened, oracle, speculate, tiny_model
+from support.engines import (
+    BLOCK,
+    COUPLED,
+    REJECTION,
+    VOCAB,
+    TargetHarness,
+    hf_greedy,
+    opened,
+    oracle,
+    speculate,
+    tiny_model,
+)
 from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.loader import LoadedModel
@@ -52,8 +64,9 @@ def test_plain_greedy_equals_generate(models: tuple[Any, LoadedModel]) -> None:
         assert harness.commits(number)[-1].finish_reason == FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("k", range(9))
-@pytest.mark.parametrize("acceptance", [REJECTION, COUPLED])
+@pytest.mark.parametrize(
+    ("acceptance", "k"), [*product([REJECTION, COUPLED], range(9)), (BLOCK, 1), (BLOCK, 4), (BLOCK, 8)]
+)
 def test_greedy_with_any_draft_equals_plain(models: tuple[Any, LoadedModel], k: int, acceptance: Any) -> None:
     hf, loaded = models
     prompt = prompt_of(k)

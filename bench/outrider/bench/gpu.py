@@ -210,7 +210,8 @@ def _medians(ways: Timed, repeats: int) -> Json:
 def _scheduled(shape: Shape, index: int, rule: VerifyRule) -> ScheduledSequence:
     """A window of K tokens after a long context."""
     prompt = tuple(7919 * place % shape.vocab_size for place in range(shape.context + 1))
-    acceptance = AcceptanceRule.COUPLED if rule == VerifyRule.COUPLED else AcceptanceRule.REJECTION
+    rules = {VerifyRule.COUPLED: AcceptanceRule.COUPLED, VerifyRule.BLOCK: AcceptanceRule.BLOCK}
+    acceptance = rules.get(rule, AcceptanceRule.REJECTION)
     sampling = SamplingParams(temperature=0.0 if rule == VerifyRule.GREEDY else 1.0, max_tokens=2 * K)
     limits = TargetLimits(shape.vocab_size, 8192, (), 1 << 20)
     request = Open(index, prompt, sampling, acceptance=acceptance, seed=index)

@@ -438,8 +438,8 @@ LEVELS = 4  # below the root, two children each
 ALIKE = 0.5  # standard deviation of the draft's logits around the target's
 
 
-def _accept(place: Place, batch: int, vocab_size: int) -> KernelWork:
-    """Against the same rule over dense vectors, which a draft beside the target would have at hand."""
+def _accept(place: Place, batch: int, vocab_size: int, by_block: bool = False) -> KernelWork:
+    """Against token by token over dense vectors, which a draft beside the target would have at hand."""
     logits = zipf_logits(place, batch * ROWS, vocab_size)
     target_probs = logits.softmax(-1)
     windows = Windows.of([K] * batch, device=place.device)
@@ -453,6 +453,7 @@ def _accept(place: Place, batch: int, vocab_size: int) -> KernelWork:
     dense = dense / dense.sum(-1, keepdim=True)
     dense = torch.cat((dense.view(batch, K, -1), dense.new_zeros(batch, 1, vocab_size)), 1)  # [batch, ROWS, vocab]
     every = torch.arange(batch, device=place.device)
+    blocks = torch.ones_like(every, dtype=torch.bool) if by_block else None
 
     def against() -> tuple[Tensor, Tensor]:
         target, drafted = target_probs.view(batch, ROWS, -1), ids.view(batch, K, 1)
@@ -463,7 +464,8 @@ def _accept(place: Place, batch: int, vocab_size: int) -> KernelWork:
         return num_accepted, left / left.sum(-1, keepdim=True)
 
     num_bytes = batch * vocab_size * (4 + 8)  # a row of the target is read, and its rest written in float64
-    return KernelWork(lambda: accept(target_probs, windows, ids, weights, uniforms), against, num_bytes)
+    run = partial(accept, target_probs, windows, ids, weights, uniforms, blocks)
+    return KernelWork(run, against, num_bytes, compared=0 if by_block else 1)
 
 
 def _draw_windows(place: Place, batch: int, vocab_size: int) -> KernelWork:
@@ -590,6 +592,7 @@ CASES = {
         ("vocabulary", "sampling.draft_sample", "", "top-k, cumsum, multinomial", _drafted),
         ("batch", "random.words", "", "torch.randint", _words),
         ("vocabulary", "verify.accept", "", "gather, cumprod, clamp(target - draft), dense", _accept),
+        ("vocabulary", "verify.accept", ", by blocks", "the same, token by token", partial(_accept, by_block=True)),
         ("vocabulary", "verify.draw", "", "torch.multinomial", _draw_windows),
         ("batch", "verify.coupled_accept", "", "==, cumprod, sum, gather", _chain),
         ("batch", "verify.coupled_accept_tree", _trees, "level by level, dense", _tree),

@@ -51,7 +51,9 @@ class BenchServeSettings(ServiceSettings):
     mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
         None, description="how far the draft runs ahead (default: the gateway's)"
     )
-    acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
+    acceptance: Literal["auto", "rejection", "coupled", "block"] = Field(
+        "auto", description="how drafted tokens are accepted"
+    )
     slo_ttft_ms: float | None = Field(None, gt=0, description="a good request's first token comes within this time")
     slo_itl_ms: float | None = Field(
         None, gt=0, description="and its further ones within this time each, on the request's average"

@@ -146,8 +146,8 @@ def _model_state(
         sampler = SequenceSampler(request.sampling, prompt_ids, request.output_ids, eos_ids, vocab_size, device)
     except ValueError as error:
         raise InvalidArgument(str(error)) from error
-    key = RandomKey(request.seed, request.completion)
-    return ModelState(sampler, DraftSampling(_rule(request, method.name), key, mapping))
+    key, by_chain = RandomKey(request.seed, request.completion), request.acceptance == AcceptanceRule.BLOCK
+    return ModelState(sampler, DraftSampling(_rule(request, method.name), key, mapping, by_chain=by_chain))
 
 
 def _rule(request: Open, method: str) -> DraftRule:

@@ -38,6 +38,10 @@ class Chain:
     top_tokens: TopTokens = field(default_factory=dict)
     draft_us: int = 0  # device time since the last piece
     ended: bool = False  # it cannot go on
+    start: int = field(init=False)  # position of its first drafted token
+
+    def __post_init__(self) -> None:
+        self.start = self.sent
 
     @property
     def sequence(self) -> CachedSequence:

@@ -252,7 +252,9 @@ class DraftEngine:
         their turn again."""
         return any(
             model.proposer.prepare(
-                draft.method.draft_sampling, draft.committed, len(draft.text) + draft.limits.piece_len + 1
+                draft.method.draft_sampling.of_chain(draft.chain.number, draft.chain.start),
+                draft.committed,
+                len(draft.text) + draft.limits.piece_len + 1,
             )
             for draft in self._sequences.values()
             if isinstance(draft.method, ModelState) and draft.limits.until > draft.committed and not draft.finished

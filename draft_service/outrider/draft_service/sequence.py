@@ -146,7 +146,7 @@ class DraftSequence:
         """A step of the chain, or of a branch, with the model; None where the sequence is drafted without."""
         if not isinstance(self.method, ModelState):
             return None
-        sampler, draft_sampling = self.method.sampler, self.method.draft_sampling
+        sampler, draft_sampling = self.method.sampler, self.method.draft_sampling.of_chain(chain.number, chain.start)
         return DraftRows(chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, self.num_top_tokens)
 
     def on_commit(self, commit: Commit, cache: KVCacheManager) -> None:

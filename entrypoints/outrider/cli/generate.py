@@ -56,7 +56,9 @@ class RequestSettings(ServiceSettings):
     mode: Literal["auto", "sequential", "chains", "branches"] | None = Field(
         None, description="how far the draft runs ahead (default: the gateway's)"
     )
-    acceptance: Literal["auto", "rejection", "coupled"] = Field("auto", description="how drafted tokens are accepted")
+    acceptance: Literal["auto", "rejection", "coupled", "block"] = Field(
+        "auto", description="how drafted tokens are accepted"
+    )
     tokenizer: Path | None = Field(None, description="the target's folder, to colour token by token")
     plain: bool = Field(False, description="no colours")
     timeout: float | None = Field(None, gt=0, description="seconds until a request is given up")

@@ -198,12 +198,12 @@ class EngineArguments:
             tokenizer=None if tokenizer is None else locate(tokenizer, weights=False),
         )
 
-    def acceptance_for(self, seed: int | None) -> AcceptanceRule:
-        """The rule of a request with this seed of its own. Coupled tokens depend on prompt, seed and target alone;
-        under rejection they also depend on when a draft came, which no seed fixes."""
-        if self.acceptance == "auto" and seed is not None:
-            return AcceptanceRule.COUPLED
-        return ACCEPTANCE[self.acceptance]
+    def acceptance_for(self, seed: int | None, configured: AcceptanceRule) -> AcceptanceRule:
+        """The rule of a request with this seed of its own; `configured` is what speculative_config says. Coupled tokens
+        depend on prompt, seed and target alone; under rejection they also depend on when a draft came, which no seed
+        fixes."""
+        rule = ACCEPTANCE[self.acceptance] or configured
+        return AcceptanceRule.COUPLED if rule is AcceptanceRule.AUTO and seed is not None else rule
 
 
 def take_speculation(options: dict[str, Any]) -> SpeculativeConfig | Mapping[str, Any] | None:

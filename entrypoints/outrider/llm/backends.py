@@ -18,7 +18,7 @@ from outrider.client import Client, Part, SpeculationStats
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, TokenUsage
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
-from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, named_method
+from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, acceptance_of, named_method
 from outrider.llm.metrics import Statistics
 from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND
@@ -301,12 +301,14 @@ def speculation_options(config: SpeculativeConfig | Mapping[str, Any] | None, mo
     method, k = named_method(given.pop("method", None)) or "", given.pop("num_speculative_tokens", None)
     if k is not None and not (is_int(k) and 0 <= k <= MAX_DRAFT_TOKENS):
         raise ValueError(f"num_speculative_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {k!r:.100}")
+    rule = acceptance_of(given.pop("rejection_sample_method", None))
     if given:
         raise Unsupported(
-            f"LLM(gateway=...): the draft service decides {', '.join(given)}; a request says method and "
-            "num_speculative_tokens"
+            f"LLM(gateway=...): the draft service decides {', '.join(given)}; a request says method, "
+            "num_speculative_tokens and rejection_sample_method"
         )
-    return SpeculationOptions(method="ngram" if method in NGRAM_NAMES else method, num_draft_tokens=k, mode=mode)
+    method = "ngram" if method in NGRAM_NAMES else method
+    return SpeculationOptions(method=method, acceptance=rule, num_draft_tokens=k, mode=mode)
 
 
 def _delta_of(part: Part) -> GenerationDelta:

@@ -32,6 +32,7 @@ from outrider.llm.validation import (
 )
 from outrider.proposers.registry import CHOICES, METHODS, is_class, method_of
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
+from outrider.rpc.sampling_params import AcceptanceRule
 
 
 class VllmMethod(NamedTuple):
@@ -135,6 +136,16 @@ def _token_tree(text: str) -> str:
     return text
 
 
+RULES = {None: AcceptanceRule.AUTO, "standard": AcceptanceRule.AUTO, "block": AcceptanceRule.BLOCK}
+
+
+def acceptance_of(rejection_sample_method: object) -> AcceptanceRule:
+    """The rule that vLLM's name asks for. Raises Unsupported."""
+    if not isinstance(rejection_sample_method, str | None) or rejection_sample_method not in RULES:
+        raise Unsupported(f"rejection_sample_method={rejection_sample_method!r:.100}; allowed: standard, block")
+    return RULES[rejection_sample_method]
+
+
 @plain_errors("speculative_config")
 @dataclass(config=CONFIG)
 class SpeculativeConfig:
@@ -176,7 +187,7 @@ class SpeculativeConfig:
     rejection_sample_method: Annotated[
         str | None,
         one_of(("standard", "synthetic", "block", "fly")),
-        Only(None, "standard", why="the others are lossy, or not there yet; allowed: standard"),
+        Only(None, "standard", "block", why="the others are lossy; allowed: standard, block"),
     ] = None
     synthetic_acceptance_rates: Annotated[
         list[Number] | None,

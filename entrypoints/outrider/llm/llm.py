@@ -85,7 +85,9 @@ class JobMaker:
             token_ids=prompt.token_ids,
             sampling=seeded(sampling, arguments.seed, number),
             max_tokens_given=False,  # as in vLLM a completion ends where the context does
-            speculation=replace(backend.speculation, acceptance=arguments.acceptance_for(params.seed)),
+            speculation=replace(
+                backend.speculation, acceptance=arguments.acceptance_for(params.seed, backend.speculation.acceptance)
+            ),
             request_id=str(number),
             n=params.n,
             priority=int(priority),

@@ -37,7 +37,7 @@ from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.backends import LoopThread
-from outrider.llm.config import SpeculativeConfig
+from outrider.llm.config import SpeculativeConfig, acceptance_of
 from outrider.proposers.registry import make_proposer, method_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import (
@@ -331,7 +331,12 @@ def start_local(
         for service in services:
             service.stop()
         raise
-    options = SpeculationOptions(greedy_draft=speculation is not None and speculation.draft_sample_method == "greedy")
+    options = SpeculationOptions()
+    if speculation is not None:
+        options = SpeculationOptions(
+            acceptance=acceptance_of(speculation.rejection_sample_method),
+            greedy_draft=speculation.draft_sample_method == "greedy",
+        )
     return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options, by_tokens)
 
 

@@ -25,7 +25,7 @@ from outrider.planner.policy import Limits, Mode, Policy, PolicyController, Roun
 from outrider.rpc.errors import DeadlineExceeded
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
-from outrider.rpc.sampling_params import MAX_LOGPROBS, AcceptanceRule, FinishReason
+from outrider.rpc.sampling_params import MAX_LOGPROBS, FinishReason
 
 
 @dataclass(slots=True)
@@ -294,7 +294,7 @@ class GenerationEngine:
         """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it
         is not switched off, and the target waits for its draft. `explains`: a trace is to say what it chose by."""
         fixed = prepared.request.speculation.num_draft_tokens is not None
-        weighs = prepared.acceptance is AcceptanceRule.REJECTION and not prepared.sampling.greedy
+        weighs = prepared.acceptance.weighs and not prepared.sampling.greedy
         modes = {
             "auto": (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES),
             "chains": (Mode.CHAINS,),

@@ -47,6 +47,7 @@ def draw_columns(num_sequences: int) -> list[Column]:
         *sampling_columns(num_sequences),
         Column("seeds", torch.int64, num_sequences),
         Column("completions", torch.int64, num_sequences),
+        Column("draws", torch.int64, num_sequences),
         Column("races", torch.int32, num_sequences),
         Column("weighs", torch.int32, num_sequences),
         Column("passes", torch.int32, 1),  # that ran before
@@ -111,7 +112,8 @@ def draw(
     if kind.ranks:
         extra.append(best_ids(scores, MOST_RANKED))  # [sequences, MOST_RANKED]
     if kind.weighs:
-        drawn, *entries = _weighed(probs, words(*counters[:2], Purpose.DRAFT, counters[2]), mass)
+        random = words(*counters[:2], Purpose.DRAFT, counters[2], columns["draws"])
+        drawn, *entries = _weighed(probs, random, mass)
         ids = torch.where(columns["weighs"] != 0, drawn, ids)
         extra += entries
     ids = ids.masked_fill(invalid, -1)
@@ -222,6 +224,7 @@ class DeviceChains:
             columns.write(name, [values[name] for values in parameters], off)
         columns.write("seeds", [as_int64(row.draft_sampling.key.seed) for row in rows], 0)
         columns.write("completions", [row.draft_sampling.key.completion for row in rows], 0)
+        columns.write("draws", [row.draft_sampling.key.draw for row in rows], 0)
         columns.write("races", [row.draft_sampling.rule == DraftRule.COUPLED for row in rows], 0)
         columns.write("weighs", [row.draft_sampling.rule == DraftRule.REJECTION for row in rows], 0)
         columns.write("passes", [0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from outrider.engine.batch import BatchEntry
@@ -11,6 +11,8 @@ from outrider.engine.random import RandomAhead, RandomKey, RandomRange
 from outrider.engine.sampler import SamplingRows, SequenceSampler
 from outrider.proposers.draft_text import DraftText
 from outrider.proposers.vocabulary_map import VocabularyMap
+
+NUMBER_BITS = START_BITS = 30  # of a draw
 
 
 class DraftRule(IntEnum):
@@ -29,6 +31,16 @@ class DraftSampling:
     key: RandomKey
     mapping: VocabularyMap | None = None  # None: the target's ids are the draft's own
     ahead: RandomAhead = field(default_factory=RandomAhead)
+    by_chain: bool = False  # whether every chain has random numbers of its own
+
+    def of_chain(self, number: int, start: int) -> DraftSampling:
+        """How a chain from position `start` on draws. In a block, drafted tokens count also behind the one that is
+        refused: the next chain must not be drawn with the same words. Its number tells it from those before; its start
+        also where a client goes on with the same seed, and numbers begin again."""
+        if not self.by_chain:
+            return self
+        draw = (start % (1 << START_BITS)) << NUMBER_BITS | number % (1 << NUMBER_BITS)
+        return replace(self, key=replace(self.key, draw=draw))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class AcceptanceRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ACCEPTANCE_RULE_UNSPECIFIED: _ClassVar[AcceptanceRule]
     ACCEPTANCE_RULE_REJECTION: _ClassVar[AcceptanceRule]
     ACCEPTANCE_RULE_COUPLED: _ClassVar[AcceptanceRule]
+    ACCEPTANCE_RULE_BLOCK: _ClassVar[AcceptanceRule]
 
 class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ LOGPROBS_MODE_PROCESSED_LOGITS: LogprobsMode
 ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule
 ACCEPTANCE_RULE_REJECTION: AcceptanceRule
 ACCEPTANCE_RULE_COUPLED: AcceptanceRule
+ACCEPTANCE_RULE_BLOCK: AcceptanceRule
 TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin
 TOKEN_ORIGIN_ACCEPTED: TokenOrigin
 TOKEN_ORIGIN_RECOVERED: TokenOrigin

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from outrider.rpc.errors import OutriderError, Violations, make_error
 from outrider.rpc.sampling_params import (
-    BASELINE,
+    CAPABILITIES,
     MAX_LOGPROBS,
     AcceptanceRule,
     FinishReason,
@@ -265,7 +265,7 @@ class DraftInfo:
 
     model: ModelInfo
     methods: tuple[DraftMethod, ...]
-    capabilities: tuple[str, ...] = BASELINE
+    capabilities: tuple[str, ...] = CAPABILITIES
     version: str = ""  # of the service; empty: it is older than the field
 
 
@@ -277,7 +277,7 @@ class TargetInfo:
     max_window: int
     load: Load = field(default_factory=Load)
     step_costs: tuple[tuple[int, int], ...] = ()  # rows and microseconds, as measured at start
-    capabilities: tuple[str, ...] = BASELINE
+    capabilities: tuple[str, ...] = CAPABILITIES
     version: str = ""  # of the service; empty: it is older than the field
 
 

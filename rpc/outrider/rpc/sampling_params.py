@@ -21,6 +21,12 @@ class AcceptanceRule(IntEnum):
     AUTO = 0
     REJECTION = 1
     COUPLED = 2
+    BLOCK = 3
+
+    @property
+    def weighs(self) -> bool:
+        """Whether drafted tokens are judged against what they were drawn from."""
+        return self in (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK)
 
 
 class _AnswerEnum(IntEnum):
@@ -281,6 +287,7 @@ BASELINE = (
     "acceptance.rejection",
     "acceptance.coupled",
 )
+CAPABILITIES = (*BASELINE, "acceptance.block")  # what our own services do
 RECOMMENDED = tuple(name for name, row in PARAMETERS.items() if row.recommended)
 _OPTIONAL = {name for name in PARAMETERS if getattr(DEFAULT_SAMPLING, name) is None}
 _LISTS = {name for name in PARAMETERS if isinstance(getattr(DEFAULT_SAMPLING, name), tuple)}

@@ -4,8 +4,8 @@ launched behind it while the pass still runs. Requests that change single logits
 the same kernels, launched one by one.
 
 What a rule needs more is launched where one of the windows has it: the race under coupling, uniforms and the draw from
-what is left under rejection. Random numbers are drawn where they are used: counters take no memory, which is what a
-device is short of."""
+what is left under rejection, and its blocks. Random numbers are drawn where they are used: counters take no memory,
+which is what a device is short of."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from outrider.target_service.verifier import (
 )
 
 LAYOUT = tuple(column.name for column in fields(Windows))
-COUNTERS = ("seeds", "positions", "completions")  # of each row
+COUNTERS = ("seeds", "positions", "completions", "draws")  # of each row
 
 
 def verify_columns(num_rows: int, num_windows: int, num_entries: int) -> list[Column]:
@@ -79,7 +79,11 @@ class DeviceBatch:
 
     @property
     def rejecting(self) -> Tensor | None:
-        return self._columns["rules"] == VerifyRule.REJECTION if VerifyRule.REJECTION in self.rules else None
+        return self._columns["rules"] >= VerifyRule.REJECTION if VerifyRule.REJECTION in self.rules else None
+
+    @property
+    def by_block(self) -> Tensor | None:
+        return self._columns["rules"] == VerifyRule.BLOCK if VerifyRule.BLOCK in self.rules else None
 
     @property
     def draft_weights(self) -> PackedEntries:
@@ -87,17 +91,17 @@ class DeviceBatch:
         return PackedEntries(ids.contiguous(), weights.contiguous(), self._columns["entry_starts"])
 
     def race(self, probs: Tensor) -> Tensor:
-        seeds, positions, completions = self._counters
+        seeds, positions, completions, _ = self._counters
         return coupled_draw(probs, seeds, positions, completions)
 
     def uniforms(self, rows: Tensor) -> Tensor:
-        seeds, positions, completions = self._counters
-        return accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions))[rows]
+        seeds, positions, completions, draws = self._counters
+        return accept_uniforms(words(seeds, positions, Purpose.ACCEPT, completions, draws))[rows]
 
     def next_words(self, rows: Tensor, is_bonus: Tensor) -> Tensor:
-        seeds, positions, completions = (counter[rows] for counter in self._counters)  # [n] each
+        seeds, positions, completions, draws = (counter[rows] for counter in self._counters)  # [n] each
         purposes = torch.where(is_bonus, int(Purpose.BONUS), int(Purpose.RECOVERED))  # [n]
-        return words(seeds, positions, purposes, completions)
+        return words(seeds, positions, purposes, completions, draws)
 
 
 class VerifyInputs:
@@ -134,6 +138,7 @@ class VerifyInputs:
             | {
                 "seeds": as_int64(window.target.random_key.seed),
                 "completions": window.target.random_key.completion,
+                "draws": window.target.window_key(window.committed).draw,
                 "first_row_at": window.committed - row_start,  # position of a row less its place
                 "greedy_rows": window.target.greedy,
             }
@@ -156,7 +161,7 @@ class VerifyInputs:
         return packed.reshape(-1)
 
 
-_BY_ROW = (*OFF, "seeds", "completions", "first_row_at", "greedy_rows")
+_BY_ROW = (*OFF, "seeds", "completions", "draws", "first_row_at", "greedy_rows")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -50,7 +50,8 @@ def verified_windows(
     first_row, flags = 0, invalid.tolist()
     for scheduled, num_accepted, next_id in zip(windows, accepted.tolist(), next_ids.tolist(), strict=True):
         num_rows = scheduled.num_verify_rows
-        used = flags[first_row : first_row + min(num_accepted + 1, num_rows)]
+        judged = len(scheduled.window.ids) if scheduled.target.by_block else 0  # rows that count in any case
+        used = flags[first_row : first_row + min(max(num_accepted + 1, judged), num_rows)]
         if any(used) or (next_id < 0 and num_accepted < num_rows):
             verified.append(VerifiedWindow(scheduled, num_accepted, invalid=True))
         else:

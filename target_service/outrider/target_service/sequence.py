@@ -113,9 +113,19 @@ class TargetSequence:
 
     @property
     def rejects(self) -> bool:
-        """Whether windows are judged by rejection sampling: then the target's own token does not follow one that is
-        cut."""
-        return self.open.acceptance == AcceptanceRule.REJECTION and not self.greedy
+        """Whether windows are judged by rejection sampling, token by token or by blocks: then the target's own token
+        does not follow one that is cut."""
+        return self.open.acceptance.weighs and not self.greedy
+
+    @property
+    def by_block(self) -> bool:
+        """Whether windows are judged by blocks."""
+        return self.open.acceptance == AcceptanceRule.BLOCK and not self.greedy
+
+    def window_key(self, start: int) -> RandomKey:
+        """What the random numbers of a window from position `start` on are a function of. In a block, coins count also
+        behind the token that is refused. The next window must not meet them again, so its start is in its counters."""
+        return replace(self.random_key, draw=start) if self.by_block else self.random_key
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -229,8 +239,8 @@ def _check(message: Open, limits: TargetLimits) -> None:
         raise InvalidArgument.of([Violation("sampling.structured_output", problem)])
     if message.features:
         raise FailedPrecondition("this target sends no hidden states", reason="NO_FEATURES")
-    if message.acceptance not in (AcceptanceRule.REJECTION, AcceptanceRule.COUPLED):
-        raise InvalidArgument.of([Violation("acceptance", "is not set; allowed: rejection, coupled")])
+    if message.acceptance == AcceptanceRule.AUTO:
+        raise InvalidArgument.of([Violation("acceptance", "is not set; allowed: rejection, coupled, block")])
     length = len(message.prompt_ids) + message.sampling.max_tokens
     room = limits.num_blocks * limits.block_size
     if length > room:

@@ -32,11 +32,16 @@ class VerifyRule(IntEnum):
     GREEDY = 0
     COUPLED = 1
     REJECTION = 2
+    BLOCK = 3
 
 
 def rule_of(target: TargetSequence) -> VerifyRule:
     """The rule of a sequence, fixed when it was opened."""
-    return VerifyRule.GREEDY if target.greedy else VerifyRule.COUPLED if target.coupled else VerifyRule.REJECTION
+    if target.greedy:
+        return VerifyRule.GREEDY
+    if target.coupled:
+        return VerifyRule.COUPLED
+    return VerifyRule.BLOCK if target.by_block else VerifyRule.REJECTION
 
 
 class VerifyBatch(Protocol):
@@ -52,7 +57,11 @@ class VerifyBatch(Protocol):
 
     @property
     def rejecting(self) -> Tensor | None:  # [n] bool
-        """None under one rule."""
+        """Token by token, or by blocks; None under one rule."""
+
+    @property
+    def by_block(self) -> Tensor | None:  # [n] bool
+        """None where none is."""
 
     @property
     def is_plain(self) -> bool:
@@ -95,7 +104,7 @@ def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyRe
         probs, invalid = logits_to_probs(logits, sampling)  # [rows, vocab], [rows]
         if VerifyRule.COUPLED in batch.rules:
             own.append(batch.race(probs))
-        if VerifyRule.REJECTION in batch.rules:
+        if max(batch.rules) >= VerifyRule.REJECTION:
             judged.append(_judge_by_rejection(probs, batch))
     if own:
         ids, is_plain = _either(batch.greedy_rows, own), batch.is_plain
@@ -108,7 +117,7 @@ def _judge_by_rejection(probs: Tensor, batch: VerifyBatch) -> tuple[Tensor, Tens
     """Numbers accepted and next ids, [n] int64 each, of probabilities [rows, vocab] float32."""
     windows = batch.windows
     uniforms = batch.uniforms(windows.row_of_draft)  # [drafted]
-    accepted, next_weights = accept(probs, windows, batch.draft_ids, batch.draft_weights, uniforms)
+    accepted, next_weights = accept(probs, windows, batch.draft_ids, batch.draft_weights, uniforms, batch.by_block)
     is_bonus = accepted == windows.num_drafted  # [n]
     return accepted, draw(next_weights, batch.next_words(windows.next_rows(accepted), is_bonus))
 
@@ -126,10 +135,10 @@ HOST = torch.device("cpu")
 def verify_source(device: torch.device) -> RandomSource:
     """Rows are [3, 4] int64: four words under each purpose."""
 
-    def generate(seeds: Tensor, positions: Tensor, completions: Tensor) -> Tensor:  # [n] each -> [n, 3, 4]
-        repeated = [column.repeat_interleave(len(PURPOSES)) for column in (seeds, positions, completions)]
-        purposes = torch.tensor([int(purpose) for purpose in PURPOSES], device=device).repeat(len(seeds))
-        return words(repeated[0], repeated[1], purposes, repeated[2]).view(-1, len(PURPOSES), 4)
+    def generate(*counters: Tensor) -> Tensor:  # [n] each -> [n, 3, 4]
+        seeds, positions, completions, draws = (column.repeat_interleave(len(PURPOSES)) for column in counters)
+        purposes = torch.tensor([int(purpose) for purpose in PURPOSES], device=device).repeat(len(counters[0]))
+        return words(seeds, positions, purposes, completions, draws).view(-1, len(PURPOSES), 4)
 
     return RandomSource(generate, MAX_WORD_ROWS, device)
 
@@ -162,7 +171,7 @@ class HostVerifier:
             return False
         source = self._noise if target.coupled else self._words
         first, count = target.committed, target.max_window + 1
-        return source.prepare(RandomRange(target.random_key, target.random_ahead, first, count, first + count))
+        return source.prepare(RandomRange(target.window_key(first), target.random_ahead, first, count, first + count))
 
 
 class HostBatch:
@@ -177,6 +186,10 @@ class HostBatch:
         self._members = members
         self._noise = noise
         self._words = words
+
+    @cached_property
+    def by_block(self) -> Tensor | None:
+        return torch.ones(len(self._members), dtype=torch.bool) if VerifyRule.BLOCK in self.rules else None
 
     @property
     def is_plain(self) -> bool:
@@ -211,7 +224,7 @@ class HostBatch:
 def _spans(members: Sequence[ScheduledSequence]) -> list[RandomRange]:
     """The positions of the rows of every window: of the tokens that are judged or drawn."""
     return [
-        RandomRange(m.target.random_key, m.target.random_ahead, m.committed, rows, m.committed + rows)
+        RandomRange(m.target.window_key(m.committed), m.target.random_ahead, m.committed, rows, m.committed + rows)
         for m in members
         for rows in (m.num_verify_rows,)
     ]

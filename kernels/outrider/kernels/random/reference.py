@@ -5,7 +5,9 @@ function of (seed, completion, position, purpose, draw, token id). Nothing is co
 speculation do not shift what a request draws, and words may be computed ahead of the logits they meet.
 
     key      (seed's low word, seed's high word)
-    counter  (token_id >> 2, position, purpose << 28 | draw, completion); token_id & 3 picks one of the four words"""
+    counter  (token_id >> 2, position, purpose << 28 | draw, completion); token_id & 3 picks one of the four words
+
+Where no token id is in it, what a draw index has above its 28 bits stands in the place of the id."""
 
 from __future__ import annotations
 
@@ -75,16 +77,19 @@ def words(
     positions: Tensor,  # [n] int64, absolute position of the token that is decided
     purpose: Purpose | Tensor,  # one for all, or [n] int64
     completions: Tensor,  # [n] int64
-    draw: int = 0,
+    draws: Tensor | int = 0,  # one for all, or [n] int64, each below 2^60: tells apart decisions of one position
 ) -> Tensor:  # [n, 4] int64, each below 2^32
     """Four words per position, for decisions that take a number rather than noise over a vocabulary."""
-    _check_draw(draw)
+    if isinstance(draws, int):
+        _check_draw(draws, 2 * PURPOSE_SHIFT + 4)
     if dispatch.runs_triton(seeds):
         from outrider.kernels.random import triton as philox_triton
 
-        return philox_triton.words(seeds, positions, purpose, completions, draw)
-    groups = torch.zeros(1, dtype=torch.int64, device=seeds.device)
-    return _grouped_words(groups, seeds, positions, purpose, completions, draw)[:, 0]
+        return philox_triton.words(seeds, positions, purpose, completions, draws)
+    draws = draws if isinstance(draws, Tensor) else torch.full_like(seeds, draws)
+    low = draws & ((1 << PURPOSE_SHIFT) - 1)
+    groups = (draws >> PURPOSE_SHIFT)[:, None]  # [n, 1]
+    return _grouped_words(groups, seeds, positions, purpose, completions, low)[:, 0]
 
 
 def vocabulary_words(
@@ -96,12 +101,12 @@ def vocabulary_words(
     draw: int = 0,
 ) -> Tensor:  # [n, vocab] int64, each below 2^32
     """One word per token id and position."""
-    _check_draw(draw)
+    _check_draw(draw, PURPOSE_SHIFT)
     if dispatch.runs_triton(seeds):
         from outrider.kernels.random import triton as philox_triton
 
         return philox_triton.vocabulary_words(seeds, positions, purpose, completions, vocab_size, draw)
-    groups = torch.arange(-(-vocab_size // 4), device=seeds.device)  # [groups]
+    groups = torch.arange(-(-vocab_size // 4), device=seeds.device)[None]  # [1, groups]
     return _grouped_words(groups, seeds, positions, purpose, completions, draw).flatten(1)[:, :vocab_size]
 
 
@@ -140,32 +145,32 @@ def exponential_noise(
 
 
 def _group_blocks(vocab_size: int, num_rows: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Cuts the vocabulary into blocks: the first token id, and the counters [groups] of four ids each."""
+    """Cuts the vocabulary into blocks: the first token id, and the counters [1, groups] of four ids each."""
     num_groups = -(-vocab_size // 4)
     step = max(COUNTERS_PER_BLOCK // max(num_rows, 1), 1024) if device.type == "cpu" else num_groups
     for start in range(0, num_groups, step):
-        yield 4 * start, torch.arange(start, min(start + step, num_groups), device=device)
+        yield 4 * start, torch.arange(start, min(start + step, num_groups), device=device)[None]
 
 
 def _grouped_words(
-    groups: Tensor,  # [groups] int64: token id >> 2
+    groups: Tensor,  # [n or 1, groups] int64: token id >> 2
     seeds: Tensor,  # [n] int64
     positions: Tensor,  # [n] int64
     purpose: Purpose | Tensor,
     completions: Tensor,  # [n] int64
-    draw: int,
+    draw: Tensor | int,  # one for all, or [n] int64
 ) -> Tensor:  # [n, groups, 4] int64
     purposes = purpose if isinstance(purpose, Tensor) else torch.full_like(seeds, int(purpose))
     columns = torch.stack((positions, (purposes << PURPOSE_SHIFT) + draw, completions, seeds, seeds >> 32))
     columns = (columns & WORD_MASK).unsqueeze(-1)  # [5, n, 1]
     if groups.device.type == "cpu":
-        return torch.from_numpy(_interleave_numpy(_run(groups.numpy()[None], columns.numpy())))
-    return torch.stack(_run(groups[None], columns), dim=-1)
+        return torch.from_numpy(_interleave_numpy(_run(groups.numpy(), columns.numpy())))
+    return torch.stack(_run(groups, columns), dim=-1)
 
 
-def _check_draw(draw: int) -> None:
-    if not 0 <= draw < 1 << PURPOSE_SHIFT:
-        raise ValueError(f"draw index {draw} does not fit below the purpose")
+def _check_draw(draw: int, num_bits: int) -> None:
+    if not 0 <= draw < 1 << num_bits:
+        raise ValueError(f"draw index {draw} does not fit into the counter's {num_bits} bits")
 
 
 def _run(groups: Array, columns: Array) -> tuple[Array, Array, Array, Array]:

@@ -15,6 +15,7 @@ from torch import Tensor
 ROWS_PER_PROGRAM = 64
 GROUPS_PER_PROGRAM = 512  # counters, of four token ids each
 PURPOSE_SHIFT = tl.constexpr(28)
+DRAW_MASK = tl.constexpr((1 << 28) - 1)
 
 
 def words(
@@ -22,7 +23,7 @@ def words(
     positions: Tensor,  # [n] int64
     purposes: Tensor | int,  # [n] int64, or one for all
     completions: Tensor,  # [n] int64
-    draw: int,
+    draws: Tensor | int,  # [n] int64, or one for all
 ) -> Tensor:  # [n, 4] int64
     """Launches the reference's `words`."""
     num_rows = len(seeds)
@@ -31,9 +32,12 @@ def words(
         columns = [column.contiguous() for column in (seeds, positions, completions)]
         row_purposes = purposes.contiguous() if isinstance(purposes, Tensor) else seeds
         purpose = 0 if isinstance(purposes, Tensor) else int(purposes)
+        row_draws = draws.contiguous() if isinstance(draws, Tensor) else seeds
+        draw = 0 if isinstance(draws, Tensor) else draws
         _words_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
-            *columns, row_purposes, out, num_rows, purpose, draw, isinstance(purposes, Tensor), ROWS_PER_PROGRAM
-        )
+            *columns, row_purposes, row_draws, out, num_rows, purpose, draw, isinstance(purposes, Tensor),
+            isinstance(draws, Tensor), ROWS_PER_PROGRAM,
+        )  # fmt: skip
     return out
 
 
@@ -135,11 +139,13 @@ def _words_kernel(
     positions: tl.tensor,
     completions: tl.tensor,
     purposes: tl.tensor,
+    draws: tl.tensor,
     out: tl.tensor,  # [n, 4]
     num_rows: tl.tensor,
     purpose: tl.tensor,
     draw: tl.tensor,
-    BY_ROW: tl.constexpr,
+    PURPOSE_BY_ROW: tl.constexpr,
+    DRAW_BY_ROW: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -147,11 +153,12 @@ def _words_kernel(
     seed = tl.load(seeds + rows, inside, 0)
     position = tl.load(positions + rows, inside, 0)
     completion = tl.load(completions + rows, inside, 0)
-    row_purpose = tl.load(purposes + rows, inside, 0) if BY_ROW else tl.zeros([ROWS], tl.int64) + purpose
+    row_purpose = tl.load(purposes + rows, inside, 0) if PURPOSE_BY_ROW else tl.zeros([ROWS], tl.int64) + purpose
+    row_draw = tl.load(draws + rows, inside, 0) if DRAW_BY_ROW else tl.zeros([ROWS], tl.int64) + draw
     w0, w1, w2, w3 = philox(
-        tl.zeros([ROWS], tl.uint32),
+        (row_draw >> PURPOSE_SHIFT).to(tl.uint32),
         position.to(tl.uint32),
-        ((row_purpose << PURPOSE_SHIFT) + draw).to(tl.uint32),
+        ((row_purpose << PURPOSE_SHIFT) + (row_draw & DRAW_MASK)).to(tl.uint32),
         completion.to(tl.uint32),
         seed.to(tl.uint32),
         (seed >> 32).to(tl.uint32),

@@ -6,6 +6,18 @@ By rejection (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318)
 `target_probs`. The weights are the integers that the draft drew from, so both products of the test are exact in
 float64. A position without usable weights is one-hot: the same rule with the single weight 1 on the drafted id.
 
+By blocks (Sun et al., "Block verification accelerates speculative decoding", arXiv 2403.10444, algorithm 2) drafted
+tokens are judged together. With r_i the ratio of target_prob and draft_prob of the i-th drafted token, the first i hold
+with probability p_i = min(p_(i-1) r_i, 1), p_0 = 1, whatever is drafted after them; the longest run stays whose own
+coin is below h_i = d_i / (d_i + 1 - p_i), at the block's end h_i = p_i, where
+
+    d_i = sum over the vocabulary of max(p_i target_probs - draft_probs, 0), both of the token after the i-th
+
+and the next token has weights max(p_i target_prob total_weight - draft_weight, 0). Where p_i = 1 the run holds, also
+where d_i = 0. A block ends with its window, and at both sides of a one-hot token, which is a block of its own; the
+next one counts only if all of this one holds. So where a block ends may depend on what was drafted up to there, as in
+rejection, which is the rule with blocks of one token.
+
 Coupled, target and draft take the token of least noise / probability for the same noise. The token at a position is
 then a function of the seed and the target's probabilities alone, whatever was drafted; a draft only says early what it
 will be. With exponential noise the least ratio is a draw from the probabilities (the exponential race, which is the
@@ -14,6 +26,7 @@ Gumbel-max trick). Greedy decoding uses the same acceptance with the arg max as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -43,6 +56,7 @@ def accept(
     draft_ids: Tensor,  # [drafted] int64
     draft_weights: DraftWeights | PackedEntries,
     uniforms: Tensor,  # [drafted] float64 in [0, 1)
+    by_block: Tensor | None = None,  # [n] bool: which windows are judged by blocks; None: all token by token
 ) -> tuple[Tensor, Tensor]:
     """Returns how many drafted tokens are accepted, [n] int64, and the weights of the next draw, [n, vocab] float64.
 
@@ -52,15 +66,23 @@ def accept(
     if dispatch.runs_triton(target_probs):
         from outrider.kernels.verify import triton as verify_triton
 
-        return verify_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms)
+        return verify_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms, by_block)
     if isinstance(draft_weights, PackedEntries):
         draft_weights = draft_weights.unpacked()
     vocab_size = target_probs.shape[1]
     usable, drafted_weight, total_weight = _check_weights(draft_weights, draft_ids, vocab_size)
     inside = (draft_ids >= 0) & (draft_ids < vocab_size)  # [drafted]
     token_probs = target_probs[windows.row_of_draft, draft_ids.clamp(0, vocab_size - 1)].double() * inside  # [drafted]
-    accepted = uniforms * drafted_weight < token_probs * total_weight  # [drafted]
-    num_accepted = count_accepted(accepted, windows)
+    masses, scale = token_probs * total_weight, total_weight  # [drafted] each
+    if by_block is None:
+        num_accepted = count_accepted(uniforms * drafted_weight < masses, windows)
+    else:
+        reached, ends = _reach_in_blocks(windows, by_block, usable, masses / drafted_weight)
+        left = reached - _overlaps(target_probs, windows, draft_weights, total_weight, reached)  # [drafted]
+        at_end = uniforms * drafted_weight < reached * masses  # [drafted]
+        holds = torch.where(ends, at_end, _holds_within(uniforms, reached, left.clamp(min=0)))
+        num_accepted = _longest_runs(windows, holds, ends)
+        scale = total_weight * reached
     rows = windows.next_rows(num_accepted)  # [n]
     next_weights = target_probs.index_select(0, rows).double()  # [n, vocab]
     has_next = windows.has_next(num_accepted)  # [n]
@@ -69,7 +91,7 @@ def accept(
     refused = _refused_drafts(windows, num_accepted)  # [refused]
     if len(refused):
         owners = windows.window_of_draft[refused]  # [refused]
-        _leave_residual(next_weights, owners, refused, draft_ids, draft_weights, usable & inside, total_weight)
+        _leave_residual(next_weights, owners, refused, draft_ids, draft_weights, usable & inside, scale)
         empty = owners[next_weights.index_select(0, owners).sum(dim=-1) == 0]  # nothing is left:
         if len(empty):
             next_weights[empty] = target_probs.index_select(0, rows[empty]).double()  # the target's own law holds
@@ -100,6 +122,56 @@ def count_accepted(accepted: Tensor, windows: Windows) -> Tensor:
         return windows.num_drafted
     refused_at = torch.where(accepted, len(accepted), windows.offset_of_draft)  # [drafted]
     return windows.num_drafted.scatter_reduce(0, windows.window_of_draft, refused_at, "amin")
+
+
+def _reach_in_blocks(windows: Windows, by_block: Tensor, usable: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
+    """With which probability the drafted tokens of its block before each hold, [drafted] float64 (p of the paper), and
+    where blocks end, [drafted] bool; by_block [n] bool, usable [drafted] bool, ratios [drafted] float64."""
+    reached, ends, factors = [1.0] * len(usable), [True] * len(usable), ratios.tolist()
+    for has_blocks, (_, _, first, count) in zip(by_block.tolist(), windows.on_host(), strict=True):
+        weighted = usable[first : first + count].tolist() if has_blocks else []
+        for index, (weighs, next_weighs) in enumerate(pairwise(weighted), first):
+            if weighs and next_weighs:
+                ends[index] = False
+                reached[index + 1] = min(reached[index] * factors[index], 1.0)
+    return torch.tensor(reached, dtype=torch.float64), torch.tensor(ends, dtype=torch.bool)
+
+
+def _overlaps(
+    target_probs: Tensor,  # [rows, vocab] float32
+    windows: Windows,
+    draft_weights: DraftWeights,
+    total_weight: Tensor,  # [drafted] float64
+    reached: Tensor,  # [drafted] float64
+) -> Tensor:  # [drafted] float64; of no meaning where the weights cannot be used
+    """How much of the law that each token was drawn from lies below `reached` times the target's."""
+    ids, draft_of = draft_weights.ids.clamp(0, target_probs.shape[1] - 1), draft_weights.draft_of
+    probs = target_probs[windows.row_of_draft[draft_of], ids].double()  # [entries]
+    shares = torch.minimum(probs * (reached * total_weight)[draft_of], draft_weights.weights.double())  # [entries]
+    return torch.zeros_like(reached).index_add_(0, draft_of, shares) / total_weight
+
+
+def _holds_within(uniforms: Tensor, reached: Tensor, left: Tensor) -> Tensor:
+    """Whether a block's drafted tokens up to each hold by its own coin, [drafted] bool, but at a block's end. What the
+    token after it has is asked, [drafted] float64 each: with which probability it is reached, and how much of that the
+    draft leaves to the target."""
+    after, surplus = reached.roll(-1), left.roll(-1)
+    return (after >= 1) | (uniforms * (surplus + 1 - after) < surplus)
+
+
+def _longest_runs(windows: Windows, holds: Tensor, ends: Tensor) -> Tensor:
+    """How many tokens of each window stay, [n] int64: up to the last that holds before a block that does not hold
+    whole; holds, ends: [drafted] bool."""
+    num_accepted, held, last = [], holds.tolist(), ends.tolist()
+    for _, _, first, count in windows.on_host():
+        accepted = 0
+        for index in range(count):
+            if held[first + index]:
+                accepted = index + 1
+            elif last[first + index]:
+                break
+        num_accepted.append(accepted)
+    return torch.tensor(num_accepted, dtype=torch.int64)
 
 
 def _refused_drafts(windows: Windows, num_accepted: Tensor) -> Tensor:
@@ -143,11 +215,11 @@ def _leave_residual(
     draft_ids: Tensor,  # [drafted] int64
     draft_weights: DraftWeights,
     usable: Tensor,  # [drafted] bool
-    total_weight: Tensor,  # [drafted] float64
+    scale: Tensor,  # [drafted] float64
 ) -> None:
-    """Takes the draft's weights, down to 0, from `total_weight` times the target's law; a one-hot draft's id is left no
-    weight at all."""
-    next_weights[owners] *= total_weight[refused, None]
+    """Takes the draft's weights, down to 0, from `scale` times the target's law; a one-hot draft's id is left no weight
+    at all."""
+    next_weights[owners] *= scale[refused, None]
     row_of_draft = torch.full((len(usable),), -1, device=owners.device)  # [drafted]
     row_of_draft[refused] = owners
     weighted = torch.where(usable, row_of_draft, -1)[draft_weights.draft_of]  # [entries]

@@ -1,8 +1,10 @@
-"""Rejection acceptance in Triton, for a whole ragged batch in three launches: judge, leave, draw.
+"""Rejection acceptance in Triton, for a whole ragged batch in three launches: judge, leave, draw; by blocks in four.
 
 * **judge**, a program per drafted token: adds up its weights, finds what makes a vector unusable, and tests
   `uniform * draft_weight < target_prob * total_weight` in float64, where both products are exact.
-* **leave**, a program per window: counts the leading accepted tokens and writes the weights of the next draw: what the
+* **block**, a program per drafted token, where windows are judged by blocks: finds its block, with which probability
+  the tokens of it up to this one hold, and tests this one's coin.
+* **leave**, a program per window: counts the tokens that stay and writes the weights of the next draw: what the
   draft left of the target's law in the row where it was refused, or the law itself of the row after a whole window.
 * **draw**, a program per row of weights: adds the tiles up in order, then finds the tile and in it the first id whose
   sum is above the point. float64 sums depend on their order in the last bits, so an id can differ from the reference's
@@ -38,6 +40,7 @@ def accept(
     draft_ids: Tensor,  # [drafted] int64
     draft_weights: DraftWeights | PackedEntries,
     uniforms: Tensor,  # [drafted] float64
+    by_block: Tensor | None = None,  # [n] bool
     tile: int = TILE,
     entry_tile: int = ENTRY_TILE,
 ) -> tuple[Tensor, Tensor]:  # [n] int64, [n, vocab] float64
@@ -49,18 +52,26 @@ def accept(
     device, starts = target_probs.device, entries.starts
     accepted = torch.empty(num_drafted, dtype=torch.int32, device=device)
     totals = torch.empty(num_drafted, dtype=torch.int64, device=device)
+    masses, weights, reached = torch.empty(3, num_drafted, dtype=torch.float64, device=device)
     if num_drafted:
         _accept_kernel[(num_drafted,)](
             target_probs, windows.row_of_draft, draft_ids, uniforms, entries.ids, entries.weights, starts, accepted,
-            totals, target_probs.stride(0), vocab_size, entry_tile, enable_fp_fusion=False,
+            totals, masses, weights, target_probs.stride(0), vocab_size, entry_tile, enable_fp_fusion=False,
+        )  # fmt: skip
+    if num_drafted and by_block is not None:
+        _block_kernel[(num_drafted,)](
+            target_probs, windows.row_of_draft, windows.window_of_draft, windows.offset_of_draft, windows.num_drafted,
+            by_block, uniforms, entries.ids, entries.weights, starts, totals, masses, weights, accepted, reached,
+            target_probs.stride(0), entry_tile, enable_fp_fusion=False,
         )  # fmt: skip
     num_accepted = torch.empty(num_windows, dtype=torch.int64, device=device)
     next_weights = torch.empty(num_windows, vocab_size, dtype=torch.float64, device=device)
     if num_windows:
         _leave_kernel[(num_windows,)](
             target_probs, windows.row_starts, windows.num_rows, windows.draft_starts, windows.num_drafted, draft_ids,
-            entries.ids, entries.weights, starts, accepted, totals, num_accepted, next_weights,
-            target_probs.stride(0), vocab_size, tile, entry_tile, num_warps=8, enable_fp_fusion=False,
+            entries.ids, entries.weights, starts, accepted, totals, reached, num_accepted, next_weights,
+            target_probs.stride(0), vocab_size, by_block is not None, tile, entry_tile, num_warps=8,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return num_accepted, next_weights
 
@@ -92,6 +103,8 @@ def _accept_kernel(
     starts: tl.tensor,
     accepted: tl.tensor,
     totals: tl.tensor,  # 0: one-hot
+    masses: tl.tensor,  # of the target's law at the drafted ids, times the totals
+    drafted_weights: tl.tensor,
     stride: tl.tensor,
     vocab_size: tl.tensor,
     ENTRY_TILE: tl.constexpr,
@@ -119,8 +132,11 @@ def _accept_kernel(
     tl.store(totals + draft, tl.where(usable, total_weight, 0))
     known = (token >= 0) & (token < vocab_size)
     prob = tl.load(probs + tl.load(row_of_draft + draft) * stride + token, known, 0.0).to(tl.float64)
-    left = tl.load(uniforms + draft) * tl.where(usable, drafted_weight, 1).to(tl.float64)
-    tl.store(accepted + draft, (left < prob * tl.where(usable, total_weight, 1).to(tl.float64)).to(tl.int32))
+    weight = tl.where(usable, drafted_weight, 1).to(tl.float64)
+    mass = prob * tl.where(usable, total_weight, 1).to(tl.float64)
+    tl.store(accepted + draft, (tl.load(uniforms + draft) * weight < mass).to(tl.int32))
+    tl.store(masses + draft, mass)
+    tl.store(drafted_weights + draft, weight)
 
 
 @triton.jit
@@ -138,6 +154,64 @@ def _has_duplicate(entry_ids: tl.tensor, first: tl.tensor, end: tl.tensor, ENTRY
     return tl.max(tl.max(found, axis=1), axis=0)
 
 
+HOLDS, ENDS = tl.constexpr(1), tl.constexpr(2)  # of a drafted token under blocks: its coin, and whether its block ends
+
+
+@triton.jit
+def _block_kernel(
+    probs: tl.tensor,
+    row_of_draft: tl.tensor,
+    window_of_draft: tl.tensor,
+    offset_of_draft: tl.tensor,
+    draft_counts: tl.tensor,
+    by_block: tl.tensor,
+    uniforms: tl.tensor,
+    entry_ids: tl.tensor,
+    entry_weights: tl.tensor,
+    starts: tl.tensor,
+    totals: tl.tensor,
+    masses: tl.tensor,
+    drafted_weights: tl.tensor,
+    accepted: tl.tensor,  # HOLDS and ENDS
+    reached: tl.tensor,  # with which probability the tokens of its block before each hold
+    stride: tl.tensor,
+    ENTRY_TILE: tl.constexpr,
+) -> None:
+    draft = tl.program_id(0)
+    window, offset = tl.load(window_of_draft + draft), tl.load(offset_of_draft + draft)
+    has_blocks, last = tl.load(by_block + window), tl.load(draft_counts + window) - 1
+    before, after = tl.full([], 1.0, tl.float64), tl.full([], 1.0, tl.float64)
+    ends = offset == last
+    index = tl.zeros_like(offset)
+    while index <= offset:
+        at = draft - offset + index
+        ends = (index >= last) | (has_blocks == 0) | (tl.load(totals + at) == 0)
+        ends = ends | (tl.load(totals + at + 1, index < last, 0) == 0)
+        before = after
+        after = before * (tl.load(masses + at) / tl.load(drafted_weights + at))
+        after = tl.where(ends | (after > 1), 1.0, after)  # NaN stays
+        index += 1
+    holds = tl.load(uniforms + draft) * tl.load(drafted_weights + draft) < before * tl.load(masses + draft)
+    if not ends:
+        following = draft + 1
+        total = tl.load(totals + following).to(tl.float64)
+        row = probs + tl.load(row_of_draft + following) * stride
+        shares = tl.zeros([ENTRY_TILE], tl.float64)
+        end = tl.load(starts + following + 1)
+        for start in range(tl.load(starts + following), end, ENTRY_TILE):
+            places = start + tl.arange(0, ENTRY_TILE)
+            inside = places < end
+            prob = tl.load(row + tl.load(entry_ids + places, inside, 0), inside, 0.0).to(tl.float64)
+            weight = tl.load(entry_weights + places, inside, 0).to(tl.float64)
+            mass = prob * (after * total)
+            shares += tl.where(mass < weight, mass, weight)
+        surplus = after - tl.sum(shares, axis=0) / total
+        surplus = tl.where(surplus < 0, 0.0, surplus)
+        holds = (after >= 1) | (tl.load(uniforms + draft) * (surplus + 1 - after) < surplus)
+    tl.store(reached + draft, before)
+    tl.store(accepted + draft, tl.where(holds, HOLDS, 0) + tl.where(ends, ENDS, 0))
+
+
 @triton.jit
 def _leave_kernel(
     probs: tl.tensor,
@@ -151,10 +225,12 @@ def _leave_kernel(
     starts: tl.tensor,
     accepted: tl.tensor,
     totals: tl.tensor,
+    reached: tl.tensor,
     num_accepted: tl.tensor,
     next_weights: tl.tensor,
     stride: tl.tensor,
     vocab_size: tl.tensor,
+    BY_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ENTRY_TILE: tl.constexpr,
 ) -> None:
@@ -163,9 +239,17 @@ def _leave_kernel(
     first_draft = tl.load(draft_starts + window)
     count = tl.zeros_like(num_drafted)
     index = tl.zeros_like(num_drafted)
-    while index < num_drafted:
-        count += tl.where(count == index, tl.load(accepted + first_draft + index), 0)  # the leading run alone
-        index += 1
+    if BY_BLOCK:
+        goes_on = num_drafted > 0
+        while index < num_drafted:
+            said = tl.load(accepted + first_draft + index)
+            count = tl.where(goes_on & ((said & HOLDS) != 0), index + 1, count)
+            goes_on = goes_on & (said != ENDS)  # a block that does not hold whole
+            index += 1
+    else:
+        while index < num_drafted:
+            count += tl.where(count == index, tl.load(accepted + first_draft + index), 0)  # the leading run alone
+            index += 1
     tl.store(num_accepted + window, count)
     is_refused = count < num_drafted
     refused = first_draft + count
@@ -175,7 +259,8 @@ def _leave_kernel(
     row = probs + (tl.load(row_starts + window) + tl.minimum(count, num_rows - 1)) * stride
     out = next_weights + window * vocab_size
     scale = tl.where(has_next, tl.maximum(total, 1), 0)
-    left = _fill(row, out, vocab_size, scale, removed, TILE)
+    share = tl.load(reached + refused, is_refused, 1.0) if BY_BLOCK else tl.full([], 1.0, tl.float64)
+    left = _fill(row, out, vocab_size, scale, share, removed, TILE)
     if total > 0:
         tl.debug_barrier()  # what follows reads what other threads wrote
         for start in range(tl.load(starts + refused), tl.load(starts + refused + 1), ENTRY_TILE):
@@ -188,19 +273,27 @@ def _leave_kernel(
         left = _sum(out, vocab_size, TILE)
     if is_refused & (left == 0):  # nothing is left: the target's own law holds
         tl.debug_barrier()
-        _fill(row, out, vocab_size, tl.zeros_like(total) + 1, tl.zeros_like(total) - 1, TILE)
+        one = tl.full([], 1.0, tl.float64)
+        _fill(row, out, vocab_size, tl.zeros_like(total) + 1, one, tl.zeros_like(total) - 1, TILE)
 
 
 @triton.jit
 def _fill(
-    row: tl.tensor, out: tl.tensor, vocab_size: tl.tensor, scale: tl.tensor, removed: tl.tensor, TILE: tl.constexpr
+    row: tl.tensor,
+    out: tl.tensor,
+    vocab_size: tl.tensor,
+    scale: tl.tensor,
+    share: tl.tensor,
+    removed: tl.tensor,
+    TILE: tl.constexpr,
 ) -> tl.tensor:  # float64: the sum
-    """Writes the row times `scale`, without the id `removed`; 0 everywhere for scale 0, whatever the row holds."""
+    """Writes the row times `scale` times `share`, without the id `removed`; 0 everywhere for scale 0, whatever the row
+    holds."""
     total = tl.zeros([TILE], tl.float64)
     for start in range(0, vocab_size, TILE):
         ids = start + tl.arange(0, TILE)
         inside = (ids < vocab_size) & (scale > 0) & (ids != removed)
-        weight = tl.load(row + ids, inside, 0.0).to(tl.float64) * scale.to(tl.float64)
+        weight = tl.load(row + ids, inside, 0.0).to(tl.float64) * (scale.to(tl.float64) * share)
         tl.store(out + ids, weight, ids < vocab_size)
         total += weight
     return tl.sum(total, axis=0)
