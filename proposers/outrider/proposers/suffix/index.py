@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable
 
 TOKEN_BYTES = 4
 SEPARATOR = 2**32 - 1  # between texts; as a token's id it ends one, too
@@ -25,6 +24,7 @@ class ContextIndex:
 
     def __init__(self, depth: int) -> None:
         self._width = TOKEN_BYTES * depth
+        self._above = b"\xff" * (self._width + 1)  # behind a prefix: above all contexts that begin with it
         self._buffer = bytearray()  # the last token first, behind room for more
         self._used = 0  # bytes of text
         self._blocks: list[array[int]] = [array("I")]  # positions, in bytes from the text's start; of equal contexts
@@ -89,20 +89,21 @@ class ContextIndex:
         """Positions after the last `length` tokens of a context, the latest first; of more than `at_most` those whose
         contexts are nearest in the order."""
         prefix = context[: TOKEN_BYTES * length]
-
-        def agrees(position: int) -> bool:
-            return self._context(position).startswith(prefix)
-
         number, at = self._locate(context)
-        found = list(islice(takewhile(agrees, self._upwards(number, at)), at_most))
-        found += islice(takewhile(agrees, self._downwards(number, at)), at_most - len(found))
+        found = self._upwards(number, at, prefix + self._above, at_most)
+        found += self._downwards(number, at, prefix, at_most - len(found))
         return sorted(found, reverse=True)
 
-    def following(self, position: int, count: int) -> bytes:
-        """`count` tokens from a position on, backwards. Where the text ends it goes on as from the position again."""
-        end, size = len(self._buffer) - position, TOKEN_BYTES * count
-        tokens = bytes(self._buffer[max(end - size, len(self._buffer) - self._used) : end])
-        return (tokens * -(-size // len(tokens)))[-size:] if len(tokens) < size else tokens
+    def following(self, positions: Iterable[int], count: int) -> list[bytes]:
+        """`count` tokens from each position on, backwards. Where the text ends it goes on as from the position again."""
+        buffer, length, size = self._buffer, len(self._buffer), TOKEN_BYTES * count
+        near_end = self._used - size  # positions behind it are followed by less
+        return [
+            bytes(buffer[length - at - size : length - at])
+            if at <= near_end
+            else (bytes(buffer[length - self._used : length - at]) * -(-size // (self._used - at)))[-size:]
+            for at in positions
+        ]
 
     def dump(self) -> tuple[bytes, bytes]:
         """The text and its order, for `load`."""
@@ -148,17 +149,29 @@ class ContextIndex:
         number = max(bisect_left(self._heads, context) - 1, 0)
         return number, bisect_left(self._blocks[number], context, key=self._context)
 
-    def _upwards(self, number: int, at: int) -> Iterator[int]:
-        """The positions in their order, from a place on."""
-        yield from self._blocks[number][at:]
-        for later in range(number + 1, len(self._blocks)):
-            yield from self._blocks[later]
+    def _upwards(self, number: int, at: int, end: bytes, at_most: int) -> array[int]:
+        """The positions from a place in the order on, as far as contexts are below `end`."""
+        found = array("I")
+        while len(found) < at_most and number < len(self._blocks):
+            block = self._blocks[number]
+            last = bisect_left(block, end, at, min(len(block), at + at_most - len(found)), key=self._context)
+            found += block[at:last]
+            if last < len(block):
+                break
+            number, at = number + 1, 0
+        return found
 
-    def _downwards(self, number: int, at: int) -> Iterator[int]:
-        """Those before a place, the nearest first."""
-        yield from reversed(self._blocks[number][:at])
-        for earlier in range(number - 1, -1, -1):
-            yield from reversed(self._blocks[earlier])
+    def _downwards(self, number: int, at: int, start: bytes, at_most: int) -> array[int]:
+        """Those before a place, the nearest ones, as far as contexts are not below `start`."""
+        found = array("I")
+        while len(found) < at_most:
+            block = self._blocks[number]
+            first = bisect_left(block, start, max(0, at - at_most + len(found)), at, key=self._context)
+            found += block[first:at]
+            if first > 0 or number == 0:
+                break
+            number, at = number - 1, len(self._blocks[number - 1])
+        return found
 
     def _insert(self, position: int) -> None:
         number, at = self._locate(self._context(position))

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.suffix import store_file
-from outrider.proposers.suffix.index import SEPARATOR, ContextIndex
+from outrider.proposers.suffix.index import SEPARATOR, TOKEN_BYTES, ContextIndex
 from outrider.proposers.suffix.store import SuffixStore, digest_of
 
 logger = logging.getLogger(__name__)
 
+_SEPARATOR = array("I", [SEPARATOR]).tobytes()
 MAX_SAMPLED = 16  # of the places where a context occurred
 
 
@@ -123,39 +124,31 @@ class SuffixState:
         count = min(max_tokens, int(longest * self._proposer.max_spec_factor), store.depth)
         if count < 1 or not matching:
             return []
-        continuations = Counter(
-            index.following(position, count)
+        share = MAX_SAMPLED // len(matching)
+        continuations = [
+            tokens
             for index in matching
-            for position in index.occurrences(context, longest, MAX_SAMPLED // len(matching))
-        )
-        return likeliest_path(continuations, count, self._proposer.min_token_prob)
+            for tokens in index.following(index.occurrences(context, longest, share), count)
+        ]
+        return likeliest_path(continuations, self._proposer.min_token_prob)
 
 
-def likeliest_path(continuations: Counter[bytes], max_tokens: int, min_probability: float) -> list[int]:
-    """The tokens that most of the continuations, given backwards and with their numbers, go on with one by one, for as
-    long as the share of those that agree with all of them is at least `min_probability`."""
-    total = continuations.total()
-    live = [(_forwards(tokens), count) for tokens, count in continuations.items()]
-    path: list[int] = []
-    while len(path) < max_tokens:
-        at = len(path)
-        counts = Counter[int]()
-        for ids, count in live:
-            if at < len(ids):
-                counts[ids[at]] += count
-        best = max(counts, key=counts.__getitem__, default=SEPARATOR)
-        if best == SEPARATOR or counts[best] < min_probability * total:
+def likeliest_path(continuations: Sequence[bytes], min_probability: float) -> list[int]:
+    """The tokens that most of the continuations, given backwards and of one length, go on with one by one, for as long
+    as the share of those that agree with all of them is at least `min_probability`."""
+    live, length = continuations, len(continuations[0])
+    end = length  # of what the path has not taken yet
+    while end > 0:
+        if live.count(live[0]) == len(live):
+            end = 0 if len(live) >= min_probability * len(continuations) else end
             break
-        live = [(ids, count) for ids, count in live if at < len(ids) and ids[at] == best]
-        path += live[0][0][at:max_tokens] if len(live) == 1 else [best]
-    return path
-
-
-def _forwards(tokens: bytes) -> list[int]:
-    """As they follow one another, as far as their text goes."""
-    ids = array("I", tokens)
-    ids.reverse()
-    try:
-        return ids[: ids.index(SEPARATOR)].tolist()
-    except ValueError:
-        return ids.tolist()
+        counts = Counter([tokens[end - TOKEN_BYTES : end] for tokens in live])
+        counts.pop(_SEPARATOR, None)
+        best = max(counts, key=counts.__getitem__)
+        if counts[best] < min_probability * len(continuations):
+            break
+        live = [tokens for tokens in live if tokens[end - TOKEN_BYTES : end] == best]
+        end -= TOKEN_BYTES
+    path = array("I", live[0][end:])
+    path.reverse()
+    return path[: path.index(SEPARATOR)].tolist() if SEPARATOR in path else path.tolist()
