@@ -95,7 +95,7 @@ class ContextIndex:
         return sorted(found, reverse=True)
 
     def following(self, positions: Iterable[int], count: int) -> list[bytes]:
-        """`count` tokens from each position on, backwards. Where the text ends it goes on as from the position again."""
+        """`count` tokens from each position on, backwards. Where the text ends it goes on as from there again."""
         buffer, length, size = self._buffer, len(self._buffer), TOKEN_BYTES * count
         near_end = self._used - size  # positions behind it are followed by less
         return [
@@ -149,7 +149,7 @@ class ContextIndex:
         number = max(bisect_left(self._heads, context) - 1, 0)
         return number, bisect_left(self._blocks[number], context, key=self._context)
 
-    def _upwards(self, number: int, at: int, end: bytes, at_most: int) -> array[int]:
+    def _upwards(self, number: int, at: int, end: bytes | bytearray, at_most: int) -> array[int]:
         """The positions from a place in the order on, as far as contexts are below `end`."""
         found = array("I")
         while len(found) < at_most and number < len(self._blocks):
@@ -161,7 +161,7 @@ class ContextIndex:
             number, at = number + 1, 0
         return found
 
-    def _downwards(self, number: int, at: int, start: bytes, at_most: int) -> array[int]:
+    def _downwards(self, number: int, at: int, start: bytes | bytearray, at_most: int) -> array[int]:
         """Those before a place, the nearest ones, as far as contexts are not below `start`."""
         found = array("I")
         while len(found) < at_most:
