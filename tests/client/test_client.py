@@ -43,7 +43,7 @@ async def test_generates() -> None:
         assert last.usage is not None and last.usage.completion_tokens == 20 and last.usage.cached_tokens == 1
         assert last.speculation is not None and last.speculation.num_drafts > 0
         assert 0 < last.speculation.acceptance_rate < 1 < last.speculation.mean_acceptance_length
-        assert last.speculation.acceptance is AcceptanceRule.REJECTION
+        assert last.speculation.acceptance is AcceptanceRule.BLOCK
         assert parts[0].seed is not None and parts[0].prompt_token_ids == ()
         assert all(part.request_id == "r7" for part in parts)
         assert sum(len(part.prompt_logprobs) for part in parts) == 3

@@ -159,7 +159,7 @@ async def test_usage_equals_what_was_streamed(tokenizer: Tokenizer, k: int, n: i
         assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (3, 2)
         assert last.finish_reason is FinishReason.LENGTH and first.seed is not None and 0 <= first.seed < 1 << 63
         assert last.tally is not None and last.tally.num_rounds == len(deltas)
-        assert last.acceptance is AcceptanceRule.REJECTION
+        assert last.acceptance is AcceptanceRule.BLOCK
         assert all(delta.finish_reason is None and delta.seed is None for delta in deltas[1:-1])
         assert target.opens[index].completion == index
     assert len({opened.seed for opened in target.opens}) == 1

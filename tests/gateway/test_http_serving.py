@@ -49,7 +49,7 @@ async def test_equals_grpc_and_says_what_it_did() -> None:
         }
         stats = extra["speculation"]
         assert stats["num_accepted_tokens"] == extra["token_origins"].count("accepted") > 0
-        assert stats["acceptance"] == "rejection" and 0 < stats["acceptance_rate"] < 1
+        assert stats["acceptance"] == "block" and 0 < stats["acceptance_rate"] < 1
         assert stats["num_rounds_by_mode"] == {"sequential": stats["num_rounds"]} and stats["mode"] == "sequential"
         assert stats["method"] == "draft_model"
 

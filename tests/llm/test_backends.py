@@ -74,7 +74,7 @@ async def test_generates_over_a_gateway(tmp_path: Path) -> None:
     async with gateway(tmp_path, target) as address:
         await asyncio.to_thread(use, address)
     assert target.opens[2].acceptance is AcceptanceRule.COUPLED and target.opens[2].seed == 9
-    assert {request.acceptance for request in target.opens[:2]} == {AcceptanceRule.REJECTION}
+    assert {request.acceptance for request in target.opens[:2]} == {AcceptanceRule.BLOCK}
 
 
 async def test_what_a_request_can_say(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class EngineArguments:
     mode: Annotated[str | None, one_of(SPECULATION_MODES)] = None  # of the loop: how far the draft runs ahead; None:
     # sequential, or the gateway's own
     acceptance: Annotated[str, one_of(ACCEPTANCE), OrDefault] = "auto"  # auto: coupled, and so repeatable, for requests
-    # with a seed of their own; else rejection
+    # with a seed of their own; else the gateway's
     threads: Annotated[Integer | None, integer(1, 256, or_none=True)] = None
 
     @classmethod

@@ -228,10 +228,7 @@ async def prepare(
     sampling = _with_bad_words(sampling, tokenizer)
     k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
     mode = speculation.mode or default_mode
-    # Branches and chains ahead meet the target's tokens far more often where both sides share their noise.
-    couples = mode != "sequential" and "acceptance.coupled" in target.capabilities
-    own_rule = AcceptanceRule.COUPLED if couples else AcceptanceRule.REJECTION
-    rule = own_rule if speculation.acceptance is AcceptanceRule.AUTO else speculation.acceptance
+    rule = speculation.acceptance or _own_rule(mode, target, draft)
     _check_capabilities(target, sampling, rule)
     return Prepared(
         request=request,
@@ -284,6 +281,16 @@ def no_such_model(name: str, served: str) -> NotFound:
 
 def _invalid(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument.of([Violation(field, problem)])
+
+
+def _own_rule(mode: str, target: TargetInfo, draft: DraftInfo | None) -> AcceptanceRule:
+    """The gateway's choice. Branches and chains ahead meet the target's tokens far more often where both sides share
+    their noise; of the rules that weigh, blocks accept the most."""
+    if mode != "sequential" and "acceptance.coupled" in target.capabilities:
+        return AcceptanceRule.COUPLED
+    peers = (target,) if draft is None else (target, draft)
+    has_blocks = all("acceptance.block" in peer.capabilities for peer in peers)
+    return AcceptanceRule.BLOCK if has_blocks else AcceptanceRule.REJECTION
 
 
 def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: AcceptanceRule) -> None:
