@@ -113,7 +113,9 @@ class Completion:
         self._num_cached = max(self._num_cached, commit.num_cached_ids)
         cut = self._text.push(commit.ids, commit.finish_reason, commit.stop_token_id)
         self._num_returned += cut.num_ids
-        delta = self._delta(
+        delta = GenerationDelta(
+            self._run.prepared.request_id,
+            self._index,
             text=cut.text,
             token_ids=commit.ids[: cut.num_ids],
             origins=commit.origins[: cut.num_ids],

@@ -29,11 +29,13 @@ class Round:
     at_end: bool = False  # no more drafted tokens would have fitted before max_tokens
     moved: bool = False  # since the round before, which another target (or stream) committed
     near_ties: bool = False  # this round or one before moved to a target whose logits need not be equal to the bit
+    total_us: int = field(init=False)  # from the commit before to this one
+    forward_us: int = field(init=False)  # forward passes: one after the other, or, ahead, both at the same time
 
-    @property
-    def total_us(self) -> int:
-        """From the commit before to this one."""
-        return round((self.ended - self.started) * 1e6)
+    def __post_init__(self) -> None:
+        verify_us = self.commit.timings.verify_us
+        self.total_us = round((self.ended - self.started) * 1e6)
+        self.forward_us = max(self.draft_us, verify_us) if self.mode in MODES_AHEAD else self.draft_us + verify_us
 
     @property
     def wire_us(self) -> int:
@@ -45,12 +47,6 @@ class Round:
     def overhead_us(self) -> int:
         """The control overhead: the round's time less its forward passes (draft and verify)."""
         return max(0, self.total_us - self.forward_us)
-
-    @property
-    def forward_us(self) -> int:
-        """Forward passes: one after the other, or, where the draft runs ahead, both at the same time."""
-        both = self.draft_us, self.commit.timings.verify_us
-        return max(both) if self.mode in MODES_AHEAD else sum(both)
 
 
 @dataclass(slots=True)

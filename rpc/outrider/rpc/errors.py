@@ -187,6 +187,8 @@ class Violations:
 
     def integer(self, field: str, value: object, low: int, high: int, also: int | None = None) -> bool:
         """A whole number in a closed range, or the one value `also`."""
+        if type(value) is int and low <= value <= high:
+            return True
         if isinstance(value, Integral) and not isinstance(value, bool) and (low <= int(value) <= high or value == also):
             return True
         allowed = f"{low} to {high}" if also is None else f"{also}, or {low} to {high}"

@@ -39,6 +39,7 @@ class Controller:
     policy: Policy = field(init=False)  # the present choice
     _after_window: bool = False  # the round before verified drafted tokens
     _until_decision: int = 1
+    _away_us: float = 0.0  # as the forecast said at the last decision: it may have to ask every stream
     _since_change: int = 0  # rounds
     _inputs: dict[str, float] = field(default_factory=dict)
     _apart: int = 0  # decisions in a row for another plan than the leader's
@@ -51,6 +52,7 @@ class Controller:
         self.trials = self.shared_trials.of(self.limits)
         self.plan = self.trials.at(self.common).plan  # and again at the first round: others may come
         self.policy = self._present_policy()
+        self._away_us = self.forecast.away_us
 
     def _forecast(self, acceptance: Acceptance, hits: RunningMean) -> Forecast:
         return Forecast(self.stats, self.limits.weighs, acceptance, hits, self.round_trips_us, self.num_running)
@@ -94,6 +96,7 @@ class Controller:
             self._until_decision = 0
         elif self._until_decision <= 0 or (not self._apart and trials.leader != self.plan):
             self._until_decision = DECIDE_EVERY
+            self._away_us = self.forecast.away_us
             self.stats.decay()
             best = trials.best(self.forecast, self.common, self.plan)
             self._apart = (self._apart + 1) % MOST_APART if best != trials.leader else 0
@@ -116,7 +119,7 @@ class Controller:
         computed = timings.verify_us + timings.sample_us
         stats.add_step(timings, self.plan.mode in AHEAD, self.num_running())
         waited = max(0, closed.total_us - computed - timings.queue_us)
-        late = self.forecast.away_us + commit.num_drafted * stats.draft_pass.value
+        late = self._away_us + commit.num_drafted * stats.draft_pass.value
         hit = commit.num_drafted > 0 and waited < 0.5 * late
         if self._after_window and self.plan.mode is Mode.BRANCHES:
             self.forecast.hits.add(float(hit))

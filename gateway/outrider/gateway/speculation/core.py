@@ -369,9 +369,12 @@ class SpeculationCore:
 
     def _prune_journal(self) -> None:
         """Keeps what reaches past the committed length, and what that forks from."""
-        if not self._journal:
+        length = len(self.committed)
+        kept = [piece for piece in self._journal if piece.position + len(piece.ids) > length]
+        if all(piece.parent is None for piece in kept):
+            self._journal = kept
             return
-        length, needed, kept = len(self.committed), set[int](), list[DraftTokens]()
+        needed, kept = set[int](), []
         for piece in reversed(self._journal):  # a branch comes after its parent
             if piece.position + len(piece.ids) > length or piece.chain in needed:
                 kept.append(piece)
