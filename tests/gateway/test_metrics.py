@@ -247,13 +247,13 @@ async def test_a_slow_draft_is_still_wanted() -> None:
         stats = engine._known[1]
         stats.draft_pass.value, stats.between.value = 100.0, 100.0
         stats.costs.add(5, 5000.0, False, 16.0)
-        off = closed_round(1, 3, 0, None, 0.0, mode="off", inputs={"acceptance": 1.0})
+        off = closed_round(1, 3, 0, None, 0.0, mode="off", chosen=True)
         engine._demand._asked_at = -DEMAND_EVERY_S
         assert engine._demand.wants(replace(off, mode="chains")), "it drafts, and is fast"
         stats.draft_pass.value, stats.between.value = 1e6, 1e6
         engine._demand._asked_at = -DEMAND_EVERY_S
         assert engine._demand.wants(off), "and it still would, without the load that it has now"
-        assert not engine._demand.wants(replace(off, inputs={})), "this request wants none"
+        assert not engine._demand.wants(replace(off, chosen=False)), "this request wants none"
         stats.acceptance = Acceptance()
         for _ in range(100):
             stats.acceptance.add(4, 0)

@@ -159,7 +159,7 @@ class _DraftDemand:
         now = time.monotonic()
         if now - self._asked_at >= DEMAND_EVERY_S:  # while it drafts, too: what it takes then is the least
             self._asked_at, self._pays = now, self._would_pay()
-        return closed.mode != "off" or (bool(closed.inputs) and self._pays)
+        return closed.mode != "off" or (closed.chosen and self._pays)
 
     def _would_pay(self) -> bool:
         stats = self._stats()

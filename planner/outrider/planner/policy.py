@@ -25,7 +25,8 @@ class Round:
     ended: float
     draft_us: int  # device time of the pieces that arrived in this round
     mode: str = ""  # off, sequential, chains or branches
-    inputs: Mapping[str, float] = field(default_factory=dict)  # what the mode was chosen by
+    chosen: bool = False  # by a controller
+    inputs: Mapping[str, float] = field(default_factory=dict)  # what it chose by, where that is recorded
     at_end: bool = False  # no more drafted tokens would have fitted before max_tokens
     moved: bool = False  # since the round before, which another target (or stream) committed
     near_ties: bool = False  # this round or one before moved to a target whose logits need not be equal to the bit

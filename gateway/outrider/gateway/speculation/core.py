@@ -319,6 +319,7 @@ class SpeculationCore:
             commit=commit,
             num_draft_tokens=self.policy.num_draft_tokens if self.drafting else 0,
             mode=self.policy.mode if self.drafting else "off",
+            chosen=self.controller is not None,
             inputs=self.controller.inputs() if self.controller is not None else {},
             started=self._round_start,
             ended=self._now,
