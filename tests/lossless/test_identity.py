@@ -36,8 +36,8 @@ from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.worker import set_switch_interval
 from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.rpc.lexicon import Lexicon, Token
 from outrider.rpc.sampling_params import SamplingParams
-from outrider.rpc.vocabulary import Lexicon, Token
 
 SMALL_LEVELS = {**LEVELS, "batch": (1, 4, 16), "k": (0, 1, 3, 8)}  # of the design for ordinary mode
 TWINS_CELL = Cell(

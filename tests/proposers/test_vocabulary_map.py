@@ -13,7 +13,7 @@ from support.models import LINES, train_byte_fallback, train_byte_level, train_u
 from tokenizers import Tokenizer as Backend
 
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.vocabulary import Lexicon, Token, lexicon_of
+from outrider.rpc.lexicon import Lexicon, Token, lexicon_of
 
 KINDS = {
     "byte_level": (train_byte_level, {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}),

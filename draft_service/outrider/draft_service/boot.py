@@ -27,11 +27,11 @@ from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_p
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
+from outrider.rpc.lexicon import read_lexicon
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.telemetry import StepTracer
-from outrider.rpc.vocabulary import read_lexicon
 
 if TYPE_CHECKING:
     from outrider.draft_service.metrics import DraftMetrics

@@ -14,8 +14,8 @@ from pydantic import Field
 from outrider.cli.terminal import fail, load_tokenizer, one_line, parse, read_text, require_config
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.hub import locate
+from outrider.rpc.lexicon import read_lexicon
 from outrider.rpc.settings import ServiceSettings
-from outrider.rpc.vocabulary import read_lexicon
 
 DESCRIPTION = (
     "Say whether a draft fits a target. Tokenizers are compared, and mapped where they differ; with --text both models "

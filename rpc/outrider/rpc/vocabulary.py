@@ -1,16 +1,15 @@
-"""A checkpoint's vocabulary, read from `tokenizer.json` by the `tokenizers` library alone: how many tokens it names,
-the fingerprint that a pair is checked by, and what each token stands for, by which two vocabularies are matched.
-transformers is never imported: it would load torch (2 s, 250 MB)."""
+"""A checkpoint's vocabulary, read from `tokenizer.json` by the `tokenizers` library alone: how many tokens it names and
+the fingerprint that a pair is checked by. transformers is never imported: it would load torch (2 s, 250 MB)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
@@ -26,22 +25,6 @@ class Vocabulary:
     fingerprint: str
 
 
-class Token(NamedTuple):
-    """What an id stands for, however its tokenizer writes that down."""
-
-    kind: Literal["text", "byte", "special"]  # byte: a piece that stands for one byte where no text fits
-    content: bytes  # of the text; of a special token its name
-
-
-@dataclass(frozen=True, slots=True)
-class Lexicon:
-    """The tokens of a vocabulary."""
-
-    fingerprint: str
-    tokens: tuple[Token | None, ...]  # by id; None: no token
-    roles: Mapping[str, int]  # bos_token, eos_token, ...: those that there are
-
-
 def has_tokenizer(*folders: Path) -> bool:
     """Whether all of these folders have a tokenizer.json."""
     return all((folder / "tokenizer.json").is_file() for folder in folders)
@@ -51,39 +34,12 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a checkpoint's folder; None where it has no tokenizer.json."""
     if not has_tokenizer(folder):
         return None
-    backend, _ = _load_backend(folder)
+    backend, _ = load_backend(folder)
     num_tokens: int = backend.get_vocab_size(with_added_tokens=True)
     return Vocabulary(num_tokens, fingerprint(token_bytes(backend)))
 
 
-def read_lexicon(folder: Path) -> Lexicon:
-    """What the tokens of a folder with a tokenizer.json stand for. Raises ValueError where there is none."""
-    if not has_tokenizer(folder):
-        raise ValueError(f"{folder} has no tokenizer.json: allowed: the folder of a tokenizer or checkpoint")
-    backend, named = _load_backend(folder)
-    return lexicon_of(backend, named)
-
-
-def lexicon_of(backend: Backend, special: Mapping[str, str]) -> Lexicon:
-    """The same of a loaded tokenizer, with the texts of its special tokens by name."""
-    layout = json.loads(backend.to_str())
-    if (unknown := layout["model"].get("unk_token")) is not None:
-        special = {"unk_token": unknown, **special}
-    ids = {name: backend.token_to_id(text) for name, text in special.items()}
-    roles = {name: token_id for name, token_id in ids.items() if token_id is not None}
-    read = _reader(_parts(layout.get("decoder")), bool(layout["model"].get("byte_fallback")))
-    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    tokens: list[Token | None] = [None] * (max(vocab.values(), default=-1) + 1)
-    for text, token_id in vocab.items():
-        tokens[token_id] = read(text)
-    for token_id, added in backend.get_added_tokens_decoder().items():  # their texts are what they say
-        tokens[token_id] = Token("special" if added.special else "text", added.content.encode())
-    for name, token_id in roles.items():
-        tokens[token_id] = Token("special", special[name].encode())
-    return Lexicon(fingerprint(token_bytes(backend)), tuple(tokens), roles)
-
-
-def _load_backend(folder: Path) -> tuple[Backend, dict[str, str]]:
+def load_backend(folder: Path) -> tuple[Backend, dict[str, str]]:
     """The tokenizer as transformers would load it, and its special tokens' texts by name."""
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     named = special_tokens(read_json(folder / "tokenizer_config.json"))
@@ -120,7 +76,7 @@ def token_bytes(backend: Backend) -> tuple[bytes | None, ...]:
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
     table: list[bytes | None] = [None] * (max(vocab.values(), default=-1) + 1)
     for token, token_id in vocab.items():
-        table[token_id] = _byte_level_bytes(token) if byte_level else token.encode()
+        table[token_id] = byte_level_bytes(token) if byte_level else token.encode()
     return tuple(table)
 
 
@@ -147,42 +103,9 @@ def _byte_level_alphabet() -> dict[int, int | str]:
 _ALPHABET = _byte_level_alphabet()
 
 
-def _byte_level_bytes(token: str) -> bytes:
+def byte_level_bytes(token: str) -> bytes:
+    """Of a token that is written in the byte-level alphabet; of another one the bytes of its name."""
     try:
         return token.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:
         return token.encode()
-
-
-def _parts(component: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The parts of a decoder in tokenizer.json, whose sequences may be nested."""
-    if component is None:
-        return []
-    inner = component.get("decoders") if component["type"] == "Sequence" else None
-    return [component] if inner is None else [part for nested in inner for part in _parts(nested)]
-
-
-def _reader(decoder: Sequence[Mapping[str, Any]], byte_fallback: bool) -> Callable[[str], Token]:
-    """From a token's name to what its decoder makes of it: letters of the byte-level alphabet, spaces written as
-    another character, names of bytes."""
-    kinds = {part["type"] for part in decoder}
-    if "ByteLevel" in kinds:
-        return lambda name: Token("text", _byte_level_bytes(name))
-    bytes_by_name = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    if "ByteFallback" not in kinds and not byte_fallback:
-        bytes_by_name.clear()
-    marks = [part["replacement"] for part in decoder if part["type"] == "Metaspace"]
-    marks += [
-        part["pattern"]["String"]
-        for part in decoder
-        if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]
-    ]
-
-    def read(name: str) -> Token:
-        if (byte := bytes_by_name.get(name)) is not None:
-            return Token("byte", bytes([byte]))
-        for mark in marks:
-            name = name.replace(mark, " ")
-        return Token("text", name.encode())
-
-    return read
