@@ -4,10 +4,13 @@ without, under one salt, and after the draft has started again."""
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -34,6 +37,7 @@ class Running:
     draft: Service
     gateways: tuple[str, str]
     store: Path
+    killed: bool = False
 
     async def learned(self, count: int) -> None:
         """Returns when the draft has so many sequences."""
@@ -43,6 +47,13 @@ class Running:
                 if samples_of(text)[LEARNED] >= count:
                     return
                 await asyncio.sleep(0.05)
+
+    def kill_draft(self) -> None:
+        """As by a machine that loses its power; once."""
+        if not self.killed:
+            self.killed = True
+            os.killpg(self.draft.pid, signal.SIGKILL)
+            self.services.stop(self.draft)
 
     def restart_draft(self) -> None:
         address = self.draft.address
@@ -65,7 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     train_byte_level(VOCAB).save(str(folder / "tokenizer.json"))
     store = tmp_path_factory.mktemp("store") / "outputs"
     with Services() as services:
-        arguments = ["target", "--listen", "127.0.0.1:0", "--model", str(folder), "--threads", "1"]
+        arguments = ["target", "--listen", "127.0.0.1:0", "--model", str(folder), "--threads", "1", "--batch-invariant"]
         target = services.start("target", arguments)
         draft = start_draft(services, "127.0.0.1:0", store)
         services.wait(target, START_S)
@@ -78,18 +89,38 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield Running(services, draft, (addresses[0], addresses[1]), store)
 
 
-async def accepted(gateway: str, seed: int, salt: str = "", k: int = 8) -> int:
-    """Drafted tokens in the answer to a request. Coupled, a seed has one answer, and no two have the same."""
+PROMPT = (11, 12, 13)
+
+
+async def stream(
+    gateway: str, prompt: Sequence[int] = PROMPT, k: int = 8, salt: str = "", **sampling: float
+) -> AsyncIterator[Any]:
+    """The responses to a request, coupled: a seed has one answer, and no two have the same."""
     request = pb.GenerateRequest(
-        token_ids={"ids": [11, 12, 13]},
+        token_ids={"ids": prompt},
         salt=salt,
-        sampling={"temperature": 1.0, "seed": seed, "max_tokens": NUM_TOKENS, "ignore_eos": True},
+        sampling={"max_tokens": NUM_TOKENS, "ignore_eos": True, **sampling},
         speculation={"num_draft_tokens": k, "enabled": k > 0, "acceptance": 2},
     )
     async with connect(gateway) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-        responses = [response async for response in stub.Generate(request, timeout=60, wait_for_ready=True)]
-    assert sum(len(response.token_ids) for response in responses) == NUM_TOKENS
+        async for response in stub.Generate(request, timeout=60, wait_for_ready=True):
+            yield response
+
+
+async def answer(gateway: str, **request: Any) -> list[Any]:
+    """All of them."""
+    return [response async for response in stream(gateway, **request)]
+
+
+def tokens_of(responses: list[Any]) -> list[int]:
+    return [token for response in responses for token in response.token_ids]
+
+
+async def accepted(gateway: str, seed: int, salt: str = "", k: int = 8) -> int:
+    """Drafted tokens in the answer to a request."""
+    responses = await answer(gateway, k=k, salt=salt, temperature=1.0, seed=seed)
+    assert len(tokens_of(responses)) == NUM_TOKENS
     return int(responses[-1].speculation.num_accepted_tokens)
 
 
@@ -112,3 +143,32 @@ async def test_what_one_gateway_answered_speeds_the_others(running: Running) -> 
     await running.learned(6)
     assert await accepted(second, seed=2) > 40
     assert await accepted(second, seed=2, salt="another") < 16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
+async def test_tokens_and_prefix_hits_are_those_without_a_draft(running: Running, temperature: float) -> None:
+    first, second = running.gateways
+    drafted = 0
+    for number in range(4):
+        prompt = [20 + number] * 3 + list(range(30, 70))
+        request = {"prompt": prompt, "temperature": temperature, "seed": 100 + number}
+        plain = [await answer(first, k=0, **request) for _ in range(2)]
+        again = [await answer(gateway, **request) for gateway in (second, first, second)]
+        assert all(tokens_of(each) == tokens_of(plain[0]) for each in (*plain, *again))
+        assert plain[1][-1].usage.cached_tokens == 32  # whole blocks
+        assert {each[-1].usage.cached_tokens for each in again} == {plain[1][-1].usage.cached_tokens}
+        drafted += again[-1][-1].speculation.num_accepted_tokens
+    assert drafted > 4 * NUM_TOKENS / 2
+
+
+async def test_a_draft_that_is_killed_in_mid_stream_changes_no_token(running: Running) -> None:
+    """The last test: the draft stays dead."""
+    gateway = running.gateways[0]
+    request = {"temperature": 1.0, "seed": 7, "max_tokens": 400}
+    plain = tokens_of(await answer(gateway, k=0, **request))
+    tokens = list[int]()
+    async for response in stream(gateway, **request):
+        tokens += response.token_ids
+        if len(tokens) > 20:
+            await asyncio.to_thread(running.kill_draft)
+    assert tokens == plain and len(tokens) == 400
