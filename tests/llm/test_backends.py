@@ -22,6 +22,8 @@ from support.fakes import ToyDraft, ToyTarget, expected
 from support.gateways import over_grpc
 from support.models import train_byte_level
 from support.pairs import CHAT, TinyPair, greedy_ids
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import GenerationServicer
@@ -191,12 +193,12 @@ def test_a_start_that_fails_leaves_nothing(tiny_pair: TinyPair) -> None:
 
 
 def test_models_that_are_no_pair(tiny_pair: TinyPair, tmp_path: Any) -> None:
-    from support.models import save_tiny, train_byte_level
+    from support.models import save_tiny
 
     before = set(threads())
     other = save_tiny(tmp_path, vocab_size=400)
-    train_byte_level(400).save(str(other / "tokenizer.json"))
-    with pytest.raises(ValueError, match="not a pair"):
+    Backend(WordLevel({"¿": 0}, unk_token="¿")).save(str(other / "tokenizer.json"))
+    with pytest.raises(ValueError, match="no token in common"):
         LLM(tiny_pair.target, speculative_config={"model": str(other), "num_speculative_tokens": 2})
     with pytest.raises(ValueError, match="is not that of target"):
         LLM(tiny_pair.target, tokenizer=other)
