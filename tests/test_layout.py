@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "pairs": set(),
     "training": MODEL | {"pairs"},
 }
-TOKEN_ONLY = {"base", "registry", "ngram", "suffix"}
+TOKEN_ONLY = {"base", "registry", "ngram", "prediction", "suffix"}
 FORBIDDEN: dict[str, set[str]] = {
     "rpc": {"torch", "transformers"},
     "planner": {"torch", "grpc", "asyncio"},

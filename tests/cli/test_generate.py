@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,17 @@ def test_ngram_drafts(trio: Trio) -> None:
     (answer,) = generate(trio, prompt, "--method", "ngram", "--max-tokens", "16", "--temperature", "0")
     (plain,) = generate(trio, prompt, "--no-speculation", "--max-tokens", "16", "--temperature", "0")
     assert answer["token_ids"] == plain["token_ids"]
+
+
+def test_a_file_s_text_is_the_prediction(trio: Trio, tmp_path: Path) -> None:
+    plainly = (PROMPT, "--max-tokens", "40", "--temperature", "0")
+    (plain,) = generate(trio, *plainly, "--no-speculation")
+    (tmp_path / "before.txt").write_text(plain["text"], encoding="utf-8")
+    (answer,) = generate(trio, *plainly, "--prediction-file", str(tmp_path / "before.txt"))
+    assert answer["token_ids"] == plain["token_ids"] and answer["speculation"]["method"] == "prediction"
+    assert answer["usage"]["accepted_prediction_tokens"] >= 30
+    done = outrider("generate", PROMPT, "--prediction", "a", "--prediction-file", "b")
+    assert done.returncode == 2 and "give one prediction" in done.stderr
 
 
 def test_stop_strings_and_logprobs(trio: Trio) -> None:

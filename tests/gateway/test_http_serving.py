@@ -240,11 +240,13 @@ def test_one_request_whatever_the_entry() -> None:
     body = parse_body(
         b'{"prompt": [11, 12], "temperature": 0.5, "top_k": 3, "stop": ["a", "b"], "logit_bias": {"7": 2}, "n": 2,'
         b'"max_tokens": 5, "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
+        b'"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},'
         b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
         b'"methods": ["ngram"],'
         b'"enabled": true}, "request_id": "r"}'
     )
     message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1)
+    message.prediction.text = "ab"
     for name, value in {
         "temperature": 0.5,
         "top_k": 3,

@@ -181,6 +181,28 @@ def test_eos_ends_without_a_reason_and_the_context_by_length(tiny_pair: TinyPair
     assert ran.outputs[0].finish_reason == "length"
 
 
+def test_a_prompt_may_bring_a_prediction(tiny_pair: TinyPair) -> None:
+    """With a speculative_config or without; over its drafts."""
+    prompt = [40, 41, 42]
+    expected = greedy_ids(tiny_pair, prompt, 30)
+    given = {"prompt_token_ids": prompt, "prediction": [*expected[:10], 7, *expected[10:]]}
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for config in (None, {"model": str(tiny_pair.draft), "num_speculative_tokens": 4}):
+        with LLM(
+            tiny_pair.target,
+            threads=1,
+            batch_invariant=True,
+            speculative_config=config,
+            per_request_spec_decode_metrics="summary",
+        ) as made:
+            (output,) = made.generate([given], greedy, **QUIET)
+            assert output.outputs[0].token_ids == expected
+            metrics = output.outputs[0].spec_decode_metrics
+            assert metrics is not None and metrics.num_accepted_draft_tokens >= 20
+            with pytest.raises(TypeError, match="'prediction' must be a list of token ids"):
+                made.generate([{**given, "prediction": 5}], greedy)
+
+
 def test_seeds_and_completions(tiny_pair: TinyPair) -> None:
     """The LLM's seed and the request's number make a request's seed; a request's own seed stands alone."""
 

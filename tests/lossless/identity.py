@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from lossless.plain import Prompt, draft_model, make_prompt
+from lossless.plain import VOCAB, Arithmetic, PlainOutputs, Prompt, draft_model, make_prompt
 from support.fakes import until
 
 from outrider.draft_service.admission import make_methods
@@ -36,6 +36,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.prediction import PredictionProposer
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
@@ -60,7 +61,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "preempted": (False, True),
     "killed": (False, True),
     "coupled": (False, True),
-    "ngram": (False, True),
+    "method": ("draft_model", "ngram", "prediction"),
     "cut": (False, True),
 }
 NOT_CROSSED = {frozenset({"batch", "k"}), frozenset({"batch", "ahead"})}  # in the short form
@@ -78,7 +79,7 @@ class Cell:
     preempted: bool  # too few cache blocks: sequences lose theirs and are computed again
     killed: bool  # the draft service ends in mid-stream
     coupled: bool  # sampled under coupling, else greedy
-    ngram: bool  # drafts are looked up in the text, else a model's
+    method: str  # how is drafted: by a model, by the text so far, by a guess that has some tokens wrong
     cut: bool  # the target verifies fewer drafted tokens where several sequences share a step and that pays
 
     @property
@@ -93,7 +94,7 @@ class Cell:
             "preempted" if self.preempted else "roomy",
             "killed" if self.killed else "alive",
             "coupled" if self.coupled else "greedy",
-            "ngram" if self.ngram else "model",
+            self.method,
             "cut" if self.cut else "uncut",
         ]
         return "-".join(words)
@@ -279,14 +280,14 @@ class Draft:
 
 
 def build_draft(loaded: LoadedModel, num_blocks: int, mappings: Mapping[str, VocabularyMap]) -> Draft:
-    """With both methods."""
+    """With all methods."""
     method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), mappings=mappings)
     outboxes, pieces = Outboxes(asyncio.get_running_loop()), DraftWatch()
-    engine = DraftEngine(make_methods([method, NgramProposer(*NGRAM)]), flush=outboxes.flush)
+    engine = DraftEngine(make_methods([method, NgramProposer(*NGRAM), PredictionProposer()]), flush=outboxes.flush)
     pieces.watch(engine)
     thread: Worker[DraftCommand] = Worker(engine, "draft-device", 1)
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
-    info = DraftInfo(model, (DraftMethod("draft_model"), DraftMethod("ngram")))
+    info = DraftInfo(model, tuple(map(DraftMethod, LEVELS["method"])))
     servicer = DraftServicer(thread, outboxes, info)
     server = build_service(ServerSettings(listen="127.0.0.1:0"), engine, thread, servicer).server
     watch = CacheWatch()
@@ -419,7 +420,7 @@ class _Run:
         """One request through the gateway's loop."""
         cell, outcome = self.work.cell, self.outcome
         priority = -1 if index == cell.batch else 0
-        request = self.work.prompts[index].open("ngram" if cell.ngram else "draft_model", priority)
+        request = self.work.prompts[index].open(cell.method, priority)
         request = replace(request, tokenizer_fingerprint=self.vocabulary)
         lost: list[str] = []
         drafts, targets = self.services.drafts, self.services.targets
@@ -449,6 +450,20 @@ class _Run:
             self.killing = asyncio.create_task(self.services.draft.kill())
         if self.killing is not None:
             await self.killing
+
+
+def with_guesses(work: Work, plain: PlainOutputs, arithmetic: Arithmetic) -> Work:
+    """With what a draft by prediction needs: of each output a guess that replaces a token and lacks another now and
+    then."""
+    if work.cell.method != "prediction":
+        return work
+    outputs = [plain.of(prompt, arithmetic) for prompt in work.prompts]
+    guesses = [
+        tuple((token + (place % 7 == 3)) % VOCAB for place, token in enumerate(ids) if place % 11 != 5)
+        for ids in outputs
+    ]
+    prompts = [replace(prompt, guess=guess) for prompt, guess in zip(work.prompts, guesses, strict=True)]
+    return replace(work, prompts=tuple(prompts))
 
 
 def policy_of(cell: Cell) -> Policy:
@@ -543,7 +558,7 @@ def check_happened(work: Work, outcome: Outcome) -> None:
     cell = work.cell
     assert outcome.longest_window == cell.k or (cell.cut and cell.batch > 1 and outcome.longest_window < cell.k)
     assert (outcome.drafted_ahead > 0) == (cell.ahead != "sequential" and cell.k > 0)
-    may_branch = cell.ahead == "branches" and cell.k > 0 and not cell.ngram
+    may_branch = cell.ahead == "branches" and cell.k > 0 and cell.method == "draft_model"
     assert (outcome.branches > 0) == may_branch or (may_branch and cell.preempted)  # branches yield their blocks
     assert outcome.most_open == len(work.prompts)
     if cell.batch > 1:

@@ -87,6 +87,7 @@ class Prompt:
     ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
+    guess: tuple[int, ...] = ()  # at the output, for a draft that has no other
 
     def open(self, method: str = "", priority: int = 0) -> Open:
         """As the gateway opens it."""
@@ -100,6 +101,7 @@ class Prompt:
             priority=priority,
             one_hot=self.sampling.greedy,
             method=method,
+            prediction=self.guess,
         )
 
 

@@ -49,6 +49,7 @@ class Setting:
     acceptance: AcceptanceRule = AcceptanceRule.REJECTION
     draft: str = "opposite"
     method: str = "draft_model"
+    prediction: tuple[int, ...] = ()
     prompt: tuple[int, ...] = (3, 1, 4, 1, 5)
     k: int = 2
     depth: int = 3  # tokens of every sequence: at the first two a draft is judged, the third may be a bonus
@@ -116,6 +117,7 @@ SHORT = [
     MAPPED_COUPLED,
     Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K),
     Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
+    Setting("prediction", method="prediction", prediction=EVERY_TOKEN, long=TOKENS_20K),
     CHAINS,
     TEMPERATURE_1_COUPLED,
     BY_BLOCK,
@@ -313,7 +315,15 @@ async def draw(setting: Setting, target: str, draft: str, seeds: range) -> Draws
 async def _draw_one(setting: Setting, drafts: RemoteDrafts, targets: RemoteTargets, seed: int) -> list[Row]:
     """A process that gets no time for seconds loses its streams. That depends on no token, and a seed that is drawn
     again gives the same ones."""
-    request = Open(0, setting.prompt, setting.params, acceptance=setting.acceptance, seed=seed, method=setting.method)
+    request = Open(
+        0,
+        setting.prompt,
+        setting.params,
+        acceptance=setting.acceptance,
+        seed=seed,
+        method=setting.method,
+        prediction=setting.prediction,
+    )
     failures = 0
     while True:
         if not (targets.usable and drafts.usable):

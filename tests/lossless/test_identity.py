@@ -15,7 +15,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from lossless import mutants as bugs
-from lossless.identity import LEVELS, NOT_CROSSED, Cell, Outcome, Work, assign, cells, check_happened, run
+from lossless.identity import LEVELS, NOT_CROSSED, Cell, Outcome, Work, assign, cells, check_happened, run, with_guesses
 from lossless.mutants import coupling_lets_one_more_stay
 from lossless.plain import (
     VOCAB,
@@ -41,7 +41,16 @@ from outrider.rpc.sampling_params import SamplingParams
 
 SMALL_LEVELS = {**LEVELS, "batch": (1, 4, 16), "k": (0, 1, 3, 8)}  # of the design for ordinary mode
 TWINS_CELL = Cell(
-    16, 3, "sequential", cut=False, chunked=False, warm=False, preempted=False, killed=False, coupled=False, ngram=False
+    16,
+    3,
+    "sequential",
+    cut=False,
+    chunked=False,
+    warm=False,
+    preempted=False,
+    killed=False,
+    coupled=False,
+    method="draft_model",
 )
 
 
@@ -102,6 +111,7 @@ async def test_batch_invariant(
     invariant_work: tuple[Arithmetic, Work], plain: PlainOutputs, outcomes: dict[Cell, Outcome]
 ) -> None:
     arithmetic, work = invariant_work
+    work = with_guesses(work, plain, arithmetic)
     outcome = await run(work, target_model(arithmetic))
     for prompt, output in zip(work.prompts, outcome.outputs, strict=True):
         expected = plain.of(prompt, arithmetic)
@@ -116,10 +126,10 @@ def test_drafts_were_right_and_wrong(outcomes: dict[Cell, Outcome], prove: bool)
     if len(outcomes) < len(cells(crossed=prove)):
         pytest.skip("needs all cells of the design")
     for coupled in (False, True):
-        for ngram in (False, True):
-            chosen = [o for cell, o in outcomes.items() if (cell.coupled, cell.ngram) == (coupled, ngram)]
+        for method in LEVELS["method"]:
+            chosen = [o for cell, o in outcomes.items() if (cell.coupled, cell.method) == (coupled, method)]
             drafted, accepted = sum(o.num_drafted for o in chosen), sum(o.num_accepted for o in chosen)
-            assert 0.01 * drafted < accepted < 0.99 * drafted, (coupled, ngram)
+            assert 0.01 * drafted < accepted < 0.99 * drafted, (coupled, method)
     assert any(outcome.draft_preemptions for outcome in outcomes.values())
     assert any(outcome.branches_taken for outcome in outcomes.values())
 
@@ -128,6 +138,7 @@ async def test_ordinary(
     ordinary_work: tuple[Arithmetic, Work], plain: PlainOutputs, near_ties: dict[str, list[NearTie]]
 ) -> None:
     arithmetic, work = ordinary_work
+    work = with_guesses(work, plain, arithmetic)
     outcome = await run(work, target_model(arithmetic))
     near_ties.setdefault("random target", []).extend(judge(work, outcome, plain))
     check_happened(work, outcome)

@@ -41,9 +41,12 @@ from outrider.v1 import draft_pb2, generation_pb2, target_pb2
 COMMANDS, EVENTS = TARGET_STREAM.commands, TARGET_STREAM.events
 
 
-def new_open(sequence_id: int, num_ids: int = 4, *, num_output_ids: int = 0, fork_of: int | None = None) -> Open:
+def new_open(
+    sequence_id: int, num_ids: int = 4, *, num_output_ids: int = 0, num_predicted: int = 0, fork_of: int | None = None
+) -> Open:
     prompt = () if fork_of is not None else tuple(range(num_ids))
-    return Open(sequence_id, prompt, SamplingParams(), tuple(range(num_output_ids)), fork_of=fork_of)
+    output, guess = tuple(range(num_output_ids)), tuple(range(7, 7 + num_predicted))
+    return Open(sequence_id, prompt, SamplingParams(), output, fork_of=fork_of, prediction=guess)
 
 
 class Pair:
@@ -96,7 +99,7 @@ def test_a_long_prompt_is_sliced_beside_short_messages() -> None:
     pair = Pair()
     pair.push(new_open(1))
     pair.pump()
-    long = new_open(2, 200_000, num_output_ids=5_000)
+    long = new_open(2, 200_000, num_output_ids=5_000, num_predicted=6_000)
     pair.push(long, Credit(2, 200_100, 4))
     received: list[Message] = []
     for turn in range(1000):
@@ -409,7 +412,11 @@ def test_random_traffic_keeps_the_rules(seed: int) -> None:
         if action < 0.25 or not live:
             parent = rng.choice(live) if live and rng.random() < 0.4 else None
             message: Message = new_open(
-                step, rng.choice([3, 3, 9_000, 40_000]), num_output_ids=rng.choice([0, 0, 9_000]), fork_of=parent
+                step,
+                rng.choice([3, 3, 9_000, 40_000]),
+                num_output_ids=rng.choice([0, 0, 9_000]),
+                num_predicted=rng.choice([0, 0, 5, 9_000]),
+                fork_of=parent,
             )
             live.append(step)
         elif action < 0.4:

@@ -91,7 +91,7 @@ def build_sequence(
         state = _model_state(request, prompt_ids, method, mapping)
     else:
         text = DraftText(CachedSequence(tokens, salt=request.salt))
-        state = method.open(tokens, SequenceContext(len(prompt_ids), request.salt))
+        state = method.open(tokens, SequenceContext(len(prompt_ids), request.salt, request.prediction))
     return DraftSequence(
         key=key,
         prompt_len=len(prompt_ids),

@@ -91,6 +91,8 @@ class GenerateSettings(RequestSettings):
     prompt: str | None = Field(None, description="the text to continue; also the bare argument")
     token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
     n: int = Field(1, ge=1, lt=2**32, description="completions of the prompt")
+    prediction: str | None = Field(None, description="a guess at the whole output: where it holds, tokens come sooner")
+    prediction_file: Path | None = Field(None, description="a file with that guess, as the text that is to be edited")
     method: str = Field("", description="how to draft (default: the draft service's)")
     output: Literal["text", "json"] = Field("text", description="json, or --json: one object a completion, at its end")
     request_id: str = Field("", description="name of the request in logs and traces")
@@ -137,6 +139,8 @@ class GenerateSettings(RequestSettings):
     def _check_prompt(self) -> GenerateSettings:
         if (self.prompt is None) == (self.token_ids is None):
             raise ValueError('give one prompt: a text, as in `outrider generate "Once"`, or --token-ids 1,2,3')
+        if self.prediction is not None and self.prediction_file is not None:
+            raise ValueError("give one prediction: --prediction or --prediction-file")
         return self
 
 
@@ -252,6 +256,9 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
         token_ids=settings.token_ids,
         n=settings.n,
         speculate=None if settings.speculation else False,
+        prediction=settings.prediction
+        if settings.prediction_file is None
+        else settings.prediction_file.read_text("utf-8"),
         method=settings.method,
         request_id=settings.request_id,
         model=settings.model,

@@ -44,9 +44,14 @@ def _texts(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _prediction(guess: str | Sequence[int]) -> pb.Prediction:
+    return pb.Prediction(text=guess) if isinstance(guess, str) else pb.Prediction(token_ids=pb.TokenIds(ids=guess))
+
+
 # Fields whose message is not what a caller gives: how it becomes one, and what may be given.
 _SPECIAL: dict[str, tuple[Callable[[Any], Any], str]] = {
     "token_ids": (lambda ids: pb.TokenIds(ids=ids), "a list of token ids"),
+    "prediction": (_prediction, "a text or a list of token ids"),
     "output_ids": (_token_ids, "a list of lists of token ids"),
     "bad_words_ids": (_token_ids, "a list of lists of token ids"),
     "logit_bias": (lambda bias: bias, "an object of token ids and numbers"),
@@ -129,6 +134,7 @@ def build_request(
     add_generation_prompt: bool = True,
     sampling: SamplingParams | None = None,
     n: int = 1,
+    prediction: str | Sequence[int] | None = None,
     speculate: bool | None = None,
     num_draft_tokens: int | None = None,
     method: str = "",
@@ -144,7 +150,8 @@ def build_request(
     **sampling_fields: Any,
 ) -> pb.GenerateRequest:
     """A request: one of prompt, token_ids and messages; whole SamplingParams, or single fields of them, of which those
-    not given are the model's defaults."""
+    not given are the model's defaults. A prediction, text or token ids, is a guess at the whole output: where it holds,
+    tokens come sooner."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("exactly one of prompt, token_ids and messages is needed")
     found = Violations()
@@ -153,6 +160,7 @@ def build_request(
     request = pb.GenerateRequest(n=n, sampling=_encode_sampling(sampling, sampling_fields))
     put(request, "text", prompt, called="prompt")
     put(request, "token_ids", token_ids)
+    put(request, "prediction", prediction)
     if messages is not None:
         put_messages(request, messages, not add_generation_prompt)
     request.speculation.SetInParent()

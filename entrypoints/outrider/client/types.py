@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from outrider.rpc.codec import MODEL_INFO, decode_position_logprobs
 from outrider.rpc.messages import ModelInfo, PositionLogprobs
@@ -18,6 +18,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    accepted_prediction_tokens: int = 0  # of the request's prediction, in the output
+    rejected_prediction_tokens: int = 0  # and not in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def decode_response(response: pb.GenerateResponse) -> Part:
 
 
 def _decode_usage(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    return Usage(**{entry.name: getattr(usage, entry.name) for entry in fields(Usage)})
 
 
 def _decode_stats(stats: pb.SpeculationStats) -> SpeculationStats:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from outrider.client import Client, Part, SpeculationStats
@@ -220,6 +220,7 @@ class AttachedBackend:
             add_generation_prompt=request.add_generation_prompt,
             sampling=request.sampling,
             n=request.n,
+            prediction=request.prediction,
             speculate=request.speculation.enabled,
             num_draft_tokens=request.speculation.num_draft_tokens,
             method=request.speculation.method,
@@ -326,7 +327,7 @@ def _delta_of(part: Part) -> GenerationDelta:
         origins=part.origins,
         logprobs=part.logprobs,
         finish_reason=part.finish_reason,
-        usage=None if usage is None else TokenUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+        usage=None if usage is None else TokenUsage(**asdict(usage)),
         tally=None if part.speculation is None else _tally_of(part.speculation),
         seed=part.seed,
         model_digest=part.model_digest,

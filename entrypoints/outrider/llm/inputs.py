@@ -16,7 +16,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.validation import Fixed, Unsupported, is_int, require_fixed, require_known
 
 BYTES = bytes | bytearray | memoryview  # sequences of integers for Python, but no token ids
-ALLOWED = ("prompt", "prompt_token_ids", "cache_salt")
+ALLOWED = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
 REFUSED: Fixed = {
     "multi_modal_data": ((None,), "models take text alone"),
     "multi_modal_uuids": ((None,), "models take text alone"),
@@ -29,10 +29,12 @@ REFUSED: Fixed = {
 
 
 class TextPrompt(TypedDict):
-    """A prompt to tokenise. Prompts of different `cache_salt` share no cached blocks."""
+    """A prompt to tokenise. Prompts of different `cache_salt` share no cached blocks. `prediction` is a guess at the
+    output, as text or token ids: where it holds, tokens come sooner."""
 
     prompt: str
     cache_salt: NotRequired[str]
+    prediction: NotRequired[str | list[int]]
 
 
 class TokensPrompt(TypedDict):
@@ -41,6 +43,7 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    prediction: NotRequired[str | list[int]]
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt
@@ -53,6 +56,7 @@ class Prompt:
     text: str | None
     token_ids: tuple[int, ...] | None = None
     salt: str = ""
+    prediction: str | tuple[int, ...] | None = None
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
@@ -92,7 +96,10 @@ def _parse(prompt: Any) -> Prompt:
         if value is not None and not isinstance(value, str):
             raise TypeError(f"a prompt's {name!r} must be a str, got {value!r:.60}")
     text = None if text is None else checked_text(text)
-    return Prompt(text, None if ids is None else _ids_of(ids), salt or "")
+    guess = prompt.get("prediction")
+    if guess is not None:
+        guess = checked_text(guess) if isinstance(guess, str) else _ids_of(guess, "prediction")
+    return Prompt(text, None if ids is None else _ids_of(ids), salt or "", guess)
 
 
 def checked_text(text: str) -> str:
@@ -104,14 +111,14 @@ def checked_text(text: str) -> str:
     return text
 
 
-def _ids_of(given: Any) -> tuple[int, ...]:
+def _ids_of(given: Any, name: str = "prompt_token_ids") -> tuple[int, ...]:
     """Token ids of a list, an array or a tensor."""
     try:
         if isinstance(given, str | BYTES):
             raise TypeError("a text is no list of ids")
         return tuple(map(index, given))
     except TypeError as error:
-        raise TypeError(f"a prompt's 'prompt_token_ids' must be a list of token ids, got {given!r:.60}") from error
+        raise TypeError(f"a prompt's {name!r} must be a list of token ids, got {given!r:.60}") from error
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from outrider.gateway.prediction import NUM_DRAFT_TOKENS
 from outrider.gateway.request import GenerationRequest
 from outrider.gateway.spec_decode_metrics import SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -92,10 +93,12 @@ class JobMaker:
             n=params.n,
             priority=int(priority),
             salt=f"{prompt.salt}/{number}" if params.skip_reading_prefix_cache else prompt.salt,
+            prediction=prompt.prediction,
         )
         wants_logprobs = params.logprobs is not None
         return Job(
-            request, OutputBuilder(str(number), prompt, params.n, wants_logprobs, backend.tokenizer, self._recorder())
+            request,
+            OutputBuilder(str(number), prompt, params.n, wants_logprobs, backend.tokenizer, self._recorder(prompt)),
         )
 
     def _encoded(self, prompt: Prompt, keep: int | None) -> Prompt:
@@ -106,8 +109,10 @@ class JobMaker:
             ids = self._backend.encode(prompt.text)
         return prompt if ids is None else replace(prompt, token_ids=ids[-keep:] if keep else ids)
 
-    def _recorder(self) -> SpecDecodeRecorder | None:
+    def _recorder(self, prompt: Prompt) -> SpecDecodeRecorder | None:
         wanted, k = self._arguments.per_request_spec_decode_metrics, self._backend.num_draft_tokens
+        if prompt.prediction is not None:
+            k = k or NUM_DRAFT_TOKENS
         return SpecDecodeRecorder(k, wanted == "detailed") if k and wanted != "none" else None
 
 

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 from opentelemetry import trace
 
 from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
-from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, no_such_model, prepare
+from outrider.gateway.prediction import PREDICTION, predictor
+from outrider.gateway.request import (
+    GenerationDelta,
+    GenerationRequest,
+    Prepared,
+    TokenUsage,
+    no_such_model,
+    prepare,
+)
 from outrider.gateway.request_log import RequestLog
 from outrider.gateway.speculation.backends import Drafter, Verifier
 from outrider.gateway.speculation.contest import SharedTrials
@@ -22,6 +30,7 @@ from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Limits, Mode, Policy, PolicyController, Round, SpeculationTally
+from outrider.proposers.prediction import PredictionState
 from outrider.rpc.errors import DeadlineExceeded
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
@@ -48,7 +57,7 @@ class RequestRun:
     def method(self) -> str:
         """How is drafted: what was asked for, else the draft's default; empty without a draft."""
         info = None if self.drafter is None or not self.prepared.num_draft_tokens else self.drafter.info
-        return "" if info is None else self.prepared.request.speculation.named_method or info.methods[0].name
+        return "" if info is None else self.prepared.method or info.methods[0].name
 
 
 class Completion:
@@ -60,6 +69,9 @@ class Completion:
         self._output_ids = prepared.output_ids(index)
         self._text = TextStream(run.tokenizer, prepared.sampling, prepared.prompt_ids, self._output_ids)
         self._tally = SpeculationTally()
+        self._predicted = PredictionState(prepared.prediction) if prepared.prediction else None
+        if self._predicted is not None:
+            self._predicted.append(self._output_ids)
         self._num_returned = self._num_cached = 0
         self._first = True
 
@@ -113,6 +125,8 @@ class Completion:
         self._num_cached = max(self._num_cached, commit.num_cached_ids)
         cut = self._text.push(commit.ids, commit.finish_reason, commit.stop_token_id)
         self._num_returned += cut.num_ids
+        if self._predicted is not None:
+            self._predicted.append(commit.ids[: cut.num_ids])
         delta = GenerationDelta(
             self._run.prepared.request_id,
             self._index,
@@ -132,12 +146,13 @@ class Completion:
         return GenerationDelta(self._run.prepared.request_id, self._index, **fields)  # type: ignore[arg-type]
 
     def _last(self, delta: GenerationDelta) -> GenerationDelta:
-        prompt_len = len(self._run.prepared.prompt_ids)
+        prompt_len, num_predicted = len(self._run.prepared.prompt_ids), len(self._run.prepared.prediction)
+        num_met = 0 if self._predicted is None else self._predicted.num_met
         self._tally.method = self._run.method
         return self._marked(
             replace(
                 delta,
-                usage=TokenUsage(prompt_len, self._num_returned, self._num_cached),
+                usage=TokenUsage(prompt_len, self._num_returned, self._num_cached, num_met, num_predicted - num_met),
                 tally=self._tally,
                 acceptance=self._run.prepared.acceptance,
             )
@@ -187,6 +202,7 @@ class GenerationEngine:
         tracer: trace.Tracer | None = None,
     ) -> None:
         self.tokenizer, self.verifier, self.drafter = tokenizer, verifier, drafter
+        self._predictor = predictor(drafter)
         self.config = config or EngineConfig()
         self.admission = Admission(self.config.max_active, self.config.max_waiting, self._max_admitted_tokens)
         self._tracer = tracer
@@ -276,13 +292,14 @@ class GenerationEngine:
         return RequestTrace(tracer, prepared, self.model_name, trusts, self.config.trace_rounds)
 
     def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
-        k = prepared.num_draft_tokens if self.drafter is not None else 0
+        drafter = self._drafter_for(prepared)
+        k = prepared.num_draft_tokens if drafter is not None else 0
         policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms())
         recorded = root is not None and root.recording
         return RequestRun(
             prepared=prepared,
             tokenizer=self.tokenizer,
-            drafter=self.drafter,
+            drafter=drafter,
             verifier=self.verifier,
             policy=policy,
             new_controller=lambda: self._new_controller(prepared, policy, recorded) if k else None,
@@ -291,6 +308,12 @@ class GenerationEngine:
             eos_token_ids=self.verifier.info.model.eos_token_ids,
             on_draft_stop=self._draft_warnings.warn,
         )
+
+    def _drafter_for(self, prepared: Prepared) -> Drafter | None:
+        """What drafts for a request: by a prediction the gateway itself, where the draft does not."""
+        info = None if self.drafter is None else self.drafter.info
+        methods = () if info is None else [method.name for method in info.methods]
+        return self._predictor if prepared.method == PREDICTION and PREDICTION not in methods else self.drafter
 
     def _new_controller(self, prepared: Prepared, base: Policy, explains: bool) -> Controller | None:
         """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from outrider.gateway.admission import AdmissionCost
+from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, encoder_after
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.rpc.errors import (
@@ -83,6 +85,7 @@ class GenerationRequest:
     add_generation_prompt: bool = True
     sampling: SamplingParams | None = None  # None: the model's defaults
     max_tokens_given: bool = True  # false: sampling.max_tokens is a default, cut to what the context leaves
+    prediction: str | tuple[int, ...] | None = None  # a guess at the output, as text or token ids
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
     request_id: str = ""
     n: int = 1
@@ -103,6 +106,8 @@ class TokenUsage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0  # of the request's prediction, in the whole output
+    rejected_prediction_tokens: int = 0  # and not in it
 
 
 @dataclass(slots=True)
@@ -163,6 +168,13 @@ class Prepared:
     seed: int
     model_digest: str  # of the model that it runs on to its end
     tokenizer_fingerprint: str  # of the same
+    prediction: tuple[int, ...] = ()
+
+    @property
+    def method(self) -> str:
+        """How to draft: what was asked for, else by the prediction, if there is one; empty: the draft's default."""
+        predicts = bool(self.prediction and self.num_draft_tokens)
+        return self.request.speculation.named_method or PREDICTION * predicts
 
     @property
     def work(self) -> AdmissionCost:
@@ -192,7 +204,8 @@ class Prepared:
             salt=self.request.salt,
             traceparent=traceparent,
             one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
-            method=self.request.speculation.named_method,
+            method=self.method,
+            prediction=self.prediction if self.method == PREDICTION else (),
             model_digest=self.model_digest,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
         )
@@ -212,12 +225,13 @@ async def prepare(
     model, speculation = target.model, request.speculation
     found = Violations()  # of all parts: a refusal names every field
     check_request(found, request, model.vocab_size)
-    _check_method(found, speculation, draft)
+    _check_method(found, request, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
     validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
     prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
+    prediction = await _prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
     found.raise_if_any()
     if request.model_digest not in ("", model.digest):
         raise FailedPrecondition(
@@ -226,7 +240,9 @@ async def prepare(
             reason=OTHER_MODEL,
         )
     sampling = _with_bad_words(sampling, tokenizer)
-    k = default_num_draft_tokens if speculation.num_draft_tokens is None else speculation.num_draft_tokens
+    k = speculation.num_draft_tokens
+    if k is None:
+        k = default_num_draft_tokens or NUM_DRAFT_TOKENS * bool(prediction)
     mode = speculation.mode or default_mode
     rule = speculation.acceptance or _own_rule(mode, target, draft)
     _check_capabilities(target, sampling, rule)
@@ -241,6 +257,7 @@ async def prepare(
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
         model_digest=model.digest,
         tokenizer_fingerprint=model.tokenizer_fingerprint,
+        prediction=prediction,
     )
 
 
@@ -302,13 +319,17 @@ def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: Acce
     found.raise_if_any()
 
 
-def _check_method(found: Violations, speculation: SpeculationOptions, draft: DraftInfo | None) -> None:
-    method = speculation.named_method
+def _check_method(found: Violations, request: GenerationRequest, draft: DraftInfo | None) -> None:
+    method = request.speculation.named_method
+    field = "speculation.methods[0]" if request.speculation.methods else "speculation.method"
+    if method == PREDICTION:  # the gateway itself drafts by it where its draft does not
+        if request.prediction is None:
+            found.add(field, f"is {quoted(method)}, and there is no prediction", "with a prediction alone")
+        return
     if not method or draft is None:
         return
     names = [known.name for known in draft.methods if not known.needs_features]
     if method not in names:
-        field = "speculation.methods[0]" if speculation.methods else "speculation.method"
         found.add(field, f"is {quoted(method)}, which the draft does not know", ", ".join(names))
 
 
@@ -336,25 +357,52 @@ async def _encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_l
     if request.token_ids is not None:
         return "token_ids.ids", request.token_ids
     if request.messages is None:
-        return "text", await _tokenize("text", request.text or "", tokenizer, max_model_len, add_special_tokens=True)
+        return "text", await _tokenize("text", request.text or "", max_model_len, tokenizer.encode)
     if not request.messages:
         raise _invalid("chat", "is empty; allowed: at least one message")
     try:
         text = tokenizer.render_chat(request.messages, request.add_generation_prompt)
     except ValueError as error:
         raise _invalid("chat", str(error)) from error
-    return "chat", await _tokenize("chat", text, tokenizer, max_model_len, add_special_tokens=False)
+    return "chat", await _tokenize("chat", text, max_model_len, partial(tokenizer.encode, add_special_tokens=False))
 
 
 async def _tokenize(
-    field: str, text: str, tokenizer: Tokenizer, max_model_len: int, *, add_special_tokens: bool
+    field: str, text: str, max_model_len: int, encode: Callable[[str], Sequence[int]]
 ) -> tuple[int, ...]:
     if len(text) > MAX_CHARS_PER_TOKEN * max_model_len:
-        allowed = f"a prompt of at most {max_model_len - 1} tokens"
+        allowed = f"a text of at most {max_model_len - 1} tokens"
         raise _invalid(field, f"has {len(text)} characters; allowed: {allowed}")
     if len(text) > LONG_TEXT:
-        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
-    return tuple(tokenizer.encode(text, add_special_tokens))
+        return tuple(await asyncio.to_thread(encode, text))
+    return tuple(encode(text))
+
+
+async def _prediction_ids(
+    found: Violations,
+    given: str | tuple[int, ...] | None,
+    prompt_ids: tuple[int, ...],
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+) -> tuple[int, ...]:
+    """The guess at the output; at most as many tokens as the context has."""
+    if given is None:
+        return ()
+    most = model.max_model_len
+    try:
+        if isinstance(given, str):
+            field = "prediction.text"
+            ids = await _tokenize(field, given, most, encoder_after(tokenizer, prompt_ids))
+        else:
+            field, ids = "prediction.token_ids.ids", given
+    except InvalidArgument as error:
+        found.take(error)
+        return ()
+    if not ids:
+        found.add(field, "is empty", f"1 to {most} tokens, or no prediction")
+    elif found.length(field, ids, most, "tokens"):
+        found.ids(field, ids, model.vocab_size)
+    return ids
 
 
 def _capped(sampling: SamplingParams, room: int) -> SamplingParams:

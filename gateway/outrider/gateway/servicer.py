@@ -64,6 +64,7 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
         token_ids=tuple(message.token_ids.ids) if kind == "token_ids" else None,
         messages=tuple({"role": entry.role, "content": entry.content} for entry in chat) if kind == "chat" else None,
         add_generation_prompt=not message.chat.omit_generation_prompt,
+        prediction=_decode_prediction(message.prediction) if message.HasField("prediction") else None,
         sampling=decode_sampling(message.sampling, defaults),
         max_tokens_given=message.sampling.HasField("max_tokens"),
         speculation=_decode_speculation(message.speculation),
@@ -106,9 +107,16 @@ def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
         out.usage.prompt_tokens = delta.usage.prompt_tokens
         out.usage.completion_tokens = delta.usage.completion_tokens
         out.usage.cached_tokens = delta.usage.cached_tokens
+        out.usage.accepted_prediction_tokens = delta.usage.accepted_prediction_tokens
+        out.usage.rejected_prediction_tokens = delta.usage.rejected_prediction_tokens
     if delta.tally is not None:
         out.speculation.CopyFrom(_encode_tally(delta.tally, delta.acceptance))
     return out
+
+
+def _decode_prediction(message: pb.Prediction) -> str | tuple[int, ...]:
+    """Its text or ids; one without either is empty."""
+    return tuple(message.token_ids.ids) if message.HasField("token_ids") else message.text
 
 
 def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:

@@ -16,6 +16,7 @@ class SequenceContext:
 
     prompt_len: int = 0  # tokens of the prompt; those after it were generated
     salt: str = ""  # sequences of different salts shall not learn of one another
+    prediction: tuple[int, ...] = ()  # the caller's guess at what follows the prompt
 
 
 class ProposerState(Protocol):

@@ -96,6 +96,11 @@ _ROWS = (
         SuffixSettings,
         learns=True,
     ),
+    Method(
+        "prediction",
+        "the request's own guess at the answer (its field prediction), without a model",
+        "outrider.proposers.prediction:PredictionProposer",
+    ),
 )
 METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}
 TOKEN_METHODS = tuple(row.name for row in _ROWS if not row.needs_model)

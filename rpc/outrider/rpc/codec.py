@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -137,8 +138,13 @@ def _decode_failure(message: pb.Failure) -> Failure:
 def _encode_open(message: Open) -> pb.Open:
     """An Open, with how many ids it has: they may travel in slices."""
     out = _OPEN.encode(message)
-    out.num_prompt_ids, out.num_output_ids = len(message.prompt_ids), len(message.output_ids)
+    _count_ids(out, message)
     return out
+
+
+def _count_ids(out: pb.Open, message: Open) -> None:
+    out.num_prompt_ids, out.num_output_ids = len(message.prompt_ids), len(message.output_ids)
+    out.num_prediction_ids = len(message.prediction)
 
 
 def _encode_credit(message: Credit) -> pb.Credit:
@@ -340,11 +346,16 @@ class Direction:
 
     def slices(self, message: Message) -> Iterator[Any] | None:
         """The entries of a message too long for one; None for one that is short enough."""
-        if type(message) is Open and len(message.prompt_ids) + len(message.output_ids) > SLICE_IDS:
+        if type(message) is Open and sum(map(len, ids_of(message))) > SLICE_IDS:
             return _open_slices(self.entry, message)
         if type(message) is PromptLogprobs and sum(map(_position_bytes, message.logprobs)) > SLICE_BYTES:
             return _logprobs_slices(self.entry, message)
         return None
+
+
+def ids_of(message: Open) -> tuple[tuple[int, ...], ...]:
+    """What of an Open may travel in slices, in that order."""
+    return message.prompt_ids, message.output_ids, message.prediction
 
 
 def _decode_open_slice(message: pb.OpenSlice) -> OpenSlice:
@@ -352,10 +363,10 @@ def _decode_open_slice(message: pb.OpenSlice) -> OpenSlice:
 
 
 def _open_slices(entry: type[Any], message: Open) -> Iterator[Any]:
-    head = _encode_open(replace(message, prompt_ids=(), output_ids=()))
-    head.num_prompt_ids, head.num_output_ids = len(message.prompt_ids), len(message.output_ids)
+    head = _OPEN.encode(replace(message, prompt_ids=(), output_ids=(), prediction=()))
+    _count_ids(head, message)
     yield entry(open=head)
-    ids = message.prompt_ids + message.output_ids
+    ids = tuple(chain.from_iterable(ids_of(message)))
     for start in range(0, len(ids), SLICE_IDS):
         yield entry(open_slice=pb.OpenSlice(sequence_id=message.sequence_id, ids=ids[start : start + SLICE_IDS]))
 

@@ -23,9 +23,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from typing import Any
 
-from outrider.rpc.codec import HEADER, Direction, Encoded, Message, OpenSlice
+from outrider.rpc.codec import HEADER, Direction, Encoded, Message, OpenSlice, ids_of
 from outrider.rpc.errors import InvalidArgument, ProtocolError, ResourceExhausted
 from outrider.rpc.messages import (
     Close,
@@ -397,14 +398,24 @@ class _PartialOpen:
     """An Open whose slices are still on their way."""
 
     head: Open
-    num_prompt_ids: int
-    num_ids: int
+    counts: tuple[int, int, int]  # ids of the prompt, of the output, of the prediction
     ids: array[int]
+
+    @property
+    def num_ids(self) -> int:
+        """Of all three."""
+        return sum(self.counts)
 
     def whole(self) -> Open:
         """The Open with all its ids."""
-        count = self.num_prompt_ids
-        return replace(self.head, prompt_ids=tuple(self.ids[:count]), output_ids=tuple(self.ids[count:]))
+        prompt_len, output_len, _ = self.counts
+        output, prediction = prompt_len, prompt_len + output_len
+        return replace(
+            self.head,
+            prompt_ids=tuple(self.ids[:output]),
+            output_ids=tuple(self.ids[output:prediction]),
+            prediction=tuple(self.ids[prediction:]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,13 +510,15 @@ class FrameAssembler:
 
     def _take_open(self, head: Open, encoded: Any, received: Received) -> None:
         self._table.open(head.sequence_id)
-        num_ids = encoded.num_prompt_ids + encoded.num_output_ids
+        counts = encoded.num_prompt_ids, encoded.num_output_ids, encoded.num_prediction_ids
+        num_ids = sum(counts)
         if num_ids > MAX_OPEN_IDS:
             raise ProtocolError(f"sequence {head.sequence_id}: {num_ids} ids; allowed: at most {MAX_OPEN_IDS}")
-        ids = head.prompt_ids + head.output_ids
+        parts = ids_of(head)
+        ids = array("I", chain.from_iterable(parts))
         if len(ids) < num_ids:
-            self._partial[head.sequence_id] = _PartialOpen(head, encoded.num_prompt_ids, num_ids, array("I", ids))
-        elif len(ids) > num_ids or len(head.prompt_ids) != encoded.num_prompt_ids:
+            self._partial[head.sequence_id] = _PartialOpen(head, counts, ids)
+        elif tuple(map(len, parts)) != counts:
             raise ProtocolError(f"sequence {head.sequence_id}: {len(ids)} ids where {num_ids} were announced")
         else:
             received.messages.append(head)

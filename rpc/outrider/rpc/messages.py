@@ -69,6 +69,7 @@ class Open:
     model_digest: str = ""  # of the target that it is for; empty: any
     suspect: bool = False  # it may be what ended the targets that it was open on
     tokenizer_fingerprint: str = ""  # of the target, whose ids these are
+    prediction: tuple[int, ...] = ()  # the caller's guess at the output; a draft's business
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +333,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     if len(message.output_ids) > message.sampling.max_tokens:
         allowed = f"at most max_tokens ({message.sampling.max_tokens})"
         found.add("output_ids", f"has {len(message.output_ids)} entries", allowed)
+    found.ids("prediction", message.prediction, vocab_size)
     found.integer("sequence_id", message.sequence_id, 0, _MAX_UINT32)
     found.integer("completion", message.completion, 0, MAX_N - 1)
     found.integer("seed", message.seed, 0, _MAX_UINT64)

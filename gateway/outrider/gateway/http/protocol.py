@@ -41,7 +41,7 @@ FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerp
 # The protocol's names and HTTP's, where they differ.
 NAMES = {
     "token_ids.ids": "prompt", "text": "prompt", "input": "prompt", "prompt": "prompt", "chat": "messages",
-    "salt": "cache_salt", "model_digest": "system_fingerprint",
+    "prediction.text": "prediction.content", "salt": "cache_salt", "model_digest": "system_fingerprint",
     **{name: row.http for name, row in PARAMETERS.items() if row.http},
 }  # fmt: skip
 _STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
@@ -200,6 +200,33 @@ class StructuredOutputs(Body):
         )
 
 
+def _parts(content: Any) -> Any:
+    """A content as a list of parts."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise _refusal(f"is {kind(content)}; allowed: a text or a list of parts")
+    return content
+
+
+def _text(part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise _refusal('is no text; allowed: {"type": "text", "text": ...}')
+    return str(part["text"])
+
+
+class Prediction(Body):
+    """A guess at the answer, in OpenAI's form."""
+
+    type: Annotated[str, _one_of(["content"])] = Field("", validate_default=True)
+    content: Annotated[list[Annotated[str, BeforeValidator(_text)]], BeforeValidator(_parts)] = []
+
+    @property
+    def text(self) -> str:
+        """The parts, one after the other."""
+        return "".join(self.content)
+
+
 class OpenAIBody(Body):
     """What both endpoints know. Sampling parameters stand among the further fields."""
 
@@ -211,6 +238,7 @@ class OpenAIBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: Speculation | None = None
+    prediction: Prediction | None = None
     return_token_ids: bool = False
     request_id: str | None = None
     n: Any = 1
@@ -238,6 +266,7 @@ class OpenAIBody(Body):
         headers: Mapping[str, str] = {} if request is None else request.headers
         return GenerationRequest(
             sampling=self._sampling(engine.verifier.info.model.default_sampling),
+            prediction=None if self.prediction is None else self.prediction.text,
             speculation=SpeculationOptions() if self.speculation is None else self.speculation.options(),
             request_id=headers.get("x-request-id", "") if self.request_id is None else self.request_id,
             n=self.n,
@@ -308,21 +337,6 @@ def _biases(name: str, given: Any) -> dict[int, Any]:
             where = f"{name}[{key[:MAX_SHOWN]}]"
             raise invalid(where, "is for no token id; allowed: whole numbers as texts") from None
     return biases
-
-
-def _parts(content: Any) -> Any:
-    """A content as a list of parts."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise _refusal(f"is {kind(content)}; allowed: a text or a list of parts")
-    return content
-
-
-def _text(part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise _refusal('is no text; allowed: {"type": "text", "text": ...}')
-    return str(part["text"])
 
 
 class ChatMessage(Body):
@@ -461,6 +475,8 @@ def read_completion(values: Mapping[str, Any], request: Request | None, engine: 
         max_tokens_given="max_tokens" in (body.model_extra or {}),
     )
     prompts = _prompts(body.prompt, common)
+    if body.prediction is not None and len(prompts) > 1:
+        raise invalid("prediction", f"is given beside {len(prompts)} prompts; allowed: one prompt")
     places = [""] if len(prompts) == 1 else [f"[{place}]" for place in range(len(prompts))]
     names = [{name: own + place if own == "prompt" else own for name, own in body.names.items()} for place in places]
     return OpenAIRequest(prompts, body, engine.model_name, num_logprobs, tuple(names))

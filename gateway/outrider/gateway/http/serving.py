@@ -222,24 +222,33 @@ class UsageSum:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    predicted: tuple[int, int] | None = None  # tokens of a prediction in the answer, and not in it
 
     def add(self, delta: GenerationDelta, n: int) -> None:
         """Counts a completion that ended; a prompt counts once, whatever its completions."""
         if delta.usage is None:
             return
         self.completion += delta.usage.completion_tokens
+        accepted, rejected = delta.usage.accepted_prediction_tokens, delta.usage.rejected_prediction_tokens
+        if accepted or rejected:
+            before = self.predicted or (0, 0)
+            self.predicted = before[0] + accepted, before[1] + rejected
         if delta.index % n == 0:
             self.prompt += delta.usage.prompt_tokens
             self.cached += delta.usage.cached_tokens
 
     def shape(self) -> dict[str, Any]:
         """OpenAI's usage object."""
-        return {
+        shape: dict[str, Any] = {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if self.predicted is not None:
+            names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+            shape["completion_tokens_details"] = dict(zip(names, self.predicted, strict=True))
+        return shape
 
 
 def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:

@@ -54,7 +54,7 @@ class LocalDrafter:
         if proposer is None:
             return None
         tokens = [*request.prompt_ids, *request.output_ids]
-        context = SequenceContext(len(request.prompt_ids), request.salt)
+        context = SequenceContext(len(request.prompt_ids), request.salt, request.prediction)
         return _LocalLink(
             proposer.open(tokens, context), tokens, context, self._learners, request.first_chain, on_event
         )

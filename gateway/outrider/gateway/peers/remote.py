@@ -168,6 +168,12 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         return max((replica.round_trip_us for replica in self.replicas if replica.usable), default=0.0)
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
-        """Starts a sequence at a draft that has not failed again and again lately."""
-        chosen = self._place(request, allowed_by_breaker(self._able(request)))
+        """Starts a sequence at a draft that has its method, and has not failed again and again lately."""
+        able = [replica for replica in self._able(request) if _offers(replica.info, request.method)]
+        chosen = self._place(request, allowed_by_breaker(able))
         return None if chosen is None else chosen.open(request, on_event)
+
+
+def _offers(info: DraftInfo | None, method: str) -> bool:
+    """Whether a draft has a method; every one has its default."""
+    return not method or (info is not None and any(known.name == method for known in info.methods))

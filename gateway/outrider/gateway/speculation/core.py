@@ -350,7 +350,7 @@ class SpeculationCore:
         self._target_opens += 1
         self._target_credit = self._renewed_target_credit()
         like = None if self._model is None else self._model.arithmetic
-        request = replace(self._open_request(), suspect=self._target_opens > SUSPECT_AFTER)
+        request = replace(self._open_request(), suspect=self._target_opens > SUSPECT_AFTER, prediction=())
         return OpenTarget(request, (self._target_credit, *self._journal), like)
 
     def _open_draft(self) -> OpenDraft:

@@ -91,6 +91,10 @@ class ScheduledDrafter:
         link = self.inner.open(request, on_event) if self.allowed() else _Absent()
         return None if link is None else _ScheduledLink(self, link, request, on_event)
 
+    def bound(self, other: Drafter) -> ScheduledDrafter:
+        """Another one under the same schedule."""
+        return ScheduledDrafter(other, self._schedule, self._num_running)
+
     def allowed(self) -> int:
         """The k of this moment."""
         return self._schedule.num_draft_tokens(self._num_running())
