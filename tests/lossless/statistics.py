@@ -117,7 +117,7 @@ SHORT = [
     MAPPED_COUPLED,
     Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K),
     Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
-    Setting("prediction", method="prediction", prediction=EVERY_TOKEN, long=TOKENS_20K),
+    Setting("prediction", method="prediction", prediction=(13, 15, *EVERY_TOKEN), long=TOKENS_20K),
     CHAINS,
     TEMPERATURE_1_COUPLED,
     BY_BLOCK,
