@@ -65,7 +65,7 @@ async def running(toys: Toys, **options: Any) -> AsyncIterator[Given]:
             target = toys.gateway_target or toys.targets[0]
             engine = GenerationEngine(toy_tokenizer(), target, toys.gateway_draft, EngineConfig(num_draft_tokens=4))
             gateways.append(await enter(over_grpc(GenerationServicer(engine))))
-        yield Given(gateways, targets, drafts, timeout_s=5.0, **options)
+        yield Given(gateways, targets, drafts, timeout_s=30.0, **options)
 
 
 async def examined(toys: Toys, limits: Limits = FAR, **options: Any) -> tuple[Deployment, list[Finding]]:
