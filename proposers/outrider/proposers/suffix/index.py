@@ -11,11 +11,13 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from mmap import mmap
 
 TOKEN_BYTES = 4
 SEPARATOR = 2**32 - 1  # between texts; as a token's id it ends one, too
 BLOCK = 512  # positions in a full block
 BLOCK_BYTES = 128 + sys.getsizeof(array("I")) + sys.getsizeof(b"")  # of a block, beside positions and head
+LARGE = 1 << 16  # bytes
 EMPTY_BYTES = 1024  # of an index without tokens
 
 
@@ -25,7 +27,7 @@ class ContextIndex:
     def __init__(self, depth: int) -> None:
         self._width = TOKEN_BYTES * depth
         self._above = b"\xff" * (self._width + 1)  # behind a prefix: above all contexts that begin with it
-        self._buffer = bytearray()  # the last token first, behind room for more
+        self._buffer: bytearray | mmap = bytearray()  # the last token first, behind room for more
         self._used = 0  # bytes of text
         self._blocks: list[array[int]] = [array("I")]  # positions, in bytes from the text's start; of equal contexts
         self._heads: list[bytes] = [b""]  # the latest first. No context is below its block's head, or above the next
@@ -118,7 +120,7 @@ class ContextIndex:
         index._cut(array("I", order))
         return index
 
-    def _reader(self) -> Callable[[int], bytearray]:
+    def _reader(self) -> Callable[[int], bytes | bytearray]:
         """From a position to the tokens before it, backwards, in the present buffer."""
         buffer, end, width = self._buffer, len(self._buffer), self._width
         return lambda position: buffer[end - position : end - position + width]
@@ -127,7 +129,7 @@ class ContextIndex:
         """Makes room for the text in use."""
         if self._used <= len(self._buffer):
             return
-        grown = bytearray(max(self._used, len(self._buffer) * 9 // 8 // TOKEN_BYTES * TOKEN_BYTES))
+        grown = _room(max(self._used, len(self._buffer) * 9 // 8 // TOKEN_BYTES * TOKEN_BYTES))
         grown[len(grown) - len(self._buffer) :] = self._buffer
         self._buffer = grown
         self._context = self._reader()
@@ -193,6 +195,11 @@ class ContextIndex:
         if not self._blocks[number] and len(self._blocks) > 1:
             del self._blocks[number]
             del self._heads[number or 1]  # the first head stays below all
+
+
+def _room(size: int) -> bytearray | mmap:
+    """So many bytes. Large ones are given back to the system when they are dropped, and leave no hole in the heap."""
+    return bytearray(size) if size < LARGE else mmap(-1, size)
 
 
 def _num_common(left: bytes | bytearray, right: bytes | bytearray) -> int:
