@@ -102,11 +102,13 @@ class PlanTrials:
         likeness = own.tokens(Mode.SEQUENTIAL, USUAL_WINDOW) / common.tokens(Mode.SEQUENTIAL, USUAL_WINDOW)
         if own.num_running() == 1 or self.leader not in self._tried or abs(likeness - 1) < LIKENESS_TOLERANCE:
             return self.leader
-        shares = {plan: self._share(plan, own) for plan in self.plans}
+        own_us, common_us = self.us_per_token(self.leader, own), self.us_per_token(self.leader, common)
+        shares = {plan: self.us_per_token(plan, own) / own_us if own_us else 1.0 for plan in self.plans}
         found = {
             plan: share
             for plan, share in shares.items()
-            if plan == self.leader or share < min(1.0, self._share(plan, common)) * self._gain(plan)
+            if plan == self.leader
+            or (share < self._gain(plan) and share * common_us < self.us_per_token(plan, common) * self._gain(plan))
         }
         best = min(found, key=lambda plan: found[plan])
         return present if present in found and found[present] * GAIN <= found[best] else best

@@ -14,7 +14,8 @@ from outrider.planner.estimates import Acceptance, RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
 from outrider.planner.policy import AHEAD, Limits, Mode, Plan, Policy, Round
 
-DECIDE_EVERY = 16  # rounds
+DECIDE_EVERY = 16  # rounds of a sequence, while at most
+MOST_DECIDING = 8  # ... so many run: of more all together decide as often as these
 MOST_APART = 4  # decisions: then a look at the leader's plan, which is measured only where it is played
 SETTLING = 2  # rounds after a change that say nothing of what it changed to
 LATE, IN_TIME = 1.5, 1.2  # verifications that a branch takes to come, above and below which branches go deep or not
@@ -95,7 +96,7 @@ class Controller:
                 self._follow(trials.trial)
             self._until_decision = 0
         elif self._until_decision <= 0 or (not self._apart and trials.leader != self.plan):
-            self._until_decision = DECIDE_EVERY
+            self._until_decision = DECIDE_EVERY * max(1, self.num_running() // MOST_DECIDING)
             self._away_us = self.forecast.away_us
             self.stats.decay()
             best = trials.best(self.forecast, self.common, self.plan)
