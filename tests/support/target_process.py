@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -17,7 +18,8 @@ from outrider.rpc.stream import StreamConfig
 async def target_process(step_s: float) -> AsyncIterator[tuple[Process, str]]:
     """It and its address. It ends with the test's process."""
     command = sys.executable, "-m", "support.target_process", str(step_s)
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
     assert process.stdout is not None
     try:
         yield process, (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()

@@ -229,7 +229,8 @@ def _cell(settings: GatewaySettings, mode: str, streams: int, runs: Sequence[Jso
     pace, lag = cell["rounds_per_s"], cell["lag_p99_ms"]
     on_pace = pace is not None and pace["median"] >= KEPT_PACE * settings.rounds_per_s
     cell["carried"] = on_pace and lag is not None and lag["median"] < MOST_LAG_MS
-    cell["streams_a_core"] = 1e6 / (cell["us_per_round"]["median"] * settings.rounds_per_s)
+    us_per_round = cell["us_per_round"]["median"]  # 0: less than the system's clock of processor time shows
+    cell["streams_a_core"] = 1e6 / (us_per_round * settings.rounds_per_s) if us_per_round else None
     return cell
 
 
