@@ -22,7 +22,11 @@ LOGGER = "outrider.gateway.request_log"
 
 
 async def logged(
-    caplog: pytest.LogCaptureFixture, log_requests: str, target: ToyTarget | None = None, take: int | None = None
+    caplog: pytest.LogCaptureFixture,
+    log_requests: str,
+    target: ToyTarget | None = None,
+    take: int | None = None,
+    model: str = "",
 ) -> list[dict[str, Any]]:
     """What one request leaves in the log, as JSON has it. It ends after `take` deltas."""
     caplog.set_level(logging.INFO, logger=LOGGER)
@@ -30,7 +34,7 @@ async def logged(
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
     engine = GenerationEngine(toy_tokenizer(), target or ToyTarget(), ToyDraft(), config, tracer)
     sampling = SamplingParams(temperature=0.0, max_tokens=20)
-    deltas = engine.generate(GenerationRequest(text=TEXT, sampling=sampling, request_id="r1"))
+    deltas = engine.generate(GenerationRequest(text=TEXT, sampling=sampling, request_id="r1", model=model))
     try:
         count = 0
         async for _ in deltas:
@@ -70,3 +74,15 @@ async def test_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     (failed,) = await logged(caplog, "counts", ToyTarget(available=False))
     assert (failed["status"], failed["level"]) == ("UNAVAILABLE", "WARNING") and "target" in failed["error"]
+
+
+async def test_what_is_refused_before_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = await logged(caplog, "counts", model="another")
+    assert (line["request_id"], line["status"], line["level"]) == ("r1", "NOT_FOUND", "INFO")
+    assert "another" in line["error"] and len(line["trace_id"]) == 32 and line["duration_s"] >= 0
+    assert "secret" not in json.dumps(line)
+    caplog.clear()
+    (line,) = await logged(caplog, "prompts", model="another")
+    assert line["prompt"] == TEXT
+    caplog.clear()
+    assert await logged(caplog, "off", model="another") == []

@@ -229,6 +229,21 @@ async def test_how_a_call_ended_by_the_conventions(
         assert (root.status.status_code is StatusCode.ERROR) == (kind is not None)
 
 
+@pytest.mark.parametrize("trust", [False, True])
+async def test_what_is_refused_before_it_runs_has_a_span(tokenizer: Tokenizer, trust: bool) -> None:
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    config = EngineConfig(trust_traceparent=trust)
+    engine = GenerationEngine(tokenizer, ToyTarget(), config=config, tracer=provider.get_tracer("test"))
+    with pytest.raises(OutriderError):
+        await anext(engine.generate(replace(REQUEST, call=CALL, model="another")))
+    (span,) = exporter.get_finished_spans()
+    assert span.name == "text_completion toy" and span.attributes is not None
+    assert (span.parent is not None) == trust and len(span.links) == (not trust)
+    assert span.attributes[names.RPC_RESPONSE_STATUS_CODE] == "NOT_FOUND"
+    assert span.attributes[names.REQUEST_ID] == "r1" and span.status.is_unset
+
+
 async def test_what_a_mode_was_chosen_by_is_asked_where_it_is_recorded(tokenizer: Tokenizer) -> None:
     for sampler, asked in ((ALWAYS_ON, True), (ALWAYS_OFF, False)):
         provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)

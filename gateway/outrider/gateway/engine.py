@@ -21,17 +21,17 @@ from outrider.gateway.request import (
     no_such_model,
     prepare,
 )
-from outrider.gateway.request_log import RequestLog
+from outrider.gateway.request_log import RequestLog, log_refusal
 from outrider.gateway.speculation.backends import Drafter, Verifier
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer
-from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace
+from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Limits, Mode, Policy, PolicyController, Round, SpeculationTally
 from outrider.proposers.prediction import PredictionState
-from outrider.rpc.errors import DeadlineExceeded
+from outrider.rpc.errors import DeadlineExceeded, OutriderError
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
 from outrider.rpc.sampling_params import MAX_LOGPROBS, FinishReason
@@ -170,6 +170,7 @@ class Completion:
 
 
 _EXPIRED = "the request's time ran out"
+_TRACER = "outrider.gateway"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,17 +221,14 @@ class GenerationEngine:
     ) -> AsyncGenerator[GenerationDelta, None]:
         """Yields the deltas of all completions as they are committed. Raises OutriderError. Closing the iterator ends
         every sequence at once; what is not asked for is not generated far ahead. It waits at `gate`, or by itself."""
-        began = asyncio.get_running_loop().time()
-        self.admission.require_room(AdmissionCost(1))  # before anything is spent on it
-        if request.model not in ("", self.model_name):
-            raise no_such_model(request.model, self.model_name)
-        prepared = await self._prepare(request)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         deadline = None if request.timeout_s is None else began + request.timeout_s
         try:
-            async with asyncio.timeout_at(deadline):
-                await (gate or self.admission).enter(prepared.work, request.priority)
-        except TimeoutError:
-            raise DeadlineExceeded(_EXPIRED) from None
+            prepared = await self._admit(request, gate or self.admission, deadline)
+        except (OutriderError, asyncio.CancelledError) as error:
+            self._tell_refusal(request, error, loop.time() - began)
+            raise
         left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens)
         try:
             if prepared.model_digest != self.verifier.info.model.digest:  # another one is served since
@@ -243,6 +241,27 @@ class GenerationEngine:
                     yield delta
         finally:
             self.admission.leave(left)
+
+    async def _admit(self, request: GenerationRequest, gate: AdmissionGate, deadline: float | None) -> Prepared:
+        self.admission.require_room(AdmissionCost(1))  # before anything is spent on it
+        if request.model not in ("", self.model_name):
+            raise no_such_model(request.model, self.model_name)
+        prepared = await self._prepare(request)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await gate.enter(prepared.work, request.priority)
+        except TimeoutError:
+            raise DeadlineExceeded(_EXPIRED) from None
+        return prepared
+
+    def _tell_refusal(self, request: GenerationRequest, error: BaseException, waited_s: float) -> None:
+        """To the log and the traces, where they tell of requests."""
+        tracer, wanted, name = self._recording_tracer(), self.config.log_requests, self.model_name
+        traceparent = ""
+        if tracer is not None:
+            traceparent = trace_refusal(tracer, request, name, self.config.trust_traceparent, error, waited_s)
+        if wanted != "off":
+            log_refusal(request, name, traceparent, error, waited_s, wanted == "prompts")
 
     async def _prepare(self, request: GenerationRequest) -> Prepared:
         return await prepare(
@@ -284,12 +303,17 @@ class GenerationEngine:
 
     def _new_trace(self, prepared: Prepared) -> RequestTrace | None:
         """None where nothing is recorded here, and no client's trace is to be passed on."""
-        recorded = self._tracer is not None or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-        trusts = self.config.trust_traceparent
-        if not recorded and not (trusts and prepared.request.traceparent):
+        tracer, trusts = self._recording_tracer(), self.config.trust_traceparent
+        if tracer is None and not (trusts and prepared.request.traceparent):
             return None
-        tracer = self._tracer or trace.get_tracer("outrider.gateway")
+        tracer = tracer or trace.get_tracer(_TRACER)
         return RequestTrace(tracer, prepared, self.model_name, trusts, self.config.trace_rounds)
+
+    def _recording_tracer(self) -> trace.Tracer | None:
+        """None where nothing is recorded here."""
+        if self._tracer is None and isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+            return None
+        return self._tracer or trace.get_tracer(_TRACER)
 
     def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
         drafter = self._drafter_for(prepared)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import time
 
-from outrider.gateway.request import GenerationDelta, Prepared
+from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
 from outrider.gateway.tracing import RequestTrace
+from outrider.rpc.errors import OutriderError
 from outrider.rpc.logs import about
 from outrider.rpc.server_calls import SERVER_FAULTS, as_outrider_error
 
@@ -43,8 +44,8 @@ class RequestLog:
         """Writes the line: a warning where the fault is ours. Counts of rounds are of completions that have ended."""
         prepared, known = self._prepared, as_outrider_error(error)
         status = "OK" if known is None else known.code.name
-        level = logging.WARNING if known is not None and known.code in SERVER_FAULTS else logging.INFO
         duration_s = time.monotonic() - self._began
+        prompt = _prompt_of(prepared.request) if self._with_prompt else {}
         fields = {
             "request_id": prepared.request_id,
             "model": self._model_name,
@@ -59,25 +60,59 @@ class RequestLog:
             "num_accepted_tokens": self._num_accepted,
             "first_token_s": self._first_s,
             "duration_s": duration_s,
-            **(self._prompt() if self._with_prompt else {}),
+            **prompt,
         }
         log.log(
-            level,
+            _level_of(known),
             "request %s: %s, %d tokens after a prompt of %d in %.3f s%s",
             prepared.request_id,
             status,
             self._num_output,
             len(prepared.prompt_ids),
             duration_s,
-            f", prompt {self._prompt()}" if self._with_prompt else "",
+            f", prompt {prompt}" if self._with_prompt else "",
             extra=about(self._traceparent, **fields),
         )
 
-    def _prompt(self) -> dict[str, object]:
-        """In the form that it came in."""
-        request = self._prepared.request
-        if request.text is not None:
-            return {"prompt": request.text}
-        if request.messages is not None:
-            return {"messages": [dict(message) for message in request.messages]}
-        return {"prompt_token_ids": list(request.token_ids or ())}
+
+def log_refusal(
+    request: GenerationRequest,
+    model_name: str,
+    traceparent: str,
+    error: BaseException,
+    waited_s: float,
+    with_prompt: bool,
+) -> None:
+    """The line of a request that ended before it ran: refused, or given up while it waited."""
+    known = as_outrider_error(error)
+    prompt = _prompt_of(request) if with_prompt else {}
+    fields = {
+        "request_id": request.request_id or None,
+        "model": model_name,
+        "status": None if known is None else known.code.name,
+        "error": None if known is None else known.message,
+        "duration_s": waited_s,
+        **prompt,
+    }
+    text = "request %s: %s before it ran, after %.3f s: %s%s"
+    shown = request.request_id or "without an id", fields["status"], waited_s, fields["error"]
+    log.log(
+        _level_of(known),
+        text,
+        *shown,
+        f", prompt {prompt}" if with_prompt else "",
+        extra=about(traceparent, **fields),
+    )
+
+
+def _level_of(error: OutriderError | None) -> int:
+    return logging.WARNING if error is not None and error.code in SERVER_FAULTS else logging.INFO
+
+
+def _prompt_of(request: GenerationRequest) -> dict[str, object]:
+    """In the form that it came in."""
+    if request.text is not None:
+        return {"prompt": request.text}
+    if request.messages is not None:
+        return {"messages": [dict(message) for message in request.messages]}
+    return {"prompt_token_ids": list(request.token_ids or ())}

@@ -12,11 +12,11 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 
-from outrider.gateway.request import GenerationDelta, Prepared
+from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
 from outrider.planner.policy import Round
 from outrider.rpc import telemetry as names
 from outrider.rpc.sampling_params import TokenOrigin
-from outrider.rpc.server_calls import as_outrider_error, end_attributes
+from outrider.rpc.server_calls import ServerCall, as_outrider_error, end_attributes
 from outrider.rpc.telemetry import context_from_traceparent, inject_traceparent
 
 Attribute = str | int | float | bool | tuple[str, ...]
@@ -118,7 +118,6 @@ class RequestTrace:
         max_rounds: int = MAX_TRACED_ROUNDS,
     ) -> None:
         request, sampling = prepared.request, prepared.sampling
-        operation = names.OPERATION_TEXT_COMPLETION if request.messages is None else names.OPERATION_CHAT
         self._tracer = tracer
         self._clock_offset = time.time() - time.monotonic()
         self._started = time.monotonic()
@@ -128,23 +127,14 @@ class RequestTrace:
         self._summed: dict[int, RoundSums] = {}
         self._num_chunks = self._num_output = 0
         self._finish_reasons: list[str] = []
-        client = context_from_traceparent(request.traceparent)
-        context = trace.get_current_span(client).get_span_context()
-        self.span: Span = tracer.start_span(
-            f"{operation} {model_name}",
-            context=client if trust_traceparent else Context(),
-            kind=SpanKind.SERVER,
-            links=[Link(context)] if context.is_valid and not trust_traceparent else [],
-        )
+        self.span = _server_span(tracer, request, model_name, trust_traceparent)
         self._context = trace.set_span_in_context(self.span)
         self.traceparent = inject_traceparent(self._context)
         self.recording = self.span.is_recording()
         if self.recording:
             self.span.set_attributes(
                 {
-                    names.GEN_AI_OPERATION_NAME: operation,
-                    names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
-                    names.GEN_AI_REQUEST_MODEL: model_name,
+                    **_attributes_of(request, model_name),
                     names.GEN_AI_REQUEST_MAX_TOKENS: sampling.max_tokens,
                     names.GEN_AI_REQUEST_TEMPERATURE: sampling.temperature,
                     names.GEN_AI_REQUEST_TOP_P: sampling.top_p,
@@ -152,13 +142,11 @@ class RequestTrace:
                     names.GEN_AI_REQUEST_STREAM: True,
                     names.GEN_AI_RESPONSE_MODEL: model_name,
                     names.GEN_AI_USAGE_INPUT_TOKENS: len(prepared.prompt_ids),
-                    names.REQUEST_ID: prepared.request_id,
+                    names.REQUEST_ID: prepared.request_id,  # made here where the client gave none
                     names.REQUEST_ACCEPTANCE: prepared.acceptance.name.lower(),
                     names.REQUEST_METHOD: request.speculation.named_method,
                 }
             )
-            if request.call is not None:
-                self.span.set_attributes(request.call.attributes)
 
     def add_round(self, closed: Round, completion: int) -> None:
         """One round with its parts; after `max_rounds` of a completion, its share of a sum."""
@@ -198,10 +186,7 @@ class RequestTrace:
                 self._start(summed.span(completion), self._context).end(self._ns(summed.ended))
             self.span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, self._num_output)
             self.span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, tuple(self._finish_reasons))
-            ended = end_attributes(self._call, as_outrider_error(error), self._num_chunks > 0)
-            self.span.set_attributes(ended)
-            if names.ERROR_TYPE in ended:
-                self.span.set_status(Status(StatusCode.ERROR))
+            _tell_end(self.span, self._call, error, self._num_chunks > 0)
         self.span.end()
 
     def _start(self, timed: TimedSpan, context: Context) -> Span:
@@ -211,3 +196,58 @@ class RequestTrace:
 
     def _ns(self, monotonic: float) -> int:
         return round((monotonic + self._clock_offset) * 1e9)
+
+
+def trace_refusal(
+    tracer: Tracer,
+    request: GenerationRequest,
+    model_name: str,
+    trust_traceparent: bool,
+    error: BaseException,
+    waited_s: float,
+) -> str:
+    """The span of a request that ended before it ran, `waited_s` after it came; returns its traceparent."""
+    start = time.time_ns() - round(waited_s * 1e9)
+    span = _server_span(tracer, request, model_name, trust_traceparent, start)
+    if span.is_recording():
+        span.set_attributes(_attributes_of(request, model_name))
+        _tell_end(span, request.call, error, False)
+    span.end()
+    return inject_traceparent(trace.set_span_in_context(span))
+
+
+def _server_span(
+    tracer: Tracer, request: GenerationRequest, model_name: str, trust_traceparent: bool, start_ns: int | None = None
+) -> Span:
+    """A request's root, which goes on with the client's trace, or has a link to it."""
+    client = context_from_traceparent(request.traceparent)
+    context = trace.get_current_span(client).get_span_context()
+    return tracer.start_span(
+        f"{_operation(request)} {model_name}",
+        context=client if trust_traceparent else Context(),
+        kind=SpanKind.SERVER,
+        links=[Link(context)] if context.is_valid and not trust_traceparent else [],
+        start_time=start_ns,
+    )
+
+
+def _operation(request: GenerationRequest) -> str:
+    return names.OPERATION_TEXT_COMPLETION if request.messages is None else names.OPERATION_CHAT
+
+
+def _attributes_of(request: GenerationRequest, model_name: str) -> dict[str, str]:
+    """What is known of a request as it comes."""
+    return {
+        names.GEN_AI_OPERATION_NAME: _operation(request),
+        names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
+        names.GEN_AI_REQUEST_MODEL: model_name,
+        **({names.REQUEST_ID: request.request_id} if request.request_id else {}),
+        **(request.call.attributes if request.call is not None else {}),
+    }
+
+
+def _tell_end(span: Span, call: ServerCall | None, error: BaseException | None, answered: bool) -> None:
+    ended = end_attributes(call, as_outrider_error(error), answered)
+    span.set_attributes(ended)
+    if names.ERROR_TYPE in ended:
+        span.set_status(Status(StatusCode.ERROR))
