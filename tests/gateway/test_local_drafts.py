@@ -54,3 +54,8 @@ async def test_methods_learn_from_every_sequence() -> None:
 async def test_a_method_that_fails_ends_its_own_draft(ids: tuple[int, ...]) -> None:
     (failure,) = await said(LocalDrafter([Broken(*ids)]), asked(), Credit(0, 8, 3))
     assert isinstance(failure, Failure) and "a draft failed" in failure.message
+
+
+async def test_a_method_that_cannot_learn_harms_no_sequence(caplog: pytest.LogCaptureFixture) -> None:
+    await said(LocalDrafter([NgramProposer(), Broken()]), asked(), Commit(0, 5, (3, 4)))
+    assert "broken could not learn" in caplog.text

@@ -14,7 +14,7 @@ from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceK
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.worker import require_device
-from outrider.proposers.base import LearningProposer, drafted_ids
+from outrider.proposers.base import LearningProposer, drafted_ids, teach
 from outrider.proposers.draft_rows import DraftRows
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
 from outrider.rpc.messages import (
@@ -276,19 +276,9 @@ class DraftEngine:
             if self._observer is not None:
                 self._observer.on_release(key)
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]
-            self._learn(draft)
+            if draft.committed > draft.prompt_len:
+                teach(self._learners, draft.text.tokens[: draft.committed], draft.context)
             self.scheduler.release(draft)
-
-    def _learn(self, draft: DraftSequence) -> None:
-        """Methods may learn from what was committed, whichever of them drafted it."""
-        if not self._learners or draft.committed == draft.prompt_len:
-            return
-        tokens, context = draft.text.tokens[: draft.committed], draft.context
-        for learner in self._learners:
-            try:
-                learner.learn(tokens, context)
-            except Exception:  # it may be a user's own, and the sequence has ended well
-                logger.exception("%s could not learn", learner.name)
 
     def _send_pieces(self) -> None:
         """Hands out the pieces that are due; then all that was said may leave."""

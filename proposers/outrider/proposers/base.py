@@ -3,9 +3,12 @@ methods that implement it are pure Python and import no other root."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+logger = logging.getLogger(__name__)
 
 MAX_ID = 2**32 - 1  # that the protocol holds
 
@@ -77,3 +80,12 @@ def drafted_ids(state: ProposerState, max_tokens: int) -> list[int]:
     if len(ids) > max_tokens or (ids and not 0 <= min(ids) <= max(ids) <= MAX_ID):
         raise ValueError(f"a method proposed {len(ids)} tokens, {ids[:8]}; allowed: at most {max_tokens} token ids")
     return ids
+
+
+def teach(learners: Iterable[LearningProposer], tokens: Sequence[int], context: SequenceContext) -> None:
+    """Lets methods learn from what was committed, whichever of them drafted it."""
+    for learner in learners:
+        try:
+            learner.learn(tokens, context)
+        except Exception:  # it may be a user's own, and the sequence has ended well
+            logger.exception("%s could not learn", learner.name)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.proposers.base import LearningProposer, ProposerState, SequenceContext, TokenProposer, drafted_ids
+from outrider.proposers.base import LearningProposer, ProposerState, SequenceContext, TokenProposer, drafted_ids, teach
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import Internal
 from outrider.rpc.messages import (
@@ -101,8 +101,7 @@ class _LocalLink:
     def close(self) -> None:
         """No event follows."""
         if self._on_event is not None and len(self._tokens) > self._context.prompt_len:
-            for learner in self._learners:
-                learner.learn(self._tokens, self._context)
+            teach(self._learners, self._tokens, self._context)
         self._on_event = None
 
     def _propose(self) -> None:
