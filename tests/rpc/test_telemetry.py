@@ -18,6 +18,7 @@ from support.collector import collecting
 from outrider.rpc import telemetry
 from outrider.rpc import telemetry as names
 from outrider.rpc.telemetry import (
+    MAX_TRACED_STEPS,
     StepTracer,
     TraceFileExporter,
     build_provider,
@@ -72,6 +73,19 @@ def step_of(provider: TracerProvider, flags: str) -> bool:
     header = f"00-{'a' * 32}-{'b' * 16}-{flags}"
     StepTracer(provider.get_tracer("test")).record("step", [header], 0, lambda: {names.BATCH_ROWS: 1})
     return bool(exporter.get_finished_spans())
+
+
+def test_a_long_request_is_in_the_spans_of_its_first_steps_alone() -> None:
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = StepTracer(provider.get_tracer("test"))
+    old, new = (f"00-{letter * 32}-{'b' * 16}-01" for letter in "ac")
+    for _ in range(MAX_TRACED_STEPS + 3):
+        tracer.record("step", [old, old], 0, dict)  # two completions
+    assert len(exporter.get_finished_spans()) == MAX_TRACED_STEPS
+    tracer.record("step", [old, new], 0, dict)
+    (link,) = exporter.get_finished_spans()[-1].links
+    assert f"{link.context.trace_id:032x}" == "c" * 32
 
 
 @pytest.mark.parametrize(

@@ -164,11 +164,17 @@ def context_from_traceparent(traceparent: str) -> Context:
     return _PROPAGATOR.extract({_TRACEPARENT: traceparent}, Context())
 
 
+MAX_TRACED_STEPS = 256  # of a request: its trace holds the first rounds alone, too
+_MAX_KNOWN = 4096  # requests whose steps are counted
+
+
 class StepTracer:
-    """Writes a span for every step of an engine that holds a traced request, linked to those requests."""
+    """Writes a span for every step of an engine that holds a traced request, linked to those requests; a request is
+    linked to its first `MAX_TRACED_STEPS` alone."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
+        self._num_steps: dict[str, int] = {}  # by header, the latest last
 
     @classmethod
     def if_enabled(cls, name: str) -> StepTracer | None:
@@ -180,11 +186,20 @@ class StepTracer:
         self, name: str, traceparents: Iterable[str], started_ns: int, attributes: Callable[[], Mapping[str, int]]
     ) -> None:
         """The span of a step that ends now; `started_ns` is the wall clock's."""
-        spans = [trace.get_current_span(context_from_traceparent(header)) for header in traceparents if header]
+        headers = [header for header in dict.fromkeys(traceparents) if header and self._is_early(header)]
+        spans = [trace.get_current_span(context_from_traceparent(header)) for header in headers]
         contexts = [span.get_span_context() for span in spans]
         links = [Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]
         if links:
             self._tracer.start_span(name, links=links, attributes=attributes(), start_time=started_ns).end()
+
+    def _is_early(self, header: str) -> bool:
+        """Counts one more step of a request."""
+        number = self._num_steps.pop(header, 0) + 1
+        self._num_steps[header] = number
+        if len(self._num_steps) > _MAX_KNOWN:
+            del self._num_steps[next(iter(self._num_steps))]
+        return number <= MAX_TRACED_STEPS
 
 
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
