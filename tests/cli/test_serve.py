@@ -214,6 +214,12 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
     ]  # fmt: skip
 
 
+def test_all_services_log_as_serve_is_told() -> None:
+    given = settings("large", "--draft", "small", "--log-format", "json")
+    started = given.target_arguments(), given.draft_arguments(), given.gateway_arguments("t:1", "d:2")
+    assert all("--log-format=json" in arguments for arguments in started)
+
+
 def test_ngram_by_either_name() -> None:
     for argv in (("--draft", "ngram"), ("--method", "ngram")):
         assert settings("large", *argv).draft_arguments()[3:] == ["--method=ngram"]
