@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
@@ -40,6 +40,7 @@ TRUE_IDS = (293, 2365, 65, 486, 10, 2440, 283, 276, 394, 774, 88)  # "def parse_
 WRONG_ID = 300
 ACCEPTED, RECOVERED = generation_pb2.TOKEN_ORIGIN_ACCEPTED, generation_pb2.TOKEN_ORIGIN_RECOVERED
 
+S = TypeVar("S")  # what a peer keeps of a sequence
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 
 
@@ -148,7 +149,25 @@ class TargetSequence:
         )
 
 
-class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
+class ScriptedPeer(Generic[S]):
+    """The sequences of all streams of a peer."""
+
+    _sequences: dict[tuple[PeerStream, int], S]
+
+    async def _serve(self, stream: PeerStream) -> None:
+        """Takes what a stream brings; its sequences end with it."""
+        try:
+            async for messages in stream.frames():
+                for message in messages:
+                    self._take(stream, message)
+        finally:
+            self._sequences = {key: found for key, found in self._sequences.items() if key[0] is not stream}
+
+    def _take(self, stream: PeerStream, message: Any) -> None:
+        raise NotImplementedError
+
+
+class ScriptedTarget(ScriptedPeer[TargetSequence], target_pb2_grpc.TargetServiceServicer):
     """A target that steps `steps_per_s` times a second."""
 
     def __init__(self, model: ModelInfo, steps_per_s: float) -> None:
@@ -162,13 +181,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServiceServicer):
 
     async def Verify(self, request: Any, context: Any) -> None:
         """As any target."""
-        stream = PeerStream(context, target_pb2.VerifyResponse)
-        try:
-            async for messages in stream.frames():
-                for message in messages:
-                    self._take(stream, message)
-        finally:
-            self._sequences = {key: found for key, found in self._sequences.items() if key[0] is not stream}
+        await self._serve(PeerStream(context, target_pb2.VerifyResponse))
 
     def _take(self, stream: PeerStream, message: Any) -> None:
         kind = message.WhichOneof("command")
@@ -293,7 +306,7 @@ class DraftSequence:
         return self.num_chains - 1
 
 
-class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
+class ScriptedDraft(ScriptedPeer[DraftSequence], draft_pb2_grpc.DraftServiceServicer):
     """A draft that answers after a fixed time."""
 
     def __init__(self, model: ModelInfo) -> None:
@@ -307,13 +320,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, request: Any, context: Any) -> None:
         """As any draft."""
-        stream = PeerStream(context, draft_pb2.ProposeResponse)
-        try:
-            async for messages in stream.frames():
-                for message in messages:
-                    self._take(stream, message)
-        finally:
-            self._sequences = {key: found for key, found in self._sequences.items() if key[0] is not stream}
+        await self._serve(PeerStream(context, draft_pb2.ProposeResponse))
 
     def _take(self, stream: PeerStream, message: Any) -> None:
         kind = message.WhichOneof("command")
