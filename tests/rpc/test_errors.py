@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -158,6 +159,26 @@ def test_a_deadline_of_grpc_s_own_has_our_words() -> None:
         grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Deadline Exceeded"
     )
     assert errors.from_rpc_error(late).message == "the request's time ran out"
+
+
+async def test_a_call_that_ends_while_it_is_written_to_is_unavailable(
+    raiser: tuple[Raiser, grpc.aio.Channel],
+) -> None:
+    """grpc.aio loses the status of some of these calls."""
+    servicer, channel = raiser
+    servicer.error = errors.Unavailable("draining")
+
+    async def write_on() -> type[errors.OutriderError]:
+        stream = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with suppress(asyncio.InvalidStateError):  # it has ended
+                while True:
+                    await stream.write(target_pb2.VerifyRequest())
+            await stream.read()
+        return type(errors.from_rpc_error(caught.value))
+
+    kinds = await asyncio.gather(*(write_on() for _ in range(200)))
+    assert set(kinds) == {errors.Unavailable}
 
 
 async def test_a_dead_address_is_unavailable() -> None:

@@ -373,6 +373,9 @@ def from_status(status: status_pb2.Status) -> OutriderError:
     return make_error(status.code, status.message, reason=reason, retry_after_ms=retry_after_ms, violations=violations)
 
 
+_WRITE_FAILED = "Internal error from Core"  # grpc.aio's words, put over the status that the peer ended the call with
+
+
 def from_rpc_error(error: grpc.RpcError) -> OutriderError:
     """The error that a failed call stands for: from its rich status where it has one, else from code and text."""
     code, details = error.code(), error.details() or ""
@@ -384,6 +387,8 @@ def from_rpc_error(error: grpc.RpcError) -> OutriderError:
                 break  # a proxy may have mangled it; code and text still hold
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # by gRPC itself, whose own words say less
         details = "the request's time ran out"
+    if code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED:
+        return Unavailable("the peer ended the call while it was written to", reason="CALL_ENDED")
     return make_error(code.value[0], details)
 
 
