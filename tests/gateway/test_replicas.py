@@ -35,6 +35,7 @@ from outrider.gateway.peers import replicas
 from outrider.gateway.peers.addresses import Addresses, look_up
 from outrider.gateway.peers.remote import TARGET_SERVICE, RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import (
+    EVENTS_S,
     FIRST_OPEN_S,
     LOSSES_S,
     MAX_FAILURES,
@@ -45,7 +46,7 @@ from outrider.gateway.peers.replicas import (
 )
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.errors import Internal, InvalidArgument
-from outrider.rpc.messages import Failure, ModelInfo, Open
+from outrider.rpc.messages import Commit, Failure, ModelInfo, Open
 
 
 def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:
@@ -317,6 +318,29 @@ async def test_a_target_that_fails_again_and_again_is_passed_over_while_there_is
         await until(lambda: sum(replica.usable for replica in targets.replicas) == 1)
         bad.refuse = None
         assert await generate(None, targets, request(5)) == expected(PROMPT, 5)  # better than none
+
+
+async def test_what_a_step_says_of_many_sequences_is_told_in_turns_and_all_of_it_before_a_loss() -> None:
+    replica = Replica("a:1", TARGET_SERVICE, lambda info: None, lambda: None)
+    stream: Any = SimpleNamespace(error=None, send=lambda *messages: None)
+    told: list[tuple[int, Any]] = []
+    for number in range(8):
+
+        def on_event(event: Any, number: int = number) -> None:
+            end = time.monotonic() + EVENTS_S
+            while time.monotonic() < end:
+                pass
+            told.append((number, event))
+
+        ReplicaLink(replica.links, stream, number, on_event, ModelInfo("m", "d", 9, 9), request())
+    commits = [Commit(number, position, (1,)) for position in (4, 5) for number in range(8)]
+    replica._on_messages(commits[:8])
+    replica._on_messages(commits[8:])
+    for count in range(1, 13):
+        assert told == [(commit.sequence_id, commit) for commit in commits[:count]]
+        await asyncio.sleep(0)
+    replica._lose("gone")
+    assert told[:16] == [(commit.sequence_id, commit) for commit in commits] and isinstance(told[16][1], Lost)
 
 
 async def test_losses_are_told_in_turns_and_prompts_that_begin_alike_together() -> None:

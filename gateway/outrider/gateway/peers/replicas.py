@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -77,6 +79,7 @@ STABLE_S = 5.0  # a stream that lived that long is reopened without growing paus
 HANDSHAKE_S = 5.0
 STALE_S = 2.0
 LOSSES_S = 0.002  # of a turn of the event loop, in which sequences learn that they have lost their replica
+EVENTS_S = 0.001  # the same for what a replica has sent: one step of it speaks of many sequences
 
 Info = TypeVar("Info", bound=TargetInfo | DraftInfo)
 
@@ -157,6 +160,7 @@ class Replica(Generic[Info]):
         self._service, self._admit, self._on_change, self._stream_config = service, admit, on_change, stream_config
         self._stream: FrameStream | None = None
         self.links: dict[int, ReplicaLink] = {}  # of what is open there, the oldest first
+        self._inbox: deque[Message] = deque()  # what has come, and its sequences have not been told
         self._last_id = 0
         self._last_problem = ""
         self.num_streams, self._others, self._others_at = 0, 0, 0.0  # streams that were opened so far; see load
@@ -297,6 +301,7 @@ class Replica(Generic[Info]):
     def _lose(self, reason: str) -> None:
         """Every sequence has to be opened elsewhere."""
         self._stream = None
+        self._tell_some(math.inf)
         self._tell_lost(reason)
         self._on_change()
 
@@ -327,17 +332,32 @@ class Replica(Generic[Info]):
         if isinstance(last, Commit):
             self._others = max(0, last.load.running + last.load.waiting - len(self.links))
             self.reported, self._others_at = last.load, time.monotonic()
-        for message in batch:
-            link = self.links.get(message.sequence_id)
-            if link is None:
-                continue
-            if isinstance(message, self._service.progress):
-                self.breaker.succeeded()
-            elif isinstance(message, Failure) and message.code in self._service.faults:
-                self.breaker.failed(time.monotonic())
-            if is_last(message):
-                del self.links[message.sequence_id]
-            link.on_event(message)
+        is_telling = bool(self._inbox)
+        self._inbox += batch
+        if not is_telling:
+            self._tell_some()
+
+    def _tell_some(self, seconds: float = EVENTS_S) -> None:
+        """As much of the inbox in each turn of the event loop as leaves time for everybody else's."""
+        end = time.monotonic() + seconds
+        try:
+            while self._inbox and time.monotonic() < end:
+                self._tell_one(self._inbox.popleft())
+        finally:
+            if self._inbox:
+                asyncio.get_running_loop().call_soon(self._tell_some)
+
+    def _tell_one(self, message: Message) -> None:
+        link = self.links.get(message.sequence_id)
+        if link is None:
+            return
+        if isinstance(message, self._service.progress):
+            self.breaker.succeeded()
+        elif isinstance(message, Failure) and message.code in self._service.faults:
+            self.breaker.failed(time.monotonic())
+        if is_last(message):
+            del self.links[message.sequence_id]
+        link.on_event(message)
 
 
 START_S = 2.0  # no longer does the start wait for a name's first answer
