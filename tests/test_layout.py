@@ -55,8 +55,8 @@ KNOWS_PROTOBUF = (
     "rpc/codec.py",
     "rpc/sampling_params.py",
     "peers/remote.py",
-    "bench/gateway_peers.py",
-    "bench/gateway_clients.py",
+    "bench/gateway/peers.py",
+    "bench/gateway/clients.py",
 )
 KNOWS_STATUS = ("errors.py", *KNOWS_PROTOBUF)
 

@@ -14,8 +14,8 @@ from support.bench import texts_of
 
 from outrider.bench import figures
 from outrider.bench.figures import draw_load, draw_network, draw_pair, write_figure
-from outrider.bench.load_report import summarise, times_ms
-from outrider.bench.load_requests import BenchServeSettings, Record
+from outrider.bench.load.report import summarise, times_ms
+from outrider.bench.load.requests import BenchServeSettings, Record
 from outrider.bench.results import store
 
 

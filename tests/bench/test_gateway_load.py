@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.bench import run_bench
 
-from outrider.bench.gateway_load import lag_ms
-from outrider.bench.gateway_peers import ScriptedDraft, ScriptedTarget, model_of, serving, true_id
+from outrider.bench.gateway.__main__ import lag_ms
+from outrider.bench.gateway.peers import ScriptedDraft, ScriptedTarget, model_of, serving, true_id
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.pairs import pair_path

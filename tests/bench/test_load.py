@@ -18,9 +18,9 @@ import pytest
 from support.bench import texts_of
 from support.services import START_S, Trio, outrider, succeed
 
-from outrider.bench.load_clients import HttpClient
-from outrider.bench.load_report import distribution, render, summarise
-from outrider.bench.load_requests import (
+from outrider.bench.load.clients import HttpClient
+from outrider.bench.load.report import distribution, render, summarise
+from outrider.bench.load.requests import (
     BenchRequest,
     BenchServeSettings,
     Delivery,

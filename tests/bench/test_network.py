@@ -17,10 +17,10 @@ from support.bench import Measured, run_bench, texts_of
 from support.environment import SEED
 
 from outrider.bench.figures import draw_network, write_figure
-from outrider.bench.network import NetworkSettings, after_ms, check_aims, interval
-from outrider.bench.network_backends import summarise_rounds
-from outrider.bench.network_proxy import DelayProxy, LinkDirection, Network, Stalls, new_loop
-from outrider.bench.network_report import render
+from outrider.bench.network.__main__ import NetworkSettings, after_ms, check_aims, interval
+from outrider.bench.network.backends import summarise_rounds
+from outrider.bench.network.proxy import DelayProxy, LinkDirection, Network, Stalls, new_loop
+from outrider.bench.network.report import render
 from outrider.planner.policy import Round
 from outrider.rpc.messages import Commit, StepTimings
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.services import outrider, succeed
 
-from outrider.bench.load_requests import BenchServeSettings
+from outrider.bench.load.requests import BenchServeSettings
 from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, unknown_command
 from outrider.cli.chat import ChatSettings
 from outrider.cli.serve import ServeSettings

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import torch
 
-from outrider.bench.network_backends import summarise_rounds
-from outrider.bench.network_draft import PassPacer
+from outrider.bench.network.backends import summarise_rounds
+from outrider.bench.network.draft import PassPacer
 from outrider.bench.worker import Handler, serve_requests
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.load_report import TIMES
-from outrider.bench.network_report import ON_NO_NETWORK, form_ms
+from outrider.bench.load.report import TIMES
+from outrider.bench.network.report import ON_NO_NETWORK, form_ms
 from outrider.bench.results import Json, title
 from outrider.planner.formulas import Costs, floor
 

@@ -60,12 +60,12 @@ def _start(services: Services, name: str, *arguments: str) -> Service:
 def start_slow_draft(folder: Path, cores: Sequence[int]) -> BenchWorker:
     """A draft service whose passes can be stretched; it does not listen yet."""
     arguments = ("--model", folder, "--listen", LOOPBACK, "--threads", 1, "--grace-s", GRACE_S)
-    return BenchWorker.of_module("draft", "network_draft", *arguments, cores=cores)
+    return BenchWorker.of_module("draft", "network.draft", *arguments, cores=cores)
 
 
 def start_proxy(*upstreams: str) -> BenchWorker:
     """Delay proxies in front of services."""
-    return BenchWorker.of_module("proxy", "network_proxy", *upstreams)
+    return BenchWorker.of_module("proxy", "network.proxy", *upstreams)
 
 
 def start_colocated(name: str, folders: Folders, threads: int, cores: Sequence[int], expand: bool) -> BenchWorker:

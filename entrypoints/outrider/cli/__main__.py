@@ -47,11 +47,17 @@ COMMANDS = {
 }
 # Commands of two words. Their first words are commands, too, that take no bare argument.
 SUBCOMMANDS = {
-    "bench network": Command("outrider.bench.network", "measure what the network between the services costs", "bench"),
-    "bench gateway": Command(
-        "outrider.bench.gateway_load", "measure what a round costs a gateway, and how many streams it carries", "bench"
+    "bench network": Command(
+        "outrider.bench.network.__main__", "measure what the network between the services costs", "bench"
     ),
-    "bench serve": Command("outrider.bench.load", "load a server: latencies, throughput and acceptance", "bench"),
+    "bench gateway": Command(
+        "outrider.bench.gateway.__main__",
+        "measure what a round costs a gateway, and how many streams it carries",
+        "bench",
+    ),
+    "bench serve": Command(
+        "outrider.bench.load.__main__", "load a server: latencies, throughput and acceptance", "bench"
+    ),
 }
 
 USAGE = "usage: outrider COMMAND [OPTIONS]\n       outrider COMMAND --help\n       outrider --version\n"

@@ -1,4 +1,4 @@
-"""A slow draft service as a worker: `python -m outrider.bench.network_draft ARGUMENTS of outrider draft`. Every pass of
+"""A slow draft service as a worker: `python -m outrider.bench.network.draft ARGUMENTS of outrider draft`. Every pass of
 its model is stretched to a length by sleeping, which leaves the cores to others. It is ready with {"address"} once it
 listens, and takes {"pass_ms"} at any time."""
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from outrider.bench.command import report_failures
 from outrider.bench.figures import MISSING, can_draw, draw_load, write_figure
-from outrider.bench.load_clients import GrpcClient, HttpClient
-from outrider.bench.load_report import render, summarise, times_ms
-from outrider.bench.load_requests import (
+from outrider.bench.load.clients import GrpcClient, HttpClient
+from outrider.bench.load.report import render, summarise, times_ms
+from outrider.bench.load.requests import (
     BenchRequest,
     BenchServeSettings,
     Record,

@@ -4,7 +4,7 @@
 services and adds no delay, where `0` is loopback alone; `5~2` has up to 2 ms of jitter more or less, `5!200` stands
 still for 200 ms every now and then. Order is kept, as TCP keeps it.
 
-The proxies run as a worker: `python -m outrider.bench.network_proxy UPSTREAM...`. It is ready with {"addresses"};
+The proxies run as a worker: `python -m outrider.bench.network.proxy UPSTREAM...`. It is ready with {"addresses"};
 {"delay_ms", "jitter_ms", "stall_ms", "seed"} sets what holds from then on, for open connections too.
 
 The loop waits in select(), whose timeouts are exact to microseconds; epoll's are whole milliseconds."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from outrider.bench.load_requests import BenchRequest, BenchServeSettings, Delivery
+from outrider.bench.load.requests import BenchRequest, BenchServeSettings, Delivery
 from outrider.client import NO_RETRY, Client, Part
 from outrider.rpc.sampling_params import AcceptanceRule
 

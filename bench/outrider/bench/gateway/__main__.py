@@ -1,8 +1,8 @@
 """`outrider bench gateway`: what a round costs a gateway process, and how many streams one or several can carry.
 
 The gateway is as `outrider gateway` starts it, with metrics and as many processes as wanted; its targets and drafts
-answer by a script at a given pace (gateway_peers), and clients in a process of their own read every stream
-(gateway_clients). What is said of the gateway it says itself: processor time, rounds and how late its loops wake are
+answer by a script at a given pace (peers), and clients in a process of their own read every stream
+(clients). What is said of the gateway it says itself: processor time, rounds and how late its loops wake are
 read from its metrics."""
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def measure(settings: GatewaySettings) -> Json:
         "traced": settings.trace,
     }
     cells: dict[tuple[str, int], list[Json]] = {}
-    with BenchWorker.of_module("clients", "gateway_clients") as clients:
+    with BenchWorker.of_module("clients", "gateway.clients") as clients:
         clients.wait(settings.start_timeout)
         for repeat, streams in product(range(settings.repeats), settings.streams):
             note(f"repeat {repeat + 1} of {settings.repeats}: {streams} streams")
@@ -158,7 +158,7 @@ def _start(stack: ExitStack, settings: GatewaySettings, folder: Path, streams: i
     """Targets, drafts and a gateway; its address, and its metrics'."""
     num_pairs = -(-streams // settings.streams_per_target)
     peers = stack.enter_context(
-        BenchWorker.of_module("peers", "gateway_peers", folder, num_pairs, settings.rounds_per_s)
+        BenchWorker.of_module("peers", "gateway.peers", folder, num_pairs, settings.rounds_per_s)
     )
     found = peers.wait(settings.start_timeout)
     services = stack.enter_context(Services())

@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from outrider.bench.command import Note, PairSettings, note, report_failures
 from outrider.bench.figures import draw_network, write_figure
 from outrider.bench.machine import CoreSpinner, describe, share_cores
-from outrider.bench.network_backends import (
+from outrider.bench.network.backends import (
     AUTO,
     BRANCHES,
     COLOCATED,
@@ -33,9 +33,9 @@ from outrider.bench.network_backends import (
     NetworkBatch,
     ServicesBackend,
 )
-from outrider.bench.network_fleet import NetworkFleet, Setup, connect, start_network_fleet
-from outrider.bench.network_proxy import Network
-from outrider.bench.network_report import LOOPBACK, Block, measure_block, render
+from outrider.bench.network.fleet import NetworkFleet, Setup, connect, start_network_fleet
+from outrider.bench.network.proxy import Network
+from outrider.bench.network.report import LOOPBACK, Block, measure_block, render
 from outrider.bench.processes import start_slow_draft
 from outrider.bench.prompts import PROMPTS, read_prompts
 from outrider.bench.results import Json, new_result, spread, store, title

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from outrider.bench.machine import Cores
-from outrider.bench.network_backends import (
+from outrider.bench.network.backends import (
     COLOCATED,
     COLOCATED_ALL,
     BranchWatcher,
@@ -17,7 +17,7 @@ from outrider.bench.network_backends import (
     NetworkBackend,
     ServicesBackend,
 )
-from outrider.bench.network_proxy import Network
+from outrider.bench.network.proxy import Network
 from outrider.bench.processes import start_colocated, start_proxy, start_slow_draft, start_target
 from outrider.bench.worker import BenchWorker
 from outrider.cli.local_services import Folders, Service, Services

@@ -10,7 +10,7 @@ from statistics import median
 
 from outrider.bench.command import Note
 from outrider.bench.machine import ForeignLoad
-from outrider.bench.network_backends import (
+from outrider.bench.network.backends import (
     BRANCHES,
     CHAINS,
     COLOCATED,
@@ -20,8 +20,8 @@ from outrider.bench.network_backends import (
     NetworkBatch,
     RoundSummary,
 )
-from outrider.bench.network_fleet import NetworkFleet
-from outrider.bench.network_proxy import Network
+from outrider.bench.network.fleet import NetworkFleet
+from outrider.bench.network.proxy import Network
 from outrider.bench.results import Json, align, bracketed, number, other_programs, spread, title, where
 from outrider.planner.formulas import Costs, branches, chains, floor, sequential
 

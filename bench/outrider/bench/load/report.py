@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from statistics import fmean
 
-from outrider.bench.load_requests import BenchServeSettings, Record
+from outrider.bench.load.requests import BenchServeSettings, Record
 from outrider.bench.results import Json, align, percentile
 
 PERCENTS = (50, 90, 95, 99)

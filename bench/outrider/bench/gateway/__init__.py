@@ -1,0 +1,1 @@
+"""What a round costs a gateway process: `outrider bench gateway`."""

@@ -1,0 +1,1 @@
+"""Any server under load: `outrider bench serve`."""

@@ -1,0 +1,1 @@
+"""What the way between the services costs: `outrider bench network`."""
