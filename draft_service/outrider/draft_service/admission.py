@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import grpc
@@ -11,8 +11,8 @@ import grpc
 from outrider.draft_service.chains import Chain
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
-from outrider.engine.random import RandomKey
-from outrider.engine.sampler import SequenceSampler
+from outrider.engine.random import RandomAhead, RandomKey
+from outrider.engine.sampler import SamplingLike, SequenceSampler
 from outrider.proposers.base import ProposerState, SequenceContext, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRule, DraftSampling
@@ -107,6 +107,23 @@ def build_sequence(
     )
 
 
+def readmit(draft: DraftSequence, method: ModelMethod) -> None:
+    """Lets a sequence that holds no blocks go on with another model of the same tokenizer. Its chain goes on, too: what
+    was drafted keeps the weights that it was drawn from, and is not drawn again. Raises an OutriderError that says why
+    the new one cannot draft for it."""
+    state, tokens = draft.method, draft.text.tokens
+    if not isinstance(state, ModelState):
+        return
+    mapping = state.draft_sampling.mapping
+    if mapping is None:
+        check_ids(tokens, method.vocab_size)
+    _check_length(draft.text, method)
+    prompt_ids, output_ids = tokens[: draft.prompt_len], tokens[draft.prompt_len : draft.committed]
+    sampler = _sampler(state.sampler.params, prompt_ids, output_ids, method, mapping)
+    draft.method = ModelState(sampler, replace(state.draft_sampling, ahead=RandomAhead()))
+    draft.limits.capacity = method.capacity
+
+
 def check_ids(ids: Iterable[int], vocab_size: int) -> None:
     """The draft must know every id that it computes. A target's vocabulary may be padded further than the draft's."""
     worst = max(ids, default=0)
@@ -130,24 +147,38 @@ def _text(tokens: list[int], salt: str, method: ModelMethod, mapping: Vocabulary
         text = DraftText(CachedSequence(tokens, salt=salt))
     else:
         text = MappedText(CachedSequence([], salt=salt), mapping, tokens)
+    _check_length(text, method)
+    return text
+
+
+def _check_length(text: DraftText, method: ModelMethod) -> None:
     if len(text.sequence) >= method.capacity:
         message = f"the sequence has {len(text.sequence)} tokens, the draft's context {method.capacity}"
         raise ContextTooShort(message)
-    return text
 
 
 def _model_state(
     request: Open, prompt_ids: list[int], method: ModelMethod, mapping: VocabularyMap | None
 ) -> ModelState:
+    sampler = _sampler(request.sampling, prompt_ids, request.output_ids, method, mapping)
+    key, by_chain = RandomKey(request.seed, request.completion), request.acceptance == AcceptanceRule.BLOCK
+    return ModelState(sampler, DraftSampling(_rule(request, method.name), key, mapping, by_chain=by_chain))
+
+
+def _sampler(
+    params: SamplingLike,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    method: ModelMethod,
+    mapping: VocabularyMap | None,
+) -> SequenceSampler:
     device, vocab_size, eos_ids = method.proposer.runner.model.device, method.vocab_size, method.eos_token_ids
     if mapping is not None:
         vocab_size, eos_ids = len(mapping.target.tokens), mapping.targets_of(eos_ids)
     try:
-        sampler = SequenceSampler(request.sampling, prompt_ids, request.output_ids, eos_ids, vocab_size, device)
+        return SequenceSampler(params, prompt_ids, output_ids, eos_ids, vocab_size, device)
     except ValueError as error:
         raise InvalidArgument(str(error)) from error
-    key, by_chain = RandomKey(request.seed, request.completion), request.acceptance == AcceptanceRule.BLOCK
-    return ModelState(sampler, DraftSampling(_rule(request, method.name), key, mapping, by_chain=by_chain))
 
 
 def _rule(request: Open, method: str) -> DraftRule:

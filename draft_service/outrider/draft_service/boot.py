@@ -14,6 +14,7 @@ import torch
 
 from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
@@ -61,10 +62,29 @@ async def start(settings: DraftSettings) -> DraftService:
     )
     thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
     thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
-    servicer = DraftServicer(thread, outboxes, info)
+    reloads = new_reloads(settings, engine, thread, info.model)
+    servicer = DraftServicer(thread, outboxes, info, reloads)
     if metrics is not None:
         metrics.attach(engine, thread, info.model)
+    if reloads is not None:
+        reloads.listeners = [servicer.tell_model, *([] if metrics is None else [metrics.model_info])]
     return build_service(settings, engine, thread, servicer, metrics)
+
+
+def new_reloads(
+    settings: DraftSettings, engine: DraftEngine, thread: Worker[DraftEngineCommand], info: ModelInfo
+) -> Reloads | None:
+    """What puts other weights in the model's place, where that is allowed."""
+    if not settings.allow_reload or settings.model is None:
+        return None
+
+    def load(folder: Path) -> Build:
+        found = settings.model_copy(
+            update={"model": folder, "target_tokenizer": []}
+        )  # it keeps the maps that there are
+        return model_builder(found, folder, runner_options(settings).beside_another())
+
+    return Reloads(engine, thread, settings.model, info, load)
 
 
 def new_metrics(settings: DraftSettings, methods: Sequence[str]) -> DraftMetrics | None:
@@ -93,18 +113,25 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
     default = methods[names.index(settings.method)].name if settings.method in names else settings.method
     info = ModelInfo(name=settings.name or default, digest="", vocab_size=0, max_model_len=0, dtype="")
     if settings.model is not None:
-        if not settings.model.is_dir():
-            raise FileNotFoundError(f"there is no folder {settings.model}")
-        loaded = load_model(
-            settings.model, dtype=settings.dtype, device=settings.device, max_model_len=settings.max_model_len
-        )
-        mappings = mappings_to(settings.target_tokenizer, settings.model)
-        method = build_model_method(loaded, runner_options(settings), model_method(settings), mappings)
+        method, info = model_builder(settings, settings.model, runner_options(settings))()
         methods.append(method)
-        info = model_info(settings, loaded, method)
     methods.sort(key=lambda method: method.name != default)
     logger.info("methods: %s", ", ".join(method.name for method in methods))
     return methods, DraftInfo(info, describe(methods), version=metadata.version("outrider"))
+
+
+def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions) -> Build:
+    """Loads the weights of a folder; what it returns gives them their cache."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    loaded = load_model(folder, dtype=settings.dtype, device=settings.device, max_model_len=settings.max_model_len)
+    mappings = mappings_to(settings.target_tokenizer, folder)
+
+    def build() -> tuple[ModelMethod, ModelInfo]:
+        method = build_model_method(loaded, options, model_method(settings), mappings)
+        return method, model_info(settings, loaded, method)
+
+    return build
 
 
 def model_method(settings: DraftSettings) -> str:

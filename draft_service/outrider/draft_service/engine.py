@@ -6,9 +6,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids
+from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
 from outrider.draft_service.scheduler import BranchPlanner, BranchStep, DraftScheduler
 from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
@@ -58,13 +59,14 @@ class DraftEngine:
         observer: DraftMetrics | None = None,
     ) -> None:
         self._methods = methods
-        self._model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
         self._learners = [method for method in methods.values() if isinstance(method, LearningProposer)]
         # Token-only methods hold no blocks.
-        self.cache = self._model.cache if self._model else KVCacheManager(BlockPool(0), prefix_cache=False)
-        self.scheduler = DraftScheduler(self.cache, max_rows)
-        copy_blocks = self._model.proposer.runner.copy_blocks if self._model else None
-        self._branch_planner = BranchPlanner(self.cache, copy_blocks) if copy_blocks else None
+        self.scheduler = DraftScheduler(KVCacheManager(BlockPool(0), prefix_cache=False), max_rows)
+        self._model: ModelMethod | None = None
+        self._branch_planner: BranchPlanner | None = None
+        for method in methods.values():
+            if isinstance(method, ModelMethod):
+                self._draft_with(method)
         self._max_sequences = max_sequences
         self._tracer, self._observer = tracer, observer
         self._flush = flush
@@ -72,6 +74,18 @@ class DraftEngine:
         self._in_step: list[DraftSequence] = []
         self._suspects: list[DraftSequence] = []  # were in a step that failed: each runs alone next
         self._arrivals = 0
+
+    @property
+    def cache(self) -> KVCacheManager:
+        """The model's."""
+        return self.scheduler.cache
+
+    @property
+    def model(self) -> ModelMethod:
+        """What drafts. ValueError where only methods without a model do."""
+        if self._model is None:
+            raise ValueError("model: there is none here; allowed: a draft that was started with --model")
+        return self._model
 
     @property
     def sequences(self) -> dict[SequenceKey, DraftSequence]:
@@ -135,10 +149,33 @@ class DraftEngine:
         for learner in self._learners:
             learner.close()
 
+    def replace_model(self, method: ModelMethod) -> int:
+        """Between two steps, drafts with another model of the same tokenizer. What is open gives up its blocks and goes
+        on; returns how many sequences do. Raises what a first pass of it raises, before anything has changed."""
+        probe(method.proposer.runner, method.cache.pool)
+        method = replace(method, mappings=self.model.mappings)
+        drafts = [draft for draft in self._sequences.values() if isinstance(draft.method, ModelState)]
+        for draft in drafts:
+            self.scheduler.release(draft)
+        self._methods = {**self._methods, method.name: method}
+        self._draft_with(method)
+        num_kept = len(drafts)
+        for draft in drafts:
+            try:
+                readmit(draft, method)
+            except OutriderError as error:
+                self._fail(draft, error)
+                num_kept -= 1
+        return num_kept
+
     def probe(self) -> None:
         """A sign of life. Raises DeviceLost if the device is unusable."""
         if self._model is not None:
             probe(self._model.proposer.runner, self.cache.pool)
+
+    def _draft_with(self, model: ModelMethod) -> None:
+        self._model, self.scheduler.cache = model, model.cache
+        self._branch_planner = BranchPlanner(model.cache, model.proposer.runner.copy_blocks)
 
     def _apply(self, key: SequenceKey, message: DraftCommand, sink: Sink) -> None:
         failure: OutriderError | None = None

@@ -46,13 +46,13 @@ class DraftMetrics(Metrics):
 
     def attach(self, engine: DraftEngine, thread: EngineThread, model: ModelInfo) -> None:
         """The series that are read from the engine, once the thread runs it."""
-        started, pool = time.monotonic(), engine.cache.pool
+        started = time.monotonic()
 
         def drafts() -> list[DraftSequence]:
             return list(engine.sequences.values())  # at once: the device thread changes it
 
         def used() -> float:
-            return pool.num_blocks - pool.num_free
+            return engine.cache.pool.num_blocks - engine.cache.pool.num_free
 
         def states() -> dict[str, float]:
             drafting = sum(draft.wants_tokens for draft in drafts())
@@ -71,7 +71,11 @@ class DraftMetrics(Metrics):
 
         self.model_info(model)
         self.read_gauges("num_sequences", "Open sequences, by whether they may be drafted", "state", states)
-        self.gauge("kv_cache_usage_perc", "Blocks in use over all, 0 to 1", lambda: used() / max(1, pool.num_blocks))
+        self.gauge(
+            "kv_cache_usage_perc",
+            "Blocks in use over all, 0 to 1",
+            lambda: used() / max(1, engine.cache.pool.num_blocks),
+        )
         self.read_gauges("store_entries", "What is held, by kind", "store", stores)
         self.read_gauges("learned", "What methods keep of finished sequences, by what is counted", "kind", engine.held)
         self.read_counter("passes", "Forward passes", lambda: self._num_passes)

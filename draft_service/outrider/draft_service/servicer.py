@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM
+from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, RELOADED
+from outrider.rpc.errors import PermissionDenied, Unavailable
 from outrider.rpc.messages import (
     Commit,
     Credit,
     DraftCommand,
     DraftInfo,
+    ModelInfo,
     Open,
     validate_commit,
     validate_credit,
@@ -20,6 +23,9 @@ from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
+if TYPE_CHECKING:
+    from outrider.draft_service.reload import Reloads
+
 # Ids and lengths are the target's: what the draft itself cannot hold is no client error, and the engine's to judge.
 _ANY_ID, _ANY_LENGTH = 2**32 - 1, 2**31 - 1
 
@@ -29,9 +35,12 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
 
     role, kind, service = "draft", DRAFT_STREAM, "outrider.v1.DraftService"
 
-    def __init__(self, thread: EngineThread, outboxes: Outboxes, info: DraftInfo) -> None:
+    def __init__(
+        self, thread: EngineThread, outboxes: Outboxes, info: DraftInfo, reloads: Reloads | None = None
+    ) -> None:
+        """Without `reloads` a model stays as long as its service."""
         super().__init__(thread, outboxes)
-        self._info = info
+        self._info, self._reloads = info, reloads
 
     async def Propose(self, request_iterator: Any, context: Any) -> None:
         """Serves one gateway's stream until it ends."""
@@ -40,6 +49,19 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
     async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:
         """Describes the model and the methods."""
         return DRAFT_INFO.encode(self._info)
+
+    async def ReloadModel(self, request: Any, context: Any) -> draft_pb2.ReloadModelResponse:
+        """Puts another model in the place of the present one."""
+        if self._reloads is None:
+            raise PermissionDenied("the draft was not started with --allow-reload")
+        if self._draining:
+            raise Unavailable("the service is draining", reason="DRAINING")
+        return RELOADED.encode(await self._reloads.reload(request.model))
+
+    def tell_model(self, model: ModelInfo) -> None:
+        """Another model drafts: who asks is told so, and who has a stream that it is to ask again."""
+        self._info = replace(self._info, model=model)
+        self._info_version += 1
 
     def validate(self, message: DraftCommand) -> None:
         """Bounds that are the draft's own; raises InvalidArgument."""

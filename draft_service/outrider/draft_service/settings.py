@@ -24,9 +24,14 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         description="folder of a target's checkpoint or tokenizer, or its hub id: a model of another vocabulary then "
         "drafts for that target, too",
     )
+    allow_reload: bool = Field(
+        False, description="other weights may be put in the model's place while it serves: outrider reload"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if method_of(check_method(self.method, self.allow_code)).needs_model and self.model is None:
             raise ValueError("give --model DIR, or --method ngram, which needs no model")
+        if self.allow_reload and self.model is None:
+            raise ValueError("allow_reload (--allow-reload) is for a draft with a model; give --model DIR, too")
         return self

@@ -209,7 +209,7 @@ class GenerationEngine:
         self._tracer = tracer
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
         self._num_running = 0  # sequences
-        self._known: tuple[str, SharedStats, SharedTrials] | None = None  # of the last model, by its digest
+        self._known: tuple[tuple[str, str], SharedStats, SharedTrials] | None = None  # of the last pair, by its digests
 
     @property
     def model_name(self) -> str:
@@ -359,8 +359,11 @@ class GenerationEngine:
         info = self.verifier.info
         most = min(most, info.max_window)
         limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
-        if self._known is None or self._known[0] != info.model.digest:
-            self._known = info.model.digest, SharedStats(VerifyCosts(info.step_costs)), SharedTrials()
+        draft = None if self.drafter is None else self.drafter.info
+        known = self._known[0] if self._known is not None else ("", "")
+        pair = info.model.digest, known[1] if draft is None else draft.model.digest  # a draft may come back
+        if self._known is None or known != pair:
+            self._known = pair, SharedStats(VerifyCosts(info.step_costs)), SharedTrials()
         return Controller(limits, *self._known[1:], self._round_trips_us, lambda: self._num_running, explains)
 
     def _max_admitted_tokens(self) -> int:

@@ -9,18 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class FrameHeader(_message.Message):
-    __slots__ = ("number", "last_seen", "held_us", "step_age_ms", "draining")
+    __slots__ = ("number", "last_seen", "held_us", "step_age_ms", "draining", "info_version")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_FIELD_NUMBER: _ClassVar[int]
     HELD_US_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    INFO_VERSION_FIELD_NUMBER: _ClassVar[int]
     number: int
     last_seen: int
     held_us: int
     step_age_ms: int
     draining: bool
-    def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    info_version: int
+    def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ..., info_version: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids")

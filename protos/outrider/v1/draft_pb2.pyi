@@ -48,6 +48,26 @@ class DraftEvent(_message.Message):
     failure: _common_pb2.Failure
     def __init__(self, piece: _Optional[_Union[_common_pb2.Piece, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Closed, _Mapping]] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
 
+class ReloadModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ReloadModelResponse(_message.Message):
+    __slots__ = ("before", "after", "load_ms", "pause_ms", "num_sequences")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    before: _generation_pb2.ModelInfo
+    after: _generation_pb2.ModelInfo
+    load_ms: int
+    pause_ms: int
+    num_sequences: int
+    def __init__(self, before: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., after: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., load_ms: _Optional[int] = ..., pause_ms: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+
 class GetDraftInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

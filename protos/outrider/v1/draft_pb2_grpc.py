@@ -45,6 +45,11 @@ class DraftServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_draft__pb2.GetDraftInfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_draft__pb2.GetDraftInfoResponse.FromString,
                 _registered_method=True)
+        self.ReloadModel = channel.unary_unary(
+                '/outrider.v1.DraftService/ReloadModel',
+                request_serializer=outrider_dot_v1_dot_draft__pb2.ReloadModelRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__pb2.ReloadModelResponse.FromString,
+                _registered_method=True)
 
 
 class DraftServiceServicer(object):
@@ -65,6 +70,15 @@ class DraftServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadModel(self, request, context):
+        """ReloadModel puts other weights in the place of the draft model's while it serves: what is open goes on with them. It
+        returns once they draft. PERMISSION_DENIED where the service was not started with --allow-reload; INVALID_ARGUMENT,
+        FAILED_PRECONDITION or RESOURCE_EXHAUSTED where they cannot be used, and the model of before drafts on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +91,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.GetDraftInfo,
                     request_deserializer=outrider_dot_v1_dot_draft__pb2.GetDraftInfoRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_draft__pb2.GetDraftInfoResponse.SerializeToString,
+            ),
+            'ReloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadModel,
+                    request_deserializer=outrider_dot_v1_dot_draft__pb2.ReloadModelRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__pb2.ReloadModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +153,33 @@ class DraftService(object):
             '/outrider.v1.DraftService/GetDraftInfo',
             outrider_dot_v1_dot_draft__pb2.GetDraftInfoRequest.SerializeToString,
             outrider_dot_v1_dot_draft__pb2.GetDraftInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.DraftService/ReloadModel',
+            outrider_dot_v1_dot_draft__pb2.ReloadModelRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__pb2.ReloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

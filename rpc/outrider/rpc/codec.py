@@ -28,6 +28,7 @@ from outrider.rpc.messages import (
     Open,
     PositionLogprobs,
     PromptLogprobs,
+    Reloaded,
     StepTimings,
     TargetInfo,
     TokenLogprob,
@@ -246,6 +247,7 @@ DRAFT_INFO = by_fields(
     methods=each(by_fields(DraftMethod, draft_pb2.DraftMethod)),
     capabilities=_CAPABILITIES,
 )
+RELOADED = by_fields(Reloaded, draft_pb2.ReloadModelResponse, before=MODEL_INFO, after=MODEL_INFO)
 TARGET_INFO = by_fields(
     TargetInfo,
     target_pb2.GetTargetInfoResponse,

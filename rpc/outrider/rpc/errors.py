@@ -112,6 +112,13 @@ class NotFound(OutriderError):
     default_reason = "NOT_FOUND"
 
 
+class PermissionDenied(OutriderError):
+    """The service was not started so that a caller may do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = "PERMISSION_DENIED"
+
+
 class Unavailable(OutriderError):
     """A peer is gone, draining or dead."""
 

@@ -42,7 +42,7 @@ from outrider.rpc.messages import (
 
 MAX_FRAME_BYTES = 64 * 1024
 MAX_SLICES = 2  # of a frame: more log probabilities take milliseconds to encode, and to decode
-HEADER_BYTES = 48  # at most, of an encoded FrameHeader
+HEADER_BYTES = 54  # at most, of an encoded FrameHeader
 ENTRY_BYTES = 6  # at most, of the tag and the length before an entry
 ID_WINDOW = 1 << 16  # an id further below the highest one opened, and not live, counts as over
 MAX_OPEN_IDS = 1 << 24  # far above every context length; bounds what a broken peer can make us store

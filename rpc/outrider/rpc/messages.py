@@ -207,6 +207,7 @@ class FrameHeader:
     held_us: int = 0
     step_age_ms: int = 0
     draining: bool = False
+    info_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +269,18 @@ class DraftInfo:
     methods: tuple[DraftMethod, ...]
     capabilities: tuple[str, ...] = CAPABILITIES
     version: str = ""  # of the service; empty: it is older than the field
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What became of a reload: the models, how long loading took and how long nothing was drafted, and how many open
+    sequences went on."""
+
+    before: ModelInfo
+    after: ModelInfo
+    load_ms: int
+    pause_ms: int
+    num_sequences: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._start = f"{PREFIX}_{part}_" if part else f"{PREFIX}_"
         self._reader = _ReadCollector()
+        self._model: Info | None = None
         ProcessCollector(registry=self.registry)
         build = Info(f"{PREFIX}_build", "What runs", registry=self.registry)
         build.info({"service": service, "version": metadata.version("outrider")})
@@ -105,9 +106,10 @@ class Metrics:
         self._reader.add(GaugeMetricFamily, self._start + name, text, label, read)
 
     def model_info(self, model: ModelInfo) -> None:
-        """What computes here."""
-        info = Info(f"{self._start}model", "What computes here", registry=self.registry)
-        info.info(model_labels(model))
+        """What computes here, from now on."""
+        if self._model is None:
+            self._model = Info(f"{self._start}model", "What computes here", registry=self.registry)
+        self._model.info(model_labels(model))
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The series as text, and its content type: Prometheus' own format, or OpenMetrics for who asks for it."""

@@ -65,6 +65,7 @@ class EngineServicer(ABC):
         self._thread, self._outboxes = thread, outboxes
         self._streams: set[FrameStream] = set()
         self._draining = False
+        self._info_version = 0
         self._numbers = itertools.count(1)
 
     @abstractmethod
@@ -88,7 +89,13 @@ class EngineServicer(ABC):
             except RuntimeError as error:
                 raise self._device_dead() from error
 
-        stream = server_stream(self.kind, context, on_messages=on_messages, step_age_ms=self._step_age_ms)
+        stream = server_stream(
+            self.kind,
+            context,
+            on_messages=on_messages,
+            step_age_ms=self._step_age_ms,
+            info_version=lambda: self._info_version,
+        )
         sink = partial(self._outboxes.put, stream)
         self._streams.add(stream)
         try:

@@ -120,12 +120,14 @@ class FrameStream:
         on_messages: Callable[[MessageBatch], None] | None = None,
         on_peer_change: Callable[[], None] | None = None,
         step_age_ms: Callable[[], int] = lambda: 0,
+        info_version: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         outgoing, incoming = (kind.commands, kind.events) if client else (kind.events, kind.commands)
         self.round_trip = RoundTrip()
         self._config = config or StreamConfig()
-        self._call, self._clock, self._step_age_ms = self._config.wrap(call), clock, step_age_ms
+        self._call, self._clock = self._config.wrap(call), clock
+        self._step_age_ms, self._info_version = step_age_ms, info_version
         self._on_messages, self._on_peer_change, self._client = on_messages, on_peer_change, client
         self._outgoing = outgoing
         self._table = SequenceTable()
@@ -134,7 +136,7 @@ class FrameStream:
         self._number = 0
         self._last_sent_at = self._last_received_at = self._last_tick_at = clock()
         self._draining = self._heartbeat_due = self._writing = self._held_up = False
-        self._peer_state = (False, False)  # draining, device dead
+        self._peer_state = (False, False, 0)  # draining, device dead, info version
         self._inbox: deque[MessageBatch] = deque()
         self._wake, self._arrived, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._finished = asyncio.Event()
@@ -160,6 +162,11 @@ class FrameStream:
     def device_dead(self) -> bool:
         """Whether the peer's device has been in one step for longer than the device timeout."""
         return self._peer_state[1]
+
+    @property
+    def peer_info_version(self) -> int:
+        """Counts the changes of what the peer says of itself."""
+        return self._peer_state[2]
 
     @property
     def round_trip_us(self) -> float:
@@ -325,7 +332,8 @@ class FrameStream:
         self._last_sent_at, self._heartbeat_due = now, False
         last_seen, held_us = self.round_trip.sending(self._number, now)
         step_age_ms = min(max(0, self._step_age_ms()), _MAX_STEP_AGE_MS)
-        header = FrameHeader(self._number, last_seen, held_us, step_age_ms, self._draining)
+        info_version = self._info_version()
+        header = FrameHeader(self._number, last_seen, held_us, step_age_ms, self._draining, info_version)
         return self._outgoing.build(header, entries)
 
     def _receive(self, frame: Any, decoded: list[Decoded] | None) -> None:
@@ -338,7 +346,8 @@ class FrameStream:
         messages = self._refuse_opens(received.messages) if self._draining else received.messages
         if messages:
             self._deliver(messages)
-        peer_state = (header.draining, header.step_age_ms > self._config.device_timeout_s * 1000)
+        device_dead = header.step_age_ms > self._config.device_timeout_s * 1000
+        peer_state = (header.draining, device_dead, header.info_version)
         if peer_state != self._peer_state:
             self._peer_state = peer_state
             if self._on_peer_change is not None:

@@ -163,6 +163,7 @@ class Replica(Generic[Info]):
         self._inbox: deque[Message] = deque()  # what has come, and its sequences have not been told
         self._last_id = 0
         self._last_problem = ""
+        self._peer_changed = asyncio.Event()
         self.num_streams, self._others, self._others_at = 0, 0, 0.0  # streams that were opened so far; see load
 
     @property
@@ -257,9 +258,11 @@ class Replica(Generic[Info]):
                 config=self._stream_config,
             ) as stream:
                 self._up(info, stream)
+                follower = asyncio.create_task(self._follow_info(channel, stream))
                 try:
                     await stream.wait_closed()
                 finally:
+                    follower.cancel()
                     self._lose(str(stream.error or "the peer ended the stream"))
             return "the peer ended the stream"
         except FailedPrecondition as error:
@@ -284,6 +287,28 @@ class Replica(Generic[Info]):
             raise FailedPrecondition(f"it speaks protocol {major}, this gateway {PROTOCOL_MAJOR}", reason="PROTOCOL")
         self._admit(info)
         return info
+
+    async def _follow_info(self, channel: grpc.aio.Channel, stream: FrameStream) -> None:
+        """Asks again what the peer says of itself whenever that has changed, as when it reloads its weights. What is
+        open there stays; where it must not be used any more, nothing new comes."""
+        known = 0
+        while not stream.closed:
+            self._peer_changed.clear()
+            if stream.peer_info_version == known:
+                await self._peer_changed.wait()
+                continue
+            version = stream.peer_info_version
+            try:
+                self.info, self.refusal = await self._handshake(channel), None
+            except FailedPrecondition as error:
+                self.refusal = error
+                self._report(error.message)
+            except (OutriderError, grpc.aio.AioRpcError) as error:
+                log.warning("%s %s: does not say what has changed: %s", self._service.name, self.address, error)
+                await asyncio.sleep(MIN_BACKOFF_S)
+                continue
+            known = version
+            self._on_change()
 
     def _up(self, info: Info, stream: FrameStream) -> None:
         self.info, self.refusal, self._stream, self._last_problem = info, None, stream, ""
@@ -325,6 +350,7 @@ class Replica(Generic[Info]):
     def _on_peer_change(self) -> None:
         if self._stream is not None and self._stream.device_dead:
             self._tell_lost("its device is stuck")
+        self._peer_changed.set()
         self._on_change()
 
     def _on_messages(self, batch: list[Message]) -> None:

@@ -1,0 +1,147 @@
+"""Other weights in the place of the draft model's while it serves. They are loaded beside the present ones, on a thread
+of their own, and take their place between two steps: what is open goes on with them, and nothing that was drafted is
+drafted again. What cannot be used is told, and the model of before drafts on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from outrider.draft_service.admission import ModelMethod
+from outrider.draft_service.engine import DraftEngine
+from outrider.engine import checkpoint
+from outrider.engine.loader import DTYPES
+from outrider.rpc.engine_service import DeviceThread
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Violation
+from outrider.rpc.hub import ModelNotFound, locate
+from outrider.rpc.messages import ModelInfo, Reloaded
+from outrider.rpc.vocabulary import read_vocabulary
+
+logger = logging.getLogger(__name__)
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+Build = Callable[[], tuple[ModelMethod, ModelInfo]]  # gives loaded weights their cache
+
+
+@dataclass(slots=True, eq=False)
+class Reloads:
+    """Of one engine, one at a time. Belongs to the event loop. `load` reads the weights of a folder."""
+
+    engine: DraftEngine
+    thread: DeviceThread
+    folder: Path  # of the present model
+    info: ModelInfo  # what is said of it
+    load: Callable[[Path], Build]
+    listeners: Sequence[Callable[[ModelInfo], None]] = ()  # are told which one drafts
+    _task: asyncio.Task[Reloaded] | None = None
+
+    async def reload(self, model: str) -> Reloaded:
+        """Puts a model (empty: the present one's folder, read again) in the place of the present one; it goes on where
+        its caller leaves. Raises InvalidArgument, FailedPrecondition and ResourceExhausted."""
+        if self._task is not None and not self._task.done():
+            raise FailedPrecondition("another reload is under way; wait for its end", reason="RELOADING")
+        self._task = asyncio.create_task(self._reload(Path(model) if model else self.folder))
+        return await asyncio.shield(self._task)
+
+    async def _reload(self, model: Path) -> Reloaded:
+        before, began = self.info, time.monotonic()
+        folder, build = await asyncio.to_thread(self._loaded, model)
+        try:
+            if self._device.type == "cpu":
+                method, after = await asyncio.to_thread(build)
+            else:  # passes are captured, beside which no other thread may use the device
+                method, after = await asyncio.wrap_future(self.thread.call(build))
+            load_s = time.monotonic() - began
+            pause_s, num_sequences = await asyncio.wrap_future(self.thread.call(partial(self._swap, method)))
+        except (ValueError, MemoryError, RuntimeError) as error:  # the engine's and PyTorch's, of memory for one
+            raise FailedPrecondition(
+                f"model: {model} cannot be used: {_line(error)}; {before.name} drafts on", reason="NOT_LOADED"
+            ) from error
+        after = replace(after, mapped_fingerprints=before.mapped_fingerprints)
+        self.folder, self.info = folder, after
+        for listener in self.listeners:
+            listener(after)
+        logger.info("%s (%s) drafts in place of %s", after.name, after.digest[:12], before.digest[:12])
+        return Reloaded(before, after, round(1000 * load_s), round(1000 * pause_s), num_sequences)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.engine.model.proposer.runner.model.device
+
+    def _loaded(self, model: Path) -> tuple[Path, Build]:
+        """The folder, and its weights."""
+        try:
+            folder = locate(model)
+            self._check_vocabulary(folder)
+            require_memory(folder, self.engine.model)
+            return folder, self.load(folder)
+        except (ModelNotFound, ValueError, OSError) as error:
+            problem = f"is {str(model)!r:.200}, which cannot be loaded ({_line(error)})"
+            allowed = "the folder of a checkpoint with the tokenizer of the present one"
+            raise InvalidArgument.of([Violation("model", f"{problem}; allowed: {allowed}")]) from error
+
+    def _check_vocabulary(self, folder: Path) -> None:
+        """Gateways have judged the present model's tokenizer, and open sequences hold its ids."""
+        if not folder.is_dir():
+            raise FileNotFoundError("there is no such folder")
+        found = read_vocabulary(folder)
+        fingerprint = "" if found is None else found.fingerprint
+        vocab_size = checkpoint.read_config(folder).get("vocab_size")
+        named = bool(fingerprint and self.info.tokenizer_fingerprint)
+        if (fingerprint != self.info.tokenizer_fingerprint) if named else (vocab_size != self.info.vocab_size):
+            has = f"{found.num_tokens} tokens" if found is not None else f"{vocab_size} logits and no tokenizer.json"
+            raise FailedPrecondition(
+                f"model: {folder} has another tokenizer ({has}) than {self.info.name}, which drafts on; allowed: the "
+                "same one. For another vocabulary start another draft, and drain this one",
+                reason="NOT_A_PAIR",
+            )
+
+    def _swap(self, method: ModelMethod) -> tuple[float, int]:
+        """On the device thread."""
+        began = time.monotonic()
+        num_sequences = self.engine.replace_model(method)
+        return time.monotonic() - began, num_sequences
+
+
+def require_memory(folder: Path, present: ModelMethod) -> None:
+    """Raises ResourceExhausted where a folder's weights, with a cache like the present one, find no room beside it."""
+    runner = present.proposer.runner
+    model, cache = runner.model, runner.cache
+    stored = DTYPES.get(checkpoint.stored_dtype(checkpoint.read_config(folder)) or "", torch.float32)
+    weights = sum(file.stat().st_size for file in checkpoint.weight_files(folder))
+    held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values)) if model.device.type == "cpu" else 0
+    needed, free = weights * model.dtype.itemsize // stored.itemsize + held, free_bytes(model.device)
+    if needed > free:
+        raise ResourceExhausted(
+            f"model: {folder} needs {needed >> 20} MiB beside the present model, and {free >> 20} MiB are free; "
+            "start another draft with it elsewhere, and drain this one",
+            reason="NO_MEMORY",
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken now: a device's, or this machine's, or what its container is allowed of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else []
+    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    limit = CGROUP / "memory.max"
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    if allowed != "max":
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        free.append(int(allowed) - used)
+    return min(free, default=1 << 62)  # where nobody says, trying tells
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
