@@ -19,8 +19,8 @@ from outrider.draft_service.engine import DraftEngine
 from outrider.engine import checkpoint
 from outrider.engine.loader import DTYPES
 from outrider.rpc.engine_service import DeviceThread
-from outrider.rpc.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Violation
-from outrider.rpc.hub import ModelNotFound, locate
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, ResourceExhausted, Violation
+from outrider.rpc.hub import locate
 from outrider.rpc.messages import ModelInfo, Reloaded
 from outrider.rpc.vocabulary import read_vocabulary
 
@@ -84,7 +84,9 @@ class Reloads:
             self._check_vocabulary(folder)
             require_memory(folder, self.engine.model)
             return folder, self.load(folder)
-        except (ModelNotFound, ValueError, OSError) as error:
+        except OutriderError:
+            raise
+        except Exception as error:  # the libraries that read a checkpoint have errors of their own
             problem = f"is {str(model)!r:.200}, which cannot be loaded ({_line(error)})"
             allowed = "the folder of a checkpoint with the tokenizer of the present one"
             raise InvalidArgument.of([Violation("model", f"{problem}; allowed: {allowed}")]) from error
