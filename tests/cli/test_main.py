@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.services import outrider, succeed
 
+from outrider.bench.compare.__main__ import CompareSettings
 from outrider.bench.load.requests import BenchServeSettings
 from outrider.cli.__main__ import COMMANDS, SUBCOMMANDS, unknown_command
 from outrider.cli.chat import ChatSettings
@@ -136,7 +137,10 @@ def test_a_variable_and_a_file_are_settings_too(tmp_path: Path) -> None:
     assert done.returncode == 1 and "nowhere" in done.stderr
 
 
-SECTIONS = {"serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "bench serve": BenchServeSettings}
+SECTIONS = {
+    "serve": ServeSettings, "chat": ChatSettings, "trace": TraceSettings, "compare": CompareSettings,
+    "bench serve": BenchServeSettings,
+}  # fmt: skip
 ELSEWHERE = {"--trace-file", "--json"}  # of the services, and short for --json-file
 
 

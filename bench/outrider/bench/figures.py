@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from outrider.bench.compare.report import shares
 from outrider.bench.load.report import TIMES
 from outrider.bench.network.report import ON_NO_NETWORK, form_ms
 from outrider.bench.results import Json, title
@@ -29,6 +30,7 @@ MODES = {
     "sequential": "#c05621", "chains": "#2f855a", "branches": "#2b6cb0", "auto": "#6b46c1", "colocated": "#b83280",
     "colocated-all": "#b7791f", "plain": "#718096",
 }  # fmt: skip
+METHOD_COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b83280", "#b7791f", "#319795", "#718096")
 STEPS = 80  # of a line
 MOST_POINTS = 400  # of a curve
 OBJECTIVES = {"ttft_ms": "slo_ttft_ms", "tpot_ms": "slo_itl_ms"}
@@ -167,6 +169,62 @@ def _numbers(result: Json) -> str:
     if result["speculation"] is not None:
         words.append(f"acceptance {result['speculation']['acceptance_rate']:.1%}")
     return ", ".join(words)
+
+
+def draw_compare(result: Json) -> Figure:
+    """For each set of prompts four panels with a bar or line a method: tokens a round, the draft's time, the share
+    accepted by position, and the speed over plain decoding, a bar a mode."""
+    sets, modes = result["sets"], result["setup"]["modes"]
+    methods = result["setup"]["methods"]
+    colours = dict(zip(methods, METHOD_COLOURS, strict=False))
+    figure, panels = _panels(len(sets), 4, 0.7 + 0.5 * len(sets) + 0.22 * len(methods) * len(modes) * len(sets))
+    setup = result["setup"]
+    _head(figure, f"{setup['target']}: methods of drafting, k={setup['k']}", _where(result))
+    for found, row in zip(sets, range(0, len(panels), 4), strict=True):
+        tokens, times, accepted, speeds = panels[row : row + 4]
+        ways = {
+            name: found["ways"][f"{name}, {modes[0]}"] for name in methods if f"{name}, {modes[0]}" in found["ways"]
+        }
+        for axes, key, head in (
+            (tokens, "tokens_per_round", "tokens a round"),
+            (times, "draft_ms", "draft, ms a round"),
+        ):
+            values = [way[key]["median"] for way in ways.values()]
+            axes.bar_label(axes.barh(list(ways), values, color=[colours[name] for name in ways]), fmt="%.2f", padding=2)
+            axes.set_title(head)
+        tokens.set_title(f"{found['name']}: tokens a round")
+        for name, way in ways.items():
+            places = [place for place, tested in enumerate(way["tested"], 1) if tested]
+            accepted.plot(places, shares(way), "o-", markersize=3, color=colours[name], label=name)
+        accepted.set_title("accepted by position")
+        accepted.set_ylim(0, 1.05)
+        _draw_speeds(speeds, found["ways"], ways, modes, colours)
+        for axes in (tokens, times, speeds):
+            axes.invert_yaxis()
+            axes.margins(x=0.25)
+        for axes in (times, speeds):
+            axes.tick_params(labelleft=False)
+    return figure
+
+
+def _draw_speeds(axes: Axes, found: Json, methods: Json, modes: Sequence[str], colours: dict[str, str]) -> None:
+    """A bar a mode, the first one filled, of every method."""
+    height = 0.8 / len(modes)
+    for place, mode in enumerate(modes):
+        rows = [row + (place - (len(modes) - 1) / 2) * height for row in range(len(methods))]
+        speeds = [found[f"{name}, {mode}"]["over_plain"]["median"] for name in methods]
+        bars = axes.barh(
+            rows, speeds, height, color=[colours[name] for name in methods], alpha=1.0 if place == 0 else 0.45
+        )
+        axes.bar_label(bars, labels=[f"{speed:.2f} {mode}" for speed in speeds], padding=2, fontsize=7)
+    axes.axvline(1.0, color=INK, linestyle=":")
+    axes.set_yticks(range(len(methods)), list(methods))
+    axes.set_title("speed over plain")
+
+
+def _where(result: Json) -> str:
+    machine, setup = result["machine"], result["setup"]
+    return f"{machine['cpu']}, {machine['cores']} cores; medians of {setup['repeats']}"
 
 
 def _panels(rows: int, columns: int, inches: float, sizes: Sequence[float] | None = None) -> tuple[Figure, list[Axes]]:

@@ -28,6 +28,7 @@ PROMPTS = (
     'import threading\n\n\nclass Worker(threading.Thread):\n    """Take tasks from a queue and run them, until',
 )
 MAX_PROMPT_TOKENS = 64
+LINES = (".jsonl", ".ndjson")
 
 
 def read_prompts(tokenizer: Tokenizer, path: Path | None, num: int) -> list[list[int]]:
@@ -42,22 +43,25 @@ def read_prompts(tokenizer: Tokenizer, path: Path | None, num: int) -> list[list
 
 
 def read_texts(path: Path | None) -> list[str]:
-    """All prompts of a file: a JSON list, JSON lines or plain lines; without one, those above. ValueError names what
-    is wrong."""
+    """All prompts of a file; without one, those above. ValueError names what is wrong."""
     if path is None:
         return list(PROMPTS)
+    return [_text(path, number, value) for number, value in enumerate(read_values(path), 1)]
+
+
+def read_values(path: Path) -> list[Any]:
+    """What a file lists: a JSON list, JSON lines or plain lines. ValueError names the line that is wrong."""
     content = path.read_text(encoding="utf-8")
-    if content.lstrip().startswith("[") and path.suffix != ".txt":
+    if content.lstrip().startswith("[") and path.suffix not in (".txt", *LINES):
         values = _json(path, content)
-    elif path.suffix in (".jsonl", ".ndjson") or content.lstrip().startswith(("{", '"')):
+    elif path.suffix in LINES or content.lstrip().startswith(("{", '"')):
         lines = enumerate(content.splitlines(), 1)
         values = [_json(path, line, number) for number, line in lines if line.strip()]
     else:
         values = [line for line in content.splitlines() if line.strip()]
-    texts = [_text(path, number, value) for number, value in enumerate(values, 1)]
-    if not texts:
+    if not values:
         raise ValueError(f"{path} has no prompts")
-    return texts
+    return list(values)
 
 
 def choose(texts: list[str], num: int, seed: int) -> list[str]:

@@ -40,6 +40,9 @@ COMMANDS = {
     "plan": Command("outrider.cli.plan", "size a deployment: machines, milliseconds a token, best mode"),
     "doctor": Command("outrider.cli.doctor", "say what is wrong with a running deployment"),
     "check-pair": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
+    "compare": Command(
+        "outrider.bench.compare.__main__", "measure every method of drafting on the same prompts", "llm"
+    ),
     "bench": Command(
         "outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor", "bench"
     ),

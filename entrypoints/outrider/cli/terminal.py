@@ -216,15 +216,20 @@ def parse(
 
 def name_bare(model: type[BaseModel], argv: Sequence[str], bare: Sequence[str], short: Mapping[str, str]) -> list[str]:
     """The command line with its bare arguments as flags. What follows `--` is bare, too; more than there are names
-    stay as they are, for the parser to refuse."""
+    stay as they are, for the parser to refuse; the last name takes all of them if it is a list's."""
+    listed = {option.flag for option in options(model) if option.repeats}
     with_value = {"--config"} | {option.flag for option in options(model) if option.kind is not bool}
     named: list[str] = []
     names = [f"--{name.replace('_', '-')}" for name in bare]
     rest = list(argv)
+
+    def bare_name() -> str:
+        return names[0] if len(names) == 1 and names[0] in listed else names.pop(0)
+
     while rest:
         arg = rest.pop(0)
         if arg == "--":
-            named += [f"{names.pop(0)}={value}" if names else value for value in rest]
+            named += [f"{bare_name()}={value}" if names else value for value in rest]
             break
         if arg in short:
             named.append(short[arg])
@@ -234,7 +239,7 @@ def name_bare(model: type[BaseModel], argv: Sequence[str], bare: Sequence[str], 
         elif arg.startswith("-") or not names:
             named.append(arg)
         else:
-            named.append(f"{names.pop(0)}={arg}")
+            named.append(f"{bare_name()}={arg}")
     return named
 
 

@@ -1,0 +1,1 @@
+"""Every method of drafting on the same prompts: `outrider compare`."""

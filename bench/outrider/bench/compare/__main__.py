@@ -1,0 +1,188 @@
+"""`outrider compare`: every method of drafting on the same prompts, beside plain decoding.
+
+Each method has a draft service of its own, as `outrider serve` starts it, before one target that all share; the
+gateway's engine runs here, so that every round is at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from outrider.bench.command import note, report_failures
+from outrider.bench.compare.report import describe_set, differences, tables
+from outrider.bench.compare.requests import read_requests
+from outrider.bench.compare.runs import Method, Options, Run, Way, measure, services_of, serving
+from outrider.bench.figures import draw_compare, write_figure
+from outrider.bench.machine import ForeignLoad, describe
+from outrider.bench.results import Json, dump, new_result, other_programs
+from outrider.cli.local_services import leave_on_signals
+from outrider.cli.serve import ServeSettings
+from outrider.cli.terminal import parse, split_ids
+from outrider.pairs import pair_path
+from outrider.proposers.registry import CHOICES, METHODS, check_method
+from outrider.rpc.hub import locate
+from outrider.rpc.settings import ServiceSettings
+
+ALL = "all"
+CompareMode = Literal["sequential", "chains", "branches", "auto"]
+DESCRIPTION = (
+    "Decode the prompts of files (bare arguments after the target) plainly and with every method of drafting, in "
+    "turns, and print for each method tokens a round, the draft's time a round, acceptance by position, and the speed "
+    "over plain decoding. Prompts: a line each, or JSON lines with prompt (a text, or token ids) and, if wanted, "
+    "prediction, max_tokens, temperature, and counts: false for what is asked before and not measured."
+)
+
+
+class CompareSettings(ServiceSettings):
+    """What is compared, on what."""
+
+    section: ClassVar[str] = "compare"
+
+    target: Path = Field(description="folder or hub id of the target's checkpoint, or an embedded pair's name: python")
+    files: list[Path] = Field(min_length=1, description="files of prompts; also the bare arguments after the target")
+    methods: Annotated[tuple[str, ...], BeforeValidator(split_ids)] = Field(
+        (ALL,), min_length=1, description=f"all, or some of {CHOICES}, or lists of them, as suffix+draft_model"
+    )
+    draft: list[str] = Field(
+        default_factory=list,
+        description="model to draft with, as DIR for draft_model or METHOD=DIR (default: the embedded pair's)",
+    )
+    modes: Annotated[tuple[CompareMode, ...], BeforeValidator(split_ids)] = Field(
+        ("sequential", "auto"), min_length=1, description="how far drafts run ahead; auto: as a gateway chooses"
+    )
+    num_draft_tokens: int = Field(8, ge=1, le=32, description="tokens drafted a round; in mode auto at most")
+    max_tokens: int = Field(128, ge=1, description="tokens of an answer, where its prompt says nothing else")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy, where a prompt says nothing else")
+    seed: int = Field(0, ge=0, description="of the order and the sampling")
+    repeats: int = Field(3, ge=1, le=100, description="how often all is measured")
+    whole: bool = Field(False, description="each file is one prompt")
+    threads: int | None = Field(None, ge=1, le=256, description="threads of the target (default: all cores)")
+    output: Path | None = Field(None, description="file to write the result to, as JSON")
+    plot: Path | None = Field(None, description="file to draw the result to, as SVG (with matplotlib)")
+    start_timeout: float = Field(600.0, gt=0, description="seconds that a service may take to start")
+
+    @field_validator("methods")
+    @classmethod
+    def _check_methods(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            for part in () if name == ALL else Method(name).parts:
+                check_method(part, allow_code=False)
+        return names
+
+    @model_validator(mode="after")
+    def _check_drafts(self) -> Self:
+        for name in self.drafts:
+            if not METHODS[check_method(name, allow_code=False)].needs_model:
+                raise ValueError(f"draft: {name} drafts without a model")
+        return self
+
+    @property
+    def drafts(self) -> dict[str, str]:
+        """By method the folder of its model."""
+        split = [text.rpartition("=") for text in self.draft]
+        return {method or "draft_model": folder for method, _, folder in split}
+
+    @property
+    def pair(self) -> str:
+        """The embedded pair that the target names; empty: it is a folder or a hub id."""
+        try:
+            pair_path(str(self.target))
+        except ValueError:
+            return ""
+        return "" if self.target.is_dir() else str(self.target)
+
+    @property
+    def chosen(self) -> list[Method]:
+        """The methods, each once; of `all` those that have what they draft from."""
+        models = {*self.drafts, *(name for name, row in METHODS.items() if self.pair or not row.needs_model)}
+        every = [name for name in METHODS if name in models]
+        names = [each for name in self.methods for each in (every if name == ALL else [name])]
+        return [Method(name) for name in dict.fromkeys(names)]
+
+    def served(self) -> list[tuple[Method, ServeSettings]]:
+        """The services of every method. Raises ValueError where one lacks its model."""
+        where = {"pair": self.pair} if self.pair else {"target": locate(self.target)}
+        common = {**where, "threads": self.threads, "start_timeout": self.start_timeout}
+        return [(method, services_of(common, method, self._draft_of(method))) for method in self.chosen]
+
+    def _draft_of(self, method: Method) -> str:
+        named = [self.drafts[part] for part in method.parts if part in self.drafts]
+        if not named and not self.pair and any(METHODS[part].needs_model for part in method.parts):
+            raise ValueError(f"{method.name} drafts with a model: give --draft, as DIR or METHOD=DIR")
+        return str(locate(Path(named[0]))) if named else ""
+
+    @property
+    def options(self) -> Options:
+        """What all ways have in common."""
+        return Options(self.num_draft_tokens, self.max_tokens, self.temperature, self.seed)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider compare") -> int:
+    """Measures, prints and draws; 1 if a file cannot be read, or a service does not start."""
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = parse(CompareSettings, arguments, prog, DESCRIPTION, bare=("target", "files"))
+    leave_on_signals()
+
+    def work() -> int:
+        finish(settings, asyncio.run(run(settings)))
+        return 0
+
+    return report_failures(prog, work)
+
+
+async def run(settings: CompareSettings) -> Json:
+    """All files, as often as is wanted."""
+    files = [read_requests(path, settings.whole) for path in settings.files]
+    served = settings.served()
+    note(f"starting a target and {len(served)} drafts ...")
+    repeats: list[list[dict[Way, Run]]] = []
+    async with serving(served, settings.options) as engines:
+        load = ForeignLoad()
+        async for found in measure(engines, files, settings.modes, settings.options, settings.repeats):
+            repeats.append(found)
+            note(f"  {len(repeats)} of {settings.repeats}")
+        others = load.cpus()
+    result = new_result(describe(), _setup(settings, served)) | {"other_programs": others}
+    result["sets"] = [
+        describe_set(path, requests, [repeat[place] for repeat in repeats])
+        for place, (path, requests) in enumerate(zip(settings.files, files, strict=True))
+    ]
+    return result
+
+
+def finish(settings: CompareSettings, result: Json) -> None:
+    """Prints the tables, and writes what is wanted."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    for table in tables(result):
+        console.print(table)
+    notes = [f"medians of {settings.repeats}, least and greatest; {other_programs(result['other_programs'])}"]
+    console.print("\n".join([*notes, *differences(result)]))
+    if settings.output is not None:
+        settings.output.write_text(dump(result), encoding="utf-8")
+    if settings.plot is not None:
+        write_figure(settings.plot, lambda: draw_compare(result))
+
+
+def _setup(settings: CompareSettings, served: Sequence[tuple[Method, ServeSettings]]) -> Json:
+    return {
+        "target": settings.target.name,
+        "methods": [method.name for method, _ in served],
+        "modes": list(settings.modes),
+        "k": settings.num_draft_tokens,
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "repeats": settings.repeats,
+        "threads": settings.threads,
+        "seed": settings.seed,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

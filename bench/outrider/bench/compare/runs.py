@@ -1,0 +1,209 @@
+"""The methods at work: a target and a draft service for each method, the gateway's engine in this process in front of
+each pair, and requests that every way of drafting is asked in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from outrider.bench.compare.requests import CompareRequest
+from outrider.cli.local_services import LOOPBACK, Services
+from outrider.cli.serve import ServeSettings
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.peers.handshake import check_pair
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.request import GenerationRequest, SpeculationOptions
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.planner.policy import Round, SpeculationTally
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+
+PLAIN = "plain"
+PREDICTION = "prediction"
+WARM_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method, or several that draft together: `suffix+draft_model`."""
+
+    name: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names in the registry."""
+        return tuple(self.name.split("+"))
+
+    def fits(self, requests: Sequence[CompareRequest]) -> bool:
+        """Whether it has anything to draft from."""
+        return self.parts != (PREDICTION,) or all(request.prediction for request in requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a request is decoded: by a method, in a mode of the gateway's; or plainly."""
+
+    method: Method | None = None
+    mode: str = ""
+
+    @property
+    def name(self) -> str:
+        """As results call it."""
+        return PLAIN if self.method is None else f"{self.method.name}, {self.mode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What all ways have in common. Sampled answers are coupled, so that all ways give the same."""
+
+    num_draft_tokens: int  # a round; in mode auto at most
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def request(self, asked: CompareRequest, way: Way, number: int, salt: str) -> GenerationRequest:
+        """As a client of a gateway would ask."""
+        speculation, prediction = SpeculationOptions(enabled=False), None
+        if way.method is not None:
+            parts = way.method.parts
+            k = None if way.mode == "auto" else self.num_draft_tokens
+            speculation = SpeculationOptions(
+                num_draft_tokens=k, methods=parts, mode=way.mode, acceptance=AcceptanceRule.COUPLED
+            )
+            prediction = asked.prediction if PREDICTION in parts else None
+        return GenerationRequest(
+            text=asked.prompt if isinstance(asked.prompt, str) else None,
+            token_ids=None if isinstance(asked.prompt, str) else asked.prompt,
+            prediction=prediction,
+            sampling=SamplingParams(
+                temperature=self.temperature if asked.temperature is None else asked.temperature,
+                max_tokens=asked.max_tokens or self.max_tokens,
+                seed=self.seed + number,
+                ignore_eos=True,
+            ),
+            max_tokens_given=False,  # at most what the context leaves
+            speculation=replace(speculation, acceptance=AcceptanceRule.COUPLED),
+            salt=salt,
+        )
+
+
+@dataclass(slots=True)
+class Run:
+    """All requests of a file that count, decoded one way once."""
+
+    tally: SpeculationTally = field(default_factory=SpeculationTally)
+    seconds: float = 0.0
+    num_tokens: int = 0
+    draft_us: int = 0
+    num_different: int = 0  # answers that were not plain decoding's
+
+    def add(self, rounds: Sequence[Round], seconds: float) -> None:
+        """Counts an answer."""
+        for closed in rounds:
+            self.tally.add(closed)
+        self.seconds += seconds
+        self.num_tokens += sum(len(closed.commit.ids) for closed in rounds)
+        self.draft_us += sum(closed.draft_us for closed in rounds)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """The target's own among them."""
+        return self.num_tokens / self.tally.num_rounds
+
+    @property
+    def draft_ms(self) -> float:
+        """Device time of the draft, a round."""
+        return self.draft_us / 1e3 / self.tally.num_rounds
+
+    @property
+    def share_off(self) -> float:
+        """Of rounds in which the gateway did not speculate."""
+        return self.tally.rounds_by_mode.get("off", 0) / self.tally.num_rounds
+
+
+Engines = dict[Method | None, GenerationEngine]
+
+
+@asynccontextmanager
+async def serving(settings: Sequence[tuple[Method, ServeSettings]], options: Options) -> AsyncIterator[Engines]:
+    """The gateway's engine for each method, and one without a draft, before one target. Raises ServiceFailed."""
+    common = settings[0][1]
+    async with AsyncExitStack() as stack:
+        services = stack.enter_context(Services())
+        target = services.start("target", common.target_arguments())
+        drafts = {method: services.start("draft", each.draft_arguments()) for method, each in settings}
+        for service in (target, *drafts.values()):
+            await asyncio.to_thread(services.wait, service, common.start_timeout)
+        tokenizer = Tokenizer.load(common.target_folder)
+        targets = await stack.enter_async_context(RemoteTargets([target.address]))
+        await asyncio.wait_for(targets.wait_usable(), common.start_timeout)
+        config = EngineConfig(num_draft_tokens=options.num_draft_tokens, max_draft_tokens=options.num_draft_tokens)
+        engines: Engines = {None: GenerationEngine(tokenizer, targets, config=config)}
+        for method, service in drafts.items():
+            pool = await stack.enter_async_context(RemoteDrafts([service.address]))
+            await asyncio.wait_for(pool.wait_usable(), common.start_timeout)
+            if pool.info is not None and common.draft_folder is not None:
+                check_pair(targets.info.model, pool.info.model)
+            engines[method] = GenerationEngine(tokenizer, targets, pool, config)
+        yield engines
+
+
+def services_of(common: Mapping[str, object], method: Method, draft: str) -> ServeSettings:
+    """What `outrider serve` would start for a method; `draft` is its model's folder, where it is not the pair's."""
+    return ServeSettings.model_validate(
+        {**common, "method": ",".join(method.parts), "draft": draft, "listen": LOOPBACK}
+    )
+
+
+async def measure(
+    engines: Engines, files: Sequence[Sequence[CompareRequest]], modes: Sequence[str], options: Options, repeats: int
+) -> AsyncIterator[list[dict[Way, Run]]]:
+    """One repeat after another: for each file its runs. A request is asked all ways in turn, in an order of chance;
+    every way of every repeat has a salt of its own, so that what it has learned and cached is of this run's answers."""
+    order = random.Random(options.seed)
+    methods = [method for method in engines if method is not None]
+    drafting = [Way(method, mode) for method, mode in product(methods, modes)]
+    await _warm_up(engines, [Way(), *drafting], files, options)
+    for repeat in range(repeats):
+        found: list[dict[Way, Run]] = []
+        for file, requests in enumerate(files):
+            ways = [Way(), *(way for way in drafting if way.method is None or way.method.fits(requests))]
+            runs = {way: Run() for way in ways}
+            for number, asked in enumerate(requests):
+                answers: dict[Way, list[int]] = {}
+                for way in order.sample(ways, len(ways)):
+                    request = options.request(asked, way, number, f"{repeat} {file} {way.name}")
+                    rounds, seconds = await _answer(engines[way.method], request)
+                    answers[way] = [token for closed in rounds for token in closed.commit.ids]
+                    if asked.counts:
+                        runs[way].add(rounds, seconds)
+                for way, ids in answers.items():
+                    runs[way].num_different += ids != answers[Way()]
+            found.append(runs)
+        yield found
+
+
+async def _warm_up(
+    engines: Engines, ways: Sequence[Way], files: Sequence[Sequence[CompareRequest]], options: Options
+) -> None:
+    """Of each way a few tokens, which count for nothing."""
+    short = replace(options, max_tokens=WARM_TOKENS)
+    for way in ways:
+        fitting = [requests for requests in files if way.method is None or way.method.fits(requests)]
+        for requests in fitting[:1]:
+            await _answer(engines[way.method], short.request(requests[0], way, 0, "warm-up"))
+
+
+async def _answer(engine: GenerationEngine, request: GenerationRequest) -> tuple[list[Round], float]:
+    """The rounds of an answer, and its time in seconds, prompt included."""
+    rounds: list[Round] = []
+    began = time.perf_counter()
+    async with aclosing(engine.generate(request)) as deltas:
+        async for delta in deltas:
+            if delta.round is not None:
+                rounds.append(delta.round)
+    return rounds, time.perf_counter() - began

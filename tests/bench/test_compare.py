@@ -1,0 +1,171 @@
+"""`outrider compare`: what it reads, a small run of every mode, and the prompt sets. No speed is judged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bench import texts_of
+from support.models import save_tiny
+from support.services import outrider, succeed
+
+from outrider.bench import prompt_sets
+from outrider.bench.compare.__main__ import CompareSettings
+from outrider.bench.compare.report import shares
+from outrider.bench.compare.requests import CompareRequest, read_requests
+from outrider.bench.compare.runs import Method, Run
+from outrider.pairs import pair_path
+from outrider.planner.policy import Round
+from outrider.proposers.registry import METHODS, TOKEN_METHODS
+from outrider.rpc.messages import Commit
+
+GUESS = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n"
+LINES = [
+    {"prompt": GUESS + "\n\ndef add(a, b):", "prediction": GUESS, "max_tokens": 24, "counts": False},
+    {"prompt": GUESS + "\n\ndef add(a, b):", "prediction": GUESS, "max_tokens": 24},
+    {"prompt": [300, 301, 302], "prediction": [303], "max_tokens": 8, "temperature": 1.0},
+]
+
+
+def write(folder: Path, *values: Any, name: str = "requests.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], set[str]]:
+    """What a small run prints, its result, and the words of its figure."""
+    folder = tmp_path_factory.mktemp("compare")
+    bare = write(folder, {"prompt": "class Stack:"}, name="bare.jsonl")
+    flags = ["--methods", "suffix,prediction", "--repeats", "2", "--max-tokens", "8", "--threads", "1"]
+    flags += ["--output", str(folder / "result.json"), "--plot", str(folder / "plot.svg")]
+    text = succeed("compare", "python", str(write(folder, *LINES)), str(bare), *flags)
+    return text, json.loads((folder / "result.json").read_text()), texts_of(folder / "plot.svg")
+
+
+def test_every_method_in_every_mode_gives_plain_decodings_tokens(small: tuple[str, dict[str, Any], set[str]]) -> None:
+    _, result, _ = small
+    first, bare = result["sets"]
+    assert (first["name"], first["prompts"], bare["prompts"]) == ("requests", 2, 1)
+    names = ("suffix", "prediction")
+    assert first["ways"].keys() == {"plain"} | {f"{name}, {mode}" for name in names for mode in ("sequential", "auto")}
+    assert bare["ways"].keys() == {"plain", "suffix, sequential", "suffix, auto"}  # there is no prediction
+    for way in (*first["ways"].values(), *bare["ways"].values()):
+        assert way["different"] == 0 and way["tokens_per_s"]["median"] > 0
+    plain = first["ways"]["plain"]
+    assert plain["over_plain"]["values"] == [1.0, 1.0] == plain["off"]["values"] == plain["tokens_per_round"]["values"]
+    for way in first["ways"].values():
+        if way["mode"] == "sequential":
+            assert way["off"]["max"] == 0 and way["tested"][0] > 0 and len(way["accepted"]) <= 8
+            assert all(0 <= share <= 1 for share in shares(way))
+
+
+def test_the_repeats_of_a_run_begin_without_memory(small: tuple[str, dict[str, Any], set[str]]) -> None:
+    """The second prompt is the first one again, so suffix decoding knows its answer; in the other repeat it knows no
+    more."""
+    _, result, _ = small
+    suffix = result["sets"][0]["ways"]["suffix, sequential"]
+    assert suffix["tokens_per_round"]["min"] == suffix["tokens_per_round"]["max"] > 2
+
+
+def test_the_table_and_the_figure(small: tuple[str, dict[str, Any], set[str]]) -> None:
+    text, result, words = small
+    for found in result["sets"]:
+        assert f"{found['name']}: {found['prompts']} prompt" in text
+        assert f"{found['name']}: tokens a round" in words
+        for name in ("suffix", "prediction"):
+            way = found["ways"].get(f"{name}, sequential")
+            if way is not None:
+                assert f"{way['tokens_per_round']['median']:.2f}" in text
+                assert {name, f"{way['tokens_per_round']['median']:.2f}"} <= words
+    assert "sequential / plain" in text and "auto / plain" in text and "auto off" in text
+
+
+def test_a_run_sums_up_its_rounds() -> None:
+    commits = [Commit(1, 0, (1,)), Commit(1, 1, (1, 2, 3), num_drafted=4, num_accepted=2)]
+    run = Run()
+    run.add([Round(i, commit, 4, 0.0, 0.1, 1500, mode="sequential") for i, commit in enumerate(commits)], 0.2)
+    run.add([Round(0, Commit(1, 0, (1,)), 0, 0.0, 0.1, 0, mode="off")], 0.1)
+    assert run.tokens_per_round == 5 / 3 and run.draft_ms == 1.0 and run.share_off == pytest.approx(1 / 3)
+    assert run.tally.accepted_per_position == [1, 1, 0, 0] and run.tally.tested_per_position == [1, 1, 1, 0]
+
+
+def test_methods_are_those_of_the_registry(tmp_path: Path) -> None:
+    def settings(**fields: Any) -> CompareSettings:
+        return CompareSettings.model_validate({"target": "python", "files": ["a"], **fields})
+
+    assert [method.name for method in settings().chosen] == list(METHODS)
+    assert {settings.drafts_by for _, settings in settings().served()} == METHODS.keys()
+    assert [method.parts for method in settings(methods="suffix,ngram+suffix").chosen] == [
+        ("suffix",),
+        ("ngram", "suffix"),
+    ]
+    folder = save_tiny(tmp_path / "tiny", vocab_size=300)
+    own = settings(target=folder)
+    assert {method.name for method in own.chosen} == {*TOKEN_METHODS}
+    draft = pair_path().draft
+    served = dict(settings(target=folder, methods="draft_model", draft=[str(draft)]).served())
+    assert served[Method("draft_model")].draft_folder == draft
+    with pytest.raises(ValueError, match="draft_model drafts with a model: give --draft"):
+        settings(target=folder, methods="draft_model").served()
+    with pytest.raises(ValueError, match="draft: ngram drafts without a model"):
+        settings(draft=["ngram=x"])
+    with pytest.raises(ValueError, match="did you mean suffix"):
+        settings(methods="ngram+sufix")
+
+
+def test_files_of_lines_of_json_and_of_one_prompt(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("def f():\n\ndef g():\n")
+    assert [request.prompt for request in read_requests(lines)] == ["def f():", "def g():"]
+    assert [request.prompt for request in read_requests(lines, whole=True)] == ["def f():\n\ndef g():\n"]
+    values = ["a", [5, 6], {"prompt": "b", "prediction": [7], "max_tokens": 3, "temperature": 0.5, "counts": False}]
+    assert read_requests(write(tmp_path, *values)) == [
+        CompareRequest(prompt="a"),
+        CompareRequest(prompt=(5, 6)),
+        CompareRequest(prompt="b", prediction=(7,), max_tokens=3, temperature=0.5, counts=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"promt": "a"}, "prompt: field required"),
+        ({"prompt": "a", "guess": "b"}, "guess: is no field; allowed: prompt, prediction, max_tokens"),
+        ({"prompt": ""}, "prompt: string should have at least 1 character"),
+        ({"prompt": [1, -1]}, "prompt: "),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
+        ({"prompt": "a", "counts": "no"}, "counts: input should be a valid boolean"),
+        (5, "prompt: "),
+    ],
+)
+def test_a_wrong_line_is_named(value: Any, problem: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "a", value)
+    with pytest.raises(ValueError, match=r"requests\.jsonl, prompt 2: ") as raised:
+        read_requests(path)
+    assert problem in str(raised.value)
+
+
+def test_a_file_that_measures_nothing_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = outrider("compare", "python", str(write(tmp_path, {"prompt": "a", "counts": False})))
+    assert done.returncode == 1 and "has no prompt that counts" in done.stderr and "starting" not in done.stderr
+
+
+def test_the_prompt_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_sets, "PROMPTS", prompt_sets.PROMPTS[:3])
+    monkeypatch.setattr(prompt_sets, "NUM_CHANGED", 2)
+    monkeypatch.setattr(sys, "argv", ["prompt_sets", str(tmp_path), "--tokens", "40"])
+    prompt_sets.main()
+    sets = {path.stem: read_requests(path) for path in tmp_path.iterdir()}
+    assert {name: len(found) for name, found in sets.items()} == {
+        "code": 3, "changed": 10, "predictions": 3, "random": 8,
+    }  # fmt: skip
+    assert [request.counts for request in sets["changed"]] == [False] * 2 + [True] * 8
+    assert len({request.prompt for request in sets["changed"]}) == 10
+    for request in sets["predictions"]:
+        assert isinstance(request.prediction, tuple) and 30 < len(request.prediction) < 50 and request.max_tokens == 40
+    assert all(isinstance(request.prompt, tuple) and request.temperature == 1 for request in sets["random"])
