@@ -10,10 +10,11 @@ from support.engines import commit, credit
 from outrider.draft_service.chains import (
     Chain,
 )
-from outrider.draft_service.sequence import DraftLimits, DraftSequence
+from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
+from outrider.engine.random import RandomKey
+from outrider.proposers.draft_rows import DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
-from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, DraftTokens
 from outrider.rpc.sampling_params import FinishReason
@@ -22,14 +23,22 @@ PROMPT = [1, 2, 3, 4, 5]
 CHAIN = [10, 11, 12, 13]
 
 
+class FakeSampler:
+    """Of a model's state: what it counts is of no account here."""
+
+    def append(self, ids: list[int]) -> None:
+        pass
+
+
 def drafted(
     ids: list[int], until: int = 100, max_window: int = 100, number: int = 3, capacity: int = 1000
 ) -> tuple[DraftSequence, KVCacheManager]:
     """A sequence after PROMPT that has drafted `ids`; all but the last token are computed."""
     cache = KVCacheManager(BlockPool(8), 4)
-    matcher = NgramProposer(1, 1).open(PROMPT)
     chain = Chain(number, DraftText(CachedSequence(list(PROMPT))), sent=len(PROMPT))
-    draft = DraftSequence((1, 7), len(PROMPT), chain, DraftLimits(capacity), matcher, sink=lambda _: None)
+    model = ModelState(FakeSampler(), DraftSampling(DraftRule.ARGMAX, RandomKey(0, 0)))  # type: ignore[arg-type]
+    limits, methods = DraftLimits(capacity), ("draft_model",)
+    draft = DraftSequence((1, 7), len(PROMPT), chain, limits, methods, sink=lambda _: None, model=model)
     draft.limits.grant(credit(7, until, max_window))
     extend(draft, cache, ids)
     return draft, cache
@@ -38,7 +47,6 @@ def drafted(
 def extend(draft: DraftSequence, cache: KVCacheManager, ids: list[int]) -> None:
     cache.extend(draft.sequence)
     draft.sequence.tokens.extend(ids)
-    draft.method.append(ids)  # type: ignore[union-attr]
     draft.chain.weights += [None] * len(ids)
     cache.extend(draft.sequence)
     draft.sequence.num_computed_tokens = len(draft.sequence) - 1
@@ -86,7 +94,6 @@ def test_a_commit_meets_a_chain(case: Case, sent: int) -> None:
     assert draft.committed == len(PROMPT) + case.committed
     assert draft.chain.number == case.chain
     assert draft.sequence.num_computed_tokens == case.computed
-    assert draft.method.num_tokens == len(draft.sequence)  # type: ignore[union-attr]
     # What is unsent starts where the last piece ended, or at the committed length of a new chain.
     draft.limits.grant(credit(7, 100, 1))
     start = draft.committed if case.chain == 4 else len(PROMPT) + sent

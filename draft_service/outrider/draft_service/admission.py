@@ -13,7 +13,8 @@ from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelSta
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SamplingLike, SequenceSampler
-from outrider.proposers.base import ProposerState, SequenceContext, TokenProposer
+from outrider.planner.method_choice import MethodChoice, MethodRates
+from outrider.proposers.base import Lookup, SequenceContext, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText, MappedText
@@ -71,35 +72,35 @@ def build_sequence(
     request: Open,
     sink: Sink,
     methods: Methods,
+    names: Sequence[str],
+    rates: MethodRates,
     parent: DraftSequence | None,
     arrival: int,
     now: float,
 ) -> DraftSequence:
-    """Raises an OutriderError that says why the sequence cannot be drafted for."""
-    method = methods.get(request.method or next(iter(methods)))
-    if method is None:
-        known = ", ".join(methods)
-        raise NotFound(f"no method {request.method!r}; allowed: {known}", reason="UNKNOWN_METHOD")
+    """Of the methods of these names, or the first one there is. Raises an OutriderError that says why the sequence
+    cannot be drafted for."""
+    drafting = [_method(name, methods) for name in names] or [next(iter(methods.values()))]
     prompt_ids = _prompt_ids(request, parent)
     tokens = [*prompt_ids, *request.output_ids]
-    capacity = UNBOUNDED
-    state: ModelState | ProposerState
-    if isinstance(method, ModelMethod):
-        capacity = method.capacity
-        mapping = method.mappings.get(request.tokenizer_fingerprint)
-        text = _text(tokens, request.salt, method, mapping)
-        state = _model_state(request, prompt_ids, method, mapping)
-    else:
-        text = DraftText(CachedSequence(tokens, salt=request.salt))
-        state = method.open(tokens, SequenceContext(len(prompt_ids), request.salt, request.prediction))
+    capacity, text, model = UNBOUNDED, DraftText(CachedSequence(tokens, salt=request.salt)), None
+    with_model = next((method for method in drafting if isinstance(method, ModelMethod)), None)
+    if with_model is not None:
+        mapping = with_model.mappings.get(request.tokenizer_fingerprint)
+        capacity = with_model.capacity
+        text = _text(tokens, request.salt, with_model, mapping)
+        model = _model_state(request, prompt_ids, with_model, mapping)
+    context = SequenceContext(len(prompt_ids), request.salt, request.prediction)
     return DraftSequence(
         key=key,
         prompt_len=len(prompt_ids),
         chain=Chain(request.first_chain, text, sent=len(text)),
         limits=DraftLimits(capacity),
-        method=state,
+        methods=tuple(method.name for method in drafting),
         sink=sink,
-        method_name=method.name,
+        model=model,
+        lookups=tuple(Lookup.of(one, tokens, context) for one in drafting if not isinstance(one, ModelMethod)),
+        choice=MethodChoice(rates) if len(drafting) > 1 else None,
         seniority=(request.priority, arrival),
         deadline=now + request.timeout_ms / 1000 if request.timeout_ms else None,
         parent=parent,
@@ -107,12 +108,19 @@ def build_sequence(
     )
 
 
+def _method(name: str, methods: Methods) -> ModelMethod | TokenProposer:
+    method = methods.get(name)
+    if method is None:
+        raise NotFound(f"no method {name!r}; allowed: {', '.join(methods)}", reason="UNKNOWN_METHOD")
+    return method
+
+
 def readmit(draft: DraftSequence, method: ModelMethod) -> None:
     """Lets a sequence that holds no blocks go on with another model of the same tokenizer. Its chain goes on, too: what
     was drafted keeps the weights that it was drawn from, and is not drawn again. Raises an OutriderError that says why
     the new one cannot draft for it."""
-    state, tokens = draft.method, draft.text.tokens
-    if not isinstance(state, ModelState):
+    state, tokens = draft.model, draft.text.tokens
+    if state is None:
         return
     mapping = state.draft_sampling.mapping
     if mapping is None:
@@ -120,7 +128,7 @@ def readmit(draft: DraftSequence, method: ModelMethod) -> None:
     _check_length(draft.text, method)
     prompt_ids, output_ids = tokens[: draft.prompt_len], tokens[draft.prompt_len : draft.committed]
     sampler = _sampler(state.sampler.params, prompt_ids, output_ids, method, mapping)
-    draft.method = ModelState(sampler, replace(state.draft_sampling, ahead=RandomAhead()))
+    draft.model = _state_of(sampler, replace(state.draft_sampling, ahead=RandomAhead()), method)
     draft.limits.capacity = method.capacity
 
 
@@ -162,7 +170,13 @@ def _model_state(
 ) -> ModelState:
     sampler = _sampler(request.sampling, prompt_ids, request.output_ids, method, mapping)
     key, by_chain = RandomKey(request.seed, request.completion), request.acceptance == AcceptanceRule.BLOCK
-    return ModelState(sampler, DraftSampling(_rule(request, method.name), key, mapping, by_chain=by_chain))
+    return _state_of(sampler, DraftSampling(_rule(request, method.name), key, mapping, by_chain=by_chain), method)
+
+
+def _state_of(sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod) -> ModelState:
+    mapping = draft_sampling.mapping
+    vocab_size = method.vocab_size if mapping is None else len(mapping.target.tokens)
+    return ModelState(sampler, draft_sampling, method.name, vocab_size)
 
 
 def _sampler(

@@ -59,6 +59,7 @@ async def start(settings: DraftSettings) -> DraftService:
         flush=outboxes.flush,
         tracer=StepTracer.if_enabled("outrider.draft"),
         observer=metrics,
+        default_methods=info.default_methods,
     )
     thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
     thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
@@ -105,19 +106,22 @@ def located(settings: DraftSettings) -> DraftSettings:
 
 
 def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenProposer], DraftInfo]:
-    """The methods to offer, the default first, and what GetDraftInfo answers."""
-    names = [name for name in TOKEN_METHODS if not METHODS[name].learns or name == settings.method]
-    names += [settings.method] if is_class(settings.method) else []
+    """The methods to offer, the defaults first, and what GetDraftInfo answers."""
+    wanted = settings.methods
+    names = [name for name in TOKEN_METHODS if not METHODS[name].learns or name in wanted]
+    names += [name for name in wanted if is_class(name)]
     given = dict(settings)
-    methods: list[ModelMethod | TokenProposer] = [make_proposer(name, given, settings.allow_code) for name in names]
-    default = methods[names.index(settings.method)].name if settings.method in names else settings.method
-    info = ModelInfo(name=settings.name or default, digest="", vocab_size=0, max_model_len=0, dtype="")
+    made = {name: make_proposer(name, given, settings.allow_code) for name in names}
+    methods: list[ModelMethod | TokenProposer] = [*made.values()]
+    defaults = [made[name].name if name in made else name for name in wanted]
+    info = ModelInfo(name=settings.name or ",".join(defaults), digest="", vocab_size=0, max_model_len=0, dtype="")
     if settings.model is not None:
         method, info = model_builder(settings, settings.model, runner_options(settings))()
         methods.append(method)
-    methods.sort(key=lambda method: method.name != default)
+    methods.sort(key=lambda method: defaults.index(method.name) if method.name in defaults else len(defaults))
     logger.info("methods: %s", ", ".join(method.name for method in methods))
-    return methods, DraftInfo(info, describe(methods), version=metadata.version("outrider"))
+    in_turn = tuple(defaults) if len(defaults) > 1 else ()
+    return methods, DraftInfo(info, describe(methods), version=metadata.version("outrider"), default_methods=in_turn)
 
 
 def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions) -> Build:
@@ -136,7 +140,7 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
 
 def model_method(settings: DraftSettings) -> str:
     """How the service's model drafts."""
-    return settings.method if method_of(settings.method).needs_model else "draft_model"
+    return next((name for name in settings.methods if method_of(name).needs_model), "draft_model")
 
 
 def describe(methods: Iterable[ModelMethod | TokenProposer]) -> tuple[DraftMethod, ...]:

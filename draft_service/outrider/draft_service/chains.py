@@ -9,12 +9,14 @@ of the draft's own race is what the target most often takes instead."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.planner.estimates import PRIOR_WEIGHT, Acceptance
+from outrider.planner.method_choice import Kind, Offer
 from outrider.proposers.draft_rows import DraftedToken
 from outrider.proposers.draft_text import DraftText
 from outrider.rpc.messages import Commit, DraftTokens, TokenWeights
@@ -25,6 +27,19 @@ PRIOR_RANKS = (0.4, 0.15, 0.1, 0.05)  # chance that the correction is the first,
 LEAST_CHANCE = 0.004  # of an outcome that is worth a branch
 
 TopTokens = dict[int, tuple[int, ...]]  # other tokens for a position, the likeliest first
+
+
+class Run(NamedTuple):
+    """Tokens of a chain that one of several methods drafted."""
+
+    start: int  # position of the first
+    method: str
+    kind: Kind
+
+    @classmethod
+    def of_model(cls, start: int, method: str) -> Self:
+        """The model's."""
+        return cls(start, method, Offer.of_model(method, 1).kind)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +53,9 @@ class Chain:
     top_tokens: TopTokens = field(default_factory=dict)
     draft_us: int = 0  # device time since the last piece
     ended: bool = False  # it cannot go on
+    runs: list[Run] = field(default_factory=list)  # where several methods draft in turn
+    chosen_at: int = -1  # the length at which it was last chosen how to go on
+    drawn: int = 0  # tokens up to the last one that was drawn from weights
     start: int = field(init=False)  # position of its first drafted token
 
     def __post_init__(self) -> None:
@@ -57,8 +75,23 @@ class Chain:
         """Notes of the tokens just appended to `text` what they were drawn from, and what might have stood in their
         place."""
         first = len(self.text) - len(drafted)
-        self.weights += [_weights_of(token) for token in drafted]
+        weights = [_weights_of(token) for token in drafted]
+        self.weights += weights
+        if any(weights):
+            self.drawn = len(self.text)
         self.top_tokens |= {first + index: token.top_tokens for index, token in enumerate(drafted) if token.top_tokens}
+
+    def begin_run(self, method: str, kind: Kind) -> None:
+        """What is drafted from here on is another method's, or the same one's as before."""
+        if not self.runs or self.runs[-1][1:] != (method, kind):
+            self.runs.append(Run(len(self.text), method, kind))
+
+    def run_at(self, position: int) -> tuple[Run, int] | None:
+        """The run that holds a position, and where it ends; None where it is not known which method drafted it."""
+        index = bisect_right(self.runs, position, key=lambda run: run.start) - 1
+        if index < 0:
+            return None
+        return self.runs[index], self.runs[index + 1].start if index + 1 < len(self.runs) else len(self.text)
 
     def take(self, sequence_id: int, count: int, more: bool = False, parent: int | None = None) -> DraftTokens:
         """The next `count` tokens that are unsent, as a piece."""
@@ -66,7 +99,10 @@ class Chain:
         self.sent += count
         ids = tuple(self.text.tokens[position : self.sent])
         weights = weights if any(entry is not None for entry in weights) else ()
-        piece = DraftTokens(sequence_id, self.number, position, ids, weights, parent, more, draft_us=self.draft_us)
+        method = self.runs[-1].method if self.runs else ""
+        piece = DraftTokens(
+            sequence_id, self.number, position, ids, weights, parent, more, draft_us=self.draft_us, method=method
+        )
         del self.weights[:count]
         self.draft_us = 0
         return piece

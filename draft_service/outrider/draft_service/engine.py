@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.draft_service.admission import Methods, ModelMethod, build_sequence, check_ids, readmit
-from outrider.draft_service.scheduler import BranchPlanner, BranchStep, DraftScheduler
-from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey, Sink
+from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, BranchStep, DraftScheduler
+from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.worker import require_device
-from outrider.proposers.base import LearningProposer, drafted_ids, teach
+from outrider.planner.method_choice import MethodRates
+from outrider.proposers.base import LearningProposer, teach
 from outrider.proposers.draft_rows import DraftRows
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
 from outrider.rpc.messages import (
@@ -57,8 +58,11 @@ class DraftEngine:
         flush: Callable[[], None] = lambda: None,
         tracer: StepTracer | None = None,
         observer: DraftMetrics | None = None,
+        default_methods: Sequence[str] = (),
     ) -> None:
-        self._methods = methods
+        """`default_methods` draft in turn for a sequence that names none; else the first method alone."""
+        self._methods, self._default_methods = methods, tuple(default_methods)
+        self._rates = MethodRates()
         self._learners = [method for method in methods.values() if isinstance(method, LearningProposer)]
         # Token-only methods hold no blocks.
         self.scheduler = DraftScheduler(KVCacheManager(BlockPool(0), prefix_cache=False), max_rows)
@@ -107,7 +111,7 @@ class DraftEngine:
         """Drafts a token for every sequence with the model (a few where passes follow one another on a device), and all
         that is wanted where no model is."""
         self._expire(now)
-        self._match_tokens()
+        self._choose_methods()
         drafts = [self._suspects.pop(0)] if self._suspects else list(self._sequences.values())
         steps = self.scheduler.plan(drafts) if self._model else []
         branch_steps = self._branch_planner.plan(drafts, MAX_BRANCH_STEPS) if self._branch_planner else []
@@ -116,7 +120,9 @@ class DraftEngine:
         self._send_pieces()
         if self._observer is not None:
             self._observer.on_step(self._sequences.values())
-        if steps or branch_steps or self._suspects or (self._model and self._prepare(self._model)):
+        if steps or branch_steps or self._suspects or any(draft.is_choosing for draft in self._sequences.values()):
+            return 0.0
+        if self._model and self._prepare(self._model):
             return 0.0
         if any(draft.wants_tokens for draft in self._sequences.values()):
             return STALLED_S
@@ -154,7 +160,7 @@ class DraftEngine:
         on; returns how many sequences do. Raises what a first pass of it raises, before anything has changed."""
         probe(method.proposer.runner, method.cache.pool)
         method = replace(method, mappings=self.model.mappings)
-        drafts = [draft for draft in self._sequences.values() if isinstance(draft.method, ModelState)]
+        drafts = [draft for draft in self._sequences.values() if draft.model is not None]
         for draft in drafts:
             self.scheduler.release(draft)
         self._methods = {**self._methods, method.name: method}
@@ -203,30 +209,29 @@ class DraftEngine:
         parent = self._sequences.get((key[0], request.fork_of)) if request.fork_of is not None else None
         self._arrivals += 1
         now = time.monotonic()
-        self._sequences[key] = build_sequence(key, request, sink, self._methods, parent, self._arrivals, now)
+        names = request.named_methods or self._default_methods
+        self._sequences[key] = build_sequence(
+            key, request, sink, self._methods, names, self._rates, parent, self._arrivals, now
+        )
 
     def _update(self, draft: DraftSequence, message: Commit | Credit) -> None:
         if isinstance(message, Credit):
             draft.limits.grant(message)
             return
-        if self._model and isinstance(draft.method, ModelState) and draft.method.draft_sampling.mapping is None:
-            check_ids(message.ids, self._model.vocab_size)
+        if draft.model is not None and draft.model.draft_sampling.mapping is None:
+            check_ids(message.ids, draft.model.vocab_size)
         draft.on_commit(message, self.cache)
 
-    def _match_tokens(self) -> None:
-        """Token-only methods: no forward, so the whole credit at once."""
+    def _choose_methods(self) -> None:
+        """Lookups draft all that they have: no forward. What is the model's, the next passes draft."""
         for draft in self._sequences.values():
-            if isinstance(draft.method, ModelState) or not draft.wants_tokens:
+            if not draft.is_choosing:
                 continue
             if self._observer is not None:
                 self._observer.on_start([draft])
             self._in_step = [draft]
-            ids = drafted_ids(draft.method, draft.limit - len(draft.text))
-            draft.method.append(ids)
+            draft.choose()
             self._in_step = []
-            draft.text.append(ids)
-            draft.chain.weights += [None] * len(ids)
-            draft.chain.ended = draft.wants_tokens  # nothing more is found until the tokens change
 
     def _draft(
         self, model: ModelMethod, steps: list[tuple[DraftSequence, int]], branch_steps: list[BranchStep]
@@ -245,6 +250,8 @@ class DraftEngine:
         duration_us = (time.perf_counter_ns() - started) // 1000
         if self._observer is not None:
             self._observer.on_passes(num_passes, len(rows), duration_us * 1e-6)
+        if max(row.num_rows for row in rows) <= LONG_PREFILL:
+            self._rates.add_draft(model.name, num_passes, duration_us)
         for (_, line, _), drew, tokens in zip(lines, draws, drafted, strict=True):
             line.ended = drew and len(tokens) < num_passes
             line.note(tokens)
@@ -289,12 +296,12 @@ class DraftEngine:
         their turn again."""
         return any(
             model.proposer.prepare(
-                draft.method.draft_sampling.of_chain(draft.chain.number, draft.chain.start),
+                draft.model.draft_sampling.of_chain(draft.chain.number, draft.chain.start),
                 draft.committed,
                 len(draft.text) + draft.limits.piece_len + 1,
             )
             for draft in self._sequences.values()
-            if isinstance(draft.method, ModelState) and draft.limits.until > draft.committed and not draft.finished
+            if draft.model is not None and draft.limits.until > draft.committed and not draft.finished
         )
 
     def _expire(self, now: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
-from outrider.draft_service.sequence import DraftSequence, ModelState, SequenceKey
+from outrider.draft_service.sequence import DraftSequence, SequenceKey
 from outrider.rpc.messages import Commit, DraftTokens, ModelInfo
 from outrider.rpc.metrics import PARTS_S, Metrics
 from outrider.rpc.servicer import Deliver, EngineThread
@@ -63,7 +63,7 @@ class DraftMetrics(Metrics):
                 "kv_blocks": used(),
                 "branches": sum(len(draft.branches) for draft in drafts()),
                 "unsent_tokens": sum(draft.chain.num_unsent for draft in drafts()),
-                "lookup_tokens": sum(len(d.text) for d in drafts() if not isinstance(d.method, ModelState)),
+                "lookup_tokens": sum(len(draft.text) for draft in drafts() if draft.lookups),
             }
 
         def idle_s() -> float:
@@ -97,8 +97,8 @@ class DraftMetrics(Metrics):
             if draft is None:
                 continue
             if isinstance(message, Commit):
-                self._verified[draft.method_name] += message.num_drafted
-                self._accepted[draft.method_name] += message.num_accepted
+                self._verified[draft.verified_method] += message.num_drafted
+                self._accepted[draft.verified_method] += message.num_accepted
             self._set_clock(draft, received)
 
     def on_start(self, drafts: Iterable[DraftSequence]) -> None:
@@ -119,7 +119,7 @@ class DraftMetrics(Metrics):
 
     def on_piece(self, draft: DraftSequence, piece: DraftTokens) -> None:
         """A piece leaves. Branches are drafted beside their chain, and wait for nothing of their own."""
-        self._drafted[draft.method_name] += len(piece.ids)
+        self._drafted[piece.method or draft.methods[0]] += len(piece.ids)
         clock = self._clocks.get(draft.key)
         if piece.ids and clock is not None and piece.chain == draft.chain.number:
             self._piece_wait.observe(clock.waited)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from outrider.draft_service.chains import Branch, Outcome, outcome_probs
+from outrider.draft_service.chains import Branch, Outcome, Run, outcome_probs
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import KVCacheManager, OutOfBlocks
 from outrider.engine.scheduler import Scheduler
@@ -53,7 +53,7 @@ def _may_run(draft: DraftSequence) -> bool:
     """A fork waits for the blocks of the prompt that its parent is about to compute."""
     if draft.parent is not None and (draft.parent.released or draft.parent.prompt_is_computed):
         draft.parent = None
-    return draft.wants_tokens and (draft.parent is None or not draft.parent.wants_tokens)
+    return draft.wants_passes and (draft.parent is None or not draft.parent.wants_passes)
 
 
 def _order(draft: DraftSequence) -> tuple[bool, tuple[int, int]]:
@@ -111,7 +111,10 @@ class BranchPlanner:
         except OutOfBlocks:
             return False
         text.append([outcome.token_id])
-        draft.branches.held.append(Branch.of(draft.next_number(), outcome, text))
+        branch = Branch.of(draft.next_number(), outcome, text)
+        if draft.choice is not None and draft.model is not None:
+            branch.runs.append(Run.of_model(outcome.position, draft.model.method))
+        draft.branches.held.append(branch)
         if copy is not None:
             copies.append(copy)
         return True

@@ -3,17 +3,23 @@
 Committed tokens are one append-only list that only the target extends. A commit that agrees with the chain lets it go
 on; where it parts from it and a branch agrees, the branch takes the chain's place; else a new chain starts at the
 committed length, as when a commit runs past the chain's end or names it as dropped. What is in the cache of their
-common prefix stays there."""
+common prefix stays there.
+
+Where several methods draft in turn, one is chosen whenever all that was drafted has left. Under rejection that must
+rest on nothing drawn (no peeking): a token that the model drew and the target has not judged keeps the model at work,
+so that what lookups find, how much of it, and which method is chosen follow from committed tokens alone."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
-from outrider.proposers.base import ProposerState, SequenceContext
+from outrider.planner.method_choice import MethodChoice, Offer
+from outrider.proposers.base import Lookup, SequenceContext
 from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
 from outrider.rpc.errors import FailedPrecondition
@@ -30,6 +36,8 @@ class ModelState:
 
     sampler: SequenceSampler  # counts the committed tokens
     draft_sampling: DraftSampling
+    method: str = "draft_model"
+    vocab_size: int = 2**32  # ids of the target below it can be computed
 
 
 @dataclass(slots=True)
@@ -61,9 +69,12 @@ class DraftSequence:
     prompt_len: int
     chain: Chain
     limits: DraftLimits
-    method: ModelState | ProposerState  # a token-only method's state holds the same tokens
+    methods: tuple[str, ...]  # in the order in which they are tried
     sink: Sink
-    method_name: str = ""
+    model: ModelState | None = None  # for the method with a model
+    lookups: tuple[Lookup, ...] = ()  # for those without
+    choice: MethodChoice | None = None  # where there are several methods
+    clock: Callable[[], float] = time.monotonic
     branches: Branches = field(default_factory=Branches)
     seniority: tuple[int, int] = (0, 0)  # priority, then order of arrival: the least goes first
     deadline: float | None = None  # on the device thread's clock
@@ -76,10 +87,13 @@ class DraftSequence:
     _last_chain: int = field(init=False)  # the highest number given
     _chain_survived: bool = False  # the last commit left the chain alive
     _idle_at: int = -1  # the committed length at which an empty piece was sent
+    _verifying_since: float | None = None  # that the target has a window of the chain
+    verified_method: str = field(init=False)  # that drafted the window verified last
 
     def __post_init__(self) -> None:
         self.committed = len(self.text)
         self._last_chain = self.chain.number
+        self.verified_method = self.methods[0]
 
     @property
     def sequence(self) -> CachedSequence:
@@ -107,6 +121,28 @@ class DraftSequence:
         return len(self.text) < self.limit and not (self.chain.ended or self.finished)
 
     @property
+    def method(self) -> str:
+        """What drafts now."""
+        if self.chain.runs:
+            return self.chain.runs[-1].method
+        return self.methods[0] if self.model is None else self.model.method
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether lookups are to be asked how the chain goes on, and one of several methods to be chosen: once a
+        lookup's tokens have left, or a window of the model's."""
+        if not self.lookups or not self.wants_tokens or self.chain.num_unsent:
+            return False
+        chosen_at, by_model = self.chain.chosen_at, self.model is not None and self.method == self.model.method
+        return chosen_at < 0 or len(self.text) >= chosen_at + (self.limits.piece_len if by_model else 1)
+
+    @property
+    def wants_passes(self) -> bool:
+        """Whether one more token is to be drafted with the model."""
+        drafts = self.wants_tokens and self.model is not None and self.method == self.model.method
+        return drafts and not self.is_choosing
+
+    @property
     def stretch(self) -> int:
         """How many tokens come next before a piece is full, or credit ends."""
         return min(self.limit, self.chain.sent + self.limits.piece_len) - len(self.text)
@@ -119,7 +155,7 @@ class DraftSequence:
     @property
     def num_top_tokens(self) -> int:
         """How many other tokens are noted at each position. A guess under rejection is hardly ever right."""
-        branching = self.limits.max_branches and isinstance(self.method, ModelState)
+        branching = self.limits.max_branches and self.model is not None
         return min(MAX_TOP_TOKENS, self.limits.max_branches) if branching and not self._weighs else 0
 
     @property
@@ -144,10 +180,35 @@ class DraftSequence:
 
     def rows(self, chain: Chain, num_rows: int) -> DraftRows | None:
         """A step of the chain, or of a branch, with the model; None where the sequence is drafted without."""
-        if not isinstance(self.method, ModelState):
+        if self.model is None:
             return None
-        sampler, draft_sampling = self.method.sampler, self.method.draft_sampling.of_chain(chain.number, chain.start)
+        sampler, draft_sampling = self.model.sampler, self.model.draft_sampling.of_chain(chain.number, chain.start)
         return DraftRows(chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, self.num_top_tokens)
+
+    def choose(self) -> None:
+        """Asks how the chain goes on. What a lookup has is drafted at once, with all of the credit; the model's passes
+        are the engine's business. In lock-step a lookup that has less than a window ends it."""
+        chain = self.chain
+        chain.chosen_at = len(self.text)
+        found = self._look_up(self.limit - len(self.text))
+        offers = [
+            Offer.of_lookup(name, len(found[name])) if name in found else Offer.of_model(name, self.stretch)
+            for name in self.methods
+            if name in found or (self.model is not None and name == self.model.method)
+        ]
+        if not offers:
+            chain.ended = True  # nothing more is found until the tokens change
+            return
+        chosen = offers[0]
+        if self.choice is not None:
+            chosen = self.choice.choose(offers, is_awaited=len(self.text) == self.committed)
+            chain.begin_run(chosen.method, chosen.kind)
+        if chosen.method in found:
+            ids = found[chosen.method]
+            self.text.append(ids)
+            chain.weights += [None] * len(ids)
+            in_lock_step = self.limit <= self.committed + self.limits.piece_len
+            chain.ended = self.wants_tokens and (self.choice is None or in_lock_step)
 
     def on_commit(self, commit: Commit, cache: KVCacheManager) -> None:
         """Takes committed tokens; what is known already is ignored. FailedPrecondition if some are missing."""
@@ -155,6 +216,7 @@ class DraftSequence:
             message = f"commit at {commit.position}, {self.committed} tokens are committed here"
             raise FailedPrecondition(message, reason="COMMIT_GAP")
         new = commit.ids[self.committed - commit.position :]
+        self._judge_method(commit, new)
         self.branches.observe(self.chain, commit, new)
         agreed = _common_prefix(new, self.text.tokens[self.committed :])
         branch = self.branches.matching(self.committed, new) if agreed < len(new) else None
@@ -170,18 +232,21 @@ class DraftSequence:
         self.committed += len(new)
         top_tokens = self.chain.top_tokens
         self.chain.top_tokens = {at: others for at, others in top_tokens.items() if at >= self.committed}
-        if isinstance(self.method, ModelState):
-            self.method.sampler.append(new)
+        if self.model is not None:
+            self.model.sampler.append(new)
         self.finished = self.finished or commit.finish_reason is not None
+        self._verifying_since = self.clock() if self.choice and self.chain.sent > self.committed else None
 
     def take_pieces(self) -> Iterator[DraftTokens]:
         """The pieces that are due: full ones, and the rest when nothing more will come without another message. Of the
         branches those for the verification under way."""
         sequence_id, piece_len, limit = self.key[1], self.limits.piece_len, self.limit
         while unsent := 0 if self.finished else self.chain.num_unsent:
-            if unsent < piece_len and self.wants_tokens and not self._awaited:
+            if unsent < piece_len and self.wants_passes and not self._awaited:
                 break
             count = min(unsent, piece_len or unsent)
+            if self.choice is not None and self.chain.sent == self.committed:
+                self._verifying_since = self.clock()
             yield self.chain.take(sequence_id, count, more=unsent > count or self.wants_tokens)
         self._chain_survived = False
         for branch in self.branches:
@@ -193,7 +258,36 @@ class DraftSequence:
 
     @property
     def _weighs(self) -> bool:
-        return isinstance(self.method, ModelState) and self.method.draft_sampling.rule is DraftRule.REJECTION
+        return self.model is not None and self.model.draft_sampling.rule is DraftRule.REJECTION
+
+    def _look_up(self, room: int) -> dict[str, list[int]]:
+        """What lookups have, by method; nothing while drawn tokens wait for their verdict."""
+        found: dict[str, list[int]] = {}
+        if self.chain.drawn > self.committed:
+            return found
+        for lookup in self.lookups:
+            started = self.clock()
+            ids = lookup.propose(self.text.tokens, room)
+            if self.model is not None:  # which has to read them
+                ids = _below(self.model.vocab_size, ids)
+            if ids:
+                found[lookup.method] = ids
+            if self.choice is not None:
+                took_us = 1e6 * (self.clock() - started)
+                self.choice.rates.add_draft(lookup.method, len(ids), took_us)
+                self.chain.draft_us += max(1, round(took_us))
+        return found
+
+    def _judge_method(self, commit: Commit, new: Sequence[int]) -> None:
+        """Learns what came of the method that drafted the window, if its tokens are new here."""
+        found = self.chain.run_at(commit.position) if commit.chain == self.chain.number else None
+        if self.choice is None or found is None or not commit.num_drafted or len(new) != len(commit.ids):
+            return
+        run, end = found
+        num_drafted = min(commit.num_drafted, end - commit.position)
+        rest_us = None if self._verifying_since is None else 1e6 * (self.clock() - self._verifying_since)
+        self.choice.add_round(run.kind, num_drafted, min(commit.num_accepted, num_drafted), rest_us)
+        self.verified_method = run.method
 
     @property
     def _is_idle(self) -> bool:
@@ -212,6 +306,7 @@ class DraftSequence:
     def _promote(self, branch: Branch, cache: KVCacheManager) -> None:
         """A branch takes the chain's place, which is given up."""
         self.branches.held.remove(branch)
+        self._forget(branch.position)
         cache.release(self.sequence)
         self.chain, self._chain_survived = branch, True
 
@@ -219,11 +314,19 @@ class DraftSequence:
         """Keeps the first `length` tokens, appends committed ones, and starts a new chain after them."""
         text = self.text
         text.replace(length, ids, cache)
-        if not isinstance(self.method, ModelState):
-            self.method.truncate(length)
-            self.method.append(ids)
+        self._forget(length)
         self.branches.give_up(cache)
         self.chain, self._chain_survived = Chain(self.next_number(), text, sent=len(text)), False
+
+    def _forget(self, length: int) -> None:
+        """The tokens past the first `length` are others now."""
+        for lookup in self.lookups:
+            lookup.truncate(length)
+
+
+def _below(bound: int, ids: list[int]) -> list[int]:
+    """Those before the first one that is not."""
+    return ids[: next((index for index, token_id in enumerate(ids) if token_id >= bound), len(ids))]
 
 
 def _common_prefix(new: Sequence[int], drafted: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from outrider.proposers.registry import MethodName, MethodSettings, check_method, method_of
+from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model, split_methods
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings
 
 
@@ -18,7 +18,7 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
 
     model: Annotated[Path | None, CHECKPOINT] = None
     listen: Address = "127.0.0.1:50052"
-    method: MethodName = "draft_model"
+    method: MethodNames = "draft_model"
     target_tokenizer: list[Path] = Field(
         default_factory=list,
         description="folder of a target's checkpoint or tokenizer, or its hub id: a model of another vocabulary then "
@@ -28,9 +28,15 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         False, description="other weights may be put in the model's place while it serves: outrider reload"
     )
 
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Those that draft by default, in turn."""
+        return split_methods(self.method)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if method_of(check_method(self.method, self.allow_code)).needs_model and self.model is None:
+        names = check_methods(self.method, self.allow_code)
+        if self.model is None and needs_model(names):
             raise ValueError("give --model DIR, or --method ngram, which needs no model")
         if self.allow_reload and self.model is None:
             raise ValueError("allow_reload (--allow-reload) is for a draft with a model; give --model DIR, too")

@@ -17,7 +17,7 @@ from outrider.cli.serve import ServeSettings, connect, start
 from outrider.cli.terminal import Painter, TokenWriter, fail, make_painter, parse, steps
 from outrider.client import generate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.proposers.registry import MethodName, check_method
+from outrider.proposers.registry import MethodNames, check_methods
 from outrider.rpc.errors import OutriderError
 
 PROMPT = 'def parse_args(argv):\n    """'
@@ -32,7 +32,7 @@ class DemoSettings(LocalSettings):
     max_tokens: int = Field(128, ge=1, le=900, description="tokens of the completion")
     temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy")
     seed: int = Field(0, ge=0, description="of the sampling, above temperature 0")
-    method: MethodName = "draft_model"
+    method: MethodNames = "draft_model"
     num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round")
     expand: bool = Field(True, description="compare with plain decoding, on a target that is made large")
     compare_tokens: int = Field(64, ge=2, le=900, description="tokens of each completion of the comparison")
@@ -44,7 +44,8 @@ class DemoSettings(LocalSettings):
     @field_validator("method")
     @classmethod
     def _check_method(cls, name: str) -> str:
-        return check_method(name, allow_code=False)
+        check_methods(name, allow_code=False)
+        return name
 
     def served(self) -> ServeSettings:
         """The services of the demo."""

@@ -25,7 +25,15 @@ from outrider.cli.local_services import (
 )
 from outrider.cli.terminal import Advance, Painter, fail, make_painter, parse, steps
 from outrider.pairs import pair_path
-from outrider.proposers.registry import TOKEN_METHODS, MethodName, MethodSettings, check_method, method_of
+from outrider.proposers.registry import (
+    TOKEN_METHODS,
+    MethodNames,
+    MethodSettings,
+    check_methods,
+    method_of,
+    needs_model,
+    split_methods,
+)
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.server import require_free
@@ -47,7 +55,7 @@ class ServeSettings(LocalSettings, MethodSettings):
         description="folder or hub id of the draft's checkpoint, or the --method, where it needs no model: "
         + ", ".join(TOKEN_METHODS),
     )
-    method: MethodName = "draft_model"
+    method: MethodNames = "draft_model"
     pair: str = Field("python", description="the embedded pair, where no target is given")
     listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
     http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
@@ -81,7 +89,7 @@ class ServeSettings(LocalSettings, MethodSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        without_model = not method_of(check_method(self.drafts_by, self.allow_code)).needs_model
+        without_model = not needs_model(check_methods(self.drafts_by, self.allow_code))
         if self.target is None and self.draft not in ("", *TOKEN_METHODS):
             raise ValueError("give a target with this draft, as in `outrider serve TARGET --draft DRAFT`")
         if self.target is not None and not self.draft and not without_model:
@@ -90,7 +98,7 @@ class ServeSettings(LocalSettings, MethodSettings):
 
     @property
     def drafts_by(self) -> str:
-        """The method, by either flag."""
+        """The method, or several, by either flag."""
         return self.draft if self.draft in TOKEN_METHODS else self.method
 
     @property
@@ -104,7 +112,7 @@ class ServeSettings(LocalSettings, MethodSettings):
         if self.draft in TOKEN_METHODS:
             return None
         if self.target is None:
-            return pair_path(self.pair).draft if method_of(self.method).needs_model else None
+            return pair_path(self.pair).draft if needs_model(split_methods(self.method)) else None
         return Path(self.draft) if self.draft else None
 
     def located(self) -> Self:
@@ -284,7 +292,8 @@ def watch(running: Running, painter: Painter) -> int:
 def welcome(settings: ServeSettings, running: Running) -> list[str]:
     """What to do next."""
     folder = settings.draft_folder
-    draft = f"drafts from {folder}" if folder else f"drafts by {method_of(settings.drafts_by).summary}"
+    by = "; else ".join(method_of(name).summary for name in split_methods(settings.drafts_by))
+    draft = f"drafts from {folder}" if folder and settings.drafts_by == "draft_model" else f"drafts by {by}"
     address = running.gateway.address
     lines = [
         f"serving {settings.target_folder}, {draft}",

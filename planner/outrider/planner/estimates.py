@@ -56,6 +56,16 @@ class Acceptance:
             self.tested[position] = fade * self.tested[position] + (position < num_tested)
             self.accepted[position] = fade * self.accepted[position] + (position < num_accepted)
 
+    @property
+    def num_tested(self) -> float:
+        """Verifications of late that tested the first position, each the less the longer ago it was."""
+        return self.tested[0] if self.tested else 0.0
+
+    def fade(self, share: float) -> None:
+        """Keeps this share of what is known."""
+        self.tested = [share * count for count in self.tested]
+        self.accepted = [share * count for count in self.accepted]
+
     def at(self, position: int) -> float:
         """One position's."""
         return self.first(position + 1)[position]

@@ -74,6 +74,33 @@ class LearningProposer(TokenProposer, Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Lookup:
+    """A token-only method at work on one sequence. It reads the tokens when it is asked, so that one which is seldom
+    asked costs nothing."""
+
+    method: str
+    state: ProposerState
+    num_agreed: int = 0  # of the state's tokens: the sequence has the same
+
+    @classmethod
+    def of(cls, proposer: TokenProposer, tokens: Sequence[int], context: SequenceContext) -> Lookup:
+        """Starts a sequence."""
+        return cls(proposer.name, proposer.open(tokens, context), len(tokens))
+
+    def truncate(self, length: int) -> None:
+        """The sequence's tokens past the first `length` are others from now on."""
+        self.num_agreed = min(self.num_agreed, length)
+
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """What goes on from the sequence's tokens. ValueError as `drafted_ids`."""
+        if self.num_agreed < self.state.num_tokens:
+            self.state.truncate(self.num_agreed)
+        self.state.append(tokens[self.num_agreed :])
+        self.num_agreed = len(tokens)
+        return drafted_ids(self.state, max_tokens)
+
+
 def drafted_ids(state: ProposerState, max_tokens: int) -> list[int]:
     """What a state proposes. ValueError where that is more than it may, or no token ids."""
     ids = state.propose(max_tokens)

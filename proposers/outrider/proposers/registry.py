@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,7 +106,13 @@ METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}
 TOKEN_METHODS = tuple(row.name for row in _ROWS if not row.needs_model)
 CHOICES = ", ".join(METHODS)
 
-MethodName = Annotated[str, Field(description=f"how drafts are made by default: {CHOICES}, or package.module.Class")]
+MethodNames = Annotated[
+    str,
+    Field(
+        description=f"how drafts are made by default: {CHOICES}, or package.module.Class; several with commas, as "
+        "prediction,suffix,draft_model: of these the first that has something drafts, then what was measured to be best"
+    ),
+]
 
 
 def is_class(name: str) -> bool:
@@ -128,6 +134,36 @@ def check_method(name: str, allow_code: bool) -> str:
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"there is no method {name!r:.100}: {hint}allowed: {CHOICES}, or package.module.Class")
     return name
+
+
+def split_methods(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+
+
+def list_problem(names: Sequence[str]) -> str:
+    """What is wrong with a list of methods that draft in turn, whatever they are; empty: nothing."""
+    if not names:
+        return "names none; allowed: at least one method"
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return f"names {twice!r:.100} twice; allowed: each method once"
+    models = [name for name in names if method_of(name).needs_model]
+    if len(models) > 1:
+        return f"names {' and '.join(models)}, which need a model each; allowed: one of these, and methods without"
+    return ""
+
+
+def needs_model(names: Iterable[str]) -> bool:
+    """Whether any of them does."""
+    return any(method_of(name).needs_model for name in names)
+
+
+def check_methods(text: str, allow_code: bool) -> tuple[str, ...]:
+    """One method, or several with commas between them, in the order in which they are tried. Raises ValueError."""
+    names = split_methods(text)
+    if problem := list_problem(names):
+        raise ValueError(f"method {problem}")
+    return tuple(check_method(name, allow_code) for name in names)
 
 
 def make_proposer(name: str, settings: Mapping[str, Any], allow_code: bool = False) -> TokenProposer:

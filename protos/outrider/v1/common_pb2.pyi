@@ -25,7 +25,7 @@ class FrameHeader(_message.Message):
     def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ..., info_version: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids")
+    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class Open(_message.Message):
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
     NUM_PREDICTION_IDS_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_prompt_ids: int
     num_output_ids: int
@@ -72,7 +73,8 @@ class Open(_message.Message):
     tokenizer_fingerprint: str
     prediction: _containers.RepeatedScalarFieldContainer[int]
     num_prediction_ids: int
-    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ...) -> None: ...
+    methods: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSlice(_message.Message):
     __slots__ = ("sequence_id", "ids")
@@ -111,7 +113,7 @@ class TokenWeights(_message.Message):
     def __init__(self, ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class Piece(_message.Message):
-    __slots__ = ("sequence_id", "chain", "parent", "position", "ids", "weights", "more", "parents", "draft_us")
+    __slots__ = ("sequence_id", "chain", "parent", "position", "ids", "weights", "more", "parents", "draft_us", "method")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +123,7 @@ class Piece(_message.Message):
     MORE_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     chain: int
     parent: int
@@ -130,7 +133,8 @@ class Piece(_message.Message):
     more: bool
     parents: _containers.RepeatedScalarFieldContainer[int]
     draft_us: int
-    def __init__(self, sequence_id: _Optional[int] = ..., chain: _Optional[int] = ..., parent: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[_Union[TokenWeights, _Mapping]]] = ..., more: bool = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    method: str
+    def __init__(self, sequence_id: _Optional[int] = ..., chain: _Optional[int] = ..., parent: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[_Union[TokenWeights, _Mapping]]] = ..., more: bool = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("sequence_id", "until", "max_window", "patience_ms", "max_branches")

@@ -85,13 +85,15 @@ class DraftMethod(_message.Message):
     def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ..., learns: bool = ...) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("model", "methods", "capabilities", "version")
+    __slots__ = ("model", "methods", "capabilities", "version", "default_methods")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_METHODS_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
     methods: _containers.RepeatedCompositeFieldContainer[DraftMethod]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     version: str
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
+    default_methods: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., default_methods: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -191,7 +191,7 @@ def _relayed_piece(message: pb.Piece) -> DraftTokens:
     parents: Any = message.parents
     piece = DraftTokens(
         message.sequence_id, message.chain, message.position, ids, weights, parent, message.more, parents,
-        message.draft_us,
+        message.draft_us, message.method,
     )  # fmt: skip
     piece.encoded = message
     return piece

@@ -70,6 +70,12 @@ class Open:
     suspect: bool = False  # it may be what ended the targets that it was open on
     tokenizer_fingerprint: str = ""  # of the target, whose ids these are
     prediction: tuple[int, ...] = ()  # the caller's guess at the output; a draft's business
+    methods: tuple[str, ...] = ()  # several that draft in turn, of which `method` is the first
+
+    @property
+    def named_methods(self) -> tuple[str, ...]:
+        """What is to draft; empty: the draft's default."""
+        return self.methods or ((self.method,) if self.method else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ class DraftTokens:
     more: bool = False
     parents: tuple[int, ...] = ()  # a tree: index of the parent in ids plus one; 0 is the root
     draft_us: int = 0
+    method: str = ""  # that drafted it, where several draft in turn
     encoded: Any = field(init=False, default=None, compare=False, repr=False)  # as it came, to be passed on so
 
 
@@ -269,6 +276,12 @@ class DraftInfo:
     methods: tuple[DraftMethod, ...]
     capabilities: tuple[str, ...] = CAPABILITIES
     version: str = ""  # of the service; empty: it is older than the field
+    default_methods: tuple[str, ...] = ()  # that draft in turn where none is named; empty: the first alone
+
+    @property
+    def defaults(self) -> tuple[str, ...]:
+        """What drafts where a sequence names no method."""
+        return self.default_methods or tuple(method.name for method in self.methods[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +312,7 @@ MAX_N = 64
 MAX_DRAFT_TOKENS = 128
 MAX_PATIENCE_MS = 60_000
 MAX_NAME_CHARS = 128
+MAX_METHODS = 8  # that draft one sequence
 MAX_PIECE_IDS = 1024  # a tree may hold more ids than a chain
 MAX_WEIGHTS = 4096
 MAX_BRANCHES = 64
@@ -355,6 +369,9 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
     for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
+    if found.length("methods", message.methods, MAX_METHODS):
+        for index, method in enumerate(message.methods):
+            found.text(f"methods[{index}]", method, MAX_NAME_CHARS, empty=False)
     validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
     found.raise_if_any()
 
