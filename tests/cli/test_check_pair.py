@@ -36,6 +36,13 @@ def test_a_model_is_its_own_best_draft(tmp_path: Path, text: Path) -> None:
     assert "5.00 greedy, 5.00 at temperature 1 (estimates for 4 drafted tokens" in out
 
 
+def test_a_draft_of_8_bits_is_compared(tmp_path: Path, text: Path) -> None:
+    folder = str(checkpoint(tmp_path / "one"))
+    arguments = ("check-pair", "--target", folder, "--draft", folder, "--text", str(text))
+    out = succeed(*arguments, "--draft-quantization", "int8")
+    assert "1.000 greedy (same argmax), 1.000 at temperature 1" not in out and ", 0.99" in out
+
+
 def test_padded_vocabularies_are_a_pair(tmp_path: Path, text: Path) -> None:
     target = checkpoint(tmp_path / "target", vocab_size=416)
     draft = checkpoint(tmp_path / "draft", seed=1, vocab_size=408)

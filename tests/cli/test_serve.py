@@ -206,6 +206,8 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
     assert given.draft_arguments() == [
         "draft", *common, "--model=small", "--dtype=bfloat16", "--device=cpu", "--max-model-len=99",
     ]  # fmt: skip
+    rounded = settings("large", "--draft", "small", "--draft-quantization", "int8")
+    assert "--quantization=int8" in rounded.draft_arguments() and len(rounded.target_arguments()) == 4
     both = settings("large", "--draft", "small", "--device", "cuda")
     assert "--cache-mb=256" in both.draft_arguments()  # the rest of the device is the target's
     assert not any(flag.startswith("--cache-mb") for flag in both.target_arguments())

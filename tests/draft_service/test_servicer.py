@@ -177,5 +177,10 @@ def test_what_it_says_of_itself(tmp_path: Path) -> None:
     assert (info.model.name, info.model.vocab_size, info.model.max_model_len) == ("tiny", 97, 128)  # 8 blocks
     assert info.model.eos_token_ids == (2, 3) and info.model.default_sampling.temperature == 0.7
     assert info.model.digest and info.model.num_tokens == 0 and info.model.engine.startswith("outrider-")
+    digest = info.model.digest
+    _, info = load_methods(DraftSettings(model=model, num_blocks=8, quantization="int8"))
+    assert (info.model.dtype, info.model.digest) == ("int8", digest)  # the same weights, computed otherwise
+    with pytest.raises(ValueError, match="quantization is int8, and there is no model"):
+        DraftSettings(method="ngram", quantization="int8")
     methods, info = load_methods(DraftSettings(method="ngram", prompt_lookup_min=2, prompt_lookup_max=3))
     assert methods[0].name == "ngram" and info.model.vocab_size == 0

@@ -146,6 +146,38 @@ def test_a_float16_checkpoint_computes_in_float32_on_a_cpu(folder: Path, kernels
     assert loaded.model.dtype == torch.float32 and torch.equal(logits_of(loaded), logits_of(same))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_weights_rounded_to_8_bits(family: str, tmp_path: Path) -> None:
+    """The C kernels' and PyTorch's are the same numbers: near the checkpoint's, and not these; the embeddings stay."""
+    found = {}
+    for tied in (False, True):
+        folder = save_tiny(tmp_path / str(tied), family, tie_word_embeddings=tied)
+        for kernels in KERNELS:
+            with cpu_kernels(kernels):
+                loaded = load_model(folder, quantization="int8")
+            assert loaded.dtype == "int8" and loaded.model.dtype == torch.float32
+            found[kernels] = logits_of(loaded)
+        exact = logits_of(load_model(folder))
+        torch.testing.assert_close(found["c"], found["pytorch"], atol=1e-5, rtol=0)
+        assert 1e-4 < float((found["c"] - exact).abs().max()) < 0.1 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "quantization: is 'int8' in bfloat16 on cpu; allowed: on a CPU, with dtype auto or"),
+        ({"model_type": "gpt2"}, "quantization int8 is for llama, .*, not for 'gpt2'"),
+        ({"hidden_act": "relu"}, "quantization int8 is for our own decoder, not for llama with hidden_act: is 'relu'"),
+    ],
+)
+def test_what_is_not_rounded_to_8_bits(options: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text()) | options
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(copy, dtype=options.get("dtype", "auto"), quantization="int8")
+
+
 def test_float16_is_for_gpus(folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"dtype: is 'float16'; allowed on a CPU: auto, float32, bfloat16$"):
         load_model(folder, dtype="float16")

@@ -20,9 +20,10 @@ from outrider.kernels.cpu.decoder import (
     is_bfloat16,
     kind_for,
     pack,
+    row_scales,
 )
 from outrider.kernels.cpu.library import cpu_library
-from outrider.kernels.layers.reference import rotary_table
+from outrider.kernels.layers.reference import int8_scales, rotary_table, through_int8, to_int8
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 48, 72, 4, 2, 16, 70, 4
 NUM_EMBEDDINGS = 50
@@ -33,8 +34,15 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return (torch.randn(*shape, generator=generator) * 0.2).bfloat16().float()
 
 
-def decoder(nudge: float = 0.0, gemma: bool = False, half_embeddings: bool = False) -> CpuDecoder:
-    """Two layers; one number of each weight is changed by `nudge`."""
+def decoder(
+    nudge: float = 0.0,
+    gemma: bool = False,
+    half_embeddings: bool = False,
+    int8: bool = False,
+    rounded: bool = False,
+) -> CpuDecoder:
+    """Two layers; one number of each weight is changed by `nudge`. Weights may be kept as 8 bits, or be what these
+    hold."""
     if cpu_library() is None:
         pytest.skip("no C compiler")
     generator = torch.Generator().manual_seed(3)
@@ -42,7 +50,7 @@ def decoder(nudge: float = 0.0, gemma: bool = False, half_embeddings: bool = Fal
     def weight(outputs: int, inputs: int) -> Tensor:
         drawn = normal(generator, outputs, inputs)
         drawn[0, 0] += nudge
-        return drawn
+        return through_int8(drawn) if rounded else drawn
 
     rotary = rotary_table(1e4 ** -(torch.arange(0, DIM, 2) / DIM), 1.0, 64, torch.float32)
     norms: dict[str, Any] = {"output_norm": torch.ones(HIDDEN), "down_norm": torch.ones(HIDDEN)} if gemma else {}
@@ -59,6 +67,7 @@ def decoder(nudge: float = 0.0, gemma: bool = False, half_embeddings: bool = Fal
     ]  # fmt: skip
     head = weight(VOCAB, HIDDEN)
     kind = kind_for(all(map(is_bfloat16, [head, *(matrix for layer in layers for matrix in layer.matrices)])))
+    kind = Kind.BYTES if int8 else kind
     embeddings = normal(generator, NUM_EMBEDDINGS, HIDDEN)
     return CpuDecoder(
         embeddings.to(torch.bfloat16 if half_embeddings else torch.float32), layers, torch.ones(HIDDEN), head,
@@ -82,32 +91,34 @@ def gemma(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=[Kind.HALVES, Kind.TILES], ids=["halves", "tiles"])
-def sixteen_bits(request: pytest.FixtureRequest, gemma: bool, monkeypatch: pytest.MonkeyPatch) -> CpuDecoder:
-    """The decoder on the processor's vectors, and on its matrix unit."""
+@pytest.fixture(params=[Kind.HALVES, Kind.TILES, Kind.BYTES], ids=["halves", "tiles", "bytes"])
+def few_bits(request: pytest.FixtureRequest, gemma: bool, monkeypatch: pytest.MonkeyPatch) -> CpuDecoder:
+    """The decoder with 16 bits on the processor's vectors, and on its matrix unit, and with 8."""
     library: Any = cpu_library()
     if request.param is Kind.TILES and not (library and library.tiles_allowed()):
         pytest.skip("the processor has no matrix unit")
     if request.param is Kind.HALVES:
         monkeypatch.setattr(decoder_module, "cpu_library", lambda: _Changed(library, tiles_allowed=_NotAllowed()))
-    model = decoder(gemma=gemma)
+    model = decoder(gemma=gemma, int8=request.param is Kind.BYTES)
     assert model.kind is request.param
     return model
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 6, 10, 11, 12, 13, 30, 61])
-def test_sixteen_bits_are_the_same_numbers(sixteen_bits: CpuDecoder, gemma: bool, num_rows: int) -> None:
-    """One weight outside the bfloat16 grid, by next to nothing, and all are kept as 32 bits."""
-    logits, wide = run(sixteen_bits, num_rows), decoder(1e-7, gemma)
+def test_few_bits_are_the_same_numbers(few_bits: CpuDecoder, gemma: bool, num_rows: int) -> None:
+    """One weight outside the bfloat16 grid, by next to nothing, and all are kept as 32 bits. Those that 8 bits hold are
+    rounded, and outside the grid."""
+    is_rounded = few_bits.kind is Kind.BYTES
+    logits, wide = run(few_bits, num_rows), decoder(0.0 if is_rounded else 1e-7, gemma, rounded=is_rounded)
     assert wide.kind is Kind.FLOATS
     torch.testing.assert_close(run(wide, num_rows), logits, atol=1e-5, rtol=0)
-    assert not logits.isnan().any() and torch.equal(run(sixteen_bits, num_rows, poison=True), logits)
+    assert not logits.isnan().any() and torch.equal(run(few_bits, num_rows, poison=True), logits)
 
 
-def test_rows_have_the_bits_that_they_have_among_fewer(sixteen_bits: CpuDecoder) -> None:
-    logits = run(sixteen_bits, 61)
+def test_rows_have_the_bits_that_they_have_among_fewer(few_bits: CpuDecoder) -> None:
+    logits = run(few_bits, 61)
     for num_rows in (1, 2, 5, 6, 10, 11, 13, 17, 60):
-        assert torch.equal(run(sixteen_bits, num_rows), logits[:num_rows]), num_rows
+        assert torch.equal(run(few_bits, num_rows), logits[:num_rows]), num_rows
 
 
 def test_embeddings_of_sixteen_bits_are_the_same_numbers(gemma: bool) -> None:
@@ -129,10 +140,10 @@ def test_ids_without_an_embedding_are_refused(unknown: int) -> None:
         model.forward(one + unknown, RaggedRows(one, one, one[None], (0, 1), (1,)), caches[:2], caches[2:], one)
 
 
-def test_rows_that_want_no_logits(sixteen_bits: CpuDecoder) -> None:
-    logits = run(sixteen_bits, 30)
-    assert torch.equal(run(sixteen_bits, 30, wanted=slice(-3, None)), logits[-3:])
-    assert run(sixteen_bits, 30, wanted=slice(0)).shape == (0, VOCAB)
+def test_rows_that_want_no_logits(few_bits: CpuDecoder) -> None:
+    logits = run(few_bits, 30)
+    assert torch.equal(run(few_bits, 30, wanted=slice(-3, None)), logits[-3:])
+    assert run(few_bits, 30, wanted=slice(0)).shape == (0, VOCAB)
 
 
 def test_sizes_that_they_do_not_take_are_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,6 +167,25 @@ def test_pack() -> None:
     assert torch.equal(ordered[:70, :5], grid) and not ordered[70:].any() and not ordered[:, 5:].any()
 
 
+def test_pack_to_8_bits() -> None:
+    grid = normal(torch.Generator().manual_seed(1), 70, 5)
+    scales = row_scales(grid)  # [70]
+    packed = pack(grid, Kind.BYTES, scales)
+    assert packed.dtype == torch.int8 and packed.shape == (3, 5, 32) and not packed[2, :, 6:].any()
+    numbers = packed.transpose(1, 2).reshape(96, 5)[:70] * scales[:, None]
+    assert torch.equal(numbers, through_int8(grid))
+
+
+def test_rounded_to_8_bits() -> None:
+    weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, 6)[:, None]
+    weight[2] = 0
+    scales = int8_scales(weight)
+    assert bool(((through_int8(weight) - weight).abs() <= 0.5001 * scales[:, None]).all())
+    most, codes = weight.abs().argmax(1, keepdim=True), to_int8(weight, scales)
+    assert codes.gather(1, most).abs().flatten().tolist() == [127, 127, 0, 127, 127, 127]
+    assert not through_int8(weight)[2].any() and torch.equal(through_int8(weight.bfloat16())[2], weight[2])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for huge pages")
 def test_large_weights_begin_at_a_huge_page() -> None:
     grid = normal(torch.Generator().manual_seed(1), 1100, 1000)
@@ -168,10 +198,10 @@ def test_large_weights_begin_at_a_huge_page() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 12, 13, 61])
 def test_scratch_memory_is_as_large_as_said(
-    sixteen_bits: CpuDecoder, num_rows: int, monkeypatch: pytest.MonkeyPatch
+    few_bits: CpuDecoder, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a pass nor its products alone, which are its floor, write past it."""
-    model, guard, seen = sixteen_bits, torch.full((64,), 7.0), []
+    model, guard, seen = few_bits, torch.full((64,), 7.0), []
     needed = model._library.decoder_scratch
 
     def guarded(*sizes: ctypes.c_int64) -> int:

@@ -15,6 +15,7 @@ from kernels.test_cpu_decoder import decoder, run
 from outrider.kernels.cpu import build
 from outrider.kernels.cpu import decoder as decoder_module
 from outrider.kernels.cpu import library as module
+from outrider.kernels.cpu.decoder import Kind
 
 ON_X86 = build.platform.machine() == "x86_64"
 ZEN_5 = (
@@ -96,15 +97,16 @@ def test_other_sources_or_flags_are_another_library(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_every_variant_computes_the_same_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """... each with bits that depend on the row alone."""
-    expected = run(decoder(), 61)
+    expected, of_8_bits = run(decoder(), 61), run(decoder(int8=True), 61)
     for variant in module.wanted_variants("on", module.cpu_features()):
         monkeypatch.setenv(module.SWITCH, variant.name)
         loaded = load()
         assert loaded is not None and loaded[0].rpartition("-")[0] == variant.name
         monkeypatch.setattr(decoder_module, "cpu_library", lambda loaded=loaded: loaded[1])
-        for model in (decoder(), decoder(nudge=1e-7)):  # 16 bits, and 32
+        for model in (decoder(), decoder(nudge=1e-7), decoder(int8=True)):  # 16 bits, 32, and 8
             logits = run(model, 61)
-            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+            wanted = of_8_bits if model.kind is Kind.BYTES else expected
+            torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
             for num_rows in (1, 2, 3, 5, 13, 60):
                 assert torch.equal(run(model, num_rows), logits[:num_rows]), (variant.name, num_rows)
 

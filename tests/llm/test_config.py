@@ -81,6 +81,7 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         (SYNTHETIC | {"synthetic_acceptance_length": 6.5}, r"1 to num_speculative_tokens \+ 1"),
         ({"rejection_sample_method": "fly", "fly_window_size": 5}, "fly_window_size must be less"),
         ({"use_heterogeneous_vocab": True}, "for draft models"),
+        ({"quantization": "int8"}, "quantization='int8' is for draft models"),
         (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),
@@ -214,12 +215,25 @@ def test_a_model_that_is_no_path() -> None:
 @pytest.mark.parametrize("name", sorted(fixed_fields(SpeculativeConfig)))
 def test_fields_that_do_not_act_are_refused(name: str) -> None:
     with pytest.raises(Unsupported, match=name):
-        config(**{name: RIGHT.get(name, "x")}).require_supported()
+        config(**DRAFT | {name: RIGHT.get(name, "x")}).require_supported()
     config(**DRAFT, use_heterogeneous_vocab=True, draft_sample_method="probabilistic").require_supported()
     config(draft_tensor_parallel_size=1, rejection_sample_method="standard").require_supported()
     config(rejection_sample_method="block").require_supported()
     with pytest.raises(ValueError, match="draft_tensor_parallel_size"):
         config(draft_tensor_parallel_size=2).require_supported()
+
+
+def test_a_drafts_weights_may_have_8_bits(tiny_pair: TinyPair) -> None:
+    """... and the output stays the target's; of the target no such thing is taken."""
+    drafts: dict[str, Any] = {"model": tiny_pair.draft, "num_speculative_tokens": 3}
+    found = []
+    for quantization in (None, "int8"):
+        with LLM(tiny_pair.target, speculative_config=drafts | {"quantization": quantization}) as llm:
+            (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=12), **QUIET)
+            found.append(output.outputs[0].token_ids)
+    assert found[0] == found[1]
+    with pytest.raises(Unsupported, match=r"LLM\(quantization='int8'\).*: speculative_config\['quantization'\]"):
+        LLM(tiny_pair.target, quantization="int8")
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))

@@ -63,7 +63,13 @@ class Colocated:
         runner = build_runner(loaded.model, target_options(target))
         limits = limits_of(target, loaded, runner)
         self._target = new_engine(target, runner, limits)
-        small = load_model(draft.model, dtype=draft.dtype, device=draft.device, max_model_len=draft.max_model_len)
+        small = load_model(
+            draft.model,
+            dtype=draft.dtype,
+            quantization=draft.quantization,
+            device=draft.device,
+            max_model_len=draft.max_model_len,
+        )
         method = build_model_method(small, draft_options(draft).beside_another())
         self._draft = DraftEngine(make_methods([method]), draft.max_sequences, draft.max_rows)
         self._target_threads, self._draft_threads = target.threads, draft.threads

@@ -117,6 +117,7 @@ WITHOUT_ROW = {
     "cpu.is_bfloat16": "once, at load",
     "cpu.kind_for": "a question, once at load",
     "cpu.pack": "once, at load",
+    "cpu.row_scales": "once, at load",
     "cpu.cpu_features": "once, at load",
     "cpu.cpu_library": "once, at load",
     "cpu.cpu_library_name": "a name",
@@ -135,6 +136,9 @@ WITHOUT_ROW = {
     "verify.cut_at_vocabulary": "a comparison a drafted token, on the host",
     "layers.apply_rotary": "a part of store_kv_rotary",
     "layers.rotary_table": "once, at load",
+    "layers.int8_scales": "once, at load",
+    "layers.to_int8": "once, at load",
+    "layers.through_int8": "once, at load, where there are no C kernels",
     "attention.tree_mask_reference": "what tree_mask does on a CPU",
 }
 

@@ -128,7 +128,13 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
     """Loads the weights of a folder; what it returns gives them their cache."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    loaded = load_model(folder, dtype=settings.dtype, device=settings.device, max_model_len=settings.max_model_len)
+    loaded = load_model(
+        folder,
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+    )
     mappings = mappings_to(settings.target_tokenizer, folder)
 
     def build() -> tuple[ModelMethod, ModelInfo]:

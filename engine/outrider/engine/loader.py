@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from outrider.engine.models.decoder_cpu import NativeDecoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+Quantization = Literal["int8"]  # weights rounded to 8 bits, with a scale for each output
+
 Expansion = Callable[[dict[str, Any], Mapping[str, Tensor]], tuple[dict[str, Any], Mapping[str, Tensor]]]
 
 
@@ -33,6 +35,12 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]  # from generation_config.json: temperature, top_p, ... where given
     digest: str  # of its weights: see digest.py
+    quantization: Quantization | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Of its weights: "float32", "bfloat16", "int8"."""
+        return self.quantization or str(self.model.dtype).removeprefix("torch.")
 
     @property
     def vocab_size(self) -> int:
@@ -66,6 +74,7 @@ def load_model(
     path: str | Path,
     *,
     dtype: str = "auto",
+    quantization: Quantization | None = None,
     device: str | torch.device = "cpu",
     max_model_len: int | None = None,
     batch_invariant: bool = False,
@@ -74,6 +83,7 @@ def load_model(
 ) -> LoadedModel:
     """Loads a folder. What our own decoder does not compute runs through transformers' attention registry. `expand`
     gives the configuration and the tensors of our own decoder that compute the same function in the checkpoint's place.
+    Weights are rounded to int8 for our own decoder in float32 on a CPU, by nearly the same function: for a draft.
     Raises UnsupportedModel (WrongCheckpoint) with the reason, ValueError for a device that is not there.
 
     Beside what is kept of the weights, memory is taken for no more than one layer, or one tensor that is larger."""
@@ -88,9 +98,11 @@ def load_model(
     with checkpoint_digest(folder, files) as weights_digest:
         if expand is not None:
             config, state = expand(config, checkpoint.read_tensors(files))
-            model = new_decoder(parse_config(config, max_model_len), state, weights_dtype, device, batch_invariant)
-        elif (parsed := _parsed(config, max_model_len, batch_invariant)) is not None:
-            model = new_decoder(parsed, checkpoint.read_tensors(files), weights_dtype, device, batch_invariant)
+            expanded = parse_config(config, max_model_len)
+            model = new_decoder(expanded, state, weights_dtype, device, batch_invariant, quantization)
+        elif (parsed := _parsed(config, max_model_len, batch_invariant, quantization)) is not None:
+            state = checkpoint.read_tensors(files)
+            model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization)
         else:
             # Only where needed: it imports transformers' models.
             from outrider.engine.models.transformers import load_registry_model
@@ -110,6 +122,7 @@ def load_model(
         eos_token_ids=checkpoint.eos_ids(config, generation),
         default_sampling=checkpoint.default_sampling(generation),
         digest=digest,
+        quantization=quantization,
     )
 
 
@@ -129,18 +142,22 @@ def find_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def _parsed(config: dict[str, Any], max_model_len: int | None, batch_invariant: bool) -> DecoderConfig | None:
-    """What our decoder needs to know; None for what it does not compute. Batch-invariant mode is for it alone."""
+def _parsed(
+    config: dict[str, Any], max_model_len: int | None, batch_invariant: bool, quantization: Quantization | None
+) -> DecoderConfig | None:
+    """What our decoder needs to know; None for what it does not compute. Batch-invariant mode is for it alone, and so
+    is quantization."""
     model_type = config.get("model_type")
+    wanted = "batch-invariant mode" if batch_invariant else quantization and f"quantization {quantization}"
     if model_type not in MODEL_TYPES:
-        if batch_invariant:
-            raise UnsupportedModel(f"batch-invariant mode is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
+        if wanted:
+            raise UnsupportedModel(f"{wanted} is for {', '.join(MODEL_TYPES)}, not for {model_type!r}")
         return None
     try:
         return parse_config(config, max_model_len)
     except NotForDecoder as error:
-        if batch_invariant:
-            raise UnsupportedModel(f"batch-invariant mode is for our own decoder, not for {error}") from error
+        if wanted:
+            raise UnsupportedModel(f"{wanted} is for our own decoder, not for {error}") from error
         return None
 
 
@@ -150,12 +167,17 @@ def new_decoder(
     dtype: torch.dtype,
     device: torch.device,
     batch_invariant: bool,
+    quantization: Quantization | None = None,
 ) -> CausalLM:
     """Our own, of tensors by their Hugging Face names: by our C kernels where they can, else by PyTorch's and
     Triton's."""
+    int8 = quantization == "int8"
+    if int8 and (device.type != "cpu" or dtype != torch.float32):
+        given = f"in {str(dtype).removeprefix('torch.')} on {device}"
+        raise UnsupportedModel(f"quantization: is 'int8' {given}; allowed: on a CPU, with dtype auto or float32")
     if decoder_cpu.can_run(config, dtype, device):
-        return NativeDecoder(config, state)
-    return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant)
+        return NativeDecoder(config, state, int8)
+    return Decoder(config, state, dtype=dtype, device=device, batch_invariant=batch_invariant, int8=int8)
 
 
 def compute_dtype(name: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:

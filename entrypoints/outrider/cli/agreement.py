@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
-from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.loader import LoadedModel, Quantization, load_model
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import UnsupportedModel
 from outrider.proposers.draft_model import DrawnVocabulary
@@ -39,13 +39,18 @@ class Agreement:
 
 
 def compare_models(
-    target: Path, draft: Path, ids: Sequence[int], threads: int | None = None, mapping: VocabularyMap | None = None
+    target: Path,
+    draft: Path,
+    ids: Sequence[int],
+    threads: int | None = None,
+    mapping: VocabularyMap | None = None,
+    quantization: Quantization | None = None,
 ) -> Agreement:
-    """Both models on the same tokens, the target's; `mapping` where the draft has others. Raises ValueError where one
-    cannot be loaded or does not know the ids."""
+    """Both models on the same tokens, the target's; `mapping` where the draft has others, `quantization` the draft's.
+    Raises ValueError where one cannot be loaded or does not know the ids."""
     if threads is not None:
         torch.set_num_threads(threads)
-    models = _load(target), _load(draft)
+    models = _load(target), _load(draft, quantization)
     own_ids = ids if mapping is None else mapping.spell_all(ids)
     for folder, loaded, read in zip((target, draft), models, (ids, own_ids), strict=True):
         if max(read) >= loaded.vocab_size:
@@ -60,9 +65,9 @@ def compare_models(
     return result
 
 
-def _load(folder: Path) -> LoadedModel:
+def _load(folder: Path, quantization: Quantization | None = None) -> LoadedModel:
     try:
-        return load_model(folder)
+        return load_model(folder, quantization=quantization)
     except UnsupportedModel as error:
         raise ValueError(str(error)) from error
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,6 +31,9 @@ class CheckPairSettings(ServiceSettings):
     target: Path = Field(description="folder of the target's checkpoint, or a hub id: ORG/NAME")
     draft: Path = Field(description="folder of the draft's checkpoint, or a hub id: ORG/NAME")
     text: Path | None = Field(None, description="text file to compare the models on; absent: they are not loaded")
+    draft_quantization: Literal["int8"] | None = Field(
+        None, description="round the draft's weights to 8 bits, as outrider draft --quantization does"
+    )
     num_draft_tokens: int = Field(4, ge=1, le=128, description="drafted tokens of a round, for the estimates")
     max_tokens: int = Field(2048, ge=2, description="tokens read of the text")
     threads: int | None = Field(None, ge=1, le=256, description="threads for the models' products (default: torch's)")
@@ -51,7 +54,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
                 require_config(folder, flag)
         ids, mapping = _compare_tokenizers(settings)
         if settings.text is not None:
-            agreement = compare_models(settings.target, settings.draft, ids, settings.threads, mapping)
+            agreement = compare_models(
+                settings.target, settings.draft, ids, settings.threads, mapping, settings.draft_quantization
+            )
             print("\n".join(describe(agreement, settings.num_draft_tokens)))
     except (OSError, ValueError) as error:
         return fail(prog, error, one_line(error))

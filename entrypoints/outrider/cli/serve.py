@@ -72,6 +72,9 @@ class ServeSettings(LocalSettings, MethodSettings):
     )
     device: str | None = Field(None, description="where both models run, as cpu or cuda (the services': cpu)")
     draft_device: str | None = Field(None, description="where the draft runs, if elsewhere")
+    draft_quantization: Literal["int8"] | None = Field(
+        None, description="round the draft's weights to 8 bits, on a CPU (as they are)"
+    )
     draft_threads: int | None = Field(None, ge=1, le=256, description="threads of the draft (default: all cores)")
     max_model_len: int | None = Field(None, ge=2, description="longest sequence (default: the models')")
     cache_mb: int | None = Field(None, ge=1, description="memory of the target's cache, in MiB (its own choice)")
@@ -156,6 +159,7 @@ class ServeSettings(LocalSettings, MethodSettings):
             "model": self.draft_folder,
             "target-tokenizer": self._mapped_target,
             "dtype": self.dtype,
+            "quantization": self.draft_quantization,
             "device": self.draft_device or self.device,
             "threads": self.draft_threads,
             "max-model-len": self.max_model_len,

@@ -51,7 +51,7 @@ FIXED: Fixed = {
     "data_parallel_size": ((1,), ONE_DEVICE),
     "enable_expert_parallel": ((False,), ONE_DEVICE),
     "distributed_executor_backend": ((None, "uni"), ONE_DEVICE),
-    "quantization": ((None,), "weights are computed in float32 or bfloat16"),
+    "quantization": ((None,), "a target's weights are as they are; a draft's: speculative_config['quantization']"),
     "revision": ((None,), "a part of the model's hub id: org/name@revision"),
     "code_revision": ((None,), "code is of the model's revision"),
     "tokenizer_revision": ((None,), "a part of the tokenizer's hub id: org/name@revision"),

@@ -168,7 +168,7 @@ class SpeculativeConfig:
     disable_padded_drafter_batch: bool = False
     draft_sample_method: Annotated[str | None, one_of(("greedy", "probabilistic"))] = None  # None: probabilistic, which
     # accepts more; vLLM's default is greedy
-    quantization: Annotated[Any, Only(None, why="drafts are computed in float32 or bfloat16")] = None
+    quantization: Annotated[Any, Only(None, "int8", why="a draft's weights are as they are, or rounded to int8")] = None
     draft_lm_head_quantization: Annotated[Any, Only(None, why="drafts are computed in float32 or bfloat16")] = None
     revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
     code_revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
@@ -308,6 +308,8 @@ class SpeculativeConfig:
                 raise ValueError("use_heterogeneous_vocab is for draft models")
             if self.use_local_argmax_reduction:
                 raise ValueError("use_heterogeneous_vocab does not go with use_local_argmax_reduction")
+        if self.quantization is not None and not method_of(self.method or "").needs_model:
+            raise ValueError(f"quantization={self.quantization!r:.100} is for draft models")
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method == "synthetic" and (rates is None) == (length is None):
             raise ValueError(

@@ -410,6 +410,7 @@ def _load_draft(
     return load_model(
         folder,
         dtype=arguments.dtype,
+        quantization=speculation.quantization,
         device=device,
         max_model_len=speculation.max_model_len,
         trust_remote_code=arguments.trust_remote_code,

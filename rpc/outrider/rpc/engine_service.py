@@ -166,7 +166,7 @@ def info_of(
         tokenizer_fingerprint=vocabulary.fingerprint if vocabulary is not None else "",
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=SamplingParams(**loaded.default_sampling),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        dtype=loaded.dtype,
         device=settings.device,
         num_blocks=num_blocks,
         block_size=block_size,

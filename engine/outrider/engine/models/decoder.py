@@ -112,8 +112,9 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
+        int8: bool = False,  # matrices are rounded to what 8 bits hold, and kept in `dtype`
     ) -> None:
-        reader = WeightReader(config, state, dtype, device)
+        reader = WeightReader(config, state, dtype, device, int8)
         keep_plain = num_parameters(config) * dtype.itemsize <= KEEP_PLAIN_BYTES
         self.config = config
         self.dtype = dtype
@@ -132,7 +133,7 @@ class Decoder:
             _Layer(config, index, reader, batch_invariant, keep_plain) for index in range(config.num_layers)
         )
         self._norm = reader.norm("model.norm.weight")  # [hidden]
-        head = self._embedding.weight if config.tied_embeddings else reader.tensor("lm_head.weight")
+        head = reader.head(self._embedding.weight)
         self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
 
     def forward(

@@ -1,4 +1,6 @@
-"""The decoder on a CPU, in float32, by our C kernels: the same function as decoder.py's, in one call for all layers."""
+"""The decoder on a CPU, in float32, by our C kernels: the same function as decoder.py's, in one call for all layers.
+
+A draft's matrices may be rounded to 8 bits. The embeddings, of which a pass reads a row a token, are not."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.weights import WeightReader
 from outrider.kernels.cpu import decoder
-from outrider.kernels.cpu.decoder import CpuDecoder, LayerWeights, RaggedRows
+from outrider.kernels.cpu.decoder import CpuDecoder, Kind, LayerWeights, RaggedRows
 
 
 def can_run(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -25,7 +27,7 @@ def can_run(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> 
 class NativeDecoder:
     """A CausalLM. Batch-invariant whether that was asked for or not."""
 
-    def __init__(self, config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: DecoderConfig, state: Mapping[str, Tensor], int8: bool = False) -> None:
         reader = WeightReader(config, state, torch.float32, torch.device("cpu"))
         self.config = config
         self.dtype = torch.float32
@@ -42,7 +44,7 @@ class NativeDecoder:
             (_layer(config, index, reader, rotary) for index in range(config.num_layers)),
             reader.norm("model.norm.weight"),
             embeddings if config.tied_embeddings else reader.tensor_as_stored("lm_head.weight"),
-            kind=decoder.kind_for(reader.all_bfloat16()),
+            kind=Kind.BYTES if int8 else decoder.kind_for(reader.all_bfloat16()),
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,

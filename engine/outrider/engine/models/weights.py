@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.engine.models.decoder_config import DecoderConfig, turned_first
 from outrider.kernels.cpu.decoder import is_bfloat16
+from outrider.kernels.layers.reference import through_int8
 
 _TEXT_MODEL_PREFIXES = ("language_model.", "model.language_model.")
 _VISION_PARTS = ("vision_tower.", "multi_modal_projector.")
@@ -106,7 +107,12 @@ class WeightReader:
     are not those of the configuration."""
 
     def __init__(
-        self, config: DecoderConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        state: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        int8: bool = False,  # matrices that rows are multiplied with are rounded to what 8 bits hold
     ) -> None:
         state = text_model_state(state)
         check_state(config, state)
@@ -115,6 +121,7 @@ class WeightReader:
         self._parts = _fused_parts(config)
         self._dtype = dtype
         self._device = device
+        self._int8 = int8
 
     def tensor(self, name: str) -> Tensor:
         """A copy that shares no memory with the checkpoint (whose mapping may not be aligned)."""
@@ -122,13 +129,19 @@ class WeightReader:
 
     def linear(self, prefix: str, *names: str) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the projections `prefix + name`, stacked on top of one another."""
-        parts = [self._projection(f"{prefix}{name}.weight") for name in names]
+        parts = [self._rounded(self._projection(f"{prefix}{name}.weight")) for name in names]
         return self._stacked(parts), self._bias(prefix, *names)
 
     def linear_as_stored(self, prefix: str, *names: str) -> tuple[Tensor, Tensor | None]:
         """As `linear`, but the weight has the checkpoint's type, and may be its mapping."""
         parts = [self._projection(f"{prefix}{name}.weight") for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts), self._bias(prefix, *names)
+
+    def head(self, embeddings: Tensor) -> Tensor:  # [vocab, hidden]
+        """The head's weight: the embeddings themselves, where they are tied and not to be rounded."""
+        if not self._config.tied_embeddings:
+            return self._copy(self._rounded(self._state["lm_head.weight"]))
+        return self._rounded(embeddings)
 
     def tensor_as_stored(self, name: str) -> Tensor:
         """Has the checkpoint's type, and may be its mapping."""
@@ -168,6 +181,9 @@ class WeightReader:
         query, key = (self.norm(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
         return torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        return through_int8(weight) if self._int8 else weight
 
     def _bias(self, prefix: str, *names: str) -> Tensor | None:
         if f"{prefix}{names[0]}.bias" not in self._state:

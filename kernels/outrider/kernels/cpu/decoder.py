@@ -2,7 +2,8 @@
 layers, on threads that stay together. Everything is computed in float32.
 
 Where all weights are bfloat16 numbers, as most checkpoints' are, they are read as 16 bits: half the memory traffic, the
-same function; and multiplied by the processor's matrix unit (AMX) if it has one. Every row's bits depend on its own
+same function; and multiplied by the processor's matrix unit (AMX) if it has one. A draft's may be rounded to 8 bits:
+half of that again, nearly the same function. Every row's bits depend on its own
 sequence alone: the pass is batch-invariant."""
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels.cpu.library import cpu_library, cpu_library_name
+from outrider.kernels.layers.reference import int8_scales, to_int8
 
 PANEL = 32  # outputs whose weights lie together
 DIM_MULTIPLE = 16  # of hidden sizes and heads
@@ -41,12 +43,17 @@ class Kind(IntEnum):
     FLOATS = 0
     HALVES = 1
     TILES = 2
+    BYTES = 3  # rounded to integers of 8 bits, with a scale for each output
+
+
+_NUMBERS = {Kind.FLOATS: torch.float32, Kind.HALVES: torch.int16, Kind.TILES: torch.int16, Kind.BYTES: torch.int8}
 
 
 class _Matrix(Structure):
     _fields_ = (
-        ("panels", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("kind", c_int64),
-    )  # fmt: skip
+        *((name, c_void_p) for name in ("panels", "bias", "scales")),
+        *((name, c_int64) for name in ("outputs", "inputs", "kind")),
+    )
 
 
 class _Layer(Structure):
@@ -225,8 +232,10 @@ class CpuDecoder:
         )
 
     def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
-        panels = pack(weight, self.kind)
-        return _Matrix(self._pointer(panels), self._pointer(bias), weight.shape[0], weight.shape[1], self.kind)
+        scales = row_scales(weight) if self.kind is Kind.BYTES else None
+        panels = pack(weight, self.kind, scales)
+        pointers = map(self._pointer, (panels, bias, scales))
+        return _Matrix(*pointers, weight.shape[0], weight.shape[1], self.kind)
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -236,8 +245,8 @@ class CpuDecoder:
 
 
 def kind_for(all_bfloat16: bool) -> Kind:
-    """How the matrices of a decoder are kept, by whether all their numbers are bfloat16's. Raises RuntimeError where
-    the kernels are not there."""
+    """How the matrices of a decoder are kept that are not to be rounded, by whether all their numbers are bfloat16's.
+    Raises RuntimeError where the kernels are not there."""
     library: Any = cpu_library()
     if library is None:
         raise RuntimeError("the CPU kernels are not there")
@@ -253,18 +262,24 @@ def is_bfloat16(weight: Tensor) -> bool:  # [out, in] of any floating type
     return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in _chunks(weight))
 
 
-def pack(weight: Tensor, kind: Kind) -> Tensor:
+def row_scales(weight: Tensor) -> Tensor:  # [out, in] of any floating type -> [out] float32
+    """What 8 bits of each output are multiplied with."""
+    return torch.cat([int8_scales(part) for part in _chunks(weight)])
+
+
+def pack(weight: Tensor, kind: Kind, scales: Tensor | None = None) -> Tensor:
     """[out, in] of any floating type -> panels of 32 outputs, filled up with zeros: [ceil(out / 32), in, 32] float32,
-    or int16 with the bfloat16 numbers' bits; for tiles [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a
-    panel's outputs, pairs of inputs, outputs, the two of a pair. Takes little memory beside the result."""
+    int16 with the bfloat16 numbers' bits, or int8, of which each output has its scale in `scales`, [out]; for tiles
+    [ceil(out / 32), ceil(in / 32), 2, 16, 16, 2]: halves of a panel's outputs, pairs of inputs, outputs, the two of a
+    pair. Takes little memory beside the result."""
     outputs, inputs = weight.shape
     shape: tuple[int, ...] = (-(-outputs // PANEL), inputs, PANEL)
     if kind is Kind.TILES:
         shape = (shape[0], -(-inputs // STEP), 2, STEP // 2, PANEL // 2, 2)
-    packed = _in_huge_pages(shape, torch.float32 if kind is Kind.FLOATS else torch.int16)
+    packed = _in_huge_pages(shape, _NUMBERS[kind])
     start = 0
     for part in _chunks(weight):
-        panels = _panels(part, kind)
+        panels = _panels(part, kind, None if scales is None else scales[start * PANEL :][: len(part)])
         packed[start : start + len(panels)] = panels
         start += len(panels)
     return packed
@@ -289,8 +304,11 @@ def _chunks(weight: Tensor) -> Iterator[Tensor]:
     return iter(torch.split(weight, max(CHUNK // weight.shape[1] // PANEL, 1) * PANEL))
 
 
-def _panels(weight: Tensor, kind: Kind) -> Tensor:  # as `pack`, maybe not contiguous
-    numbers = weight.float() if kind is Kind.FLOATS else weight.bfloat16().view(torch.int16)
+def _panels(weight: Tensor, kind: Kind, scales: Tensor | None) -> Tensor:  # as `pack`, maybe not contiguous
+    if scales is not None:
+        numbers = to_int8(weight, scales)
+    else:
+        numbers = weight.float() if kind is Kind.FLOATS else weight.bfloat16().view(torch.int16)
     numbers = F.pad(numbers, (0, 0, 0, -len(weight) % PANEL)).contiguous()
     if kind is not Kind.TILES:
         return numbers.view(-1, PANEL, numbers.shape[1]).transpose(1, 2)

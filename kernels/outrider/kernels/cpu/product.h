@@ -1,8 +1,9 @@
-/* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32 or as bfloat16, which
-   are the upper halves of float32 numbers. The rows lie in groups of up to MOST_ROWS, [in][rows of the group] each: so
-   all that one step of a sum reads lies together. Every output is one sum over the inputs in ascending order: its bits
-   depend neither on the other rows nor on the threads. Where the processor multiplies tiles of bfloat16 numbers, weights
-   and rows lie as tiles.h has them. */
+/* y = x W^T + b for few rows x. The weights lie in panels of 32 outputs, [in][32] each, as float32, as bfloat16, which
+   are the upper halves of float32 numbers, or as integers of 8 bits, with a scale for each output, by which its sum is
+   multiplied. The rows lie in groups of up to MOST_ROWS, [in][rows of the group] each: so all that one step of a sum
+   reads lies together. Every output is one sum over the inputs in ascending order: its bits depend neither on the other
+   rows nor on the threads. Where the processor multiplies tiles of bfloat16 numbers, weights and rows lie as tiles.h has
+   them. */
 #ifndef OUTRIDER_PRODUCT_H
 #define OUTRIDER_PRODUCT_H
 
@@ -20,21 +21,37 @@
 #endif
 #define PART 128           /* inputs whose weights are widened together: 16 KiB */
 #define AHEAD (32 * PANEL) /* numbers fetched before they are needed */
-/* Sixteen bits are read once in a pass: what is fetched need not stay in the outer caches. */
+/* Weights of few bits are read once in a pass: what is fetched need not stay in the outer caches. */
 #define FETCH_ONCE(at) __builtin_prefetch(at, 0, 0)
 
-enum { FLOATS, HALVES, TILES }; /* how weights lie */
+enum { FLOATS, HALVES, TILES, BYTES }; /* how weights lie */
 
 typedef struct {
-    const void *panels; /* [ceil(outputs / 32)] of [inputs][32], or of [steps][2][16][16][2] */
-    const float *bias;  /* [outputs], or none */
+    const void *panels;  /* [ceil(outputs / 32)] of [inputs][32], or of [steps][2][16][16][2] */
+    const float *bias;   /* [outputs], or none */
+    const float *scales; /* [outputs] of bytes, or none */
     int64_t outputs, inputs, kind;
 } Matrix;
 
 typedef float Results[PANEL]; /* of one row and panel */
 
+/* As many numbers of a panel as a register has, from number `at` on. */
+INLINE floats weights_at(const int kind, const void *panel, int64_t at) {
+    if (kind == HALVES) return widen((const uint16_t *)panel + at);
+    if (kind == BYTES) return from_bytes((const int8_t *)panel + at);
+    return load((const float *)panel + at);
+}
+
+/* Asks for the line or lines of a panel with the numbers of one input, from number `at` on. */
+INLINE void fetch(const int kind, const void *panel, int64_t at) {
+    if (kind == HALVES) FETCH_ONCE((const uint16_t *)panel + at);
+    if (kind == BYTES) FETCH_ONCE((const int8_t *)panel + at);
+    if (kind == FLOATS)
+        __builtin_prefetch((const float *)panel + at), __builtin_prefetch((const float *)panel + at + PANEL / 2);
+}
+
 /* Adds to `out` the sums over `inputs` inputs. */
-INLINE void multiply(const int rows, const int is_half, const float *x, const void *panel, int64_t inputs,
+INLINE void multiply(const int rows, const int kind, const float *x, const void *panel, int64_t inputs,
                      Results *out) {
     floats sums[MOST_ROWS][VECTORS];
 #pragma GCC unroll 12
@@ -42,15 +59,10 @@ INLINE void multiply(const int rows, const int is_half, const float *x, const vo
 #pragma GCC unroll 8
         for (int part = 0; part < VECTORS; part++) sums[row][part] = load(out[row] + part * LANES);
     for (int64_t k = 0; k < inputs; k++, x += rows) {
-        const uint16_t *half = (const uint16_t *)panel + k * PANEL;
-        const float *wide = (const float *)panel + k * PANEL;
-        if (is_half)
-            FETCH_ONCE(half + AHEAD);
-        else
-            __builtin_prefetch(wide + AHEAD), __builtin_prefetch(wide + AHEAD + PANEL / 2);
+        fetch(kind, panel, k * PANEL + AHEAD);
 #pragma GCC unroll 8
         for (int part = 0; part < VECTORS; part++) {
-            floats weights = is_half ? widen(half + part * LANES) : load(wide + part * LANES);
+            floats weights = weights_at(kind, panel, k * PANEL + part * LANES);
 #pragma GCC unroll 12
             for (int row = 0; row < rows; row++) sums[row][part] += all(x[row]) * weights;
         }
@@ -63,13 +75,15 @@ INLINE void multiply(const int rows, const int is_half, const float *x, const vo
 
 #define CASE(rows)                                                                                                     \
     case rows:                                                                                                         \
-        if (is_half)                                                                                                   \
-            multiply(rows, 1, x, weights, inputs, out);                                                                \
+        if (kind == HALVES)                                                                                            \
+            multiply(rows, HALVES, x, weights, inputs, out);                                                           \
+        else if (kind == BYTES)                                                                                        \
+            multiply(rows, BYTES, x, weights, inputs, out);                                                            \
         else                                                                                                           \
-            multiply(rows, 0, x, weights, inputs, out);                                                                \
+            multiply(rows, FLOATS, x, weights, inputs, out);                                                           \
         break;
 
-static void multiply_rows(int64_t rows, int64_t is_half, const float *x, const void *weights, int64_t inputs,
+static void multiply_rows(int64_t rows, int64_t kind, const float *x, const void *weights, int64_t inputs,
                           Results *out) {
     switch (rows) {
         CASE(1)
@@ -112,47 +126,57 @@ INLINE void place(const Matrix *matrix, int64_t rows, int64_t row, int64_t at, i
     for (int64_t index = 0; index < count; index++) to[index * stride] = from[index];
 }
 
-/* All rows times one panel of floats or halves. Weights that several groups need are widened once, a part at a time that
-   stays in the first-level cache. */
+INLINE int64_t number_bytes(int64_t kind) { return kind == BYTES ? 1 : kind == FLOATS ? 4 : 2; }
+
+/* The numbers of `count` inputs. */
+INLINE void widen_part(const int kind, const void *weights, int64_t count, float *wide) {
+    for (int64_t at = 0; at < count * PANEL; at += LANES) {
+        if (at % PANEL == 0) fetch(kind, weights, at + AHEAD);
+        store(wide + at, weights_at(kind, weights, at));
+    }
+}
+
+/* All rows times one panel of floats, halves or bytes. Weights that several groups need are widened once, a part at a
+   time that stays in the first-level cache. */
 static void multiply_groups(const Matrix *matrix, int64_t panel, const float *x, int64_t rows, Results *out) {
-    int64_t inputs = matrix->inputs, groups = num_groups(rows), is_half = matrix->kind == HALVES;
-    int64_t widens = is_half && groups > 1, part = widens ? PART : inputs;
+    int64_t inputs = matrix->inputs, groups = num_groups(rows), kind = matrix->kind;
+    int64_t widens = kind != FLOATS && groups > 1, part = widens ? PART : inputs;
     float wide[PART * PANEL] __attribute__((aligned(64)));
     memset(out, 0, (size_t)rows * sizeof(Results));
     for (int64_t k = 0; k < inputs; k += part) {
-        int64_t count = inputs - k < part ? inputs - k : part, place = panel * PANEL * inputs + k * PANEL;
-        const void *weights = is_half ? (const void *)((const uint16_t *)matrix->panels + place)
-                                      : (const void *)((const float *)matrix->panels + place);
+        int64_t count = inputs - k < part ? inputs - k : part;
+        const void *weights = (const char *)matrix->panels + (panel * inputs + k) * PANEL * number_bytes(kind);
         if (widens) {
-            for (int64_t at = 0; at < count * PANEL; at += LANES) {
-                if (at % PANEL == 0) FETCH_ONCE((const uint16_t *)weights + at + AHEAD);
-                store(wide + at, widen((const uint16_t *)weights + at));
-            }
+            if (kind == HALVES)
+                widen_part(HALVES, weights, count, wide);
+            else
+                widen_part(BYTES, weights, count, wide);
             weights = wide;
         }
         for (int64_t group = 0; group < groups; group++) {
             int64_t start = group_start(group, rows), size = group_start(group + 1, rows) - start;
-            multiply_rows(size, is_half && !widens, x + start * inputs + k * size, weights, count, out + start);
+            multiply_rows(size, widens ? FLOATS : kind, x + start * inputs + k * size, weights, count, out + start);
         }
     }
 }
 
-/* All rows of x times one panel, and its bias. out: [rows] */
+/* All rows of x times one panel, its scales and its bias. out: [rows] */
 static void product_panel(const Matrix *matrix, int64_t panel, const float *x, int64_t rows, Results *out) {
     int64_t size = num_steps(matrix->inputs) * 2 * TILE, first = panel * PANEL;
     if (matrix->kind == TILES)
         multiply_tiles((const uint16_t *)x, (const uint16_t *)matrix->panels + panel * size, matrix->inputs, rows, out);
     else
         multiply_groups(matrix, panel, x, rows, out);
-    if (matrix->bias)
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t at = 0; at < PANEL && first + at < matrix->outputs; at++)
-                out[row][at] += matrix->bias[first + at];
+    int64_t left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t at = 0; matrix->scales && at < width; at++) out[row][at] *= matrix->scales[first + at];
+        for (int64_t at = 0; matrix->bias && at < width; at++) out[row][at] += matrix->bias[first + at];
+    }
 }
 
 INLINE int64_t panel_bytes(const Matrix *matrix) {
     if (matrix->kind == TILES) return num_steps(matrix->inputs) * 2 * TILE * (int64_t)sizeof(uint16_t);
-    return matrix->inputs * PANEL * (int64_t)(matrix->kind == HALVES ? sizeof(uint16_t) : sizeof(float));
+    return matrix->inputs * PANEL * number_bytes(matrix->kind);
 }
 
 INLINE int64_t num_panels(const Matrix *matrix) { return (matrix->outputs + PANEL - 1) / PANEL; }
