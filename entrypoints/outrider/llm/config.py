@@ -308,7 +308,7 @@ class SpeculativeConfig:
                 raise ValueError("use_heterogeneous_vocab is for draft models")
             if self.use_local_argmax_reduction:
                 raise ValueError("use_heterogeneous_vocab does not go with use_local_argmax_reduction")
-        if self.quantization is not None and not method_of(self.method or "").needs_model:
+        if self.quantization is not None and self.model is None:
             raise ValueError(f"quantization={self.quantization!r:.100} is for draft models")
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method == "synthetic" and (rates is None) == (length is None):
