@@ -45,7 +45,7 @@ from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import Emit, SpeculationCore
 from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.planner.forecast import VerifyCosts
+from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, Unavailable
 from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
@@ -216,6 +216,52 @@ async def test_drafts_are_judged_again_for_another_model() -> None:
             await fleet.replace(0, old(num_tokens=300))
             await until(lambda: targets.info.model.name == "old")
             assert drafts.usable  # at once: its stream was kept
+
+
+async def test_a_draft_that_loads_other_weights_is_asked_again() -> None:
+    """Its streams stay; one that does not fit any more gets nothing new."""
+    draft = DraftServicer(ToyDraft(wrong_every=3, info=draft_info(num_tokens=300, digest="one")))
+    toy, changes = draft.toy, list[str]()
+
+    def check(info: DraftInfo) -> None:
+        changes.append(info.model.digest)
+        check_pair(target_info(num_tokens=300).model, info.model)
+
+    target = TargetServicer(ToyTarget(step_s=0.005))
+    async with (
+        serving(draft) as server,
+        serving(target) as other,
+        RemoteDrafts([server.address], check, QUICK) as drafts,
+        RemoteTargets([other.address], stream_config=QUICK) as targets,
+    ):
+        await asyncio.wait_for(asyncio.gather(drafts.wait_usable(), targets.wait_usable()), 30)
+        engine = GenerationEngine(toy_tokenizer(), targets, drafts, EngineConfig(mode="auto"))
+        await learned(engine, "one")
+        task = asyncio.create_task(generate(drafts, targets, request(150)))
+        await until(lambda: drafts.replicas[0].num_sequences)
+        for version, (digest, num_tokens) in enumerate((("two", 300), ("three", 200), ("four", 300)), start=1):
+            toy.info, draft.info_version = draft_info(num_tokens=num_tokens, digest=digest), version
+            await until(lambda digest=digest: changes[-1] == digest)  # type: ignore[misc]
+            await until(lambda usable=num_tokens == 300: drafts.usable is usable)  # type: ignore[misc]
+            assert drafts.replicas[0].num_sequences == 1, "what is open there stays"
+            if drafts.usable:
+                await until(lambda digest=digest: drafts.info and drafts.info.model.digest == digest)  # type: ignore[misc]
+                await learned(engine, digest)
+        assert await asyncio.wait_for(task, 60) == expected(PROMPT, 150)
+        assert changes == ["one", "two", "three", "four"] and drafts.replicas[0].num_streams == 1
+
+
+async def learned(engine: GenerationEngine, digest: str) -> None:
+    """What is learned of a pair is no other pair's."""
+    known = engine._known
+    asked = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(temperature=0.0, max_tokens=30))
+    for _ in range(2):
+        async for _ in engine.generate(asked):
+            pass
+        assert engine._known is not None and engine._known[0][1] == digest
+        if known is not None:
+            assert engine._known[1] is not known[1] and engine._known[2] is not known[2]
+    assert engine._known[1].acceptance.first(1) != SharedStats(VerifyCosts()).acceptance.first(1)
 
 
 async def test_a_request_that_waits_for_admission_runs_on_what_is_served_then(tmp_path: Path) -> None:

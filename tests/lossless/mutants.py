@@ -3,6 +3,7 @@ does not fail with its mutant sees nothing."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.draft_service import engine
+from outrider.draft_service.admission import ModelMethod
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.models import decoder
@@ -242,6 +245,21 @@ def mapped_draws_are_not_renormalised(patch: Patch) -> None:
 
     patch.setattr(DrawnVocabulary, "logits", unmapped)
     patch.setattr(draft_model, "draft_sample", mutant)
+
+
+def weights_are_not_those_drawn_from(patch: Patch) -> None:
+    """What was drafted when the draft's model changed leaves with other weights than it was drawn from."""
+    readmit = engine.readmit
+
+    def wrong(draft: DraftSequence, method: ModelMethod) -> None:
+        readmit(draft, method)
+        chain = draft.chain
+        for index, found in enumerate(chain.weights):
+            if found is not None:
+                weights = memoryview(found.weights).cast("I").tolist()
+                chain.weights[index] = replace(found, weights=struct.pack(f"<{len(weights)}I", *weights[::-1]))
+
+    patch.setattr(engine, "readmit", wrong)
 
 
 def mapped_noise_is_indexed_by_own_ids(patch: Patch) -> None:

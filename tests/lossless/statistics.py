@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.environment import SEED
 from support.models import save_words, tiny_hf_model
 
 from outrider.cli.local_services import Services
+from outrider.draft_service.boot import DraftService, model_builder, runner_options
 from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
@@ -56,6 +58,7 @@ class Setting:
     windows_ahead: int = 0  # drafted during the verification
     max_branches: int = 0
     cut_windows: bool = False  # the target verifies fewer drafted tokens where that pays
+    reloads: bool = False  # the draft's weights change all the time
     short: int = TOKENS_3K  # sequences
     long: int = TOKENS_200K
 
@@ -74,7 +77,8 @@ class Setting:
     @property
     def depends_on_time(self) -> bool:
         """Whether clocks decide what is verified when: then a seed does not fix how tokens come about."""
-        return self.windows_ahead > 0 or self.cut_windows or self.method == "suffix"  # by what ended before
+        by_what_ended = self.method == "suffix"
+        return self.windows_ahead > 0 or self.cut_windows or self.reloads or by_what_ended
 
     def seeds(self, count: int) -> range:
         """Of `count` sequences; no two settings share any."""
@@ -109,6 +113,8 @@ MAPPED_COUPLED = Setting(
     long=TOKENS_5K,
 )
 CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=750)
+RELOADS = Setting("reloads", k=3, depth=4, reloads=True, short=TOKENS_3K, long=TOKENS_20K)
+RELOADS_BY_BLOCK = replace(RELOADS, name="reloads, block", acceptance=BLOCK)
 BY_BLOCK = Setting("block", acceptance=BLOCK, k=3, depth=4, short=1_250)
 SHORT = [
     *EACH,
@@ -215,17 +221,37 @@ async def target_in_process(model: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def draft_in_process(model: Path, target: Path) -> AsyncIterator[str]:
-    """The address of a draft that can be harmed, for a target of another vocabulary."""
-    settings = DraftSettings(
-        model=model, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, target_tokenizer=[target]
-    )
+async def draft_in_process(model: Path, **more: Any) -> AsyncIterator[DraftService]:
+    """A draft that can be harmed, with more settings than its model."""
+    settings = DraftSettings(model=model, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, **more)
     service = await start_draft(settings)
     await service.server.start()
     try:
-        yield service.server.address
+        yield service
     finally:
         await service.stop()
+
+
+@asynccontextmanager
+async def changed_all_the_time(draft: DraftService, folders: Sequence[Path]) -> AsyncIterator[list[int]]:
+    """While in it, a draft's model is now this one, now that: `outrider reload` without the loading, which would leave
+    few changes between the tokens of a piece. Gives how many sequences each has met."""
+    settings = DraftSettings(model=folders[0], cache_mb=16, max_rows=MAX_ROWS)
+    builds = [model_builder(settings, folder, runner_options(settings)) for folder in folders]
+    methods, met = [build()[0] for build in builds], list[int]()
+
+    async def change() -> None:
+        for method in itertools.cycle(methods):
+            met.append(await asyncio.wrap_future(draft.thread.call(partial(draft.engine.replace_model, method))))
+            await asyncio.sleep(0.002)
+
+    task = asyncio.create_task(change())
+    try:
+        yield met
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 Integers = NDArray[np.int64]

@@ -25,12 +25,15 @@ from lossless.mutants import (
     mapped_draws_are_not_renormalised,
     penalties_of_the_committed,
     residual_is_target,
+    weights_are_not_those_drawn_from,
 )
 from lossless.statistics import (
     BONUS,
     BY_BLOCK,
     LONG,
     MAPPED,
+    RELOADS,
+    RELOADS_BY_BLOCK,
     SHORT,
     TEMPERATURE_1,
     TEMPERATURE_1_COUPLED,
@@ -42,6 +45,7 @@ from lossless.statistics import (
     Draws,
     Pair,
     Setting,
+    changed_all_the_time,
     draft_in_process,
     draw,
     exact_laws,
@@ -200,6 +204,35 @@ def test_chi_square() -> None:
     assert p_value(np.array([5000.0, 3000.0, 1900.0, 40.0, 59.0, 1.0]), law) == 0.0  # once is too often
 
 
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("setting", [RELOADS, RELOADS_BY_BLOCK], ids=lambda setting: setting.name)
+async def test_weights_that_change_in_mid_stream(pair: Pair, setting: Setting, prove: bool) -> None:
+    found, met = await draw_over_reloads(pair, setting, setting.long if prove else setting.short)
+    print(f"{setting.name}: {len(met)} changes met {sum(met)} sequences, least p {min(found.values()):.2g}")
+    assert sum(met) > 200, met
+    assert min(found.values()) > LEAST_P_BY_CHANCE, found
+
+
+@pytest.mark.timeout(3600)
+async def test_weights_of_another_model_than_drew_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights_are_not_those_drawn_from(monkeypatch)
+    found, met = await draw_over_reloads(pair, RELOADS, 2_200)
+    print(f"weights_are_not_those_drawn_from: {sum(met)} sequences met, least p {min(found.values()):.2g}")
+    assert min(found.values()) < LEAST_P, found
+
+
+async def draw_over_reloads(pair: Pair, setting: Setting, num_sequences: int) -> tuple[dict[str, float], list[int]]:
+    """A p-value for each question, and how many sequences were open at each change of the weights."""
+    folders = [pair.folder.parent / name for name in ("tempered", "opposite")]
+    async with (
+        draft_in_process(folders[1]) as draft,
+        changed_all_the_time(draft, folders) as met,
+    ):
+        draws = await draw(setting, pair.target, draft.server.address, setting.seeds(num_sequences))
+    assert draws.drafted[:, 0].mean() == 1.0
+    return p_values(draws, exact_laws(pair.hf, setting.prompt, setting.params, setting.depth)), met
+
+
 async def test_a_seed_fixes_the_draws(pair: Pair) -> None:
     first, second = [(await draw_from(pair, pair.target, TEMPERATURE_1, 200))[0] for _ in range(2)]
     assert (first.tokens == second.tokens).all() and (first.origins == second.origins).all()
@@ -229,8 +262,8 @@ async def test_mutants_are_found(
 
 async def test_a_mapped_draft_that_draws_from_all_it_has_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped_draws_are_not_renormalised(monkeypatch)
-    async with draft_in_process(pair.folder.parent / "mapped", pair.folder) as draft:
-        draws = await draw(MAPPED, pair.target, draft, MAPPED.seeds(1_200))
+    async with draft_in_process(pair.folder.parent / "mapped", target_tokenizer=[pair.folder]) as draft:
+        draws = await draw(MAPPED, pair.target, draft.server.address, MAPPED.seeds(1_200))
     found = p_values(draws, exact_laws(pair.hf, MAPPED.prompt, MAPPED.params, MAPPED.depth))
     print(f"mapped_draws_are_not_renormalised: {min(found.values()):.2g}")
     assert min(found.values()) < LEAST_P, found

@@ -64,7 +64,7 @@ class Pair:
         if entries is None:
             return None
         self.number += 1
-        frame = COMMANDS.build(FrameHeader(self.number, 2**64 - 1, 2**64 - 1, 2**32 - 1, True), entries)
+        frame = COMMANDS.build(FrameHeader(self.number, 2**64 - 1, 2**64 - 1, 2**32 - 1, True, 2**32 - 1), entries)
         assert frame.ByteSize() <= MAX_FRAME_BYTES or len(entries) == 1
         received = self.assembler.accept(type(frame).FromString(frame.SerializeToString()))
         self.replies += received.replies

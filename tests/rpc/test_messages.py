@@ -85,7 +85,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         num_cached_ids=UINT32,
     ),
     "prompt_logprobs": st.builds(m.PromptLogprobs, UINT32, UINT32, LOGPROBS),
-    "header": st.builds(m.FrameHeader, UINT64, UINT64, UINT64, UINT32, st.booleans()),
+    "header": st.builds(m.FrameHeader, UINT64, UINT64, UINT64, UINT32, st.booleans(), UINT32),
     "load": LOAD,
     "timings": TIMINGS,
 }

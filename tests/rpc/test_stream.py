@@ -206,6 +206,21 @@ async def test_a_stuck_device_and_a_draining_peer_are_told() -> None:
         assert told == [(True, False), (False, True)]
 
 
+async def test_a_peer_that_has_changed_is_told_and_says_so() -> None:
+    told, version = list[int](), 3
+    stream, script, _ = scripted(
+        on_peer_change=lambda: told.append(stream.peer_info_version), info_version=lambda: version
+    )
+    async with stream:
+        for number, changes in enumerate((0, 1, 1, 2), start=1):
+            script.incoming.put_nowait(events(number, info_version=changes))
+        await turns(10)
+        assert told == [1, 2]
+        stream.send(new_open(1))
+        await turns()
+        assert script.written[-1].header.info_version == 3
+
+
 async def test_a_vanished_open_is_answered_here_and_not_within_send() -> None:
     got: list[Any] = []
     stream, script, _ = scripted(on_messages=got.extend)

@@ -332,12 +332,18 @@ class _StreamServicer:
         self.streams: list[FrameStream] = []
         self.opens: list[Open] = []
         self.closes: list[int] = []
-        self.step_age_ms = 0
+        self.step_age_ms = self.info_version = 0
         self.refuse: Failure | None = None
 
     async def serve(self, kind: Any, context: Any) -> None:
         sequences: dict[int, Any] = {}
-        stream = server_stream(kind, context, config=self.config or QUICK, step_age_ms=lambda: self.step_age_ms)
+        stream = server_stream(
+            kind,
+            context,
+            config=self.config or QUICK,
+            step_age_ms=lambda: self.step_age_ms,
+            info_version=lambda: self.info_version,
+        )
         async with stream:
             self.streams.append(stream)
             async for batch in stream:

@@ -50,6 +50,7 @@ class Reloads:
         if self._task is not None and not self._task.done():
             raise FailedPrecondition("another reload is under way; wait for its end", reason="RELOADING")
         self._task = asyncio.create_task(self._reload(Path(model) if model else self.folder))
+        self._task.add_done_callback(_note_failure)  # its caller may have left
         return await asyncio.shield(self._task)
 
     async def _reload(self, model: Path) -> Reloaded:
@@ -114,6 +115,11 @@ class Reloads:
         return time.monotonic() - began, num_sequences
 
 
+def _note_failure(task: asyncio.Task[Reloaded]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.warning("no reload: %s", _line(error))
+
+
 def require_memory(folder: Path, present: ModelMethod) -> None:
     """Raises ResourceExhausted where a folder's weights, with a cache like the present one, find no room beside it."""
     runner = present.proposer.runner
@@ -145,5 +151,5 @@ def free_bytes(device: torch.device) -> int:
     return min(free, default=1 << 62)  # where nobody says, trying tells
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__

@@ -144,9 +144,12 @@ async def look(given: Given) -> Deployment:
         _look_at("target", given.targets, "outrider.v1.TargetService", _target_info, given.timeout_s),
         _look_at("draft", given.drafts, "outrider.v1.DraftService", _draft_info, given.timeout_s),
     )
-    asked = [await _ask(peer.address, given) for peer in gateways if peer.info is not None]
+    asked = [await probe_gateway(peer.address, given) for peer in gateways if peer.info is not None]
     prompt_ids = given.prompt_ids or next((one.drafted.prompt_ids for one in asked if one.drafted is not None), ())
-    pairs = [await _generate(target, draft, prompt_ids, given) for target, draft in _pairs(targets, drafts)]
+    pairs = [
+        await probe_pair(target.address, "" if draft is None else draft.address, prompt_ids, given)
+        for target, draft in _pairs(targets, drafts)
+    ]
     return Deployment(gateways, targets, drafts, tuple(asked), tuple(pairs), bool(prompt_ids))
 
 
@@ -232,7 +235,7 @@ async def _info(service: ReplicaService[ServiceInfo], address: str) -> ServiceIn
         await channel.close()
 
 
-async def _ask(address: str, given: Given) -> GatewayProbe:
+async def probe_gateway(address: str, given: Given) -> GatewayProbe:
     """One request that drafts in every round, whatever pays, and one that never does."""
     try:
         async with Client(address) as client, asyncio.timeout(given.timeout_s):
@@ -269,18 +272,16 @@ def _pairs(
     return list(zip(islice(cycle(there), count), islice(cycle(beside or [None]), count), strict=True))
 
 
-async def _generate(
-    target: Peer[TargetInfo], draft: Peer[DraftInfo] | None, prompt_ids: tuple[int, ...], given: Given
-) -> PairProbe:
+async def probe_pair(target: str, draft: str, prompt_ids: tuple[int, ...], given: Given) -> PairProbe:
+    """The known prompt at the services of two addresses, the draft's empty for none."""
     rounds: list[Round] = []
     lost: list[str] = []
-    address = "" if draft is None else draft.address
     problem = ""
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(given.timeout_s):
-            targets = await stack.enter_async_context(RemoteTargets([target.address]))
+            targets = await stack.enter_async_context(RemoteTargets([target]))
             await targets.wait_admitted()
-            drafts = None if draft is None else await stack.enter_async_context(RemoteDrafts([address]))
+            drafts = await stack.enter_async_context(RemoteDrafts([draft])) if draft else None
             if drafts is not None:
                 await drafts.wait_attempted()
             model = targets.info.model
@@ -297,4 +298,4 @@ async def _generate(
         problem = f"the known prompt is not completed within {given.timeout_s:g} s"
     except OutriderError as error:
         problem = f"the known prompt is refused: {error.message}"
-    return PairProbe(target.address, address, tuple(rounds), problem, lost[0] if lost else "")
+    return PairProbe(target, draft, tuple(rounds), problem, lost[0] if lost else "")

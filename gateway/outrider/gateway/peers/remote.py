@@ -15,9 +15,19 @@ from outrider.gateway.peers.addresses import Lookup, look_up
 from outrider.gateway.peers.replicas import ReplicaLink, ReplicaPool, ReplicaService, allowed_by_breaker
 from outrider.gateway.peers.routing import choose_model
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
-from outrider.rpc.codec import DRAFT_INFO, RELAYED_DRAFT_STREAM, TARGET_INFO, TARGET_STREAM
-from outrider.rpc.errors import Unavailable
-from outrider.rpc.messages import Arithmetic, Commit, DraftEvent, DraftInfo, DraftTokens, Open, TargetEvent, TargetInfo
+from outrider.rpc.codec import DRAFT_INFO, RELAYED_DRAFT_STREAM, RELOADED, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.errors import Unavailable, from_rpc_error
+from outrider.rpc.messages import (
+    Arithmetic,
+    Commit,
+    DraftEvent,
+    DraftInfo,
+    DraftTokens,
+    Open,
+    Reloaded,
+    TargetEvent,
+    TargetInfo,
+)
 from outrider.rpc.stream import StreamConfig
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
@@ -37,6 +47,17 @@ async def _target_info(channel: grpc.aio.Channel) -> TargetInfo:
 async def _draft_info(channel: grpc.aio.Channel) -> DraftInfo:
     stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
     return DRAFT_INFO.decode(await stub.GetDraftInfo(draft_pb2.GetDraftInfoRequest()))
+
+
+async def reload_model(channel: grpc.aio.Channel, model: str = "", timeout_s: float | None = None) -> Reloaded:
+    """Has a draft put a model of its machine (empty: its present folder, read again) in its model's place. Raises
+    OutriderError."""
+    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+    try:
+        answer = await stub.ReloadModel(draft_pb2.ReloadModelRequest(model=model), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return RELOADED.decode(answer)
 
 
 TARGET_SERVICE = ReplicaService(
