@@ -19,6 +19,7 @@ from support.services import START_S, Trio, succeed
 
 from outrider.cli import demo
 from outrider.cli.local_services import Service, Services, wait_for_draft
+from outrider.proposers.registry import METHODS
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -103,13 +104,24 @@ def test_the_demo_as_it_stands(tmp_path: Path) -> None:
     assert traced and all("resourceSpans" in json.loads(line) for line in traced)
 
 
+def handed_on(command: str, folder: Path) -> list[str]:
+    """What a command of make's calls `outrider` with."""
+    recorder = folder / "outrider"
+    recorder.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    recorder.chmod(0o755)
+    return make(command, folder).split("\0")[:-1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_make_hands_the_method_on(method: str, tmp_path: Path) -> None:
+    """The demo with it: tests/cli/test_demo.py."""
+    assert handed_on(f"make demo METHOD={method}", tmp_path) == ["demo", f"--method={method}"]
+
+
 @pytest.mark.parametrize("command", [command for command in MAKE if command not in {"make demo", *BY_CI}])
 def test_the_demo_of_something_else(command: str, trio: Trio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What make hands to the demo, and the demo with that, on services that run and without the large target."""
-    recorder = tmp_path / "outrider"
-    recorder.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    recorder.chmod(0o755)
-    arguments = make(command, tmp_path).split("\0")[:-1]
+    arguments = handed_on(command, tmp_path)
     running = SimpleNamespace(gateway=SimpleNamespace(address=trio.gateway))
     monkeypatch.setattr(demo, "start", lambda *given: running)
     out = succeed(*arguments, env={"OUTRIDER_DEMO__EXPAND": "false"})

@@ -18,7 +18,7 @@ import pytest
 from support.services import END_S, Trio, children_of, needs_proc, outrider, succeed, wait_gone
 
 from outrider.cli.local_services import ServiceFailed, Services
-from outrider.proposers.registry import TOKEN_METHODS
+from outrider.proposers.registry import METHODS
 
 START_S = 120
 DEMO = [sys.executable, "-m", "outrider.cli", "demo", "--threads", "1", "--max-tokens", "900"]
@@ -88,8 +88,8 @@ def test_a_signal_while_the_services_start(tmp_path: Path) -> None:
     assert not wait_gone(children)
 
 
-@pytest.mark.parametrize("method", TOKEN_METHODS)
-def test_a_method_without_a_model(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(method: str, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.jsonl")
     flags = ["--plain", "--no-expand", "--max-tokens", "40", "--trace-file", trace]
     said = succeed("demo", "--method", method, *flags)

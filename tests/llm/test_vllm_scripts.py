@@ -1,0 +1,174 @@
+"""Scripts as vLLM's documentation has them, for each method that there is here: with another import line and other
+models they run as they are."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+
+from outrider.llm import LLM
+from outrider.pairs import pair_path
+
+TARGET = r"meta-llama/Llama-3\.1-8B-Instruct|facebook/opt-6\.7b"
+DRAFT = r"facebook/opt-125m"
+SHOW = """
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
+"""
+MAY_DRAFT_NOTHING = ("disable_by_batch_size", "ngram by its old name")  # too many at once; 16 sampled tokens
+SCRIPTS = {
+    "ngram": """
+from vllm import LLM, SamplingParams
+
+# Initialize with ngram speculation (no draft model needed)
+llm = LLM(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    tensor_parallel_size=1,
+    speculative_config={
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+    }
+)
+
+# Generate with speculation
+prompts = ["The capital of France is", "Write a Python function to"]
+sampling_params = SamplingParams(temperature=0.0, max_tokens=100)
+outputs = llm.generate(prompts, sampling_params)
+
+for output in outputs:
+    print(f"Prompt: {output.prompt}")
+    print(f"Generated: {output.outputs[0].text}")
+    print("-" * 50)
+""",
+    "suffix": """
+from vllm import LLM, SamplingParams
+
+# Suffix decoding excels at repetitive patterns
+# Requires: pip install arctic-inference
+llm = LLM(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    speculative_config={
+        "method": "suffix",
+        "num_speculative_tokens": 32,  # Maximum, adjusted dynamically
+        "suffix_decoding_max_spec_factor": 1.0,
+        "suffix_decoding_min_token_prob": 0.1,
+        "suffix_decoding_max_cached_requests": 1000,
+    }
+)
+
+# Example: Code refactoring (repetitive patterns)
+prompts = [
+    "Refactor this code to use list comprehension: result = []\\nfor i in range(10):\\n    result.append(i*2)"
+]
+outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=200))
+""",
+    "disable_by_batch_size": """
+from vllm import LLM, SamplingParams
+
+# Disable speculation when batch size is large
+llm = LLM(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    speculative_config={
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+        "disable_by_batch_size": 8,  # Disable if batch > 8
+    }
+)
+
+# Large batch - speculation may be disabled automatically
+large_batch = ["Prompt " + str(i) for i in range(10)]
+outputs = llm.generate(large_batch, SamplingParams(max_tokens=50))
+""",
+    "tokens": """
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("meta-llama/Llama-3.1-8B-Instruct")
+llm = LLM(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    speculative_config={
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+    }
+)
+
+# Pre-tokenize for fine control
+prompts_text = [
+    "def add(a, b): return a + b\\ndef subtract(a, b):",
+    "The first law of thermodynamics states",
+]
+
+tokens_prompts = [
+    TokensPrompt(prompt_token_ids=tokenizer.encode(p, add_special_tokens=False))
+    for p in prompts_text
+]
+
+outputs = llm.generate(
+    tokens_prompts,
+    SamplingParams(temperature=0.0, max_tokens=100)
+)
+""",
+    "draft_model": """
+from vllm import LLM, SamplingParams
+
+prompts = [
+    "The future of AI is",
+]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+llm = LLM(
+    model="facebook/opt-6.7b",
+    tensor_parallel_size=1,
+    speculative_model="facebook/opt-125m",
+    num_speculative_tokens=5,
+    use_v2_block_manager=True,
+)
+outputs = llm.generate(prompts, sampling_params)
+"""
+    + SHOW,
+    "ngram by its old name": """
+from vllm import LLM, SamplingParams
+
+prompts = [
+    "The future of AI is",
+]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+llm = LLM(
+    model="facebook/opt-6.7b",
+    tensor_parallel_size=1,
+    speculative_model="[ngram]",
+    num_speculative_tokens=5,
+    ngram_prompt_lookup_max=4,
+    use_v2_block_manager=True,
+)
+outputs = llm.generate(prompts, sampling_params)
+"""
+    + SHOW,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_vllm_runs(name: str) -> None:
+    script = re.sub(r"^from vllm(\.\w+)? import", r"from outrider.llm\1 import", SCRIPTS[name], flags=re.MULTILINE)
+    script = re.sub(DRAFT, str(pair_path().draft), re.sub(TARGET, str(pair_path().target), script))
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # for keywords of before speculative_config
+        exec(script, names)
+    llm, outputs = names["llm"], names["outputs"]
+    assert isinstance(llm, LLM)
+    with llm:
+        metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    assert outputs and all(output.finished and output.outputs[0].token_ids for output in outputs)
+    drafted = metrics["vllm:spec_decode_num_draft_tokens"]
+    assert drafted or name in MAY_DRAFT_NOTHING
