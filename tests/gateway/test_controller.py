@@ -216,6 +216,24 @@ def test_a_draft_that_never_has_anything_is_left() -> None:
     assert controller.plan is OFF
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_commits_that_were_read_together_make_no_plan_look_fast(seed: int) -> None:
+    """N-grams that find nothing, and a gateway that is held up now and then: what the target decoded ahead of it, it
+    then reads in a moment, whatever plan it has just begun to try."""
+    dice, controller = random.Random(seed), new([(1, 2_400.0), (16, 4_000.0)])
+    computed = read = 0.0  # milliseconds: when the target had a token, and when the gateway read it
+    plans = []
+    for index in range(1, 1600):
+        plan = controller.plan
+        plans.append(plan)
+        ahead, token_ms = (40.0, 2.5) if plan is OFF else (0.0, 4.0) if plan.waits else (20.0, 3.5)
+        computed = max(computed, read - ahead) + token_ms
+        before, read = read, max(read + 0.05, computed, (read + 30.0) * (dice.random() < 0.03))
+        commit = Commit(0, 0, (1,), timings=StepTimings(0, 2_300, 100, 1, 1))
+        controller.on_round(Round(index, commit, plan.num_draft_tokens, before * 1e-3, read * 1e-3, 0))
+    assert plans[800:].count(OFF) > 0.95 * len(plans[800:])
+
+
 def test_a_request_whose_drafts_fail_goes_its_own_way() -> None:
     """Seven are accepted often, one hardly ever: it is decoded off, with a look at the others' plan now and then."""
     known, trials, dice = SharedStats(VerifyCosts([(1, 40_000.0), (64, 60_000.0)])), SharedTrials(), random.Random(SEED)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import sqrt
+from typing import Self
 
 from outrider.planner.estimates import RunningMean
 from outrider.planner.forecast import Forecast
@@ -35,11 +36,18 @@ class MeasuredRounds:
     """Rounds under one plan."""
 
     us: RunningMean  # of a round
+    step_us: RunningMean  # of the target's step in it
     windows: dict[int, float] = field(default_factory=dict)  # how often so many drafted tokens were verified
 
-    def add(self, us: float, num_drafted: int) -> None:
+    @classmethod
+    def none(cls, memory: float = 16.0) -> Self:
+        """None yet; each counts for so many."""
+        return cls(RunningMean(memory=memory), RunningMean(memory=memory))
+
+    def add(self, us: float, step_us: float, num_drafted: int) -> None:
         """Counts a round."""
         self.us.add(us)
+        self.step_us.add(step_us)
         self.windows[num_drafted] = self.windows.get(num_drafted, 0.0) + 1.0
 
     def token_us(self, plan: Plan, forecast: Forecast) -> float:
@@ -58,11 +66,12 @@ class PlanTrials:
     trial: Plan | None = None
     _tried: dict[Plan, MeasuredRounds] = field(default_factory=dict)  # at the pace of the first; the oldest trial first
     _ratios: dict[Plan, float] = field(default_factory=dict)  # measured over foreseen
-    _recent: MeasuredRounds = field(default_factory=lambda: MeasuredRounds(RunningMean()))  # the leader's
-    _trial: MeasuredRounds = field(default_factory=lambda: MeasuredRounds(RunningMean()))
+    _recent: MeasuredRounds = field(default_factory=MeasuredRounds.none)  # the leader's
+    _trial: MeasuredRounds = field(default_factory=MeasuredRounds.none)
     _until_probe: float = 0.0  # rounds of a sequence until it is asked whether anything promises to beat the leader
     _backoff: float = 0.0  # and until something is tried that does not
     _last_backoff: float = 0.0
+    _looks_at_off: bool = False  # the last trial after a backoff was off
 
     @property
     def plan(self) -> Plan:
@@ -77,20 +86,20 @@ class PlanTrials:
     def restart(self) -> None:
         """The number of sequences was another one meanwhile: what was measured before is no comparison."""
         self.trial = None
-        self._recent, self._trial = MeasuredRounds(RunningMean()), MeasuredRounds(RunningMean())
+        self._recent, self._trial = MeasuredRounds.none(), MeasuredRounds.none()
 
-    def add(self, plan: Plan, us: float, num_drafted: int, forecast: Forecast) -> None:
+    def add(self, plan: Plan, us: float, step_us: float, num_drafted: int, forecast: Forecast) -> None:
         """Counts a round of one of the sequences."""
         sequences = max(1, forecast.num_running())
         enough = max(TRIAL_ROUNDS, SHARED_ROUNDS * sequences)
         if plan == self.trial:
             self._trial.us.memory = 4.0 * enough
-            self._trial.add(us, num_drafted)
+            self._trial.add(us, step_us, num_drafted)
             if self._is_over(enough, forecast):
                 self._end_trial(plan, forecast)
         elif plan == self.leader and self.trial is None:
             self._recent.us.memory = 4.0 * enough
-            self._recent.add(us, num_drafted)
+            self._recent.add(us, step_us, num_drafted)
             self._backoff -= 1 / sequences
             self._until_probe -= 1 / sequences
             if self._until_probe <= 0 and self._recent.us.weight >= enough:
@@ -137,9 +146,10 @@ class PlanTrials:
 
     @property
     def _pace(self) -> float:
-        """The leader's rounds now over those when it was first measured."""
+        """The leader's steps at the target now over those when it was first measured: how fast the machines are. Whole
+        rounds would not do: a leader by accident would make all others look as slow as it then proves to be."""
         known = self._tried.get(self.leader)
-        return self._recent.us.value / known.us.value if known is not None and self._recent.us.weight else 1.0
+        return self._recent.step_us.value / known.step_us.value if known and self._recent.step_us.value else 1.0
 
     def _ratio(self, plan: Plan) -> float:
         """Measured over foreseen, of what is most like this plan."""
@@ -153,12 +163,12 @@ class PlanTrials:
             self._keep(self.leader, self._recent, forecast)
         self.trial = self._challenger(forecast)
         self._until_probe = 0.0 if self.trial else PROBE_EVERY
-        self._trial = MeasuredRounds(RunningMean())
+        self._trial = MeasuredRounds.none()
 
     def _challenger(self, forecast: Forecast) -> Plan | None:
         """Off, which nothing may be slower than; of every way that was not tried its best number of tokens; then what
-        promises to beat the leader, with the acceptance seen since it was tried. Once these were tried, the oldest
-        trial after a backoff."""
+        promises to beat the leader, with the acceptance seen since it was tried. Once these were tried, off and the
+        oldest trial in turns, after a backoff each."""
         times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
         limit = self.us_per_token(self.leader, forecast)
         styles = {plan.style for plan in self._tried}
@@ -175,6 +185,9 @@ class PlanTrials:
         if self._backoff > 0:
             return None
         self._backoff = self._last_backoff = min(MAX_BACKOFF, 2 * self._last_backoff) or FIRST_BACKOFF
+        self._looks_at_off = not self._looks_at_off and OFF in times
+        if self._looks_at_off:
+            return OFF
         for plan, rounds in self._tried.items():
             once = rounds.us.weight <= 1.0  # it may have met an accident
             if plan in times and (once or times[plan] < PROMISING * limit):
@@ -192,6 +205,7 @@ class PlanTrials:
         self._keep(plan, self._trial, forecast)
         self.trial = None
         if self._share(plan, forecast) < (1.0 if plan is OFF else GAIN):  # off has its preference
+            self._keep(self.leader, self._recent, forecast)  # what is known best is known of it
             self.leader, self._recent, self._last_backoff = plan, self._trial, 0.0
         self._recent.us.weight /= 2  # some of its rounds are measured anew before the next trial
 
@@ -200,8 +214,9 @@ class PlanTrials:
         known, pace = self._tried.pop(plan, None), self._pace
         us = rounds.us.value / pace
         if known is None or not 1 / OUTLIER_RATIO < us / known.us.value < OUTLIER_RATIO:
-            known = MeasuredRounds(RunningMean(memory=TRIAL_MEMORY))
+            known = MeasuredRounds.none(TRIAL_MEMORY)
         known.us.add(us)
+        known.step_us.add(rounds.step_us.value / pace)
         known.windows = dict(rounds.windows)
         self._tried[plan] = known
         if foreseen := forecast.us_per_token(plan):

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from outrider.gateway.speculation.contest import SharedTrials, TrialsByConcurrency
 from outrider.planner.estimates import Acceptance, RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
-from outrider.planner.policy import AHEAD, Limits, Mode, Plan, Policy, Round
+from outrider.planner.policy import AHEAD, OFF, Limits, Mode, Plan, Policy, Round
 
 DECIDE_EVERY = 16  # rounds of a sequence, while at most
 MOST_DECIDING = 8  # ... so many run: of more all together decide as often as these
 MOST_APART = 4  # decisions: then a look at the leader's plan, which is measured only where it is played
 SETTLING = 2  # rounds after a change that say nothing of what it changed to
+HELD_UP = 3.0  # times its step that a plain token may take
 LATE, IN_TIME = 1.5, 1.2  # verifications that a branch takes to come, above and below which branches go deep or not
 
 
@@ -41,7 +43,7 @@ class Controller:
     _after_window: bool = False  # the round before verified drafted tokens
     _until_decision: int = 1
     _away_us: float = 0.0  # as the forecast said at the last decision: it may have to ask every stream
-    _since_change: int = 0  # rounds
+    _since_change: int = 0  # rounds, but for those that had been computed before
     _inputs: dict[str, float] = field(default_factory=dict)
     _apart: int = 0  # decisions in a row for another plan than the leader's
 
@@ -84,11 +86,11 @@ class Controller:
     def on_round(self, closed: Round) -> bool:
         """A round ended. Returns whether the choice changed."""
         trials = self.trials.at(self.common)
-        self._since_change += 1
+        self._since_change += not _was_waiting(closed)
         if closed.index > 0 and closed.commit.timings.num_rows:  # the first round holds the prompt
             self._learn(closed)
             if self._since_change > SETTLING and not closed.at_end:  # a window cut short is no fault of the plan
-                trials.add(self.plan, closed.total_us, closed.commit.num_drafted, self.common)
+                trials.add(self.plan, *_us(closed, self.plan), closed.commit.num_drafted, self.common)
         before = self.policy
         self._until_decision -= 1
         if trials.trial is not None:
@@ -133,3 +135,19 @@ class Controller:
                 stats.between.add(max(0.0, waited - commit.num_drafted * stats.draft_pass.value))
         if self._since_change > SETTLING and not self.plan.waits:
             stats.add_plain(self.plan.mode, plain=not commit.num_drafted)
+
+
+def _us(closed: Round, plan: Plan) -> tuple[float, float]:
+    """What a round and its step took. A plain token waits for no draft: if it took far longer than its step, all was
+    held up, and that is not held against off."""
+    timings = closed.commit.timings
+    step_us = timings.verify_us + timings.sample_us
+    most = HELD_UP * (step_us + timings.queue_us) if plan is OFF else inf
+    return min(closed.total_us, most), step_us
+
+
+def _was_waiting(closed: Round) -> bool:
+    """Whether the commit was there when the one before was read, as after this process was held up: the target had
+    computed it under the plan of that time."""
+    timings = closed.commit.timings
+    return 2 * closed.total_us < timings.verify_us + timings.sample_us
