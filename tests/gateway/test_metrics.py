@@ -244,7 +244,7 @@ async def test_a_slow_draft_is_still_wanted() -> None:
         engine = served.engine
         await ask(served, max_tokens=100)
         assert engine._known is not None
-        stats = engine._known[1]
+        stats = engine._known.stats
         stats.draft_pass.value, stats.between.value = 100.0, 100.0
         stats.costs.add(5, 5000.0, False, 16.0)
         off = closed_round(1, 3, 0, None, 0.0, mode="off", chosen=True)

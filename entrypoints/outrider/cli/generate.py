@@ -93,7 +93,9 @@ class GenerateSettings(RequestSettings):
     n: int = Field(1, ge=1, lt=2**32, description="completions of the prompt")
     prediction: str | None = Field(None, description="a guess at the whole output: where it holds, tokens come sooner")
     prediction_file: Path | None = Field(None, description="a file with that guess, as the text that is to be edited")
-    method: str = Field("", description="how to draft (default: the draft service's)")
+    method: str = Field(
+        "", description="how to draft, as suffix; several with commas draft in turn (default: the draft service's)"
+    )
     output: Literal["text", "json"] = Field("text", description="json, or --json: one object a completion, at its end")
     request_id: str = Field("", description="name of the request in logs and traces")
     logit_bias: dict[UInt32, float] | None = Field(None, description='added to logits, as in {"42": -1.5}')

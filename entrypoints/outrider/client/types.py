@@ -23,6 +23,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class MethodStats:
+    """What one method drafted of a completion."""
+
+    num_drafts: int  # verifications with a token of it
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationStats:
     """Sums over the rounds of one completion."""
 
@@ -37,6 +46,7 @@ class SpeculationStats:
     method: str = ""  # that drafted; empty: no draft was asked, or the gateway is older than the field
     mode: str = ""  # of the last round
     num_rounds_by_mode: Mapping[str, int] = field(default_factory=dict)
+    by_method: Mapping[str, MethodStats] = field(default_factory=dict)  # what each method drafted
 
     @property
     def acceptance_rate(self) -> float:
@@ -120,6 +130,10 @@ def _decode_stats(stats: pb.SpeculationStats) -> SpeculationStats:
         method=stats.method,
         mode=stats.mode,
         num_rounds_by_mode=dict(stats.num_rounds_by_mode),
+        by_method={
+            one.method: MethodStats(one.num_drafts, one.num_draft_tokens, one.num_accepted_tokens)
+            for one in stats.by_method
+        },
     )
 
 

@@ -23,7 +23,7 @@ from outrider.llm.metrics import Statistics
 from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND
 from outrider.llm.validation import Unsupported, is_int, require_known
-from outrider.planner.policy import SpeculationTally
+from outrider.planner.policy import MethodTally, SpeculationTally
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
 
 
@@ -347,6 +347,7 @@ def _tally_of(stats: SpeculationStats) -> SpeculationTally:
         accepted_per_position=list(stats.num_accepted_per_position),
         tested_per_position=list(stats.num_tested_per_position),
         method=stats.method,
+        by_method={method: MethodTally(**asdict(did)) for method, did in stats.by_method.items()},
         mode=stats.mode,
         rounds_by_mode=dict(stats.num_rounds_by_mode),
     )

@@ -31,6 +31,7 @@ from outrider.proposers.registry import (
     MethodSettings,
     check_method,
     is_class,
+    list_problem,
     make_proposer,
     method_of,
 )
@@ -162,6 +163,8 @@ class GatewaySettings(ServerSettings, MethodSettings):
     @model_validator(mode="after")
     def _check_methods(self) -> Self:
         names = self.local_methods
+        if names and (problem := list_problem(names)):
+            raise ValueError(f"draft {problem}")
         for name in names:
             if method_of(check_method(name, self.allow_code)).needs_model:
                 raise ValueError(f"draft: {name} needs a draft service; in this process: {', '.join(TOKEN_METHODS)}")
@@ -378,7 +381,8 @@ def _drafts(
         return None
     if settings.local_methods:
         given = dict(settings)
-        return LocalDrafter([make_proposer(name, given, settings.allow_code) for name in settings.local_methods])
+        names = settings.local_methods
+        return LocalDrafter([make_proposer(name, given, settings.allow_code) for name in names], in_turn=True)
 
     def check(info: DraftInfo) -> None:
         if warning := check_pair(targets.info.model, info.model):

@@ -29,7 +29,7 @@ from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
 from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import Limits, Mode, Policy, PolicyController, Round, SpeculationTally
+from outrider.planner.policy import AHEAD, Limits, MethodShare, Mode, Policy, PolicyController, Round, SpeculationTally
 from outrider.proposers.prediction import PredictionState
 from outrider.rpc.errors import DeadlineExceeded, OutriderError
 from outrider.rpc.logs import OnceWarnings
@@ -55,9 +55,10 @@ class RequestRun:
 
     @property
     def method(self) -> str:
-        """How is drafted: what was asked for, else the draft's default; empty without a draft."""
+        """How is drafted: what was asked for, else the draft's default, with commas between several; empty without a
+        draft."""
         info = None if self.drafter is None or not self.prepared.num_draft_tokens else self.drafter.info
-        return "" if info is None else self.prepared.method or info.methods[0].name
+        return "" if info is None else ",".join(self.prepared.methods or info.defaults)
 
 
 class Completion:
@@ -69,6 +70,7 @@ class Completion:
         self._output_ids = prepared.output_ids(index)
         self._text = TextStream(run.tokenizer, prepared.sampling, prepared.prompt_ids, self._output_ids)
         self._tally = SpeculationTally()
+        self._method = ""  # the one that drafts; empty: not known yet, or several do
         self._predicted = PredictionState(prepared.prediction) if prepared.prediction else None
         if self._predicted is not None:
             self._predicted.append(self._output_ids)
@@ -98,6 +100,8 @@ class Completion:
                 if not isinstance(item, Round):
                     yield self._marked(self._delta(prompt_logprobs=item.logprobs))
                     continue
+                if item.commit.num_drafted and not item.drafted_by:
+                    item.drafted_by = self._drafted_by(item)
                 delta = self._delta_of(item)
                 if run.trace is not None:
                     run.trace.add_round(item, self._index)
@@ -118,6 +122,13 @@ class Completion:
         if len(ids) >= sampling.max_tokens:
             return self._delta(finish_reason=FinishReason.LENGTH)
         return None
+
+    def _drafted_by(self, closed: Round) -> tuple[MethodShare, ...]:
+        """Where one method drafts, its pieces do not say it."""
+        self._method = self._method or self._run.method
+        if "," in self._method:  # of several it did not say which
+            return ()
+        return (MethodShare(self._method, closed.commit.num_drafted, closed.commit.num_accepted),)
 
     def _delta_of(self, closed: Round) -> GenerationDelta:
         commit = closed.commit
@@ -191,6 +202,25 @@ class EngineConfig:
     trust_traceparent: bool = False  # a client's trace is gone on with, recorded where it says so
 
 
+@dataclass(slots=True)
+class Learned:
+    """What the requests of one pair of models learn together: those of the same methods, since drafts differ in what
+    they take and in how often they are right; what a verification takes all of them."""
+
+    pair: tuple[str, str]  # the digests of target and draft
+    costs: VerifyCosts
+    by_methods: dict[tuple[str, ...], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
+
+    def of(self, methods: tuple[str, ...]) -> tuple[SharedStats, SharedTrials]:
+        """Of requests that are drafted for by these; by none: the draft's default."""
+        return self.by_methods.setdefault(methods, (SharedStats(self.costs), SharedTrials()))
+
+    @property
+    def stats(self) -> SharedStats:
+        """Of the draft's default, else of what was asked for first."""
+        return (self.by_methods.get(()) or next(iter(self.by_methods.values())))[0]
+
+
 class GenerationEngine:
     """Generates with a verifier and, where there is one, a drafter."""
 
@@ -209,7 +239,7 @@ class GenerationEngine:
         self._tracer = tracer
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
         self._num_running = 0  # sequences
-        self._known: tuple[tuple[str, str], SharedStats, SharedTrials] | None = None  # of the last pair, by its digests
+        self._known: Learned | None = None  # of the last pair
 
     @property
     def model_name(self) -> str:
@@ -337,7 +367,7 @@ class GenerationEngine:
         """What drafts for a request: by a prediction the gateway itself, where the draft does not."""
         info = None if self.drafter is None else self.drafter.info
         methods = () if info is None else [method.name for method in info.methods]
-        return self._predictor if prepared.method == PREDICTION and PREDICTION not in methods else self.drafter
+        return self._predictor if prepared.methods == (PREDICTION,) and PREDICTION not in methods else self.drafter
 
     def _new_controller(self, prepared: Prepared, base: Policy, explains: bool) -> Controller | None:
         """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it
@@ -352,6 +382,8 @@ class GenerationEngine:
         if not modes:
             return None
         modes = tuple(mode for mode in modes if not (weighs and mode is Mode.BRANCHES)) or (Mode.CHAINS,)
+        if not prepared.can_run_ahead:
+            modes = tuple(mode for mode in modes if mode not in AHEAD)
         if fixed:
             modes = tuple(mode for mode in modes if mode is not Mode.OFF)
         adapts = prepared.mode == "auto" and not fixed
@@ -360,11 +392,12 @@ class GenerationEngine:
         most = min(most, info.max_window)
         limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
         draft = None if self.drafter is None else self.drafter.info
-        known = self._known[0] if self._known is not None else ("", "")
+        known = self._known.pair if self._known is not None else ("", "")
         pair = info.model.digest, known[1] if draft is None else draft.model.digest  # a draft may come back
         if self._known is None or known != pair:
-            self._known = pair, SharedStats(VerifyCosts(info.step_costs)), SharedTrials()
-        return Controller(limits, *self._known[1:], self._round_trips_us, lambda: self._num_running, explains)
+            self._known = Learned(pair, VerifyCosts(info.step_costs))
+        stats, trials = self._known.of(prepared.methods)
+        return Controller(limits, stats, trials, self._round_trips_us, lambda: self._num_running, explains)
 
     def _max_admitted_tokens(self) -> int:
         """Half a context for each sequence that may run or wait, if nothing else is set; a whole one for each that may

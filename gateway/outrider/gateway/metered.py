@@ -47,7 +47,7 @@ class MeteredEngine(GenerationEngine):
         limits = self.config.max_active, self.config.max_waiting, self._max_admitted_tokens
         self.admission = _MeteredAdmission(*limits, self.metrics.queue_time)
         self.metrics.attach(self, vllm_names)
-        self._demand = _DraftDemand(lambda: None if self._known is None else self._known[1], self._forecast)
+        self._demand = _DraftDemand(lambda: None if self._known is None else self._known.stats, self._forecast)
         self._watches: dict[int, _Watch] = {}  # of requests under way, by the identity of each
 
     async def generate(

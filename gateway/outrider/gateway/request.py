@@ -17,6 +17,7 @@ from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, encoder_after
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
+from outrider.proposers.registry import list_problem, split_methods
 from outrider.rpc.errors import (
     OTHER_MODEL,
     FailedPrecondition,
@@ -29,6 +30,7 @@ from outrider.rpc.errors import (
 from outrider.rpc.messages import (
     MAX_DRAFT_TOKENS,
     MAX_INT32,
+    MAX_METHODS,
     MAX_N,
     MAX_NAME_CHARS,
     DraftInfo,
@@ -63,16 +65,16 @@ class SpeculationOptions:
 
     enabled: bool = True
     num_draft_tokens: int | None = None
-    method: str = ""  # short for methods of one entry
-    methods: tuple[str, ...] = ()  # to draft with, at most one so far; empty: the draft's default
+    method: str = ""  # short for methods, with commas between several
+    methods: tuple[str, ...] = ()  # that draft in turn; empty: the draft's default
     acceptance: AcceptanceRule = AcceptanceRule.AUTO
     mode: str = ""  # how far the draft runs ahead; empty: the gateway's default
     greedy_draft: bool = False  # the draft takes its most probable token; accepted as one-hot
 
     @property
-    def named_method(self) -> str:
-        """The method that was asked for, by either field; empty: the draft's default."""
-        return self.methods[0] if self.methods else self.method
+    def named_methods(self) -> tuple[str, ...]:
+        """The methods that were asked for, by either field; empty: the draft's default."""
+        return self.methods or split_methods(self.method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,6 @@ LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
 SHOWN_DIGEST = 16  # characters in an error
 SHOWN_NAME = 100
 SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
-MAX_METHODS = 1  # no service drafts one sequence by several
 MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
 
 
@@ -169,12 +170,8 @@ class Prepared:
     model_digest: str  # of the model that it runs on to its end
     tokenizer_fingerprint: str  # of the same
     prediction: tuple[int, ...] = ()
-
-    @property
-    def method(self) -> str:
-        """How to draft: what was asked for, else by the prediction, if there is one; empty: the draft's default."""
-        predicts = bool(self.prediction and self.num_draft_tokens)
-        return self.request.speculation.named_method or PREDICTION * predicts
+    methods: tuple[str, ...] = ()  # that draft in turn; empty: the draft's default
+    can_run_ahead: bool = True  # each of them
 
     @property
     def work(self) -> AdmissionCost:
@@ -204,8 +201,9 @@ class Prepared:
             salt=self.request.salt,
             traceparent=traceparent,
             one_hot=self.sampling.greedy or self.request.speculation.greedy_draft,
-            method=self.method,
-            prediction=self.prediction if self.method == PREDICTION else (),
+            method=self.methods[0] if self.methods else "",
+            methods=self.methods if len(self.methods) > 1 else (),
+            prediction=self.prediction if PREDICTION in (self.methods or (PREDICTION,)) else (),
             model_digest=self.model_digest,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
         )
@@ -225,7 +223,7 @@ async def prepare(
     model, speculation = target.model, request.speculation
     found = Violations()  # of all parts: a refusal names every field
     check_request(found, request, model.vocab_size)
-    _check_method(found, request, draft)
+    _check_methods(found, request, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
     validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
@@ -243,8 +241,12 @@ async def prepare(
     k = speculation.num_draft_tokens
     if k is None:
         k = default_num_draft_tokens or NUM_DRAFT_TOKENS * bool(prediction)
+    methods = _methods(speculation, draft, bool(prediction and k and speculation.enabled))
+    can_run_ahead = _can_run_ahead(methods, draft)
     mode = speculation.mode or default_mode
-    rule = speculation.acceptance or _own_rule(mode, target, draft)
+    if not can_run_ahead and mode != "auto":
+        mode = "sequential"
+    rule = speculation.acceptance or _own_rule(mode if can_run_ahead else "sequential", target, draft)
     _check_capabilities(target, sampling, rule)
     return Prepared(
         request=request,
@@ -258,7 +260,26 @@ async def prepare(
         model_digest=model.digest,
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         prediction=prediction,
+        methods=methods,
+        can_run_ahead=can_run_ahead,
     )
+
+
+def _methods(speculation: SpeculationOptions, draft: DraftInfo | None, predicts: bool) -> tuple[str, ...]:
+    """What was asked for; else, with a prediction, that and then what a draft with a list of its own has."""
+    named, defaults = speculation.named_methods, () if draft is None else draft.default_methods
+    if named or not predicts or PREDICTION in defaults:
+        return named
+    offered = draft is not None and PREDICTION in [known.name for known in draft.methods]
+    return (PREDICTION, *defaults) if offered else (PREDICTION,)
+
+
+def _can_run_ahead(methods: tuple[str, ...], draft: DraftInfo | None) -> bool:
+    """Whether all that drafts can do so past a verification under way."""
+    if draft is None:
+        return True
+    able = {known.name: known.can_run_ahead for known in draft.methods}
+    return all(able.get(name, True) for name in methods or draft.defaults)
 
 
 def check_request(found: Violations, request: GenerationRequest, vocab_size: int) -> None:
@@ -280,13 +301,13 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
 
 
 def _check_method_names(found: Violations, method: str, methods: tuple[str, ...]) -> None:
-    found.text("speculation.method", method, MAX_NAME_CHARS)
+    found.text("speculation.method", method, MAX_METHODS * MAX_NAME_CHARS)
     if not found.length("speculation.methods", methods, MAX_METHODS):
         return
     for index, name in enumerate(methods):
         found.text(f"speculation.methods[{index}]", name, MAX_NAME_CHARS, empty=False)
-    if method and methods and methods[0] != method:
-        allowed = f"{quoted(methods[0])}, as there, or none"
+    if method and methods and split_methods(method) != methods:
+        allowed = f"{quoted(','.join(methods))}, as there, or none"
         found.add("speculation.method", f"is {quoted(method)} beside speculation.methods", allowed)
 
 
@@ -319,18 +340,28 @@ def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: Acce
     found.raise_if_any()
 
 
-def _check_method(found: Violations, request: GenerationRequest, draft: DraftInfo | None) -> None:
-    method = request.speculation.named_method
-    field = "speculation.methods[0]" if request.speculation.methods else "speculation.method"
-    if method == PREDICTION:  # the gateway itself drafts by it where its draft does not
+def _check_methods(found: Violations, request: GenerationRequest, draft: DraftInfo | None) -> None:
+    speculation, names = request.speculation, request.speculation.named_methods
+    if not names or not all(isinstance(name, str) for name in names):  # the latter has been found
+        return
+    field = "speculation.methods" if speculation.methods else "speculation.method"
+    if len(names) > MAX_METHODS and not speculation.methods:
+        found.add(field, f"names {len(names)} methods", f"at most {MAX_METHODS}")
+    elif problem := list_problem(names):
+        what, _, allowed = problem.partition("; allowed: ")
+        found.add(field, what, allowed)
+    if names == (PREDICTION,):  # the gateway itself drafts by it where its draft does not
         if request.prediction is None:
-            found.add(field, f"is {quoted(method)}, and there is no prediction", "with a prediction alone")
+            where = f"{field}[0]" if speculation.methods else field
+            found.add(where, f"is {quoted(PREDICTION)}, and there is no prediction", "with a prediction alone")
         return
-    if not method or draft is None:
+    if draft is None:
         return
-    names = [known.name for known in draft.methods if not known.needs_features]
-    if method not in names:
-        found.add(field, f"is {quoted(method)}, which the draft does not know", ", ".join(names))
+    known = [row.name for row in draft.methods if not row.needs_features]
+    for index, name in enumerate(names):
+        if name not in known:
+            where = f"{field}[{index}]" if speculation.methods else field
+            found.add(where, f"is {quoted(name)}, which the draft does not know", ", ".join(known))
 
 
 async def _prompt_ids(

@@ -143,6 +143,15 @@ def _encode_tally(tally: SpeculationTally, acceptance: AcceptanceRule) -> pb.Spe
         method=tally.method,
         mode=tally.mode,
         num_rounds_by_mode=tally.rounds_by_mode,
+        by_method=[
+            pb.MethodStats(
+                method=method,
+                num_drafts=did.num_drafts,
+                num_draft_tokens=did.num_draft_tokens,
+                num_accepted_tokens=did.num_accepted_tokens,
+            )
+            for method, did in tally.by_method.items()
+        ],
     )
 
 

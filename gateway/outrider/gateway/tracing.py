@@ -53,6 +53,8 @@ def spans_for(closed: Round) -> tuple[TimedSpan, ...]:
     }
     if closed.mode:
         attributes[names.ROUND_POLICY] = closed.mode
+    if closed.drafted_by:
+        attributes[names.ROUND_METHODS] = tuple(share.method for share in closed.drafted_by)
     attributes |= {f"{names.CONTROLLER}.{name}": value for name, value in closed.inputs.items()}
     if commit.chain is not None:
         attributes[names.ROUND_CHAIN] = commit.chain
@@ -144,7 +146,7 @@ class RequestTrace:
                     names.GEN_AI_USAGE_INPUT_TOKENS: len(prepared.prompt_ids),
                     names.REQUEST_ID: prepared.request_id,  # made here where the client gave none
                     names.REQUEST_ACCEPTANCE: prepared.acceptance.name.lower(),
-                    names.REQUEST_METHOD: request.speculation.named_method,
+                    names.REQUEST_METHOD: ",".join(prepared.methods),
                 }
             )
 

@@ -7,11 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.rpc.messages import Commit
 
 MODES_AHEAD = ("chains", "branches")
+
+
+class MethodShare(NamedTuple):
+    """What of a window one method drafted."""
+
+    method: str
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass(slots=True)
@@ -29,6 +37,7 @@ class Round:
     inputs: Mapping[str, float] = field(default_factory=dict)  # what it chose by, where that is recorded
     at_end: bool = False  # no more drafted tokens would have fitted before max_tokens
     moved: bool = False  # since the round before, which another target (or stream) committed
+    drafted_by: tuple[MethodShare, ...] = ()  # in the order of the window, as far as it is known
     near_ties: bool = False  # this round or one before moved to a target whose logits need not be equal to the bit
     total_us: int = field(init=False)  # from the commit before to this one
     forward_us: int = field(init=False)  # forward passes: one after the other, or, ahead, both at the same time
@@ -51,6 +60,15 @@ class Round:
 
 
 @dataclass(slots=True)
+class MethodTally:
+    """Sums over what one method drafted."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
 class SpeculationTally:
     """Sums over one completion, under the meanings of vLLM's spec_decode metrics."""
 
@@ -61,7 +79,8 @@ class SpeculationTally:
     accepted_per_position: list[int] = field(default_factory=list)
     tested_per_position: list[int] = field(default_factory=list)
     overheads_us: list[int] = field(default_factory=list)
-    method: str = ""  # that drafts; empty: no draft
+    method: str = ""  # that drafts, or several with commas; empty: no draft
+    by_method: dict[str, MethodTally] = field(default_factory=dict)
     mode: str = ""  # of the last round
     rounds_by_mode: dict[str, int] = field(default_factory=dict)
 
@@ -78,6 +97,11 @@ class SpeculationTally:
         self.num_drafts += 1
         self.num_draft_tokens += commit.num_drafted
         self.num_accepted_tokens += commit.num_accepted
+        for share in closed.drafted_by:
+            of_method = self.by_method.setdefault(share.method, MethodTally())
+            of_method.num_drafts += 1
+            of_method.num_draft_tokens += share.num_drafted
+            of_method.num_accepted_tokens += share.num_accepted
         missing = commit.num_drafted - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * missing)
         self.tested_per_position.extend([0] * missing)

@@ -397,6 +397,7 @@ def validate_piece(message: DraftTokens) -> None:
     if message.parent is not None and message.parent >= message.chain:
         found.add("parent", f"is {message.parent}", f"a chain before this one ({message.chain})")
     found.integer("position", message.position, 0, MAX_INT32)
+    found.text("method", message.method, MAX_NAME_CHARS)
     found.raise_if_any()
 
 

@@ -254,6 +254,7 @@ ROUND_ACCEPTED: Final = "outrider.round.accepted"
 ROUND_EMITTED: Final = "outrider.round.emitted"
 ROUND_BONUS: Final = "outrider.round.bonus"
 ROUND_POLICY: Final = "outrider.round.policy"
+ROUND_METHODS: Final = "outrider.round.methods"
 ROUND_OVERHEAD_US: Final = "outrider.round.overhead_us"
 CONTROLLER: Final = "outrider.controller"  # what a round's policy was chosen by: acceptance, hits, times
 BATCH_ROWS: Final = "outrider.batch.rows"

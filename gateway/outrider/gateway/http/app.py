@@ -87,6 +87,7 @@ class ModelsEndpoint:
                 "mode": engine.config.mode,
                 "draft": None if draft is None else draft.model.name,
                 "methods": [] if draft is None else [method.name for method in draft.methods],
+                "default_methods": [] if draft is None else list(draft.defaults),
             },
         }
 
@@ -174,6 +175,7 @@ class _View:
             "k": closed.num_draft_tokens,
             "drafted": commit.num_drafted,
             "accepted": commit.num_accepted,
+            "methods": [share.method for share in closed.drafted_by],
             "start_us": round((closed.started - self._started) * 1e6),
             "end_us": round((closed.ended - self._started) * 1e6),
             "draft_us": closed.draft_us,

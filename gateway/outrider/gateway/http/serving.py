@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -296,6 +296,7 @@ def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
         "method": tally.method,
         "mode": tally.mode,
         "num_rounds_by_mode": tally.rounds_by_mode,
+        "by_method": {method: asdict(did) for method, did in tally.by_method.items()},
     }
 
 

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.proposers.base import LearningProposer, ProposerState, SequenceContext, TokenProposer, drafted_ids, teach
+from outrider.planner.method_choice import MethodChoice, MethodRates, Offer
+from outrider.proposers.base import LearningProposer, Lookup, SequenceContext, TokenProposer, teach
 from outrider.proposers.registry import method_of
 from outrider.rpc.errors import Internal
 from outrider.rpc.messages import (
@@ -27,16 +28,19 @@ log = logging.getLogger(__name__)
 
 
 class LocalDrafter:
-    """Opens a state of the method that a request names, else of the first one, for each sequence; always there."""
+    """Opens the methods that a request names, else the defaults, for each sequence; always there."""
 
-    def __init__(self, proposers: Sequence[TokenProposer]) -> None:
+    def __init__(self, proposers: Sequence[TokenProposer], in_turn: bool = False) -> None:
+        """By default the first drafts, or all of them `in_turn`."""
         self._proposers = {proposer.name: proposer for proposer in proposers}
         self._learners = [proposer for proposer in proposers if isinstance(proposer, LearningProposer)]
-        model = ModelInfo(name=proposers[0].name, digest="", vocab_size=0, max_model_len=0)
+        self._rates = MethodRates()
+        defaults = tuple(self._proposers) if in_turn and len(proposers) > 1 else ()
+        name = ",".join(defaults) or proposers[0].name
+        model = ModelInfo(name=name, digest="", vocab_size=0, max_model_len=0)
         rows = [(method_of(each.name), isinstance(each, LearningProposer)) for each in proposers]
-        self._info = DraftInfo(
-            model, tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead, learns) for row, learns in rows)
-        )
+        methods = tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead, learns) for row, learns in rows)
+        self._info = DraftInfo(model, methods, default_methods=defaults)
 
     @property
     def info(self) -> DraftInfo:
@@ -50,14 +54,14 @@ class LocalDrafter:
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> _LocalLink | None:
         """Starts a sequence; None for a method that is not here."""
-        proposer = self._proposers.get(request.method or next(iter(self._proposers)))
-        if proposer is None:
+        names = request.named_methods or self._info.defaults
+        if not all(name in self._proposers for name in names):
             return None
         tokens = [*request.prompt_ids, *request.output_ids]
         context = SequenceContext(len(request.prompt_ids), request.salt, request.prediction)
-        return _LocalLink(
-            proposer.open(tokens, context), tokens, context, self._learners, request.first_chain, on_event
-        )
+        lookups = [Lookup.of(self._proposers[name], tokens, context) for name in names]
+        choice = MethodChoice(self._rates) if len(lookups) > 1 else None
+        return _LocalLink(lookups, choice, tokens, context, self._learners, request.first_chain, on_event)
 
     def close(self) -> None:
         """Ends the methods that have learned."""
@@ -71,16 +75,17 @@ class _LocalLink:
 
     def __init__(
         self,
-        state: ProposerState,
+        lookups: Sequence[Lookup],
+        choice: MethodChoice | None,
         tokens: list[int],
         context: SequenceContext,
         learners: Sequence[LearningProposer],
         first_chain: int,
         on_event: Callable[[DraftEvent | Lost], None],
     ) -> None:
-        self._state, self._context, self._learners = state, context, learners
+        self._lookups, self._choice, self._context, self._learners = lookups, choice, context, learners
         self._tokens = tokens  # those committed
-        self._num_known = len(tokens)  # to the state
+        self._last: tuple[int, Offer, float] | None = None  # chain, what it was, and when it left
         self._chain = first_chain
         self._on_event: Callable[[DraftEvent | Lost], None] | None = on_event
         self._until = 0
@@ -91,6 +96,7 @@ class _LocalLink:
         before, committed = self._until, False
         for message in messages:
             if isinstance(message, Commit):
+                self._judge_method(message)
                 self._tokens += message.ids
                 committed = True
             else:
@@ -107,15 +113,43 @@ class _LocalLink:
     def _propose(self) -> None:
         if self._on_event is None:
             return
-        position = len(self._tokens)
+        position, started = len(self._tokens), self._loop.time()
         try:
-            self._state.append(self._tokens[self._num_known :])
-            self._num_known = position
-            ids = tuple(drafted_ids(self._state, self._until - position))
+            found = self._look_up(self._until - position)
         except Exception as error:  # of a method that may be a user's own: the request goes on without
             log.exception("a draft failed")
             self._on_event(to_failure(0, Internal(f"a draft failed: {type(error).__name__}")))
             return
-        piece = DraftTokens(0, self._chain, position, ids)
-        self._chain += bool(ids)
+        offers = [Offer.of_lookup(method, len(ids)) for method, ids in found.items()]
+        piece = DraftTokens(0, self._chain, position, ())
+        if offers:
+            chosen = offers[0]
+            if self._choice is not None:
+                chosen = self._choice.choose(offers, is_awaited=True)
+                now = self._loop.time()
+                piece.method, piece.draft_us = chosen.method, max(1, round(1e6 * (now - started)))
+                self._last = self._chain, chosen, now
+            piece.ids = tuple(found[chosen.method])
+            self._chain += 1
         self._on_event(piece)
+
+    def _look_up(self, room: int) -> dict[str, list[int]]:
+        """What goes on from the committed tokens, by the methods that have something."""
+        found = {}
+        for lookup in self._lookups:
+            started = self._loop.time()
+            if ids := lookup.propose(self._tokens, room):
+                found[lookup.method] = ids
+            if self._choice is not None:
+                self._choice.rates.add_draft(lookup.method, len(ids), 1e6 * (self._loop.time() - started))
+        return found
+
+    def _judge_method(self, commit: Commit) -> None:
+        """Learns what came of the method that drafted the window."""
+        if self._choice is None or self._last is None or not commit.num_drafted or commit.chain != self._last[0]:
+            return
+        _, offer, left = self._last
+        num_drafted = min(commit.num_drafted, offer.num_tokens)
+        rest_us = 1e6 * (self._loop.time() - left)
+        self._choice.add_round(offer.kind, num_drafted, min(commit.num_accepted, num_drafted), rest_us)
+        self._last = None

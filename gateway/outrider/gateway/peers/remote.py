@@ -189,12 +189,13 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         return max((replica.round_trip_us for replica in self.replicas if replica.usable), default=0.0)
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
-        """Starts a sequence at a draft that has its method, and has not failed again and again lately."""
-        able = [replica for replica in self._able(request) if _offers(replica.info, request.method)]
+        """Starts a sequence at a draft that has its methods, and has not failed again and again lately."""
+        able = [replica for replica in self._able(request) if _offers(replica.info, request.named_methods)]
         chosen = self._place(request, allowed_by_breaker(able))
         return None if chosen is None else chosen.open(request, on_event)
 
 
-def _offers(info: DraftInfo | None, method: str) -> bool:
-    """Whether a draft has a method; every one has its default."""
-    return not method or (info is not None and any(known.name == method for known in info.methods))
+def _offers(info: DraftInfo | None, methods: Sequence[str]) -> bool:
+    """Whether a draft has these methods; every one has its default."""
+    known = () if info is None else [method.name for method in info.methods]
+    return all(method in known for method in methods)

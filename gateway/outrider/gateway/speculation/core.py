@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.planner.policy import Policy, PolicyController, Round
+from outrider.planner.policy import MethodShare, Policy, PolicyController, Round
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import (
     Arithmetic,
@@ -118,6 +118,7 @@ class SpeculationCore:
     _draft_credit: Credit | None = field(init=False, default=None)
     _target_credit: Credit | None = field(init=False, default=None)
     _journal: list[DraftTokens] = field(init=False, default_factory=list)
+    _in_turn: bool = field(init=False, default=False)  # several methods draft: their pieces say which
     _last_chain: int = field(init=False, default=-1)
     _target_opens: int = field(init=False, default=0)
     _model: ModelInfo | None = field(init=False, default=None)  # of the target that committed last
@@ -194,6 +195,7 @@ class SpeculationCore:
                     self.controller.on_piece(len(event.ids), event.draft_us)
                 if event.ids:
                     self._journal.append(event)
+                    self._in_turn = self._in_turn or bool(event.method)
                 return [ToTarget((event, *self._due_credit()))]
             case Failure():
                 return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE or _is_full(event))
@@ -259,8 +261,9 @@ class SpeculationCore:
         if commit.ids or commit.finish_reason is not None:
             self.committed.extend(commit.ids)
             self.has_run, self._target_opens = True, 1  # what failed before this progress does not count any more
+            drafted_by = self._shares(commit) if self._in_turn else ()
             self._prune_journal()
-            closed = self._close_round(commit)
+            closed = self._close_round(commit, drafted_by)
             effects = [*self._choose(closed), Emit(closed)]
         if commit.finish_reason is not None:
             self.finished = True
@@ -313,7 +316,19 @@ class SpeculationCore:
             self._near_ties = True
         return before is not None
 
-    def _close_round(self, commit: Commit) -> Round:
+    def _shares(self, commit: Commit) -> tuple[MethodShare, ...]:
+        """Which methods drafted what of the window: by the pieces that it came in."""
+        shares: dict[str, MethodShare] = {}
+        end, held = commit.position + commit.num_drafted, commit.position + commit.num_accepted
+        for piece in self._journal:
+            first, last = max(piece.position, commit.position), min(piece.position + len(piece.ids), end)
+            if piece.chain == commit.chain and piece.method and first < last:
+                _, num_drafted, num_accepted = shares.get(piece.method, MethodShare(piece.method, 0, 0))
+                num_accepted += max(0, min(last, held) - first)
+                shares[piece.method] = MethodShare(piece.method, num_drafted + last - first, num_accepted)
+        return tuple(shares.values())
+
+    def _close_round(self, commit: Commit, drafted_by: tuple[MethodShare, ...]) -> Round:
         closed = Round(
             index=self._num_rounds,
             commit=commit,
@@ -324,6 +339,7 @@ class SpeculationCore:
             started=self._round_start,
             ended=self._now,
             draft_us=self._draft_us if commit.num_drafted else 0,
+            drafted_by=drafted_by,
             at_end=commit.position + commit.num_drafted + 1 >= self._last,
             moved=self._has_moved(),
             near_ties=self._near_ties,
