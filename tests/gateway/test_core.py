@@ -19,7 +19,7 @@ from outrider.gateway.speculation.core import (
     ToDraft,
     ToTarget,
 )
-from outrider.planner.policy import Policy, Round
+from outrider.planner.policy import MethodTally, Policy, Round, SpeculationTally
 from outrider.rpc.messages import (
     MAX_PIECE_IDS,
     MAX_WEIGHTS,
@@ -39,6 +39,7 @@ K4 = Policy(4, patience_ms=50)
 TOO_MANY_BYTES = b"\0" * (4 * MAX_WEIGHTS + 4)
 REFUSED = {
     "weights": DraftTokens(0, 0, 3, (7,), (TokenWeights(TOO_MANY_BYTES, TOO_MANY_BYTES),)),
+    "method": DraftTokens(0, 0, 3, (7,), method="m" * 129),
     "parent": DraftTokens(0, 3, 3, (7,), parent=3),
     "ids": DraftTokens(0, 1, 3, tuple(range(MAX_PIECE_IDS + 1))),
 }
@@ -156,6 +157,30 @@ def test_another_draft_hears_of_no_finish() -> None:
     effects = made.on_target(Commit(0, 3, (1,), finish_reason=LAST), 0.1)
     assert to_draft(effects) == [] and kinds(effects) == {CloseDraft}
     assert kinds(core(policy=Policy(0)).start(0.0)) == set()
+
+
+def test_a_round_says_which_methods_drafted_its_window() -> None:
+    made = core(policy=Policy(4, windows_ahead=1))
+    for piece in (
+        DraftTokens(0, 0, 3, (1, 2), more=True, method="suffix"),
+        DraftTokens(0, 0, 5, (3, 4, 5, 6), more=True, method="draft_model"),
+        DraftTokens(0, 1, 5, (9,), parent=0, method="ngram"),  # another chain
+    ):
+        made.on_draft(piece)
+
+    def closed(commit: Commit) -> Round:
+        (effect,) = (effect for effect in made.on_target(commit, 0.1) if isinstance(effect, Emit))
+        return effect.round
+
+    first = closed(Commit(0, 3, (1, 2, 3), chain=0, num_drafted=4, num_accepted=3))
+    assert first.drafted_by == (("suffix", 2, 2), ("draft_model", 2, 1))
+    second = closed(Commit(0, 6, (7,), chain=0, num_drafted=3))
+    assert second.drafted_by == (("draft_model", 3, 0),)
+    assert closed(Commit(0, 7, (8,))).drafted_by == ()
+    tally = SpeculationTally()
+    tally.add(first)
+    tally.add(second)
+    assert tally.by_method == {"suffix": MethodTally(1, 2, 2), "draft_model": MethodTally(2, 5, 1)}
 
 
 @pytest.mark.parametrize("name", REFUSED)

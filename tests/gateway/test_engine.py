@@ -26,7 +26,7 @@ from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError, ResourceExhausted
-from outrider.rpc.messages import Failure
+from outrider.rpc.messages import DraftMethod, Failure
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
@@ -190,6 +190,40 @@ async def test_controllers_are_told_how_many_sequences_run(
         await anext(second)
         assert told[0]() == told[-1]() == 4
     assert told[0]() == 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "chains", "branches"])
+async def test_what_cannot_run_ahead_is_drafted_in_lock_step(tokenizer: Tokenizer, mode: str) -> None:
+    """Alone, as the draft's default, and in a list; another method of the same draft does run ahead."""
+    methods = (DraftMethod("slow", can_run_ahead=False), DraftMethod("draft_model"))
+    target, draft = ToyTarget(), ToyDraft(info=replace(draft_info(), methods=methods))
+    engine = GenerationEngine(tokenizer, target, draft, EngineConfig(mode=mode))
+    for named in ("", "slow", "draft_model,slow", "draft_model"):
+        answer = await run(engine, ask(speculation=SpeculationOptions(method=named)))
+        (deltas,) = answer.values()
+        assert deltas[-1].tally is not None
+        modes = {delta.round.mode for delta in deltas if delta.round is not None and delta.round.commit.num_drafted}
+        if named == "draft_model":
+            assert deltas[-1].acceptance is AcceptanceRule.COUPLED
+            assert mode == "auto" or modes == {mode}
+        else:
+            assert modes <= {"sequential"} and deltas[-1].acceptance is AcceptanceRule.BLOCK
+
+
+async def test_requests_of_different_methods_learn_apart(tokenizer: Tokenizer) -> None:
+    """But what a verification takes, they learn together."""
+    methods = (DraftMethod("draft_model"), DraftMethod("ngram"))
+    engine = GenerationEngine(
+        tokenizer, ToyTarget(), ToyDraft(info=replace(draft_info(), methods=methods)), EngineConfig(mode="auto")
+    )
+    for named in ("", "ngram", "ngram,draft_model"):
+        await run(engine, ask(speculation=SpeculationOptions(method=named)))
+    assert engine._known is not None
+    known = engine._known.by_methods
+    assert list(known) == [(), ("ngram",), ("ngram", "draft_model")]
+    assert len({id(stats) for stats, _ in known.values()}) == len({id(trials) for _, trials in known.values()}) == 3
+    assert {id(stats.costs) for stats, _ in known.values()} == {id(engine._known.costs)}
+    assert engine._known.stats is known[()][0]
 
 
 async def test_a_given_seed_and_rule_travel(tokenizer: Tokenizer) -> None:

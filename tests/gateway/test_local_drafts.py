@@ -11,6 +11,7 @@ from support.methods import Broken, LastToken
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.prediction import PredictionProposer
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open
 from outrider.rpc.sampling_params import SamplingParams
 
@@ -38,6 +39,41 @@ async def test_a_request_names_one_of_its_methods() -> None:
         DraftTokens(0, 8, 7, (4, 4)),
     ]
     assert drafter.open(asked("suffix"), print) is None
+
+
+async def test_several_draft_in_turn() -> None:
+    """The first that has something; once each kind was measured, the one that brings more."""
+    drafter = LocalDrafter([PredictionProposer(), NgramProposer(2, 2), LastToken()], in_turn=True)
+    assert drafter.info.defaults == ("prediction", "ngram", "last_token")
+    events: list[Any] = []
+    link = drafter.open(asked(prediction=(3, 4, 5)), events.append)
+    assert link is not None
+
+    async def goes_on(*messages: Any) -> DraftTokens:
+        link.send(*messages)
+        await asyncio.sleep(0)
+        return events[-1]
+
+    piece = await goes_on(Credit(0, 8, 3))
+    assert (piece.method, piece.chain, piece.ids) == ("prediction", 7, (3, 4, 5)) and piece.draft_us > 0
+    piece = await goes_on(Commit(0, 5, (3, 4, 5, 1), chain=7, num_drafted=3, num_accepted=3), Credit(0, 12, 3))
+    assert (piece.method, piece.chain, piece.ids) == ("last_token", 8, (1, 1, 1))  # no n-gram occurred before
+    piece = await goes_on(Commit(0, 9, (2,), chain=8, num_drafted=3), Credit(0, 13, 3))
+    assert (piece.method, piece.ids) == ("ngram", (3, 4, 5))
+    position = 10
+    for _ in range(8):  # "the n-gram" is right every time, the last token never
+        chain = piece.chain
+        num_accepted = 3 if piece.method == "ngram" else 0
+        ids = (*piece.ids[:num_accepted], 1, 2)
+        piece = await goes_on(
+            Commit(0, position, ids, chain=chain, num_drafted=3, num_accepted=num_accepted),
+            Credit(0, position + len(ids) + 3, 3),
+        )
+        position += len(ids)
+    assert piece.method == "ngram"
+    link.close()
+    named = drafter.open(asked("ngram", methods=("ngram", "last_token")), events.append)
+    assert named is not None and drafter.open(asked("ngram", methods=("ngram", "suffix")), print) is None
 
 
 async def test_methods_learn_from_every_sequence() -> None:

@@ -74,6 +74,23 @@ async def test_a_draft_that_has_the_method_gets_the_prediction() -> None:
     assert draft.opens[-1].method == "draft_model" and draft.opens[-1].prediction == () and counts(named)[1] > 0
 
 
+async def test_a_draft_with_a_list_goes_on_where_the_prediction_ends() -> None:
+    listing = replace(draft_info(), methods=(DraftMethod("ngram"), *PREDICTING.methods))
+    draft = ToyDraft(info=replace(listing, default_methods=("ngram", "draft_model")))
+    engine = GenerationEngine(toy_tokenizer(), ToyTarget(), draft)
+    (deltas,) = await answer(engine, prediction=tuple(ANSWER))
+    opened = draft.opens[-1]
+    assert opened.named_methods == ("prediction", "ngram", "draft_model") and opened.method == "prediction"
+    assert opened.prediction == tuple(ANSWER)
+    assert deltas[-1].tally is not None and deltas[-1].tally.method == "prediction,ngram,draft_model"
+    draft.info = replace(listing, default_methods=("prediction", "draft_model"))
+    await answer(engine, prediction=tuple(ANSWER))
+    assert (draft.opens[-1].named_methods, draft.opens[-1].prediction) == ((), tuple(ANSWER))
+    named = SpeculationOptions(methods=("ngram", "prediction"))
+    await answer(engine, speculation=named)  # a list may have a method that this request gives nothing
+    assert (draft.opens[-1].methods, draft.opens[-1].prediction) == (("ngram", "prediction"), ())
+
+
 async def test_completions_logprobs_and_resumption() -> None:
     """What others refuse beside a prediction is served; counts are of the whole completion."""
     engine = GenerationEngine(toy_tokenizer(), ToyTarget())

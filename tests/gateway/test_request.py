@@ -18,6 +18,8 @@ GOOD: list[dict[str, Any]] = [
     {"n": 2, "output_ids": ((1,), ())},
     {"request_id": "größe 7, 大"},
     {"speculation": SpeculationOptions(method="ngram", methods=("ngram",), mode="branches", num_draft_tokens=128)},
+    {"speculation": SpeculationOptions(methods=("prediction", "suffix", "draft_model"))},
+    {"speculation": SpeculationOptions(method="ngram, draft_model", methods=("ngram", "draft_model"))},
 ]
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"n": 65, "request_id": LONG, "salt": LONG}, ["n", "request_id", "salt"]),
@@ -26,8 +28,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"request_id": "a\x1b[2Jb"}, ["request_id"]),
     ({"model_digest": LONG, "priority": 2**31}, ["model_digest", "priority"]),
     ({"speculation": SpeculationOptions(num_draft_tokens=129)}, ["speculation.num_draft_tokens"]),
-    ({"speculation": SpeculationOptions(methods=("ngram", "draft_model"))}, ["speculation.methods"]),
+    ({"speculation": SpeculationOptions(methods=tuple("abcdefghi"))}, ["speculation.methods"]),
+    ({"speculation": SpeculationOptions(method="a,b,c,d,e,f,g,h,i")}, ["speculation.method"]),
     ({"speculation": SpeculationOptions(methods=("ngram", "ngram"))}, ["speculation.methods"]),
+    ({"speculation": SpeculationOptions(method="ngram,suffix,ngram")}, ["speculation.method"]),
+    ({"speculation": SpeculationOptions(method=" ")}, ["speculation.method"]),
     ({"speculation": SpeculationOptions(methods=("",))}, ["speculation.methods[0]"]),
     ({"speculation": SpeculationOptions(method="a", methods=("b",))}, ["speculation.method"]),
     ({"speculation": SpeculationOptions(mode="fast")}, ["speculation.mode"]),

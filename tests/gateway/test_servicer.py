@@ -138,7 +138,12 @@ async def test_the_stats_say_how_was_drafted() -> None:
 
 
 METHODS_REFUSED = [
-    ({"methods": ["draft_model", "ngram"]}, "speculation.methods: has 2 entries; allowed: at most 1"),
+    (
+        {"methods": ["draft_model", "ngram"]},
+        "speculation.methods[1]: is 'ngram', which the draft does not know; allowed: draft_model",
+    ),
+    ({"methods": ["ngram"] * 9}, "speculation.methods: has 9 entries; allowed: at most 8"),
+    ({"method": "ngram,ngram"}, "speculation.method: names 'ngram' twice; allowed: each method once"),
     ({"methods": [""]}, "speculation.methods[0]: is empty; allowed: at least one character"),
     (
         {"methods": ["medusa"]},

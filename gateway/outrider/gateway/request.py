@@ -301,14 +301,22 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
 
 
 def _check_method_names(found: Violations, method: str, methods: tuple[str, ...]) -> None:
-    found.text("speculation.method", method, MAX_METHODS * MAX_NAME_CHARS)
+    found.text("speculation.method", method, MAX_METHODS * (MAX_NAME_CHARS + 1))
     if not found.length("speculation.methods", methods, MAX_METHODS):
         return
     for index, name in enumerate(methods):
         found.text(f"speculation.methods[{index}]", name, MAX_NAME_CHARS, empty=False)
-    if method and methods and split_methods(method) != methods:
+    if not all(isinstance(name, str) and name for name in methods):
+        return
+    split = split_methods(method)
+    if method and methods and split != methods:
         allowed = f"{quoted(','.join(methods))}, as there, or none"
         found.add("speculation.method", f"is {quoted(method)} beside speculation.methods", allowed)
+    elif len(split) > MAX_METHODS:
+        found.add("speculation.method", f"names {len(split)} methods", f"at most {MAX_METHODS}")
+    elif problem := list_problem(methods or split) if methods or method else "":
+        what, _, allowed = problem.partition("; allowed: ")
+        found.add("speculation.methods" if methods else "speculation.method", what, allowed)
 
 
 def no_such_model(name: str, served: str) -> NotFound:
@@ -342,25 +350,16 @@ def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: Acce
 
 def _check_methods(found: Violations, request: GenerationRequest, draft: DraftInfo | None) -> None:
     speculation, names = request.speculation, request.speculation.named_methods
-    if not names or not all(isinstance(name, str) for name in names):  # the latter has been found
-        return
-    field = "speculation.methods" if speculation.methods else "speculation.method"
-    if len(names) > MAX_METHODS and not speculation.methods:
-        found.add(field, f"names {len(names)} methods", f"at most {MAX_METHODS}")
-    elif problem := list_problem(names):
-        what, _, allowed = problem.partition("; allowed: ")
-        found.add(field, what, allowed)
+    fields = [
+        f"speculation.methods[{index}]" if speculation.methods else "speculation.method" for index in range(len(names))
+    ]
     if names == (PREDICTION,):  # the gateway itself drafts by it where its draft does not
         if request.prediction is None:
-            where = f"{field}[0]" if speculation.methods else field
-            found.add(where, f"is {quoted(PREDICTION)}, and there is no prediction", "with a prediction alone")
+            found.add(fields[0], f"is {quoted(PREDICTION)}, and there is no prediction", "with a prediction alone")
         return
-    if draft is None:
-        return
-    known = [row.name for row in draft.methods if not row.needs_features]
-    for index, name in enumerate(names):
-        if name not in known:
-            where = f"{field}[{index}]" if speculation.methods else field
+    known = [] if draft is None else [row.name for row in draft.methods if not row.needs_features]
+    for where, name in zip(fields, names, strict=True):
+        if draft is not None and isinstance(name, str) and name and name not in known:
             found.add(where, f"is {quoted(name)}, which the draft does not know", ", ".join(known))
 
 
