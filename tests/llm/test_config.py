@@ -196,15 +196,48 @@ def test_an_accelerator_may_be_named_with_its_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [SpeculativeConfig.supported, speculation_options])
-def test_the_method_may_be_a_list_of_one(read: Any) -> None:
+def test_the_method_may_be_a_list(read: Any) -> None:
     assert read({"method": ["ngram"], "num_speculative_tokens": 5}).method == "ngram"
+    for several in (["prediction", "suffix", "[ngram]"], "prediction, suffix, ngram"):
+        assert read({"method": several, "num_speculative_tokens": 5}).method == "prediction,suffix,ngram"
     for method, problem in (
-        (["ngram", "draft_model"], r"\['method'\] is a list of 2 methods; allowed: one method"),
-        ([], r"\['method'\] is a list of 0 methods; allowed: one method"),
-        (7, r"\['method'\] is 7; allowed: the name of a method, one of draft_model, ngram"),
+        (["ngram", "[ngram]"], r"\['method'\] names 'ngram' twice; allowed: each method once"),
+        (
+            ["ngram", 3],
+            r"\['method'\] is \['ngram', 3\]; allowed: the name of a method, or a list of names, of draft_model",
+        ),
+        ([], r"\['method'\] names none; allowed: at least one method"),
+        (7, r"\['method'\] is 7; allowed: the name of a method, or a list of names, of draft_model, ngram"),
     ):
         with pytest.raises(ValueError, match=problem):
             read({"method": method, "num_speculative_tokens": 5})
+
+
+def test_every_method_of_a_list_is_checked(tiny_pair: TinyPair) -> None:
+    given = {"num_speculative_tokens": 5}
+    with pytest.raises(Unsupported, match="speculative method 'eagle'"):
+        SpeculativeConfig.supported(given | {"method": ["suffix", "eagle"]})
+    with pytest.raises(ValueError, match="unknown speculative method 'sufix'"):
+        SpeculativeConfig.supported(given | {"method": ["ngram", "sufix"]})
+    with pytest.raises(ValueError, match="method 'draft_model' needs 'model'"):
+        SpeculativeConfig.supported(given | {"method": ["suffix", "draft_model"]})
+
+
+@pytest.mark.parametrize("method", [["suffix", "draft_model"], ["suffix", "ngram"]])
+def test_a_list_drafts_in_this_process(method: list[str], tiny_pair: TinyPair) -> None:
+    """With the model and without; what comes out is the target's, and the metrics say which drafted."""
+    prompts = [[5, 6, 7, 8] * 6, [9, 3, 9, 4] * 6]
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = []
+    for speculative in (None, {"method": method, "num_speculative_tokens": 4, "model": tiny_pair.draft}):
+        if speculative is not None and "draft_model" not in method:
+            del speculative["model"]
+        with LLM(tiny_pair.target, speculative_config=speculative) as llm:
+            outputs.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampling, **QUIET)])
+            if speculative is not None:
+                info = llm._backend.engine.drafter.info  # type: ignore[attr-defined]
+                assert info.default_methods == tuple(method)
+    assert outputs[0] == outputs[1]
 
 
 def test_a_model_that_is_no_path() -> None:

@@ -308,7 +308,6 @@ def speculation_options(config: SpeculativeConfig | Mapping[str, Any] | None, mo
             f"LLM(gateway=...): the draft service decides {', '.join(given)}; a request says method, "
             "num_speculative_tokens and rejection_sample_method"
         )
-    method = "ngram" if method in NGRAM_NAMES else method
     return SpeculationOptions(method=method, acceptance=rule, num_draft_tokens=k, mode=mode)
 
 

@@ -30,7 +30,7 @@ from outrider.llm.validation import (
     plain_errors,
     require_fixed,
 )
-from outrider.proposers.registry import CHOICES, METHODS, is_class, method_of
+from outrider.proposers.registry import CHOICES, METHODS, is_class, list_problem, method_of, split_methods
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -67,20 +67,18 @@ INSTEAD = "allowed: " + "; ".join(f"{row.name} ({row.summary})" for row in METHO
 
 
 def named_method(method: object) -> str | None:
-    """The method that is meant by a value of `method`, None where it is absent. A list of one method is that method.
-    ValueError for anything else."""
-    if isinstance(method, list | tuple):
-        if len(method) != 1:
-            raise ValueError(
-                f"speculative_config['method'] is a list of {len(method)} methods; allowed: one method. "
-                "Several that are tried in turn are not there yet"
-            )
-        (method,) = method
-    if method is None or isinstance(method, str):
-        return method
-    raise ValueError(
-        f"speculative_config['method'] is {method!r:.100}; allowed: the name of a method, one of {CHOICES}"
-    )
+    """The method that is meant by a value of `method`, None where it is absent; several that draft in turn, a list or
+    a text with commas, with commas between them. ValueError for anything else."""
+    allowed = f"allowed: the name of a method, or a list of names, of {CHOICES}"
+    if method is None:
+        return None
+    names = split_methods(method) if isinstance(method, str) else method
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"speculative_config['method'] is {method!r:.100}; {allowed}")
+    names = ["ngram" if name in NGRAM_NAMES else name for name in names]
+    if problem := list_problem(names):
+        raise ValueError(f"speculative_config['method'] {problem}")
+    return ",".join(names)
 
 
 def method_of_model(model: str | Path) -> str:
@@ -156,7 +154,7 @@ class SpeculativeConfig:
         Integer | None, Field(ge=1, le=MAX_DRAFT_TOKENS, description=f"1 to {MAX_DRAFT_TOKENS}")
     ] = None
     model: Annotated[str | Path | None, BeforeValidator(_model)] = None
-    method: Annotated[str | None, BeforeValidator(named_method)] = None  # or a list of one
+    method: Annotated[str | None, BeforeValidator(named_method)] = None  # several with commas
     draft_tensor_parallel_size: Annotated[Integer | None, integer(1)] = None
     tensor_parallel_size: Any = None  # only to say that it is the other name
     disable_by_batch_size: Annotated[Integer | None, integer(2)] = None
@@ -218,17 +216,23 @@ class SpeculativeConfig:
         if self.tensor_parallel_size is not None:
             raise ValueError("'tensor_parallel_size' is the target's; for the draft give 'draft_tensor_parallel_size'.")
         self.method = self._method()
-        if self.method not in KNOWN and not is_class(self.method):
-            raise ValueError(f"unknown speculative method {self.method!r}; there are: {', '.join(KNOWN)}")
-        if self.model is None and (MISSING.get(self.method) or method_of(self.method)).needs_model:
-            raise ValueError(f"method {self.method!r} needs 'model': the folder of the draft's checkpoint")
+        for name in self.methods:
+            if name not in KNOWN and not is_class(name):
+                raise ValueError(f"unknown speculative method {name!r}; there are: {', '.join(KNOWN)}")
+            if self.model is None and (MISSING.get(name) or method_of(name)).needs_model:
+                raise ValueError(f"method {name!r} needs 'model': the folder of the draft's checkpoint")
         k = self.num_speculative_tokens = self._num_speculative_tokens()
         if k is not None and k > MAX_DRAFT_TOKENS:
             raise must_be(self, "num_speculative_tokens", k)
-        if self.method == "ngram":
+        if "ngram" in self.methods:
             self._resolve_lookup()
         self._check_together()
         self.schedule = BatchSchedule.of(k or 0, self.disable_by_batch_size, self.num_speculative_tokens_per_batch_size)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Those that draft in turn."""
+        return split_methods(self.method or "")
 
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
@@ -243,7 +247,8 @@ class SpeculativeConfig:
             method, model = named_method(given.get("method")), given.get("model")
             if method is None and isinstance(model, str | Path):
                 require_method(method_of_model(model), model)
-            require_method(method or "")
+            for name in split_methods(method or ""):
+                require_method(name)
         config = cls.of(given)
         if config is not None:
             config.require_supported()
@@ -251,7 +256,8 @@ class SpeculativeConfig:
 
     def require_supported(self) -> None:
         """Raises Unsupported for what this version cannot do, by name."""
-        require_method(self.method or "")
+        for name in self.methods:
+            require_method(name)
         require_fixed(fixed_fields(type(self)), vars(self), "speculative_config[{!r}]")
         if self.draft_tensor_parallel_size not in (None, 1):
             raise ValueError("draft_tensor_parallel_size must be 1 or the target's, 1")
@@ -304,7 +310,7 @@ class SpeculativeConfig:
         """Fields that need or exclude one another. Raises ValueError."""
         k = self.num_speculative_tokens
         if self.use_heterogeneous_vocab:
-            if self.method != "draft_model":
+            if "draft_model" not in self.methods:
                 raise ValueError("use_heterogeneous_vocab is for draft models")
             if self.use_local_argmax_reduction:
                 raise ValueError("use_heterogeneous_vocab does not go with use_local_argmax_reduction")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.draft_service.admission import make_methods
-from outrider.draft_service.boot import build_model_method, mappings_to, model_info
+from outrider.draft_service.boot import build_model_method, describe, mappings_to, model_info
 from outrider.draft_service.boot import runner_options as draft_options
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
@@ -38,7 +38,8 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.backends import LoopThread
 from outrider.llm.config import SpeculativeConfig, acceptance_of
-from outrider.proposers.registry import make_proposer, method_of
+from outrider.proposers.base import TokenProposer
+from outrider.proposers.registry import make_proposer, method_of, needs_model
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import (
     MAX_N,
@@ -48,7 +49,6 @@ from outrider.rpc.messages import (
     Commit,
     DraftEvent,
     DraftInfo,
-    DraftMethod,
     Failure,
     ModelInfo,
     Open,
@@ -211,20 +211,33 @@ class LocalTarget(LocalService):
 class LocalDraft(LocalService):
     """A Drafter over a draft model in this process."""
 
-    def __init__(self, settings: DraftSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        settings: DraftSettings,
+        loaded: LoadedModel,
+        loop: asyncio.AbstractEventLoop,
+        lookups: Mapping[str, TokenProposer] | None = None,
+    ) -> None:
+        """`lookups` draft in turn with the model, in the order of the settings; by the names that they have there."""
         super().__init__(loop)
         mappings = mappings_to(settings.target_tokenizer, settings.model) if settings.model is not None else {}
         method = build_model_method(loaded, draft_options(settings).beside_another(), mappings=mappings)
-        self.info: DraftInfo = DraftInfo(model_info(settings, loaded, method), (DraftMethod(method.name),))
+        others = lookups or {}
+        drafting = [others.get(name, method) for name in settings.methods] if others else [method]
+        defaults = tuple(one.name for one in drafting) if others else ()
+        model = model_info(settings, loaded, method)
+        self.info: DraftInfo = DraftInfo(model, describe(drafting), default_methods=defaults)
         engine = DraftEngine(
-            make_methods([method]),
+            make_methods(drafting),
             settings.max_sequences,
             settings.max_rows,
             flush=self.flush,
             tracer=StepTracer.if_enabled("outrider.draft"),
+            default_methods=defaults,
         )
         threads = settings.threads or usable_threads()
         self.thread: Worker[DraftCommand] = Worker(engine, "llm-draft", threads, settings.device)
+        self.thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
 
     @property
     def round_trip_us(self) -> float:
@@ -309,8 +322,9 @@ def start_local(
         drafter: Drafter | None = None
         if draft is not None and folder is not None:
             targets = [source for source in (arguments.tokenizer or arguments.model,) if has_tokenizer(source, folder)]
-            draft_settings = _draft_settings(arguments, folder, device, settings.num_blocks, targets)
-            drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop))
+            draft_settings = _draft_settings(arguments, speculation, folder, device, settings.num_blocks, targets)
+            lookups = {} if speculation is None else _lookups(arguments, speculation)
+            drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop, lookups))
             services.append(local)
             _warn(check_pair(target.info.model, local.info.model))
         else:
@@ -363,11 +377,18 @@ def _target_settings(arguments: EngineArguments, model: Path, device: str, k: in
 
 
 def _draft_settings(
-    arguments: EngineArguments, folder: Path, device: str, num_blocks: int | None, targets: Sequence[Path]
+    arguments: EngineArguments,
+    speculation: SpeculativeConfig | None,
+    folder: Path,
+    device: str,
+    num_blocks: int | None,
+    targets: Sequence[Path],
 ) -> DraftSettings:
     return DraftSettings.model_validate(
         {
             "model": folder,
+            "method": "draft_model" if speculation is None else speculation.method,
+            "allow_code": arguments.allow_code,
             "target_tokenizer": targets,
             "device": device,
             "threads": arguments.threads,
@@ -380,13 +401,19 @@ def _draft_settings(
 
 
 def _local_drafter(arguments: EngineArguments, speculation: SpeculativeConfig) -> LocalDrafter:
-    """Of a method without a model."""
-    return LocalDrafter([make_proposer(speculation.method or "", vars(speculation), arguments.allow_code)])
+    """Of methods without a model."""
+    return LocalDrafter([*_lookups(arguments, speculation).values()], in_turn=True)
+
+
+def _lookups(arguments: EngineArguments, speculation: SpeculativeConfig) -> dict[str, TokenProposer]:
+    """Of the configuration's methods those without a model."""
+    names = [name for name in speculation.methods if not method_of(name).needs_model]
+    return {name: make_proposer(name, vars(speculation), arguments.allow_code) for name in names}
 
 
 def _draft_folder(arguments: EngineArguments, speculation: SpeculativeConfig | None) -> Path | None:
     """Of the draft model, if there is one."""
-    if speculation is None or not method_of(speculation.method or "").needs_model:
+    if speculation is None or not needs_model(speculation.methods):
         return None
     folder = locate(str(speculation.model), trust_remote_code=arguments.trust_remote_code)
     if not folder.is_dir():
