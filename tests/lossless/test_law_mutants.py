@@ -479,6 +479,49 @@ def mode_by_the_tokens_before() -> Law:
     return judged(replace(c, vectors=(c.vectors[0], c.vectors[1] if c.ids[0] % 2 else None)) for c in chains)
 
 
+# Which of several methods drafts
+
+LOOKED_UP = 2  # what the lookup has, wherever it is asked
+
+
+def drafted_in_turn(by_model: Callable[[Tokens, Weights, int], bool]) -> Law:
+    """The model draws with its weights, or the lookup's token stands there, one-hot."""
+    chains = [Proposal(Fraction(1), (), ())]
+    for _ in range(NUM_DRAFTED):
+        chains = [
+            replace(
+                chain,
+                mass=chain.mass * Fraction(weight, sum(weights)),
+                ids=(*chain.ids, drawn if by_model(chain.ids, weights, drawn) else LOOKED_UP),
+                vectors=(*chain.vectors, sparse(weights) if by_model(chain.ids, weights, drawn) else None),
+            )
+            for chain in chains
+            for weights in [weights_at(chain.ids)]
+            for drawn, weight in enumerate(weights)
+            if weight
+        ]
+    return judged(chains)
+
+
+def lookup_in_place_of_what_was_drawn() -> Law:
+    """The method is chosen by a drawn token: where that is not likely, the lookup's takes its place."""
+    return drafted_in_turn(lambda before, weights, drawn: weights[drawn] >= 2)
+
+
+def lookup_where_it_has_what_was_drawn() -> Law:
+    """... or where the lookup says the same: then the weights are not needed, as it seems."""
+    return drafted_in_turn(lambda before, weights, drawn: drawn != LOOKED_UP)
+
+
+def lookup_by_what_was_committed() -> Law:
+    """Before anything of the window is drawn: the lookup has one token, and the model goes on."""
+    return drafted_in_turn(lambda before, weights, drawn: len(before) > 0)
+
+
+def lookup_by_the_models_law() -> Law:
+    return drafted_in_turn(lambda before, weights, drawn: max(weights) >= 4)
+
+
 # What happens when the answer to a fully accepted window is lost
 
 LOST = Fraction(1, 10)
@@ -549,6 +592,8 @@ SERVICE_MUTANTS = [
     cut_after_the_token_was_seen,
     better_of_two_by_their_tokens,
     mode_by_the_token,
+    lookup_in_place_of_what_was_drawn,
+    lookup_where_it_has_what_was_drawn,
     retried_with_fresh_randomness,
     retried_in_a_shorter_window,
     retried_without_the_draft,
@@ -563,6 +608,8 @@ REMEDIES = [
     first_of_two_to_arrive,
     mode_by_the_law,
     mode_by_the_tokens_before,
+    lookup_by_what_was_committed,
+    lookup_by_the_models_law,
     retried_with_the_same_randomness,
     retried_with_fresh_randomness_whatever_was_accepted,
 ]

@@ -74,7 +74,7 @@ class SpeculationOptions:
     @property
     def named_methods(self) -> tuple[str, ...]:
         """The methods that were asked for, by either field; empty: the draft's default."""
-        return self.methods or split_methods(self.method)
+        return self.methods or (split_methods(self.method) if self.method else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ def _check_method_names(found: Violations, method: str, methods: tuple[str, ...]
         return
     for index, name in enumerate(methods):
         found.text(f"speculation.methods[{index}]", name, MAX_NAME_CHARS, empty=False)
-    if not all(isinstance(name, str) and name for name in methods):
+    if not (method or methods) or not all(isinstance(name, str) and name for name in methods):
         return
     split = split_methods(method)
     if method and methods and split != methods:
@@ -314,7 +314,7 @@ def _check_method_names(found: Violations, method: str, methods: tuple[str, ...]
         found.add("speculation.method", f"is {quoted(method)} beside speculation.methods", allowed)
     elif len(split) > MAX_METHODS:
         found.add("speculation.method", f"names {len(split)} methods", f"at most {MAX_METHODS}")
-    elif problem := list_problem(methods or split) if methods or method else "":
+    elif problem := list_problem(methods or split):
         what, _, allowed = problem.partition("; allowed: ")
         found.add("speculation.methods" if methods else "speculation.method", what, allowed)
 
