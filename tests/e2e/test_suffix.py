@@ -16,9 +16,14 @@ from support.metrics import samples_of
 from support.models import save_tiny, train_byte_level
 
 from outrider.cli.local_services import Service, Services, wait_for_draft
+from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.channel import connect
+from outrider.rpc.codec import DRAFT_STREAM
+from outrider.rpc.messages import Close, Commit, Credit, Open
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.stream import client_stream
+from outrider.v1 import draft_pb2_grpc, generation_pb2_grpc
 from outrider.v1 import generation_pb2 as pb
-from outrider.v1 import generation_pb2_grpc
 
 VOCAB = 300
 START_S = 60.0
@@ -133,3 +138,27 @@ async def test_what_one_gateway_answered_speeds_the_others(running: Running) -> 
     await running.learned(6)
     assert await accepted(second, seed=2) > 40
     assert await accepted(second, seed=2, salt="another") < 16
+
+
+async def test_what_was_written_outlives_kill_9(tmp_path: Path) -> None:
+    """Without an end, a store is in its file but for what the last moments brought."""
+    store = tmp_path / "outputs"
+    file = ["--suffix-store-file", str(store), "--suffix-store-minutes", "0.001"]
+    arguments = ["draft", "--method", "suffix", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *file]
+    answer = list(range(100, 200))
+    with Services() as services:
+        draft = services.start("draft", arguments)
+        services.wait(draft, START_S)
+        async with connect(draft.address) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)  # type: ignore[no-untyped-call]
+            async with client_stream(DRAFT_STREAM, stub.Propose()) as stream:
+                stream.send(Open(1, (1, 2, 3), SamplingParams()), Commit(1, 3, tuple(answer)), Credit(1, 110, 4))
+                async with asyncio.timeout(START_S):
+                    await anext(stream)  # a piece: it is open there
+                    stream.send(Close(1))
+                    while not store.exists():  # noqa: ASYNC110 (another process writes it)
+                        await asyncio.sleep(0.01)
+        os.killpg(draft.pid, signal.SIGKILL)
+        services.stop(draft)
+    again = SuffixProposer(suffix_store_file=store)
+    assert again.open(answer[:10]).propose(8) == answer[10:18]

@@ -7,15 +7,17 @@ import random
 import stat
 import struct
 import sys
+import time
 import tracemalloc
 from array import array
 from pathlib import Path
+from threading import Event, current_thread
 
 import pytest
 
 from outrider.proposers.suffix import store_file
 from outrider.proposers.suffix.index import ContextIndex
-from outrider.proposers.suffix.store import GENERATIONS, SLICE, SuffixStore, digest_of
+from outrider.proposers.suffix.store import GENERATIONS, MAX_WAITING, SLICE, Generation, SuffixStore, digest_of
 from outrider.proposers.suffix.store_file import BadStoreFile
 
 DEPTH = 8
@@ -88,7 +90,9 @@ def test_nothing_waits_for_ever() -> None:
     for number in range(1000):
         store.add((), output(number), "")
     assert knows(store, 0) and not knows(store, 999)
-    assert len(store.generations[-1].indices) == 1 and knows(store, 999)
+    for _ in range(MAX_WAITING):
+        store.index_next()
+    assert knows(store, 999)
 
 
 def test_without_requests_nothing_is_stored() -> None:
@@ -191,3 +195,54 @@ def resident_bytes() -> int:
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_is_written_while_more_comes_is_of_one_moment() -> None:
+    """Another thread's image, and what waited when it was asked for; nothing that came later."""
+    store = SuffixStore(DEPTH, 1 << 20, 1000)
+    fill(store, range(40))
+    store.add((), output(40), "0")  # waits
+    expected = SuffixStore(DEPTH, 1 << 20, 1000)
+    count, images = store.images()
+    fill(store, range(41, 400))  # into other blocks, and other buffers
+    expected.restore([Generation.of(image, DEPTH) for image in images])
+    assert count == 1 and expected.num_sequences == 41
+    assert [number for number in range(60) if knows(expected, number, "0")] == list(range(41))
+
+
+def test_a_writer_of_its_own_writes_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, times = tmp_path / "store", list[float]()
+    saved_by, save = list[str](), store_file.save
+    saved_once = Event()
+
+    def noted(store: SuffixStore, path: Path) -> None:
+        save(store, path)
+        saved_by.append(current_thread().name)
+        saved_once.set()
+
+    monkeypatch.setattr(store_file, "save", noted)
+    (tmp_path / ".store-left").write_bytes(b"by a process that was killed")
+    os.utime(tmp_path / ".store-left", (0, 0))
+    (tmp_path / ".store-fresh").write_bytes(b"another process's, which writes")
+    store = SuffixStore(DEPTH, 1 << 20, 1000)
+    file = store_file.StoreFile(store, path, 0.01)
+    try:
+        assert sorted(os.listdir(tmp_path)) == [".store-fresh"]
+        fill(store, range(3))
+        assert saved_once.wait(60)
+        while knows_file(path) != 3:  # the writer may have come before the last one
+            assert not times or time.monotonic() - times[0] < 60
+            times = times or [time.monotonic()]
+            time.sleep(0.01)
+        num_saved = len(saved_by)
+        time.sleep(0.1)
+        assert len(saved_by) == num_saved and set(saved_by) == {"suffix-store"}, "nothing new, nothing written"
+    finally:
+        file.close()
+    assert saved_by[-1] == current_thread().name
+
+
+def knows_file(path: Path) -> int:
+    store = SuffixStore(DEPTH, 1 << 20, 1000)
+    store_file.load(store, path)
+    return store.num_sequences

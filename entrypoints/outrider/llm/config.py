@@ -179,6 +179,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: Annotated[Number, Field(ge=0, le=1, description="a number in [0, 1]")] = 0.1
     suffix_store_mb: Annotated[Integer, integer(1)] = 64
     suffix_store_file: str | Path | None = None
+    suffix_store_minutes: Annotated[Number, Field(gt=0, description="a number above 0")] = 5.0
     parallel_drafting: Annotated[Any, Only(False, why="it is not there yet")] = False
     use_heterogeneous_vocab: bool | None = False  # tokenizers that differ are mapped in any case
     use_local_argmax_reduction: Annotated[Any, Only(False, why="it is for tensor parallel drafts")] = False

@@ -41,6 +41,9 @@ class SuffixSettings(BaseModel):
     suffix_store_file: Path | None = Field(
         None, description="file that keeps the store between two runs: outputs in plain text, its owner's to read"
     )
+    suffix_store_minutes: float = Field(
+        5.0, gt=0, description="time between two writes of that file, so much of which a sudden end may lose"
+    )
 
 
 class MethodSettings(NgramSettings, SuffixSettings):

@@ -107,12 +107,12 @@ class ContextIndex:
             for at in positions
         ]
 
-    def dump(self) -> tuple[bytes, bytes]:
-        """The text and its order, for `load`."""
-        return bytes(self._buffer[len(self._buffer) - self._used :]), b"".join(self._blocks)
+    def dump(self) -> tuple[memoryview, bytes]:
+        """The text and its order, for `load`. They stay as they are where more is appended; the text is no copy."""
+        return memoryview(self._buffer)[len(self._buffer) - self._used :], b"".join(self._blocks)
 
     @classmethod
-    def load(cls, depth: int, text: bytes, order: bytes) -> ContextIndex:
+    def load(cls, depth: int, text: bytes | memoryview, order: bytes) -> ContextIndex:
         """An index with the text and the order of one that was dumped."""
         index = cls(depth)
         index._buffer, index._used = bytearray(text), len(text)

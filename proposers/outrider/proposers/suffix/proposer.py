@@ -6,18 +6,15 @@ whole path estimates its probability. The longer the context, the longer the dra
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from outrider.proposers.base import SequenceContext
-from outrider.proposers.suffix import store_file
 from outrider.proposers.suffix.index import SEPARATOR, TOKEN_BYTES, ContextIndex
 from outrider.proposers.suffix.store import SuffixStore, digest_of
-
-logger = logging.getLogger(__name__)
+from outrider.proposers.suffix.store_file import StoreFile
 
 _SEPARATOR = array("I", [SEPARATOR]).tobytes()
 MAX_SAMPLED = 16  # of the places where a context occurred
@@ -37,15 +34,16 @@ class SuffixProposer:
         suffix_decoding_min_token_prob: float = 0.1,  # of the path from the context to a drafted token
         suffix_store_mb: int = 64,
         suffix_store_file: str | Path | None = None,  # where the store is kept between two processes
+        suffix_store_minutes: float = 5.0,  # between two writes of that file
     ) -> None:
         self.max_spec_factor = suffix_decoding_max_spec_factor
         self.min_token_prob = suffix_decoding_min_token_prob
         self.store = SuffixStore(
             suffix_decoding_max_tree_depth, suffix_store_mb << 20, suffix_decoding_max_cached_requests
         )
-        self._file = None if suffix_store_file is None else Path(suffix_store_file)
-        if self._file is not None and self._file.exists():
-            self._load(self._file)
+        self._file: StoreFile | None = None
+        if suffix_store_file is not None:
+            self._file = StoreFile(self.store, Path(suffix_store_file), 60 * suffix_store_minutes)
 
     def open(self, tokens: Iterable[int], context: SequenceContext | None = None) -> SuffixState:
         """Starts a sequence, which sees what was learned under its salt."""
@@ -65,20 +63,8 @@ class SuffixProposer:
 
     def close(self) -> None:
         """Writes the store to its file."""
-        if self._file is None:
-            return
-        try:
-            store_file.save(self.store, self._file)
-        except OSError as error:
-            logger.error("the suffix store was not written: %s", error)
-
-    def _load(self, path: Path) -> None:
-        try:
-            store_file.load(self.store, path)
-        except (OSError, store_file.BadStoreFile) as error:
-            logger.warning("the suffix store starts empty: %s", error)
-        else:
-            logger.info("the suffix store has %d sequences of %s", self.store.num_sequences, path)
+        if self._file is not None:
+            self._file.close()
 
 
 class SuffixState:

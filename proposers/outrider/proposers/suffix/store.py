@@ -10,7 +10,9 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from threading import Lock
+from typing import NamedTuple, Self
 
 from outrider.proposers.suffix.index import SEPARATOR, TOKEN_BYTES, ContextIndex
 
@@ -27,6 +29,13 @@ class Text(NamedTuple):
     context: array[int]  # the tokens before it
     tokens: array[int]
     begins: bool  # it is its output's first
+
+
+class Image(NamedTuple):
+    """What a generation holds, as it is on disk: its sequences, and of each salt's digest the text and its order."""
+
+    num_sequences: int
+    indices: Sequence[tuple[bytes, bytes | memoryview, bytes]]
 
 
 @dataclass(slots=True)
@@ -50,9 +59,23 @@ class Generation:
         self.num_bytes += index.num_bytes
         self.num_sequences += text.begins
 
+    def image(self) -> Image:
+        """As it is now."""
+        return Image(self.num_sequences, [(salt, *index.dump()) for salt, index in self.indices.items()])
+
+    @classmethod
+    def of(cls, image: Image, depth: int) -> Self:
+        """The generation that an image was made of."""
+        found = cls(num_sequences=image.num_sequences)
+        for salt, text, order in image.indices:
+            index = found.indices[salt] = ContextIndex.load(depth, text, order)
+            found.num_bytes += index.num_bytes
+        return found
+
 
 class SuffixStore:
-    """The latest outputs of all salts, in at most `max_bytes` and of at most `max_sequences` sequences."""
+    """The latest outputs of all salts, in at most `max_bytes` and of at most `max_sequences` sequences. It belongs to
+    one thread, but for `images`."""
 
     def __init__(self, depth: int, max_bytes: int, max_sequences: int) -> None:
         self.depth, self.max_bytes, self.max_sequences = depth, max_bytes, max_sequences
@@ -61,19 +84,14 @@ class SuffixStore:
         self._bytes_each = 10 * max_bytes // (10 * kept + 7)  # an index that grows is copied: there is room for that
         self._generations: deque[Generation] = deque([Generation()], maxlen=kept)
         self._waiting: deque[Text] = deque()
+        self._changing = Lock()  # held while the newest generation does, or takes another's place
+        self.num_added = 0  # outputs, since the start
 
     @property
     def num_bytes(self) -> int:
         """Memory held, at most."""
         waiting = len(self._waiting) * (SLICE + self.depth) * TOKEN_BYTES
         return waiting + sum(generation.num_bytes for generation in self._generations)
-
-    @property
-    def generations(self) -> Sequence[Generation]:
-        """All that is indexed, the latest last."""
-        while self._waiting:
-            self.index_next()
-        return tuple(self._generations)
 
     @property
     def num_sequences(self) -> int:
@@ -89,6 +107,7 @@ class SuffixStore:
         """Takes what a sequence was answered, to be indexed slice by slice."""
         if not self.max_sequences:
             return
+        self.num_added += 1
         tokens = array("I", (*prompt_ids[-self.depth :], *output_ids))
         for at in range(len(tokens) - len(output_ids), len(tokens), SLICE):
             context = tokens[max(at - self.depth, 0) : at]
@@ -101,12 +120,26 @@ class SuffixStore:
         """Indexes a slice that waits, if there is one."""
         if not self._waiting:
             return
-        text, newest = self._waiting.popleft(), self._generations[-1]
-        is_full = newest.num_sequences + text.begins > self._sequences_each
-        if is_full or newest.num_bytes + SLICE_BYTES > self._bytes_each:
-            newest = Generation()
-            self._generations.append(newest)  # the oldest goes
-        newest.add(text, self.depth)
+        with self._changing:
+            text, newest = self._waiting.popleft(), self._generations[-1]
+            is_full = newest.num_sequences + text.begins > self._sequences_each
+            if is_full or newest.num_bytes + SLICE_BYTES > self._bytes_each:
+                newest = Generation()
+                self._generations.append(newest)  # the oldest goes
+            newest.add(text, self.depth)
+
+    def images(self) -> tuple[int, Iterator[Image]]:
+        """How many generations there are, and of each its image, the latest last, with what still waits. Any thread may
+        ask; the store's own is held up while the newest one's order is copied, a few milliseconds for 64 MiB."""
+        with self._changing:
+            *older, newest = self._generations  # older ones do not change any more
+            image, waiting = newest.image(), list(self._waiting)
+        if waiting:
+            copied = Generation.of(image, self.depth)
+            for text in waiting:
+                copied.add(text, self.depth)
+            image = copied.image()
+        return len(older) + 1, chain((generation.image() for generation in older), [image])
 
     def indices(self, salt: bytes) -> Iterator[ContextIndex]:
         """Those of a salt, given by its digest, the latest first."""
