@@ -73,6 +73,37 @@ def sent(effects: list[Effect]) -> list[object]:
     return [message for effect in effects if isinstance(effect, ToTarget) for message in effect.messages]
 
 
+def test_reading_is_looked_at_where_it_held_credit_back() -> None:
+    """Credit reaches at most six tokens past what was read; the target would get four windows."""
+    made = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=50)), Policy(4, patience_ms=50, max_unread=6))
+    (opened,) = (effect for effect in made.start(0.0) if isinstance(effect, OpenTarget))
+    assert opened.messages == (Credit(0, 9, 4, 50),)
+    made.on_target(Commit(0, 3, (1, 2)), 0.1)
+    assert sent(made.on_read(4, 0.1)) == [Credit(0, 10, 4, 50)]
+    piece = DraftTokens(0, 0, 5, (7, 8, 9, 7))
+    assert sent(made.on_draft(piece)) == [piece], "nothing was read meanwhile"
+    made.on_target(Commit(0, 5, (7, 8, 9, 7, 1)), 0.2)
+    assert made.committed[3:] == [1, 2, 7, 8, 9, 7, 1], "nothing is left to grant"
+    assert sent(made.on_draft(DraftTokens(0, 1, 10, (7,)))) == [DraftTokens(0, 1, 10, (7,))]
+    effects = made.on_read(7, 5.0)
+    assert sent(effects) == [Credit(0, 13, 4, 50)] and to_draft(effects) == [Credit(0, 13, 4)]
+    (emitted,) = (effect for effect in made.on_target(Commit(0, 10, (1, 2)), 5.1) if isinstance(effect, Emit))
+    assert emitted.round.started == 5.0, "what the client took its time for is no part of the round"
+
+
+def test_reading_is_not_looked_at_where_credit_reaches_as_far_as_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = core()
+
+    def fail(made: SpeculationCore) -> Credit:
+        raise AssertionError("it costs what a commit does")
+
+    for position in range(3, 30):
+        made.on_target(Commit(0, position, (1,)), 0.1)
+        with monkeypatch.context() as patch:
+            patch.setattr(SpeculationCore, "_renewed_target_credit", fail)
+            assert made.on_read(position + 1, 0.1) == []
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_rounds_without_the_chosen_draft_are_not_shown_to_the_chooser(returns: bool) -> None:
     controller = Watching()

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from outrider.client import Client
 from outrider.gateway import supervisor as module
 from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.siblings import Siblings
-from outrider.gateway.supervisor import Supervisor
+from outrider.gateway.supervisor import Supervisor, own_folder
 
 SERVES = """
 import time
@@ -60,6 +61,23 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripted:
     monkeypatch.setattr(module, "COMMAND", (sys.executable, "-S", "-c", RUNS_A_SCRIPT))
     monkeypatch.setattr(module, "MIN_BACKOFF_S", 0.001)
     return Scripted(tmp_path)
+
+
+def test_folders_of_killed_supervisors_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, fresh, other = (tmp_path / name for name in ("outrider-gateway-left", "outrider-gateway-new", "another-left"))
+    for folder in (left, fresh, other):
+        folder.mkdir()
+        (folder / "settings.json").write_text("{}")
+    for folder in (left, other):
+        os.utime(folder, (0, 0))
+    with own_folder() as first:
+        assert sorted(tmp_path.iterdir()) == sorted((fresh, other, first))
+        os.utime(first, (0, 0))
+        with own_folder() as second:
+            assert first.is_dir() and second != first, "it is held, however old it is"
+        assert not second.exists()
+    assert sorted(tmp_path.iterdir()) == sorted((fresh, other))
 
 
 @asynccontextmanager

@@ -5,15 +5,18 @@ one gateway ends. The kernel shares new connections out among the children's lis
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING
 
 from outrider.gateway.servicer import SERVICE_NAME
@@ -32,6 +35,8 @@ LISTENS = b"gateway listening on "
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.2, 30.0
 STABLE_S = 10.0  # a child that lived that long is started again without growing pauses
 HUNG_POLLS = 60  # half seconds in which a child's event loop does not turn
+FOLDERS = "outrider-gateway-"  # in the system's for what is temporary
+LEFT_S = 60.0  # until a folder without a lock is nobody's: neither just made nor its children's, who end
 LATE_S = 10.0  # beyond drain delay and grace, until a child that drains is killed
 
 
@@ -39,7 +44,7 @@ async def supervise(settings: GatewaySettings) -> int:
     """Serves until SIGTERM or SIGINT; returns the status to end with. Raises Unavailable for an address in use."""
     require_free(settings.listen, settings.health, settings.metrics, settings.http)
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="outrider-gateway-")))
+        folder = stack.enter_context(own_folder())
         shared = {name: getattr(settings, name) for name in ("listen", "http")}
         for name, address in shared.items():
             if address:
@@ -53,6 +58,30 @@ async def supervise(settings: GatewaySettings) -> int:
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
         await stack.enter_async_context(_answering(settings, supervisor.health, siblings[0]))
         return await supervisor.run()
+
+
+@contextmanager
+def own_folder() -> Iterator[Path]:
+    """A folder for what the children share, gone at the end. Those of supervisors that were killed are removed, too:
+    nobody holds their locks."""
+    for left in Path(gettempdir()).glob(f"{FOLDERS}*"):
+        with suppress(OSError):  # another user's, or a lock that is held
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                with _locked(left):
+                    shutil.rmtree(left)
+    with TemporaryDirectory(prefix=FOLDERS) as name, _locked(Path(name)):
+        yield Path(name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @asynccontextmanager
