@@ -4,7 +4,9 @@ without, under one salt, and after the draft has started again. That it changes 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -92,7 +92,7 @@ def test_reading_is_looked_at_where_it_held_credit_back() -> None:
 
 
 def test_reading_is_not_looked_at_where_credit_reaches_as_far_as_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = core()
+    made = core(policy=Policy(0))
 
     def fail(made: SpeculationCore) -> Credit:
         raise AssertionError("it costs what a commit does")
