@@ -57,10 +57,19 @@ def test_without_a_text_no_model_is_loaded(tmp_path: Path) -> None:
     assert "give --text FILE" in succeed("check-pair", "--target", str(target), "--draft", str(draft))
 
 
-def test_another_vocabulary_is_mapped(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize(
+    ("level", "way"),
+    [
+        ("auto", "string-level for greedy requests, token-level for sampled ones"),
+        ("token", "token-level\n"),
+        ("string", "string-level\n"),
+    ],
+)
+def test_another_vocabulary_is_joined(tmp_path: Path, text: Path, level: str, way: str) -> None:
     target, draft = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "draft", tokens=300)
-    out = succeed("check-pair", "--target", str(target), "--draft", str(draft), "--text", str(text))
-    assert "358 and 300 tokens, mapped: 83.8% of the target's have a counterpart" in out
+    folders = ("--target", str(target), "--draft", str(draft), "--text", str(text))
+    out = succeed("check-pair", *folders, "--vocabulary-level", level)
+    assert f"358 and 300 tokens: 83.8% of the target's tokens have a counterpart; drafted {way}" in out
     assert "29.4% have a counterpart; the draft reads 2." in out
     assert "at temperature 1 (overlap)" in out and "nan" not in out
 

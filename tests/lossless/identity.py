@@ -37,7 +37,7 @@ from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.prediction import PredictionProposer
-from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
 from outrider.rpc.sampling_params import TokenOrigin
@@ -279,9 +279,9 @@ class Draft:
         await asyncio.to_thread(self.thread.stop)
 
 
-def build_draft(loaded: LoadedModel, num_blocks: int, mappings: Mapping[str, VocabularyMap]) -> Draft:
+def build_draft(loaded: LoadedModel, num_blocks: int, vocabularies: Mapping[str, JoinedVocabulary]) -> Draft:
     """With all methods."""
-    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), mappings=mappings)
+    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=vocabularies)
     outboxes, pieces = Outboxes(asyncio.get_running_loop()), DraftWatch()
     engine = DraftEngine(make_methods([method, NgramProposer(*NGRAM), PredictionProposer()]), flush=outboxes.flush)
     pieces.watch(engine)
@@ -326,7 +326,7 @@ class Services:
 async def serving(
     target: LoadedModel,
     draft: LoadedModel,
-    mappings: Mapping[str, VocabularyMap],
+    vocabularies: Mapping[str, JoinedVocabulary],
     *,
     num_blocks: int,
     draft_blocks: int,
@@ -343,7 +343,7 @@ async def serving(
         cut_windows=cut_windows,
         batch_invariant=target.model.batch_invariant,
     )
-    one, other = build(settings, target), build_draft(draft, draft_blocks, mappings)
+    one, other = build(settings, target), build_draft(draft, draft_blocks, vocabularies)
     await one.server.start()
     await other.server.start()
     try:
@@ -494,18 +494,18 @@ def assign(design: Sequence[Cell], num_prompts: int, num_tokens: int, truncated:
     return works
 
 
-async def run(work: Work, target: LoadedModel, mapping: VocabularyMap | None = None) -> Outcome:
+async def run(work: Work, target: LoadedModel, joined: JoinedVocabulary | None = None) -> Outcome:
     """Decodes the prompts at once, with a draft of another vocabulary where that is mapped. Blocks are checked when all
     is over."""
     cell = work.cell
     max_rows = 24 + 2 * cell.batch if cell.chunked else WHOLE_ROWS
     at_once = min(cell.batch, max_rows // (cell.k + 1))  # sequences that decode in a step with room for `max_rows`
     pools = {"num_blocks": num_blocks(work, at_once), "draft_blocks": num_blocks(work, cell.batch)}
-    vocabulary = mapping.target.fingerprint if mapping is not None else ""
-    mappings = {vocabulary: mapping} if mapping is not None else {}
+    vocabulary = joined.mapping.target.fingerprint if joined is not None else ""
+    vocabularies = {vocabulary: joined} if joined is not None else {}
     async with (
         asyncio.timeout(CELL_S),
-        serving(target, draft_model(), mappings, max_rows=max_rows, cut_windows=cell.cut, **pools) as services,
+        serving(target, draft_model(), vocabularies, max_rows=max_rows, cut_windows=cell.cut, **pools) as services,
     ):
         if work.cell.warm:
             await _warm(work, services, vocabulary)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.environment import SEED
-from support.models import save_words, tiny_hf_model
+from support.models import letters_backend, tiny_hf_model
 
 from outrider.cli.local_services import Services
 from outrider.draft_service.boot import DraftService, model_builder, runner_options
@@ -103,6 +103,8 @@ EACH_COUPLED = [
 TEMPERATURE_1_COUPLED = EACH_COUPLED[0]
 BONUS = Setting("bonus", draft="tempered", short=1_250)
 MAPPED = Setting("other vocabulary", draft="mapped", long=TOKENS_20K)
+REENCODED = Setting("re-encoded", draft="reencoded", long=TOKENS_20K)
+REENCODED_COUPLED = Setting("re-encoded, coupled", ALL, COUPLED, draft="reencoded", windows_ahead=1, long=TOKENS_5K)
 MAPPED_COUPLED = Setting(
     "other vocabulary, coupled",
     ALL,
@@ -121,6 +123,8 @@ SHORT = [
     BONUS,
     MAPPED,
     MAPPED_COUPLED,
+    REENCODED,
+    REENCODED_COUPLED,
     Setting("ngram", method="ngram", prompt=EVERY_TOKEN, long=TOKENS_20K),
     Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
     Setting("prediction", method="prediction", prediction=(13, 15, *EVERY_TOKEN), long=TOKENS_20K),
@@ -143,15 +147,19 @@ START_S = 120.0
 MAX_ROWS = 8192  # of a step: no window is cut for want of room, so that a seed fixes the draws
 MODEL_SEED, LOGIT_SCALE = 9, 0.8  # enough overlap with its own opposite that top_p leaves some, min_p cuts some
 SHARED = 12  # tokens of the target that the mapped draft has; it spells the others with two of its own
-TARGET_NAMES = [f"t{token}" for token in range(SHARED)] + [f"t{token}t{token + 1}" for token in range(VOCAB - SHARED)]
+LETTERS = "abcdefghijklmnop"
+TARGET_NAMES = [*LETTERS[:SHARED], *(LETTERS[token : token + 2] for token in range(VOCAB - SHARED))]
 OF_TARGET = random.Random(SEED).sample(range(VOCAB), VOCAB)  # by id of the draft
-DRAFT_NAMES = [TARGET_NAMES[token] if token < SHARED else f"x{token}" for token in OF_TARGET]
+DRAFT_NAMES = [LETTERS[token] for token in OF_TARGET]
 DRAFTS = {
     "opposite": lambda weight: -weight,  # most drafted tokens are refused, and the residual decides
     "tempered": lambda weight: 0.6 * weight,  # the target at another temperature: most windows end in a bonus
     "mapped": lambda weight: 0.6 * weight[OF_TARGET],  # the target's rows, and four of its own that nobody asks for
+    "reencoded": lambda weight: 0.6 * weight[OF_TARGET],
     "half": lambda weight: weight * (1 - 2 * (torch.arange(len(weight)) % 2))[:, None],  # opposite at odd ids
 }
+
+OTHER_VOCABULARIES = {"mapped": ["--vocabulary-level", "token"], "reencoded": ["--vocabulary-level", "string"]}
 
 
 @dataclass(frozen=True)
@@ -179,21 +187,23 @@ def serving(
         draft = tiny_hf_model("llama", MODEL_SEED, **shape)
         with torch.no_grad():
             draft.lm_head.weight.copy_(DRAFTS[name](hf.lm_head.weight))
-            if name == "mapped":
+            if name in OTHER_VOCABULARIES:
                 draft.model.embed_tokens.weight.copy_(hf.model.embed_tokens.weight[OF_TARGET])
         draft.save_pretrained(folder / name)
-        if name == "mapped":
-            save_words(folder / "target", TARGET_NAMES)
-            save_words(folder / name, DRAFT_NAMES)
+        if name in OTHER_VOCABULARIES:
+            for model, names in (("target", TARGET_NAMES), (name, DRAFT_NAMES)):
+                letters_backend(names).save(str(folder / model / "tokenizer.json"))
     with Services() as services:
         started = {"target": services.start("target", [*_arguments("target", folder / "target"), "--no-cut-windows"])}
         if cutting:
             started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
         lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3", "--method", "suffix"]  # and all others
         lookup += ["--suffix-decoding-min-token-prob", "0", "--suffix-decoding-max-spec-factor", "9"]
-        mapped = {"mapped": ["--target-tokenizer", str(folder / "target")]}
+        levels = {
+            name: ["--target-tokenizer", str(folder / "target"), *more] for name, more in OTHER_VOCABULARIES.items()
+        }
         started |= {
-            name: services.start(name, [*_arguments("draft", folder / name), *lookup, *mapped.get(name, [])])
+            name: services.start(name, [*_arguments("draft", folder / name), *lookup, *levels.get(name, [])])
             for name in drafts
         }
         for service in started.values():

@@ -31,12 +31,15 @@ from lossless.plain import (
     target_model,
 )
 from support.engines import hf_greedy
+from support.models import letters_backend
 
+from outrider.draft_service.vocabularies import LoadedTokenizer, join
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.worker import set_switch_interval
+from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
-from outrider.rpc.lexicon import Lexicon, Token
+from outrider.rpc.lexicon import Lexicon, Token, lexicon_of
 from outrider.rpc.sampling_params import SamplingParams
 
 SMALL_LEVELS = {**LEVELS, "batch": (1, 4, 16), "k": (0, 1, 3, 8)}  # of the design for ordinary mode
@@ -179,6 +182,16 @@ def other_vocabulary() -> VocabularyMap:
     return VocabularyMap.between(Lexicon("target", tokens, {}), Lexicon("draft", own, {}))
 
 
+def reencoded() -> JoinedVocabulary:
+    """Two such vocabularies, joined by their text. The target cannot say every fifth letter."""
+    own = [chr(0x4E00 + token) for token in range(VOCAB)]
+    names = [own[token - 1] + own[token - 2] if token % 5 == 4 else own[token] for token in range(VOCAB)]
+    target, draft = (
+        LoadedTokenizer(backend, lexicon_of(backend, {})) for backend in (letters_backend(names), letters_backend(own))
+    )
+    return join(target, draft, "string")
+
+
 MAPPED_CELLS = [
     replace(TWINS_CELL, batch=4, killed=True),
     replace(TWINS_CELL, batch=4, ahead="branches", coupled=True, warm=True),
@@ -186,12 +199,24 @@ MAPPED_CELLS = [
     replace(TWINS_CELL, batch=1, ahead="branches", coupled=True, killed=True),
 ]
 
+REENCODED_CELLS = [replace(cell, ahead="chains" if cell.ahead == "branches" else cell.ahead) for cell in MAPPED_CELLS]
+
 
 @pytest.mark.parametrize("cell", MAPPED_CELLS, ids=lambda cell: cell.name)
 async def test_a_draft_of_another_vocabulary(cell: Cell, plain: PlainOutputs) -> None:
     (work,), mapping = assign([cell], 8, 48), other_vocabulary()
     plain.start(work.prompts, Arithmetic.C)
-    outcome = await run(work, target_model(Arithmetic.C), mapping)
+    outcome = await run(work, target_model(Arithmetic.C), JoinedVocabulary(mapping, mapping))
+    assert outcome.outputs == [plain.of(prompt, Arithmetic.C) for prompt in work.prompts]
+    check_happened(work, outcome)
+    assert 0 < outcome.num_accepted < outcome.num_drafted
+
+
+@pytest.mark.parametrize("cell", REENCODED_CELLS, ids=lambda cell: cell.name)
+async def test_a_draft_that_is_reencoded(cell: Cell, plain: PlainOutputs) -> None:
+    (work,) = assign([cell], 8, 48)
+    plain.start(work.prompts, Arithmetic.C)
+    outcome = await run(work, target_model(Arithmetic.C), reencoded())
     assert outcome.outputs == [plain.of(prompt, Arithmetic.C) for prompt in work.prompts]
     check_happened(work, outcome)
     assert 0 < outcome.num_accepted < outcome.num_drafted

@@ -46,12 +46,12 @@ def test_a_mixed_batch_draws_what_each_alone_would() -> None:
     rows = [together.rows(prompt, rule) for prompt, rule in zip(PROMPTS, RULES, strict=True)]
     rows.insert(2, together.rows([5, 6, 7, 8], DraftRule.REJECTION, num_rows=2))  # a chunk: nothing is drawn
     drafted = together.proposer.step(rows)
-    assert drafted.pop(2) is None and len(rows[2].sequence) == 4
+    assert drafted.pop(2) == [] and len(rows[2].sequence) == 4
     assert rows.pop(2).sequence.num_computed_tokens == 2
-    for prompt, rule, row, token in zip(PROMPTS, RULES, rows, drafted, strict=True):
+    for prompt, rule, row, (token,) in zip(PROMPTS, RULES, rows, drafted, strict=True):
         alone = Drafts()
-        assert alone.proposer.step([alone.rows(prompt, rule)]) == [token]
-        assert token is not None and row.sequence.tokens == [*prompt, token.token_id]
+        assert alone.proposer.step([alone.rows(prompt, rule)]) == [[token]]
+        assert row.sequence.tokens == [*prompt, token.token_id]
         assert row.sequence.num_computed_tokens == len(prompt)
         assert bool(token.weights) == (rule is DraftRule.REJECTION)
         assert not token.ids or token.token_id in token.ids
@@ -72,7 +72,7 @@ def test_rows_that_are_not_finite_draw_nothing(rule: DraftRule, value: float) ->
     expected = Drafts().proposer.step([Drafts().rows(prompt, rule) for prompt in PROMPTS[:1]])
     drafts.proposer.runner.forward = broken  # type: ignore[method-assign, assignment]
     first, second, third = drafts.proposer.step(rows)
-    assert first == expected[0] and second is None and third is not None
+    assert first == expected[0] and second == [] and len(third) == 1
     assert len(rows[1].sequence) == 2 and rows[1].sequence.num_computed_tokens == 1
 
 

@@ -27,6 +27,7 @@ from outrider.kernels.verify.reference import coupled_choice
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.draft_rows import DraftRule, DraftSampling
 from outrider.proposers.ngram import NgramProposer
+from outrider.proposers.reencoding import JoinedVocabulary, PairMap
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.messages import (
     Commit,
@@ -70,12 +71,13 @@ class DraftHarness:
         max_model_len: int | None = None,
         batch_invariant: bool = True,
         more: Sequence[TokenProposer] = (),
-        mappings: Sequence[VocabularyMap] = (),
+        mappings: Sequence[PairMap] = (),
         **options: Any,
     ) -> None:
         self.loaded = tiny_draft(max_model_len, batch_invariant)
-        by_target = {mapping.target.fingerprint: mapping for mapping in mappings}
-        self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks), mappings=by_target)
+        joined = [JoinedVocabulary(mapping, mapping) for mapping in mappings]
+        by_target = {vocabulary.mapping.target.fingerprint: vocabulary for vocabulary in joined}
+        self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=by_target)
         methods = make_methods([self.method, NgramProposer(2, 4), *more])
         self.engine = DraftEngine(methods, flush=self._flush, **options)
         self.events: list[DraftEvent] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,10 +181,27 @@ def train_byte_fallback() -> Backend:
     return Backend.from_str(json.dumps(data))
 
 
+def train_wordpiece() -> Backend:
+    """In the style of BERT: words, which ## goes on with; of spaces nothing is left."""
+    backend = Backend(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=160, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
+    backend.train_from_iterator(LINES, trainer)
+    return backend
+
+
 def save_words(folder: Path, words: list[str]) -> None:
     """A tokenizer whose ids stand for these words."""
     backend = Backend(models.WordLevel({word: token_id for token_id, word in enumerate(words)}))
     backend.save(str(folder / "tokenizer.json"))
+
+
+def letters_backend(tokens: Sequence[str]) -> Backend:
+    """A tokenizer whose ids stand for these: single letters, and pairs of them."""
+    merges = [(token[0], token[1]) for token in tokens if len(token) == 2]
+    return Backend(models.BPE({token: token_id for token_id, token in enumerate(tokens)}, merges))
 
 
 def train_unigram() -> Backend:

@@ -18,11 +18,12 @@ from outrider.proposers.base import Lookup, SequenceContext, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.draft_rows import DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText, MappedText
+from outrider.proposers.reencoded_text import ReencodedText
+from outrider.proposers.reencoding import JoinedVocabulary, PairMap, Reencoding
 from outrider.proposers.registry import method_of
-from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, OutriderError
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 UNBOUNDED = 2**31 - 1
 
@@ -41,7 +42,7 @@ class ModelMethod:
     proposer: DraftModelProposer
     cache: KVCacheManager
     eos_token_ids: tuple[int, ...] = ()
-    mappings: Mapping[str, VocabularyMap] = field(default_factory=dict)  # by the fingerprint of a target's vocabulary
+    vocabularies: Mapping[str, JoinedVocabulary] = field(default_factory=dict)  # by the fingerprint of a target's
 
     @property
     def name(self) -> str:
@@ -86,7 +87,9 @@ def build_sequence(
     capacity, text, model = UNBOUNDED, DraftText(CachedSequence(tokens, salt=request.salt)), None
     with_model = next((method for method in drafting if isinstance(method, ModelMethod)), None)
     if with_model is not None:
-        mapping = with_model.mappings.get(request.tokenizer_fingerprint)
+        joined = with_model.vocabularies.get(request.tokenizer_fingerprint)
+        by_turns = len(drafting) > 1  # with lookups, whose tokens are the target's
+        mapping = None if joined is None else joined.mapping if by_turns else joined.way(request.sampling.greedy)
         capacity = with_model.capacity
         text = _text(tokens, request.salt, with_model, mapping)
         model = _model_state(request, prompt_ids, with_model, mapping)
@@ -148,11 +151,13 @@ def _prompt_ids(request: Open, parent: DraftSequence | None) -> list[int]:
     return parent.text.tokens[: parent.prompt_len]
 
 
-def _text(tokens: list[int], salt: str, method: ModelMethod, mapping: VocabularyMap | None) -> DraftText:
+def _text(tokens: list[int], salt: str, method: ModelMethod, mapping: PairMap | None) -> DraftText:
     """Of the target's ids."""
     if mapping is None:
         check_ids(tokens, method.vocab_size)
         text = DraftText(CachedSequence(tokens, salt=salt))
+    elif isinstance(mapping, Reencoding):
+        text = ReencodedText(CachedSequence([], salt=salt), mapping, tokens)
     else:
         text = MappedText(CachedSequence([], salt=salt), mapping, tokens)
     _check_length(text, method)
@@ -165,17 +170,16 @@ def _check_length(text: DraftText, method: ModelMethod) -> None:
         raise ContextTooShort(message)
 
 
-def _model_state(
-    request: Open, prompt_ids: list[int], method: ModelMethod, mapping: VocabularyMap | None
-) -> ModelState:
+def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod, mapping: PairMap | None) -> ModelState:
     sampler = _sampler(request.sampling, prompt_ids, request.output_ids, method, mapping)
     key, by_chain = RandomKey(request.seed, request.completion), request.acceptance == AcceptanceRule.BLOCK
-    return _state_of(sampler, DraftSampling(_rule(request, method.name), key, mapping, by_chain=by_chain), method)
+    rule = DraftRule.ARGMAX if isinstance(mapping, Reencoding) else _rule(request, method.name)
+    return _state_of(sampler, DraftSampling(rule, key, mapping, by_chain=by_chain), method)
 
 
 def _state_of(sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod) -> ModelState:
     mapping = draft_sampling.mapping
-    vocab_size = method.vocab_size if mapping is None else len(mapping.target.tokens)
+    vocab_size = method.vocab_size if mapping is None else len(mapping.target_tokens)
     return ModelState(sampler, draft_sampling, method.name, vocab_size)
 
 
@@ -184,9 +188,13 @@ def _sampler(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     method: ModelMethod,
-    mapping: VocabularyMap | None,
+    mapping: PairMap | None,
 ) -> SequenceSampler:
+    """What is re-encoded is drawn by the arg max of the draft's own logits: sampling parameters are over the target's
+    ids, and no probability of a target's token is known."""
     device, vocab_size, eos_ids = method.proposer.runner.model.device, method.vocab_size, method.eos_token_ids
+    if isinstance(mapping, Reencoding):
+        return SequenceSampler(SamplingParams(temperature=0.0), (), (), (), vocab_size, device)
     if mapping is not None:
         vocab_size, eos_ids = len(mapping.target.tokens), mapping.targets_of(eos_ids)
     try:

@@ -18,17 +18,17 @@ from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
+from outrider.draft_service.vocabularies import join_all
 from outrider.engine.batch import StepLimits
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions, build_runner
 from outrider.engine.worker import Worker, set_switch_interval
 from outrider.proposers.base import LearningProposer, TokenProposer
+from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_proposer, method_of
-from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
-from outrider.rpc.lexicon import read_lexicon
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
@@ -135,10 +135,10 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
         device=settings.device,
         max_model_len=settings.max_model_len,
     )
-    mappings = mappings_to(settings.target_tokenizer, folder)
+    vocabularies = join_all(settings.target_tokenizer, folder, settings.vocabulary_level)
 
     def build() -> tuple[ModelMethod, ModelInfo]:
-        method = build_model_method(loaded, options, model_method(settings), mappings)
+        method = build_model_method(loaded, options, model_method(settings), vocabularies)
         return method, model_info(settings, loaded, method)
 
     return build
@@ -167,34 +167,16 @@ def runner_options(settings: DraftSettings) -> RunnerOptions:
     )
 
 
-def mappings_to(targets: Iterable[Path], model: Path) -> dict[str, VocabularyMap]:
-    """By fingerprint the maps of the targets' vocabularies that differ from the model's; the arguments are folders.
-    Raises ValueError where a tokenizer is missing, or two have nothing in common."""
-    mappings: dict[str, VocabularyMap] = {}
-    for folder in targets:
-        target, own = read_lexicon(folder), read_lexicon(model)
-        if target.fingerprint == own.fingerprint:
-            continue
-        found = VocabularyMap.between(target, own)
-        if not found.to_draft:
-            raise ValueError(
-                f"the tokenizers of {folder} and {model} have no token in common: no draft for that target"
-            )
-        mappings[target.fingerprint] = found
-        logger.info("%s: %.1f %% of its tokens are drafted, the others spelled", folder, 100 * found.overlap)
-    return mappings
-
-
 def build_model_method(
     loaded: LoadedModel,
     options: RunnerOptions,
     name: str = "draft_model",
-    mappings: Mapping[str, VocabularyMap] | None = None,
+    vocabularies: Mapping[str, JoinedVocabulary] | None = None,
 ) -> ModelMethod:
-    """The model over a cache of its own; `mappings` are those of `mappings_to`."""
+    """The model over a cache of its own; `vocabularies` are those of `join_all`."""
     runner = build_runner(loaded.model, options)
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
-    return ModelMethod(METHODS[name].load()(runner), cache, loaded.eos_token_ids, mappings or {})
+    return ModelMethod(METHODS[name].load()(runner), cache, loaded.eos_token_ids, vocabularies or {})
 
 
 def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod) -> ModelInfo:
@@ -203,4 +185,4 @@ def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod
         raise ValueError("model: is not set; allowed: the folder of the checkpoint that was loaded")
     cache = method.cache
     info = info_of(settings, settings.model, loaded, method.capacity, cache.pool.num_blocks, cache.block_size)
-    return replace(info, mapped_fingerprints=tuple(method.mappings))
+    return replace(info, mapped_fingerprints=tuple(method.vocabularies))

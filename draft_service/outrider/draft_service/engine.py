@@ -159,7 +159,7 @@ class DraftEngine:
         """Between two steps, drafts with another model of the same tokenizer. What is open gives up its blocks and goes
         on; returns how many sequences do. Raises what a first pass of it raises, before anything has changed."""
         probe(method.proposer.runner, method.cache.pool)
-        method = replace(method, mappings=self.model.mappings)
+        method = replace(method, vocabularies=self.model.vocabularies)
         drafts = [draft for draft in self._sequences.values() if draft.model is not None]
         for draft in drafts:
             self.scheduler.release(draft)
@@ -218,7 +218,7 @@ class DraftEngine:
         if isinstance(message, Credit):
             draft.limits.grant(message)
             return
-        if draft.model is not None and draft.model.draft_sampling.mapping is None:
+        if draft.model is not None and draft.text.is_own:
             check_ids(message.ids, draft.model.vocab_size)
         draft.on_commit(message, self.cache)
 
@@ -245,6 +245,7 @@ class DraftEngine:
         lines += [(draft, branch, 1) for draft, branch in branch_steps]
         rows = [row for draft, line, num_rows in lines if (row := draft.rows(line, num_rows)) is not None]
         draws = [row.draws for row in rows]
+        lengths = [len(row.sequence) for row in rows]
         num_passes = self._num_passes(model, rows, steps, branch_steps)
         drafted = model.proposer.run(rows, num_passes)
         duration_us = (time.perf_counter_ns() - started) // 1000
@@ -252,8 +253,8 @@ class DraftEngine:
             self._observer.on_passes(num_passes, len(rows), duration_us * 1e-6)
         if max(row.num_rows for row in rows) <= LONG_PREFILL:
             self._rates.add_draft(model.name, num_passes, duration_us)
-        for (_, line, _), drew, tokens in zip(lines, draws, drafted, strict=True):
-            line.ended = drew and len(tokens) < num_passes
+        for (_, line, _), drew, length, tokens in zip(lines, draws, lengths, drafted, strict=True):
+            line.ended = drew and len(line.sequence) < length + num_passes
             line.note(tokens)
         for draft, _ in steps:
             draft.chain.draft_us += duration_us

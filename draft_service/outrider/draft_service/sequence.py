@@ -118,7 +118,8 @@ class DraftSequence:
     @property
     def wants_tokens(self) -> bool:
         """Whether one more token is to be drafted."""
-        return len(self.text) < self.limit and not (self.chain.ended or self.finished)
+        has_room = len(self.sequence) < self.limits.capacity
+        return has_room and len(self.text) < self.limit and not (self.chain.ended or self.finished)
 
     @property
     def method(self) -> str:
@@ -155,7 +156,7 @@ class DraftSequence:
     @property
     def num_top_tokens(self) -> int:
         """How many other tokens are noted at each position. A guess under rejection is hardly ever right."""
-        branching = self.limits.max_branches and self.model is not None
+        branching = self.limits.max_branches and self.text.can_branch and self.model is not None
         return min(MAX_TOP_TOKENS, self.limits.max_branches) if branching and not self._weighs else 0
 
     @property
@@ -241,7 +242,7 @@ class DraftSequence:
         """The pieces that are due: full ones, and the rest when nothing more will come without another message. Of the
         branches those for the verification under way."""
         sequence_id, piece_len, limit = self.key[1], self.limits.piece_len, self.limit
-        while unsent := 0 if self.finished else self.chain.num_unsent:
+        while unsent := 0 if self.finished else max(0, min(self.chain.num_unsent, limit - self.chain.sent)):
             if unsent < piece_len and self.wants_passes and not self._awaited:
                 break
             count = min(unsent, piece_len or unsent)

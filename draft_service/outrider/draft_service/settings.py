@@ -10,6 +10,15 @@ from pydantic import Field, model_validator
 from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model, split_methods
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings
 
+Level = Literal["auto", "token", "string"]
+VocabularyLevel = Annotated[
+    Level,
+    Field(
+        description="how its vocabulary is joined with a target's other one: token: drafts are tokens that both have; "
+        "string: drafts are written again in the target's; auto: by how much both have in common"
+    ),
+]
+
 
 class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     """What a draft service is told at start, besides what all services are."""
@@ -35,6 +44,8 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     def methods(self) -> tuple[str, ...]:
         """Those that draft by default, in turn."""
         return split_methods(self.method)
+
+    vocabulary_level: VocabularyLevel = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

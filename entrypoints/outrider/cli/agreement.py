@@ -1,9 +1,10 @@
 """How much two models agree: both read the same tokens, and their next-token distributions are compared at every
-position."""
+position. Of a draft that is re-encoded there is no distribution: what it drafts is compared, here and there."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,16 +13,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.draft_service.admission import make_methods
+from outrider.draft_service.boot import build_model_method
+from outrider.draft_service.engine import DraftEngine
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, Quantization, load_model
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.models.base import UnsupportedModel
 from outrider.proposers.draft_model import DrawnVocabulary
+from outrider.proposers.reencoding import JoinedVocabulary, Reencoding
 from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens, Open
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.servicer import Deliver
 
 WINDOW = 512  # tokens of context; each window is read from its start
 ROWS = 128  # rows of one forward pass: large vocabularies make large logits
+STRIDE = 8  # tokens of the text between two places where a draft that is re-encoded is asked
+AHEAD = 4  # tokens that it may draft there, so that the first one is as it would be
 
 
 @dataclass(slots=True)
@@ -43,14 +53,14 @@ def compare_models(
     draft: Path,
     ids: Sequence[int],
     threads: int | None = None,
-    mapping: VocabularyMap | None = None,
+    joined: JoinedVocabulary | None = None,
     quantization: Quantization | None = None,
 ) -> Agreement:
-    """Both models on the same tokens, the target's; `mapping` where the draft has others, `quantization` the draft's.
+    """Both models on the same tokens, the target's; `joined` where the draft has others, `quantization` the draft's.
     Raises ValueError where one cannot be loaded or does not know the ids."""
     if threads is not None:
         torch.set_num_threads(threads)
-    models = _load(target), _load(draft, quantization)
+    models, mapping = (_load(target), _load(draft, quantization)), None if joined is None else joined.mapping
     own_ids = ids if mapping is None else mapping.spell_all(ids)
     for folder, loaded, read in zip((target, draft), models, (ids, own_ids), strict=True):
         if max(read) >= loaded.vocab_size:
@@ -62,6 +72,8 @@ def compare_models(
     for start in range(0, len(ids) - 1, window):
         _read_window(result, models, ids[start : start + window + 1], mapping)
     result.target_loss /= len(result.matches)
+    if joined is not None:
+        _ask_reencoded(result, models, ids[:WINDOW], joined)
     return result
 
 
@@ -86,6 +98,46 @@ def _read_window(
         result.target_loss -= float(target.gather(1, chosen).log().sum())
         likelihood = draft.gather(1, chosen)  # [rows, 1]
         result.draft_losses += (-likelihood[likelihood > 0].log()).tolist()
+
+
+def _ask_reencoded(
+    result: Agreement, models: tuple[LoadedModel, LoadedModel], ids: Sequence[int], joined: JoinedVocabulary
+) -> None:
+    """For requests that are drafted for so: whether the first token that the draft proposes is the target's, and with
+    what probability the target takes it, in place of what the distributions say."""
+    ways = {way for way in (joined.greedy, joined.sampled) if isinstance(way, Reencoding)}
+    if not ways:
+        return
+    probs = torch.cat(list(_probs(models[0], ids)))  # [ids, vocab]
+    drafted = _drafted(models[1], ids, joined)
+    matches = [float(token == int(probs[place - 1].argmax())) for place, token in drafted.items()]
+    taken = [float(probs[place - 1, token]) if token is not None else 0.0 for place, token in drafted.items()]
+    if joined.greedy in ways:
+        result.matches = matches
+    if joined.sampled in ways:
+        result.overlaps = taken
+
+
+def _drafted(loaded: LoadedModel, ids: Sequence[int], joined: JoinedVocabulary) -> dict[int, int | None]:
+    """By position what the draft's engine proposes there, if anything, over the ids before it."""
+    way = joined.greedy if isinstance(joined.greedy, Reencoding) else joined.sampled
+    name = joined.mapping.target.fingerprint
+    options = RunnerOptions(num_blocks=-(-loaded.max_model_len // BLOCK_SIZE))
+    method = build_model_method(loaded, options, vocabularies={name: JoinedVocabulary(way, way)})
+    engine = DraftEngine(make_methods([method]))
+    said: list[DraftEvent] = []
+    greedy = SamplingParams(temperature=0.0, max_tokens=len(ids) + AHEAD)
+    messages: list[Open | Commit] = [Open(1, tuple(ids[:STRIDE]), greedy, tokenizer_fingerprint=name)]
+    found: dict[int, int | None] = {}
+    for place in range(STRIDE, len(ids), STRIDE):
+        said.clear()
+        engine.handle(Deliver(1, [*messages, Credit(1, place + AHEAD, AHEAD)], said.append))
+        while engine.step(time.monotonic()) == 0.0:
+            pass
+        pieces = [event for event in said if isinstance(event, DraftTokens) and event.position == place]
+        found[place] = next((piece.ids[0] for piece in pieces if piece.ids), None)
+        messages = [Commit(1, place, tuple(ids[place : place + STRIDE]))]
+    return found
 
 
 def _probs(

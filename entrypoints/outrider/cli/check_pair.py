@@ -12,9 +12,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from outrider.cli.terminal import fail, load_tokenizer, one_line, parse, read_text, require_config
-from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.draft_service.settings import VocabularyLevel
+from outrider.draft_service.vocabularies import LoadedTokenizer, join
+from outrider.draft_service.vocabularies import describe as describe_vocabulary
+from outrider.proposers.reencoding import JoinedVocabulary
 from outrider.rpc.hub import locate
-from outrider.rpc.lexicon import read_lexicon
 from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (
@@ -37,6 +39,7 @@ class CheckPairSettings(ServiceSettings):
     num_draft_tokens: int = Field(4, ge=1, le=128, description="drafted tokens of a round, for the estimates")
     max_tokens: int = Field(2048, ge=2, description="tokens read of the text")
     threads: int | None = Field(None, ge=1, le=256, description="threads for the models' products (default: torch's)")
+    vocabulary_level: VocabularyLevel = "auto"
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -> int:
@@ -52,10 +55,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
         if settings.text is not None:
             for folder, flag in ((settings.target, "--target"), (settings.draft, "--draft")):
                 require_config(folder, flag)
-        ids, mapping = _compare_tokenizers(settings)
+        ids, joined = _compare_tokenizers(settings)
         if settings.text is not None:
             agreement = compare_models(
-                settings.target, settings.draft, ids, settings.threads, mapping, settings.draft_quantization
+                settings.target, settings.draft, ids, settings.threads, joined, settings.draft_quantization
             )
             print("\n".join(describe(agreement, settings.num_draft_tokens)))
     except (OSError, ValueError) as error:
@@ -63,29 +66,31 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider check-pair") -
     return 0
 
 
-def _compare_tokenizers(settings: CheckPairSettings) -> tuple[list[int], VocabularyMap | None]:
-    """Prints how the draft's vocabulary serves the target; returns the text's ids, and the map of a vocabulary that is
-    another one."""
+def _compare_tokenizers(settings: CheckPairSettings) -> tuple[list[int], JoinedVocabulary | None]:
+    """Prints how the draft's vocabulary serves the target; returns the text's ids, and how one that is another is
+    joined with the target's."""
     target, draft = load_tokenizer(settings.target, "--target"), load_tokenizer(settings.draft, "--draft")
-    mapping = None
+    joined = None
     if target.fingerprint == draft.fingerprint:
         print(f"tokenizers    {target.num_tokens} tokens each, identical")
     else:
-        mapping = VocabularyMap.between(read_lexicon(settings.target), read_lexicon(settings.draft))
-        if not mapping.to_draft:
-            raise ValueError(f"not a pair: {settings.target} and {settings.draft} have no token in common")
-        share = f"{mapping.overlap:.1%} of the target's have a counterpart"
-        print(f"tokenizers    {target.num_tokens} and {draft.num_tokens} tokens, mapped: {share}")
+        one, other = LoadedTokenizer.read(settings.target), LoadedTokenizer.read(settings.draft)
+        try:
+            joined = join(one, other, settings.vocabulary_level)
+        except ValueError as error:
+            raise ValueError(f"not a pair: {settings.target} and {settings.draft}: {error}") from error
+        print(f"tokenizers    {target.num_tokens} and {draft.num_tokens} tokens: {describe_vocabulary(joined)}")
     if settings.text is None:
         print("acceptance    not measured: give --text FILE")
-        return [], mapping
+        return [], joined
     ids = target.encode(read_text(settings.text, "--text"))[: settings.max_tokens]
     if len(ids) < 2:
         raise ValueError(f"{settings.text} has {len(ids)} tokens; at least 2 are needed")
-    if mapping is not None:
+    if joined is not None:
+        mapping = joined.mapping
         length = len(mapping.spell_all(ids)) / len(ids)
         print(f"of the text   {mapping.overlap_in(ids):.1%} have a counterpart; the draft reads {length:.2f} for each")
-    return ids, mapping
+    return ids, joined
 
 
 if __name__ == "__main__":

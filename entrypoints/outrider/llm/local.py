@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from outrider.draft_service.admission import make_methods
-from outrider.draft_service.boot import build_model_method, describe, mappings_to, model_info
+from outrider.draft_service.boot import build_model_method, describe, model_info
 from outrider.draft_service.boot import runner_options as draft_options
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
 from outrider.draft_service.settings import DraftSettings
+from outrider.draft_service.vocabularies import join_all
 from outrider.engine.batch import ROWS
 from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
@@ -220,8 +221,9 @@ class LocalDraft(LocalService):
     ) -> None:
         """`lookups` draft in turn with the model, in the order of the settings; by the names that they have there."""
         super().__init__(loop)
-        mappings = mappings_to(settings.target_tokenizer, settings.model) if settings.model is not None else {}
-        method = build_model_method(loaded, draft_options(settings).beside_another(), mappings=mappings)
+        level, folder = settings.vocabulary_level, settings.model
+        vocabularies = join_all(settings.target_tokenizer, folder, level) if folder is not None else {}
+        method = build_model_method(loaded, draft_options(settings).beside_another(), vocabularies=vocabularies)
         others = lookups or {}
         drafting = [others.get(name, method) for name in settings.methods] if others else [method]
         defaults = tuple(one.name for one in drafting) if others else ()

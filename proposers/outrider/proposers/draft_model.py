@@ -8,7 +8,7 @@ integer weights that travel with the token, under coupling by the noise that bot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Self
 
@@ -28,12 +28,14 @@ from outrider.kernels.sampling.reference import (
 from outrider.proposers.device_draft import MOST_PASSES, DeviceChains
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, DraftSampling
 from outrider.proposers.drawing import drafted_tokens, pack, race, ranked_ids
+from outrider.proposers.reencoding import PairMap
 from outrider.proposers.vocabulary_map import VocabularyMap
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnVocabulary:
-    """The ids that tokens are drawn from, which are the target's, and the noise over them."""
+    """The ids that tokens are drawn from, which are the target's unless drafts are re-encoded, and the noise over
+    them."""
 
     noise: RandomSource
     size: int
@@ -41,13 +43,16 @@ class DrawnVocabulary:
     ids: Tensor | None  # [shared]: the counterparts
 
     @classmethod
-    def of(cls, mapping: VocabularyMap | None, vocab_size: int, device: torch.device) -> Self:
-        """`vocab_size` is the draft's."""
+    def of(cls, mapping: PairMap | None, vocab_size: int, device: torch.device) -> Self:
+        """`vocab_size` is the draft's. What is re-encoded is drawn from the draft's own ids, as far as it can be."""
         if mapping is None:
             return cls(noise_source(vocab_size, device), vocab_size, None, None)
-        pairs = [(own, token_id) for token_id, own in mapping.to_draft.items() if own < vocab_size]
+        if isinstance(mapping, VocabularyMap):
+            pairs = [(own, token_id) for token_id, own in mapping.to_draft.items() if own < vocab_size]
+            size = len(mapping.target.tokens)
+        else:
+            pairs, size = [(own, own) for own in mapping.drawable if own < vocab_size], vocab_size
         own_ids, ids = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
-        size = len(mapping.target.tokens)
         return cls(noise_source(size, device), size, own_ids, ids)
 
     def logits(self, logits: Tensor) -> Tensor:  # [rows, draft's vocab] -> [rows, size]
@@ -67,7 +72,7 @@ class DraftModelProposer:
         self.runner = runner
         self._mass = mass
         self._words = word_source(runner.model.device)
-        self._vocabularies: dict[VocabularyMap | None, DrawnVocabulary] = {}
+        self._vocabularies: dict[PairMap | None, DrawnVocabulary] = {}
         self._chains = _chains(runner, mass)
 
     def passes_for(self, rows: Sequence[DraftRows], wanted: int) -> int:
@@ -79,12 +84,13 @@ class DraftModelProposer:
         not finite, and none for a chunk of a prompt. For several, blocks hold as many tokens more."""
         if num_passes > 1 and self._chains is not None:
             return self._chains.run(rows, num_passes)
-        return [[] if token is None else [token] for token in self.step(rows)]
+        return self.step(rows)
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[DraftRows]) -> list[DraftedToken | None]:
-        """One forward. Returns what each sequence drew, in the order of `rows`: None for a chunk of a prompt, and where
-        the logits are not finite. Tokens drawn are appended to their sequences."""
+    def step(self, rows: Sequence[DraftRows]) -> list[list[DraftedToken]]:
+        """One forward. Returns the target's token that each sequence drew, in the order of `rows`: none for a chunk of
+        a prompt, and where the logits are not finite; any number where it is re-encoded. Tokens drawn are appended to
+        their sequences."""
         order = sorted(range(len(rows)), key=lambda index: _group(rows[index]))
         logits = self.runner.forward([rows[index].batch_entry() for index in order])  # [rows that draw, vocab]
         drafted: list[DraftedToken | None] = [None] * len(rows)
@@ -96,9 +102,7 @@ class DraftModelProposer:
                 start += len(indices)
                 for index, token in zip(indices, drawn, strict=True):
                     drafted[index] = token
-        for row, token in zip(rows, drafted, strict=True):
-            _advance(row, token)
-        return drafted
+        return [_advance(row, token) for row, token in zip(rows, drafted, strict=True)]
 
     @torch.inference_mode()
     def prepare(self, draft_sampling: DraftSampling, first: int, end: int) -> bool:
@@ -110,7 +114,7 @@ class DraftModelProposer:
         source = noise if draft_sampling.rule is DraftRule.COUPLED else self._words
         return source.prepare(RandomRange(draft_sampling.key, draft_sampling.ahead, first, end - first, end))
 
-    def _vocabulary(self, mapping: VocabularyMap | None) -> DrawnVocabulary:
+    def _vocabulary(self, mapping: PairMap | None) -> DrawnVocabulary:
         if mapping not in self._vocabularies:
             model = self.runner.model
             self._vocabularies[mapping] = DrawnVocabulary.of(mapping, model.vocab_size, model.device)
@@ -162,9 +166,9 @@ def _group(row: DraftRows) -> tuple[int, int]:
     return (int(row.draft_sampling.rule), id(row.draft_sampling.mapping)) if row.draws else _NO_DRAW
 
 
-def _advance(row: DraftRows, drafted: DraftedToken | None) -> None:
+def _advance(row: DraftRows, drafted: DraftedToken | None) -> list[DraftedToken]:
     sequence = row.sequence
     computed = sequence.num_computed_tokens + row.num_rows
-    if drafted is not None:
-        row.text.append([drafted.token_id])
+    ids = [] if drafted is None else row.text.draw(drafted.token_id, row.limit)
     sequence.num_computed_tokens = min(computed, len(sequence) - 1)
+    return [] if drafted is None else [replace(drafted, token_id=token_id) for token_id in ids]

@@ -10,7 +10,7 @@ from outrider.engine.kv_cache_manager import CachedSequence
 from outrider.engine.random import RandomAhead, RandomKey, RandomRange
 from outrider.engine.sampler import SamplingRows, SequenceSampler
 from outrider.proposers.draft_text import DraftText
-from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.proposers.reencoding import PairMap
 
 NUMBER_BITS = START_BITS = 30  # of a draw
 
@@ -29,7 +29,7 @@ class DraftSampling:
 
     rule: DraftRule
     key: RandomKey
-    mapping: VocabularyMap | None = None  # None: the target's ids are the draft's own
+    mapping: PairMap | None = None  # None: the target's ids are the draft's own
     ahead: RandomAhead = field(default_factory=RandomAhead)
     by_chain: bool = False  # whether every chain has random numbers of its own
 

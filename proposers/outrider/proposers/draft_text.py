@@ -20,6 +20,9 @@ class DraftText:
 
     __slots__ = ("sequence",)
 
+    can_branch = True  # whether a text can go on from any token of the target
+    is_own = True  # whether the target's ids are the draft's
+
     def __init__(self, sequence: CachedSequence) -> None:
         self.sequence = sequence  # the draft's own tokens
 
@@ -38,6 +41,12 @@ class DraftText:
     def append(self, ids: Sequence[int]) -> None:
         """Adds tokens at the end; blocks are not looked at."""
         self.sequence.tokens.extend(ids)
+
+    def draw(self, token_id: int, limit: int) -> list[int]:
+        """Adds a token that the draft drew, and returns what it adds for the target; positions below `limit` may be
+        drafted. Where not even the draft's own is added, the text cannot go on."""
+        self.append([token_id])
+        return [token_id]
 
     def truncate(self, length: int, cache: KVCacheManager) -> None:
         """Keeps the first `length` tokens; the last one's logits are wanted next."""
@@ -69,6 +78,8 @@ class MappedText(DraftText):
     """Of two vocabularies."""
 
     __slots__ = ("_ends", "_tokens", "mapping")
+
+    is_own = False
 
     def __init__(self, sequence: CachedSequence, mapping: VocabularyMap, tokens: Sequence[int] = ()) -> None:
         """`sequence` is empty; `tokens` are the target's."""

@@ -27,6 +27,33 @@ class LexiconLike(Protocol):
     def roles(self) -> Mapping[str, int]: ...  # ids of the special tokens by name
 
 
+@dataclass(frozen=True, slots=True)
+class Speller:
+    """Writes bytes in the tokens of a vocabulary that are text."""
+
+    ids_of: Mapping[bytes, int]
+    longest: int  # of them, in bytes
+
+    @classmethod
+    def of(cls, lexicon: LexiconLike) -> Self:
+        """Of several tokens of the same bytes the lowest."""
+        found = _first_ids(lexicon, _letters)
+        ids_of = {content: token_id for content, token_id in found.items() if isinstance(content, bytes)}
+        return cls(ids_of, max(map(len, ids_of), default=0))
+
+    def fewest_tokens(self, content: bytes) -> tuple[int, ...]:
+        """The bytes in as few tokens as can be; empty where they cannot be spelled."""
+        best: list[tuple[int, ...] | None] = [()]  # by length of the beginning that is spelled
+        for end in range(1, len(content) + 1):
+            candidates = [
+                (*before, token_id)
+                for start in range(max(0, end - self.longest), end)
+                if (before := best[start]) is not None and (token_id := self.ids_of.get(content[start:end])) is not None
+            ]
+            best.append(min(candidates, key=len, default=None))
+        return best[-1] or ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyMap:
     """From the target's ids to the draft's and back. No two ids have the same counterpart."""
@@ -35,8 +62,7 @@ class VocabularyMap:
     draft: LexiconLike
     to_draft: Mapping[int, int]  # by rising target id
     to_target: Mapping[int, int]
-    _ids_of: Mapping[bytes, int]  # the draft's tokens to spell with
-    _longest: int  # of them, in bytes
+    _speller: Speller  # of the draft
     _spelled: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -52,11 +78,14 @@ class VocabularyMap:
             if mine is not None and theirs is not None and mine not in pairs and theirs not in taken:
                 pairs[mine] = theirs
                 taken.add(theirs)
-        found = _first_ids(draft, _letters)
-        ids_of = {content: own for content, own in found.items() if isinstance(content, bytes)}
         to_draft = dict(sorted(pairs.items()))
         to_target = {own: token_id for token_id, own in to_draft.items()}
-        return cls(target, draft, to_draft, to_target, ids_of, max(map(len, ids_of), default=0))
+        return cls(target, draft, to_draft, to_target, Speller.of(draft))
+
+    @property
+    def target_tokens(self) -> Sequence[Token | None]:
+        """The target's, by id."""
+        return self.target.tokens
 
     @property
     def overlap(self) -> float:
@@ -73,7 +102,7 @@ class VocabularyMap:
         if own is not None:
             return (own,)
         if token_id not in self._spelled:
-            self._spelled[token_id] = self._spell(token_id) or (self._stand_in(),)
+            self._spelled[token_id] = self._spell(token_id) or (self.stand_in,)
         return self._spelled[token_id]
 
     def spell_all(self, ids: Iterable[int]) -> list[int]:
@@ -93,21 +122,11 @@ class VocabularyMap:
             names = [role for role in ROLES if self.target.roles.get(role) == token_id and role in self.draft.roles]
             if names:
                 return (self.draft.roles[names[0]],)
-        return self._fewest_tokens(token[1])
+        return self._speller.fewest_tokens(token[1])
 
-    def _fewest_tokens(self, content: bytes) -> tuple[int, ...]:
-        """The bytes in as few tokens as can be; empty where they cannot be spelled."""
-        best: list[tuple[int, ...] | None] = [()]  # by length of the beginning that is spelled
-        for end in range(1, len(content) + 1):
-            candidates = [
-                (*before, own)
-                for start in range(max(0, end - self._longest), end)
-                if (before := best[start]) is not None and (own := self._ids_of.get(content[start:end])) is not None
-            ]
-            best.append(min(candidates, key=len, default=None))
-        return best[-1] or ()
-
-    def _stand_in(self) -> int:
+    @property
+    def stand_in(self) -> int:
+        """The draft's token for what cannot be spelled."""
         return next((self.draft.roles[role] for role in STAND_INS if role in self.draft.roles), 0)
 
 

@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tokenizers import Tokenizer as Backend
 
-from outrider.rpc.vocabulary import byte_level_bytes, fingerprint, has_tokenizer, load_backend, token_bytes
+from outrider.rpc.vocabulary import byte_level_bytes, fingerprint, token_bytes
 
 
 class Token(NamedTuple):
@@ -28,14 +27,6 @@ class Lexicon:
     fingerprint: str
     tokens: tuple[Token | None, ...]  # by id; None: no token
     roles: Mapping[str, int]  # bos_token, eos_token, ...: those that there are
-
-
-def read_lexicon(folder: Path) -> Lexicon:
-    """What the tokens of a folder with a tokenizer.json stand for. Raises ValueError where there is none."""
-    if not has_tokenizer(folder):
-        raise ValueError(f"{folder} has no tokenizer.json: allowed: the folder of a tokenizer or checkpoint")
-    backend, named = load_backend(folder)
-    return lexicon_of(backend, named)
 
 
 def lexicon_of(backend: Backend, special: Mapping[str, str]) -> Lexicon:
@@ -67,10 +58,15 @@ def _parts(component: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 def _reader(decoder: Sequence[Mapping[str, Any]], byte_fallback: bool) -> Callable[[str], Token]:
     """From a token's name to what its decoder makes of it: letters of the byte-level alphabet, spaces written as
-    another character, names of bytes."""
+    another character, names of bytes, words and what goes on with them."""
     kinds = {part["type"] for part in decoder}
     if "ByteLevel" in kinds:
         return lambda name: Token("text", byte_level_bytes(name))
+    if "WordPiece" in kinds:
+        inside = next(part["prefix"] for part in decoder if part["type"] == "WordPiece")
+        return lambda name: Token(
+            "text", (name.removeprefix(inside) if name.startswith(inside) else f" {name}").encode()
+        )
     bytes_by_name = {f"<0x{byte:02X}>": byte for byte in range(256)}
     if "ByteFallback" not in kinds and not byte_fallback:
         bytes_by_name.clear()
