@@ -85,6 +85,17 @@ def test_the_table_and_the_figure(small: tuple[str, dict[str, Any], set[str]]) -
     assert "sequential / plain" in text and "auto / plain" in text and "auto off" in text
 
 
+@pytest.mark.parametrize("flag", ["in-process", "no-local"])
+def test_everything_in_one_process_or_a_service_each(flag: str, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    options = ("--methods=suffix", "--modes=sequential", "--repeats=1", "--max-tokens=16", "--threads=1")
+    succeed("compare", "python", str(write(tmp_path, *LINES)), *options, f"--{flag}", f"--output={output}")
+    result = json.loads(output.read_text())
+    assert (result["setup"]["local"], result["setup"]["in_process"]) == (flag != "no-local", flag == "in-process")
+    way = result["sets"][0]["ways"]["suffix, sequential"]
+    assert way["different"] == 0 and way["tokens_per_round"]["median"] > 1.5
+
+
 def test_a_run_sums_up_its_rounds() -> None:
     commits = [Commit(1, 0, (1,)), Commit(1, 1, (1, 2, 3), num_drafted=4, num_accepted=2)]
     run = Run()

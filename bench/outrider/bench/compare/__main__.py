@@ -1,13 +1,12 @@
-"""`outrider compare`: every method of drafting on the same prompts, beside plain decoding.
-
-Each method has a draft service of its own, as `outrider serve` starts it, before one target that all share; the
-gateway's engine runs here, so that every round is at hand."""
+"""`outrider compare`: every method of drafting on the same prompts, beside plain decoding, before one target that all
+share. The gateway's engine runs here, so that every round is at hand."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -16,7 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from outrider.bench.command import note, report_failures
 from outrider.bench.compare.report import describe_set, differences, tables
 from outrider.bench.compare.requests import read_requests
-from outrider.bench.compare.runs import Method, Options, Run, Way, measure, services_of, serving
+from outrider.bench.compare.runs import Method, Options, Place, Run, Way, measure, services_of, serving
 from outrider.bench.figures import draw_compare, write_figure
 from outrider.bench.machine import ForeignLoad, describe
 from outrider.bench.results import Json, dump, new_result, other_programs
@@ -55,6 +54,11 @@ class CompareSettings(ServiceSettings):
     modes: Annotated[tuple[CompareMode, ...], BeforeValidator(split_ids)] = Field(
         ("sequential", "auto"), min_length=1, description="how far drafts run ahead; auto: as a gateway chooses"
     )
+    local: bool = Field(
+        True, description="methods without a model draft in this process, as in a gateway with --draft METHOD"
+    )
+    in_process: bool = Field(False, description="the target runs in this process, too, as with LLM")
+    expand: bool = Field(False, description="make the target large: the same function, about 300M parameters (Llama)")
     num_draft_tokens: int = Field(8, ge=1, le=32, description="tokens drafted a round; in mode auto at most")
     max_tokens: int = Field(128, ge=1, description="tokens of an answer, where its prompt says nothing else")
     temperature: float = Field(0.0, ge=0, description="0 is greedy, where a prompt says nothing else")
@@ -117,6 +121,11 @@ class CompareSettings(ServiceSettings):
         return str(locate(Path(named[0]))) if named else ""
 
     @property
+    def place(self) -> Place:
+        """Where things run."""
+        return Place(self.local, self.in_process, self.expand)
+
+    @property
     def options(self) -> Options:
         """What all ways have in common."""
         return Options(self.num_draft_tokens, self.max_tokens, self.temperature, self.seed)
@@ -139,9 +148,9 @@ async def run(settings: CompareSettings) -> Json:
     """All files, as often as is wanted."""
     files = [read_requests(path, settings.whole) for path in settings.files]
     served = settings.served()
-    note(f"starting a target and {len(served)} drafts ...")
+    note("starting the services ...")
     repeats: list[list[dict[Way, Run]]] = []
-    async with serving(served, settings.options) as engines:
+    async with serving(served, settings.options, settings.place) as engines:
         load = ForeignLoad()
         async for found in measure(engines, files, settings.modes, settings.options, settings.repeats):
             repeats.append(found)
@@ -174,6 +183,7 @@ def _setup(settings: CompareSettings, served: Sequence[tuple[Method, ServeSettin
     return {
         "target": settings.target.name,
         "methods": [method.name for method, _ in served],
+        **asdict(settings.place),
         "modes": list(settings.modes),
         "k": settings.num_draft_tokens,
         "max_tokens": settings.max_tokens,

@@ -1,5 +1,6 @@
-"""The methods at work: a target and a draft service for each method, the gateway's engine in this process in front of
-each pair, and requests that every way of drafting is asked in turn."""
+"""The methods at work: a target, the gateway's engine in this process with each method in front of it, and requests
+that every way of drafting is asked in turn. A method with a model has a draft service; one without drafts where the
+gateway runs, unless it is to have a service, too."""
 
 from __future__ import annotations
 
@@ -16,11 +17,18 @@ from outrider.cli.local_services import LOOPBACK, Services
 from outrider.cli.serve import ServeSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.handshake import check_pair
+from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest, SpeculationOptions
+from outrider.gateway.speculation.backends import Verifier
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.llm.local import LocalTarget
 from outrider.planner.policy import Round, SpeculationTally
+from outrider.proposers.registry import TOKEN_METHODS, make_proposer
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.settings import parse_settings
+from outrider.target_service.boot import load as load_target
+from outrider.target_service.settings import TargetSettings
 
 PLAIN = "plain"
 PREDICTION = "prediction"
@@ -38,6 +46,11 @@ class Method:
         """The names in the registry."""
         return tuple(self.name.split("+"))
 
+    @property
+    def is_local(self) -> bool:
+        """Whether a gateway can draft by it in its own process."""
+        return self.name in TOKEN_METHODS
+
     def fits(self, requests: Sequence[CompareRequest]) -> bool:
         """Whether it has anything to draft from."""
         return self.parts != (PREDICTION,) or all(request.prediction for request in requests)
@@ -54,6 +67,15 @@ class Way:
     def name(self) -> str:
         """As results call it."""
         return PLAIN if self.method is None else f"{self.method.name}, {self.mode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where things run."""
+
+    local: bool = True  # methods without a model draft in this process
+    in_process: bool = False  # the target runs in this process, too
+    expand: bool = False  # the target is made large
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +151,29 @@ Engines = dict[Method | None, GenerationEngine]
 
 
 @asynccontextmanager
-async def serving(settings: Sequence[tuple[Method, ServeSettings]], options: Options) -> AsyncIterator[Engines]:
+async def serving(
+    settings: Sequence[tuple[Method, ServeSettings]], options: Options, place: Place
+) -> AsyncIterator[Engines]:
     """The gateway's engine for each method, and one without a draft, before one target. Raises ServiceFailed."""
     common = settings[0][1]
     async with AsyncExitStack() as stack:
         services = stack.enter_context(Services())
-        target = services.start("target", common.target_arguments())
-        drafts = {method: services.start("draft", each.draft_arguments()) for method, each in settings}
-        for service in (target, *drafts.values()):
+        targets = await stack.enter_async_context(_target(services, common, place))
+        drafts = {
+            method: services.start("draft", each.draft_arguments())
+            for method, each in settings
+            if not (place.local and method.is_local)
+        }
+        for service in drafts.values():
             await asyncio.to_thread(services.wait, service, common.start_timeout)
         tokenizer = Tokenizer.load(common.target_folder)
-        targets = await stack.enter_async_context(RemoteTargets([target.address]))
-        await asyncio.wait_for(targets.wait_usable(), common.start_timeout)
         config = EngineConfig(num_draft_tokens=options.num_draft_tokens, max_draft_tokens=options.num_draft_tokens)
         engines: Engines = {None: GenerationEngine(tokenizer, targets, config=config)}
+        for method, _ in settings:
+            if method not in drafts:
+                drafter = LocalDrafter([make_proposer(method.name, {})])
+                stack.callback(drafter.close)
+                engines[method] = GenerationEngine(tokenizer, targets, drafter, config)
         for method, service in drafts.items():
             pool = await stack.enter_async_context(RemoteDrafts([service.address]))
             await asyncio.wait_for(pool.wait_usable(), common.start_timeout)
@@ -150,6 +181,22 @@ async def serving(settings: Sequence[tuple[Method, ServeSettings]], options: Opt
                 check_pair(targets.info.model, pool.info.model)
             engines[method] = GenerationEngine(tokenizer, targets, pool, config)
         yield engines
+
+
+@asynccontextmanager
+async def _target(services: Services, settings: ServeSettings, place: Place) -> AsyncIterator[Verifier]:
+    arguments = [*settings.target_arguments(), *(["--expand"] if place.expand else [])]
+    if place.in_process:
+        own = parse_settings(TargetSettings, arguments[1:], "target", "")
+        target = LocalTarget(own, load_target(own), asyncio.get_running_loop())
+        yield target
+        await asyncio.to_thread(target.stop)
+        return
+    service = services.start("target", arguments)
+    await asyncio.to_thread(services.wait, service, settings.start_timeout)
+    async with RemoteTargets([service.address]) as targets:
+        await asyncio.wait_for(targets.wait_usable(), settings.start_timeout)
+        yield targets
 
 
 def services_of(common: Mapping[str, object], method: Method, draft: str) -> ServeSettings:
