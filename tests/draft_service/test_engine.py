@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
 from support.methods import Broken, LastToken
 
 from outrider.draft_service import chains
-from outrider.draft_service.sequence import MAX_AHEAD
+from outrider.draft_service.sequence import MAX_AHEAD, DraftSequence
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.proposers.base import SequenceContext
@@ -123,6 +124,80 @@ def test_pieces_go_by_count_and_credit_end() -> None:
 def test_a_drafted_eos_does_not_end_a_piece() -> None:
     biased = SamplingParams(temperature=0, logit_bias={2: 100.0}, max_tokens=50)
     assert DraftHarness().ids(new_open(1, [1, 2, 3], biased), credit(1, 11)) == [(2,) * 4, (2,) * 4]
+
+
+def probs_after(request: Open, tokens: Sequence[int], harness: DraftHarness) -> torch.Tensor:  # [vocab]
+    logits = ModelRunner(harness.loaded.model, 32).forward([BatchEntry(list(tokens), 0, list(range(32)), 1)])
+    return (logits[0] / (request.sampling.temperature or 1.0)).softmax(-1)
+
+
+def drafted_with(request: Open, confidence: float, pieces: int = 3, length: int = 4) -> tuple[list[DraftTokens], Any]:
+    """What comes of a credit for so many pieces."""
+    harness, start = DraftHarness(), len(request.prompt_ids)
+    events = harness.run(replace(request, draft_confidence=confidence), credit(1, start + pieces * length, length))
+    return [event for event in events if isinstance(event, DraftTokens)], harness
+
+
+@pytest.mark.parametrize("acceptance", [AcceptanceRule.REJECTION, AcceptanceRule.COUPLED], ids=["greedy", "coupled"])
+def test_a_draft_ends_behind_a_token_that_is_unlikely(acceptance: AcceptanceRule) -> None:
+    """... and goes on from the target's own token after it. An arg max and a race tell nothing of a law."""
+    sampling = GREEDY if acceptance == AcceptanceRule.REJECTION else SAMPLED
+    request = new_open(1, [1, 2, 3], sampling, seed=4, acceptance=acceptance)
+    whole, harness = drafted_with(request, 0.0)
+    tokens = [1, 2, 3, *(token for piece in whole for token in piece.ids)]
+    likely = [float(probs_after(request, tokens[:at], harness)[tokens[at]]) for at in range(3, 15)]
+    bound = sorted(likely[:9])[1] * 1.0001  # of the first nine two are less likely
+    end = 3 + next(at for at, value in enumerate(likely) if value < bound) + 1
+    pieces, harness = drafted_with(request, bound)
+    assert [token for piece in pieces for token in piece.ids] == tokens[3:end] and not pieces[-1].more
+    assert all(len(piece.ids) == 4 and piece.more for piece in pieces[:-1])
+    more = harness.ids(commit(1, 3, *tokens[3:end], 50), credit(1, end + 3, 4))
+    assert sum(map(len, more)) >= 1
+
+
+def leaves_by_its_laws(request: Open, bound: float) -> bool:
+    """Whether every piece has as many tokens as its credit says, or one, where the draft is less sure before it draws
+    that; and what is said of more is as fixed."""
+    pieces, harness = drafted_with(request, bound)
+    for piece in pieces:
+        tokens = [*request.prompt_ids, *(token for other in pieces for token in other.ids)][: piece.position]
+        unsure = float(probs_after(request, tokens, harness).max()) < bound
+        if len(piece.ids) != (1 if unsure else 4) or piece.more != (not unsure and piece.position < 11):
+            return False
+    return True
+
+
+UNSURE = 0.08  # of the tiny model, in about a third of its laws
+
+
+def weighing(seed: int) -> Open:
+    rule = (AcceptanceRule.REJECTION, AcceptanceRule.BLOCK)[seed % 2]
+    return new_open(1, [1, 2, 3 + seed], SAMPLED, seed=seed, acceptance=rule)
+
+
+def test_a_draft_with_weights_ends_by_nothing_that_was_drawn() -> None:
+    lengths = set()
+    for seed in range(12):
+        assert leaves_by_its_laws(weighing(seed), UNSURE), seed
+        lengths |= {len(piece.ids) for piece in drafted_with(weighing(seed), UNSURE)[0]}
+    assert lengths == {1, 4}
+
+
+def _by_its_tokens(draft: DraftSequence, chain: Any, drafted: Sequence[DraftedToken]) -> bool:
+    token = drafted[-1]
+    ids, weights = (np.frombuffer(packed, "<u4").tolist() for packed in (token.ids, token.weights))
+    return weights[ids.index(token.token_id)] < 0.01 * sum(weights)
+
+
+def _behind_any_token(draft: DraftSequence, chain: Any, drafted: Sequence[DraftedToken]) -> bool:
+    return drafted[-1].confidence < UNSURE
+
+
+@pytest.mark.parametrize("mutant", [_by_its_tokens, _behind_any_token])
+def test_a_piece_that_leaves_early_by_a_token_is_seen(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either by the token itself, or by a law that those before it in the piece have made."""
+    monkeypatch.setattr(DraftSequence, "ends_behind", mutant)
+    assert not all(leaves_by_its_laws(weighing(seed), UNSURE) for seed in range(12))
 
 
 def test_what_one_step_says_to_a_stream_is_one_flush() -> None:

@@ -112,6 +112,8 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("speculation.enabled", {"speculation": {"enabled": "yes"}}),
     ("speculation.num_draft_tokens", {"speculation": {"num_draft_tokens": 129}}),
     ("speculation.mode", {"speculation": {"mode": "warp"}}),
+    ("speculation.draft_confidence", {"speculation": {"draft_confidence": 2}}),
+    ("speculation.draft_confidence", {"speculation": {"draft_confidence": "high"}}),
     ("speculation.mode", {"speculation": {"mode": 3}}),
     ("speculation.num_speculative_tokens", {"speculation": {"num_speculative_tokens": 3}}),
     ("echo", {"echo": True}),

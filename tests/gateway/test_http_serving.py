@@ -242,7 +242,7 @@ def test_one_request_whatever_the_entry() -> None:
         b'"max_tokens": 5, "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
         b'"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},'
         b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
-        b'"methods": ["ngram"],'
+        b'"methods": ["ngram"], "draft_confidence": 0.25,'
         b'"enabled": true}, "request_id": "r"}'
     )
     message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1)
@@ -261,6 +261,7 @@ def test_one_request_whatever_the_entry() -> None:
     message.speculation.num_draft_tokens, message.speculation.acceptance = 3, 2
     message.speculation.mode, message.speculation.method, message.speculation.enabled = "chains", "ngram", True
     message.speculation.methods.append("ngram")
+    message.speculation.draft_confidence = 0.25
     defaults = engine.verifier.info.model.default_sampling
     assert read_completion(body, None, engine).requests == (decode_request(message, defaults),)
     empty = pb.GenerateRequest(text="x")

@@ -17,6 +17,7 @@ GOOD: list[dict[str, Any]] = [
     {},
     {"n": 2, "output_ids": ((1,), ())},
     {"request_id": "größe 7, 大"},
+    {"speculation": SpeculationOptions(draft_confidence=0.4)},
     {"speculation": SpeculationOptions(method="ngram", methods=("ngram",), mode="branches", num_draft_tokens=128)},
     {"speculation": SpeculationOptions(methods=("prediction", "suffix", "draft_model"))},
     {"speculation": SpeculationOptions(method="ngram, draft_model", methods=("ngram", "draft_model"))},
@@ -36,6 +37,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"speculation": SpeculationOptions(methods=("",))}, ["speculation.methods[0]"]),
     ({"speculation": SpeculationOptions(method="a", methods=("b",))}, ["speculation.method"]),
     ({"speculation": SpeculationOptions(mode="fast")}, ["speculation.mode"]),
+    ({"speculation": SpeculationOptions(draft_confidence=1.1)}, ["speculation.draft_confidence"]),
+    ({"speculation": SpeculationOptions(draft_confidence=float("nan"))}, ["speculation.draft_confidence"]),
 ]
 
 

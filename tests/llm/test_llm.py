@@ -230,6 +230,22 @@ def test_a_greedy_draft_of_a_sampled_request(tiny_pair: TinyPair) -> None:
     assert len(output.outputs[0].token_ids) == 40 and accepted.value > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_that_are_unsure_end_early(tiny_pair: TinyPair, temperature: float) -> None:
+    """... and the output is the same where the draft does not touch it."""
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, ignore_eos=True)
+    found = []
+    for confidence in (0.0, 1.0):  # at 1 every draft ends behind its first token
+        config = {"model": tiny_pair.draft, "num_speculative_tokens": 3, "draft_confidence": confidence}
+        with LLM(tiny_pair.target, threads=1, speculative_config=config, acceptance="coupled") as made:
+            (output,) = made.generate([[5, 6, 7]], params, **QUIET)
+            values: Any = {metric.name: metric for metric in made.get_metrics()}
+        drafts, drafted = (values[f"vllm:spec_decode_num_{name}"].value for name in ("drafts", "draft_tokens"))
+        found.append((output.outputs[0].token_ids, drafted / drafts))
+    (plain, three), (early, one) = found
+    assert plain == early and one == 1 < three
+
+
 def test_priority_goes_first(tiny_pair: TinyPair) -> None:
     """One request runs at a time; who ends first is who has the lowest number."""
     ended: list[str] = []

@@ -332,6 +332,17 @@ def by_a_law(chain: Proposal) -> list[Round]:
     return [Round(2)] if vector is not None and max(vector[1]) >= 4 and chain.ids[0] != 1 else PLANS["in two pieces"]
 
 
+def left_early_by_its_law(chain: Proposal) -> list[Round]:
+    """The second piece leaves with its first token where the draft is sure of none there."""
+    vector = chain.vectors[1]
+    return [Round(1), Round(2)] if vector is not None and max(vector[1]) < 4 else [Round(1), Round(1), Round(2)]
+
+
+def test_a_piece_that_leaves_early_by_its_law_is_exact() -> None:
+    assert len({len(left_early_by_its_law(chain)) for chain in DRAFTS["weights"]}) == 2
+    assert distance(law_by_rounds(DRAFTS["weights"], left_early_by_its_law)) == 0
+
+
 def test_a_cut_by_what_is_known_before_is_exact() -> None:
     assert len({len(by_a_law(chain)) for chain in DRAFTS["weights"]}) == 2
     assert distance(law_by_rounds(DRAFTS["weights"], by_a_law)) == 0
@@ -360,7 +371,17 @@ def bytes_bound_the_piece(chain: Proposal) -> list[Round]:
     return [Round(2)] if chain.ids[1] < 2 else [Round(1, more=False), Round(2)]
 
 
-PEEKING = [sent_if_likely, sent_late_if_unlikely, admitted_if_likely, bytes_bound_the_piece]
+def left_early_if_unlikely(chain: Proposal) -> list[Round]:
+    """A piece ends with its first token, and is there in time, where that is unlikely; a full one takes longer: the
+    target has decoded a plain token."""
+    ids, weights = chain.vectors[0] or ((), ())
+    weight = dict(zip(ids, weights, strict=True))[chain.ids[0]]
+    return [Round(1, more=False)] if weight < max(weights) else [Round(0), Round(2)]
+
+
+PEEKING = [
+    sent_if_likely, sent_late_if_unlikely, admitted_if_likely, bytes_bound_the_piece, left_early_if_unlikely,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", PEEKING, ids=lambda plan: plan.__name__)

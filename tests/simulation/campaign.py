@@ -28,6 +28,7 @@ LAW_PROMPT = (1, 3, 2, 0, 1)
 LAW_TABLE_SEED = 5
 LAW_LAWS = 5  # different laws of the next token
 LAW_LEN = 5  # tokens of each output
+LAW_CONFIDENCE = 0.0, 0.37, 0.0, 0.45  # the law's draft is less sure in some states, and more in others
 WEIGHING = AcceptanceRule.REJECTION, AcceptanceRule.BLOCK
 OPENS = 1_000_000  # as good as no limit to how often a lost target is replaced
 
@@ -99,6 +100,7 @@ def _law(seed: int, dice: random.Random) -> Setting:
                 acceptance=WEIGHING[index % 2],
                 seed=dice.getrandbits(64),
                 completion=dice.randrange(4),
+                draft_confidence=LAW_CONFIDENCE[seed % len(LAW_CONFIDENCE)],
             ),
             policy=policy,
             arrives=dice.uniform(0, 0.05),

@@ -172,9 +172,15 @@ def _check_length(text: DraftText, method: ModelMethod) -> None:
 
 def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod, mapping: PairMap | None) -> ModelState:
     sampler = _sampler(request.sampling, prompt_ids, request.output_ids, method, mapping)
-    key, by_chain = RandomKey(request.seed, request.completion), request.acceptance == AcceptanceRule.BLOCK
     rule = DraftRule.ARGMAX if isinstance(mapping, Reencoding) else _rule(request, method.name)
-    return _state_of(sampler, DraftSampling(rule, key, mapping, by_chain=by_chain), method)
+    draft_sampling = DraftSampling(
+        rule,
+        RandomKey(request.seed, request.completion),
+        mapping,
+        by_chain=request.acceptance == AcceptanceRule.BLOCK,
+        confidence=request.draft_confidence,
+    )
+    return _state_of(sampler, draft_sampling, method)
 
 
 def _state_of(sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod) -> ModelState:

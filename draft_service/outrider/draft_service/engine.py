@@ -253,8 +253,9 @@ class DraftEngine:
             self._observer.on_passes(num_passes, len(rows), duration_us * 1e-6)
         if max(row.num_rows for row in rows) <= LONG_PREFILL:
             self._rates.add_draft(model.name, num_passes, duration_us)
-        for (_, line, _), drew, length, tokens in zip(lines, draws, lengths, drafted, strict=True):
-            line.ended = drew and len(line.sequence) < length + num_passes
+        for (draft, line, _), drew, length, tokens in zip(lines, draws, lengths, drafted, strict=True):
+            goes_on = len(line.sequence) >= length + num_passes and not draft.ends_behind(line, tokens)
+            line.ended = drew and not goes_on
             line.note(tokens)
         for draft, _ in steps:
             draft.chain.draft_us += duration_us

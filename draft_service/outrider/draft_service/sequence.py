@@ -20,7 +20,7 @@ from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
 from outrider.planner.method_choice import MethodChoice, Offer
 from outrider.proposers.base import Lookup, SequenceContext
-from outrider.proposers.draft_rows import DraftRows, DraftRule, DraftSampling
+from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens
@@ -185,6 +185,14 @@ class DraftSequence:
             return None
         sampler, draft_sampling = self.model.sampler, self.model.draft_sampling.of_chain(chain.number, chain.start)
         return DraftRows(chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, self.num_top_tokens)
+
+    def ends_behind(self, chain: Chain, drafted: Sequence[DraftedToken]) -> bool:
+        """Whether a chain, or a branch, ends with what was just drawn, since what follows would hardly hold.
+        With weights on the wire that must tell nothing of a token drawn: it is so before a piece's first one is, by how
+        sure the draft is there, and all others of a piece leave when it is full."""
+        if self.model is None or not drafted or drafted[-1].confidence >= self.model.draft_sampling.confidence:
+            return False
+        return not self._weighs or chain.num_unsent == 1
 
     def choose(self) -> None:
         """Asks how the chain goes on. What a lookup has is drafted at once, with all of the credit; the model's passes

@@ -141,6 +141,7 @@ def build_request(
     methods: str | Sequence[str] = (),
     acceptance: AcceptanceRule = AcceptanceRule.AUTO,
     mode: str = "",
+    draft_confidence: float = 0.0,
     request_id: str = "",
     priority: int = 0,
     output_ids: Sequence[Sequence[int]] = (),
@@ -171,6 +172,7 @@ def build_request(
         "methods": methods,
         "acceptance": acceptance,
         "mode": mode,
+        "draft_confidence": draft_confidence,
     }
     for name, value in asked.items():
         put(request.speculation, name, value, "speculation.")

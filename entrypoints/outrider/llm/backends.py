@@ -227,6 +227,7 @@ class AttachedBackend:
             methods=request.speculation.methods,
             acceptance=request.speculation.acceptance,
             mode=request.speculation.mode,
+            draft_confidence=request.speculation.draft_confidence,
             request_id=request.request_id,
             priority=request.priority,
             salt=request.salt,
@@ -303,12 +304,15 @@ def speculation_options(config: SpeculativeConfig | Mapping[str, Any] | None, mo
     if k is not None and not (is_int(k) and 0 <= k <= MAX_DRAFT_TOKENS):
         raise ValueError(f"num_speculative_tokens must be 0 to {MAX_DRAFT_TOKENS}, got {k!r:.100}")
     rule = acceptance_of(given.pop("rejection_sample_method", None))
+    confidence = given.pop("draft_confidence", 0.0)
     if given:
         raise Unsupported(
             f"LLM(gateway=...): the draft service decides {', '.join(given)}; a request says method, "
-            "num_speculative_tokens and rejection_sample_method"
+            "num_speculative_tokens, draft_confidence and rejection_sample_method"
         )
-    return SpeculationOptions(method=method, acceptance=rule, num_draft_tokens=k, mode=mode)
+    return SpeculationOptions(
+        method=method, acceptance=rule, num_draft_tokens=k, mode=mode, draft_confidence=confidence
+    )
 
 
 def _delta_of(part: Part) -> GenerationDelta:

@@ -166,6 +166,7 @@ class SpeculativeConfig:
     disable_padded_drafter_batch: bool = False
     draft_sample_method: Annotated[str | None, one_of(("greedy", "probabilistic"))] = None  # None: probabilistic, which
     # accepts more; vLLM's default is greedy
+    draft_confidence: Annotated[Number, Field(ge=0, le=1, description="a number in [0, 1]")] = 0.0
     quantization: Annotated[Any, Only(None, "int8", why="a draft's weights are as they are, or rounded to int8")] = None
     draft_lm_head_quantization: Annotated[Any, Only(None, why="drafts are computed in float32 or bfloat16")] = None
     revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None

@@ -352,6 +352,7 @@ def start_local(
         options = SpeculationOptions(
             acceptance=acceptance_of(speculation.rejection_sample_method),
             greedy_draft=speculation.draft_sample_method == "greedy",
+            draft_confidence=speculation.draft_confidence,
         )
     return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options, by_tokens)
 

@@ -69,6 +69,7 @@ class SpeculationOptions:
     methods: tuple[str, ...] = ()  # that draft in turn; empty: the draft's default
     acceptance: AcceptanceRule = AcceptanceRule.AUTO
     mode: str = ""  # how far the draft runs ahead; empty: the gateway's default
+    draft_confidence: float = 0.0  # a draft ends behind a token of which its model is less sure
     greedy_draft: bool = False  # the draft takes its most probable token; accepted as one-hot
 
     @property
@@ -206,6 +207,7 @@ class Prepared:
             prediction=self.prediction if PREDICTION in (self.methods or (PREDICTION,)) else (),
             model_digest=self.model_digest,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
+            draft_confidence=self.request.speculation.draft_confidence,
         )
 
 
@@ -289,6 +291,7 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
         found.add("output_ids", f"has {len(output_ids)} entries", f"none, or as many as completions ({request.n})")
     if speculation.num_draft_tokens is not None:
         found.integer("speculation.num_draft_tokens", speculation.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+    found.number("speculation.draft_confidence", speculation.draft_confidence, 0, 1)
     found.name("request_id", request.request_id, MAX_NAME_CHARS)
     found.text("salt", request.salt, MAX_NAME_CHARS)
     found.text("model_digest", request.model_digest, MAX_NAME_CHARS)

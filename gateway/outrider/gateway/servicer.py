@@ -127,6 +127,7 @@ def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:
         methods=tuple(message.methods),
         acceptance=decode_acceptance(message.acceptance, "speculation.acceptance"),
         mode=message.mode,
+        draft_confidence=message.draft_confidence,
     )
 
 

@@ -27,7 +27,7 @@ from outrider.kernels.sampling.reference import (
 )
 from outrider.proposers.device_draft import MOST_PASSES, DeviceChains
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, DraftSampling
-from outrider.proposers.drawing import drafted_tokens, pack, race, ranked_ids
+from outrider.proposers.drawing import confidence_of, drafted_tokens, pack, race, ranked_ids
 from outrider.proposers.reencoding import PairMap
 from outrider.proposers.vocabulary_map import VocabularyMap
 
@@ -129,13 +129,16 @@ class DraftModelProposer:
         if rule is DraftRule.ARGMAX:
             ids, invalid = greedy_choice(logits, sampling)  # [rows] each
             ranked = ranked_ids(lambda: adjust_logits(logits, sampling), rows)
+            confidence = confidence_of(lambda: adjust_logits(logits, sampling).softmax(-1), ids, rows)
         else:
             probs, invalid = logits_to_probs(logits, sampling)  # [rows, vocab], [rows]
             if rule is DraftRule.REJECTION:
                 return self._draw_weighted(probs, invalid, rows)
             ids, scores = race(probs, vocabulary.noise.rows([row.span() for row in rows]))  # [rows]
             ranked = ranked_ids(scores, rows)
-        return drafted_tokens(ids.masked_fill(invalid, -1).tolist(), ranked, [(b"", b"")] * len(rows), rows)
+            confidence = confidence_of(lambda: probs, ids, rows)
+        drawn = ids.masked_fill(invalid, -1).tolist()
+        return drafted_tokens(drawn, ranked, [(b"", b"")] * len(rows), rows, confidence)
 
     def _draw_weighted(self, probs: Tensor, invalid: Tensor, rows: list[DraftRows]) -> list[DraftedToken | None]:
         """`probs` are [rows, vocab], `invalid` [rows]."""
@@ -147,7 +150,8 @@ class DraftModelProposer:
         ids, weights = pack(samples.entry_ids), pack(samples.entry_weights)
         entries = [(ids[start:end], weights[start:end]) for start, end in pairwise(starts)]
         tokens = samples.token_ids.masked_fill(invalid, -1).tolist()
-        return drafted_tokens(tokens, [()] * len(rows), entries, rows)
+        confidence = confidence_of(lambda: probs, None, rows)
+        return drafted_tokens(tokens, [()] * len(rows), entries, rows, confidence)
 
 
 def _chains(runner: ModelRunner, mass: float) -> DeviceChains | None:

@@ -32,6 +32,7 @@ class DraftSampling:
     mapping: PairMap | None = None  # None: the target's ids are the draft's own
     ahead: RandomAhead = field(default_factory=RandomAhead)
     by_chain: bool = False  # whether every chain has random numbers of its own
+    confidence: float = 0.0  # a draft ends behind a token of which the model is less sure
 
     def of_chain(self, number: int, start: int) -> DraftSampling:
         """How a chain from position `start` on draws. In a block, drafted tokens count also behind the one that is
@@ -70,6 +71,11 @@ class DraftRows:
         """Where the next token will stand, for the target."""
         return len(self.text)
 
+    @property
+    def wants_confidence(self) -> bool:
+        """Whether the draft may end behind the next token."""
+        return self.draft_sampling.confidence > 0
+
     def span(self) -> RandomRange:
         """Where its random numbers are."""
         return RandomRange(self.draft_sampling.key, self.draft_sampling.ahead, self.position, 1, self.limit)
@@ -95,3 +101,5 @@ class DraftedToken:
     ids: bytes = b""
     weights: bytes = b""
     top_tokens: tuple[int, ...] = ()  # what may stand there instead, most likely first
+    confidence: float = 1.0  # where it was wanted: the token's own probability, but under rejection, where weights
+    # travel, that of the likeliest one, which does not tell what was drawn

@@ -28,6 +28,16 @@ def ranked_ids(scores: Callable[[], Tensor], rows: Sequence[DraftRows]) -> list[
     return best_ids(scores(), wanted + 1).tolist() if wanted else [[]] * len(rows)
 
 
+def confidence_of(probs: Callable[[], Tensor], ids: Tensor | None, rows: Sequence[DraftRows]) -> list[float]:
+    """The probabilities of the ids, [rows], among `probs`, [rows, vocab]; without ids those of the likeliest ones. None
+    where no row wants them."""
+    if not any(row.wants_confidence for row in rows):
+        return []
+    found = probs().amax(-1) if ids is None else probs().gather(1, ids[:, None]).squeeze(1)
+    values: list[float] = found.tolist()
+    return values
+
+
 def pack(values: Tensor) -> bytes:
     """Of integers below 2^32, as they travel."""
     return values.cpu().numpy().astype("<u4").tobytes()
@@ -38,11 +48,13 @@ def drafted_tokens(
     ranked: Sequence[Sequence[int]],  # [rows, any]; may hold the drawn id, and ends with -1 where there are no more
     entries: Sequence[tuple[bytes, bytes]],  # [rows]: ids and weights, packed; empty where none were drawn from
     rows: Sequence[DraftRows],
+    confidence: Sequence[float] = (),  # [rows], or none was wanted
 ) -> list[DraftedToken | None]:
     """What was drawn, row by row."""
     drafted: list[DraftedToken | None] = []
-    for token, best, (entry_ids, weights), row in zip(ids, ranked, entries, rows, strict=True):
+    sure = confidence or [1.0] * len(rows)
+    for token, best, (entry_ids, weights), row, held in zip(ids, ranked, entries, rows, sure, strict=True):
         others = [other for other in best if other not in (token, -1)]
-        found = DraftedToken(token, entry_ids, weights, tuple(others[: row.num_top_tokens]))
+        found = DraftedToken(token, entry_ids, weights, tuple(others[: row.num_top_tokens]), held)
         drafted.append(found if token >= 0 else None)
     return drafted

@@ -201,20 +201,22 @@ class StringList(_message.Message):
     def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("enabled", "num_draft_tokens", "method", "acceptance", "mode", "methods")
+    __slots__ = ("enabled", "num_draft_tokens", "method", "acceptance", "mode", "methods", "draft_confidence")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     num_draft_tokens: int
     method: str
     acceptance: AcceptanceRule
     mode: str
     methods: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, enabled: bool = ..., num_draft_tokens: _Optional[int] = ..., method: _Optional[str] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., mode: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ...) -> None: ...
+    draft_confidence: float
+    def __init__(self, enabled: bool = ..., num_draft_tokens: _Optional[int] = ..., method: _Optional[str] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., mode: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "text", "token_ids", "origins", "logprobs", "finish_reason", "stop_string", "stop_token_id", "usage", "speculation", "seed", "prompt_token_ids", "prompt_logprobs", "model_digest", "near_ties")

@@ -71,6 +71,7 @@ class Open:
     tokenizer_fingerprint: str = ""  # of the target, whose ids these are
     prediction: tuple[int, ...] = ()  # the caller's guess at the output; a draft's business
     methods: tuple[str, ...] = ()  # several that draft in turn, of which `method` is the first
+    draft_confidence: float = 0.0  # a draft ends behind a token of which its model is less sure
 
     @property
     def named_methods(self) -> tuple[str, ...]:

@@ -153,6 +153,7 @@ class Speculation(Body):
     methods: list[Any] = []
     acceptance: Annotated[str, _one_of([rule.name.lower() for rule in AcceptanceRule])] = "auto"
     mode: str = ""
+    draft_confidence: Any = 0.0
 
     def options(self) -> SpeculationOptions:
         """The same as the gateway has it."""
