@@ -27,6 +27,7 @@ from outrider.draft_service.settings import DraftSettings
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
 from outrider.gateway.peers.remote import DRAFT_SERVICE
+from outrider.proposers.prediction import PredictionProposer
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import DRAFT_STREAM, RELOADED
 from outrider.rpc.errors import OutriderError, from_rpc_error
@@ -159,6 +160,32 @@ def test_what_the_new_model_cannot_hold_goes_without_it_and_the_others_stay() ->
     assert len(harness.ids(credit(2, 16))) == 1
     (refused,) = harness.run(new_open(4, range(40)))
     assert isinstance(refused, Failure) and refused.reason == "CONTEXT_TOO_SHORT"
+
+
+def test_of_several_methods_the_models_part_changes() -> None:
+    """The guess has left, and a piece of the model's is half drawn: it is one chain."""
+    harness, new = DraftHarness(num_blocks=128, more=[PredictionProposer()]), other_model()
+    prompt, methods_asked = list(range(5, 15)), ("prediction", "draft_model")
+    request = new_open(
+        1, prompt, SAMPLED, seed=3, methods=methods_asked, method="prediction", prediction=(20, 21, 22, 23)
+    )
+    harness.send(request, credit(1, 26, 4))
+    while len(sequences(harness)[0].text) < 16:
+        assert harness.engine.step(0.0) == 0.0
+    (draft,) = sequences(harness)
+    changed = len(draft.text)
+    harness.engine.replace_model(method_of(new))
+    harness.run()
+    tokens, methods = list(prompt), list[str]()
+    for piece in harness.events:
+        assert isinstance(piece, DraftTokens) and (piece.chain, piece.position) == (0, len(tokens))
+        methods.append(piece.method)
+        for index, token in enumerate(piece.ids):
+            if piece.method == "draft_model":
+                model = harness.loaded if len(tokens) < changed else new
+                assert (token, piece.weights[index]) == naive(request, tokens, model)
+            tokens.append(token)
+    assert (changed, len(tokens)) == (16, 26) and methods == ["prediction", *["draft_model"] * 3]
 
 
 def test_a_model_that_does_not_compute_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

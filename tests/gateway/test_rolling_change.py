@@ -258,10 +258,8 @@ async def learned(engine: GenerationEngine, digest: str) -> None:
     for _ in range(2):
         async for _ in engine.generate(asked):
             pass
-        assert engine._known is not None and engine._known[0][1] == digest
-        if known is not None:
-            assert engine._known[1] is not known[1] and engine._known[2] is not known[2]
-    assert engine._known[1].acceptance.first(1) != SharedStats(VerifyCosts()).acceptance.first(1)
+        assert engine._known is not None and engine._known is not known and engine._known.pair[1] == digest
+    assert engine._known.stats.acceptance.first(1) != SharedStats(VerifyCosts()).acceptance.first(1)
 
 
 async def test_a_request_that_waits_for_admission_runs_on_what_is_served_then(tmp_path: Path) -> None:

@@ -25,6 +25,19 @@ def test_the_first_of_the_list_goes_first_and_then_each_is_tried() -> None:
     assert choice.choose([lookup(8), MODEL], is_awaited=True) == lookup(8)  # a kind of its own
 
 
+def test_another_model_is_tried_anew() -> None:
+    rates = MethodRates()
+    choice = MethodChoice(rates)
+    rates.add_draft("draft_model", 4, 4 * 1_000)
+    measured(choice, MODEL, 0)
+    measured(choice, lookup(4), 4)
+    assert choice.choose([MODEL, lookup(4)], is_awaited=True) == lookup(4)
+    rates.forget("draft_model")
+    assert rates.draft_us(MODEL) == 0 and choice.choose([MODEL, lookup(4)], is_awaited=True) == MODEL
+    rates.forget("suffix")
+    assert choice.choose([lookup(4), MODEL], is_awaited=True) == lookup(4)
+
+
 def test_then_the_one_that_brings_the_most_tokens_for_its_time() -> None:
     rates = MethodRates()
     choice = MethodChoice(rates)

@@ -164,6 +164,7 @@ class DraftEngine:
         for draft in drafts:
             self.scheduler.release(draft)
         self._methods = {**self._methods, method.name: method}
+        self._rates.forget(method.name)
         self._draft_with(method)
         num_kept = len(drafts)
         for draft in drafts:

@@ -50,6 +50,11 @@ class MethodRates:
         """How drafts of a kind are accepted."""
         return self.acceptance.setdefault(kind, Acceptance())
 
+    def forget(self, method: str) -> None:
+        """Another model drafts by it: what was measured of it holds no more."""
+        self.acceptance = {kind: found for kind, found in self.acceptance.items() if kind[0] != method}
+        self.token_us.pop(method, None)
+
     def add_draft(self, method: str, num_tokens: int, us: float) -> None:
         """So many tokens took so long."""
         if num_tokens:
