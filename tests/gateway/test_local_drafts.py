@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from outrider.rpc.sampling_params import SamplingParams
 
 
 async def said(drafter: LocalDrafter, request: Open, *messages: Any) -> list[Any]:
+    """What it answers; how long it took, which each piece says, is cut off."""
     events: list[Any] = []
     link = drafter.open(request, events.append)
     assert link is not None
@@ -24,7 +26,8 @@ async def said(drafter: LocalDrafter, request: Open, *messages: Any) -> list[Any
         link.send(message)
         await asyncio.sleep(0)
     link.close()
-    return events
+    assert all(event.draft_us > 0 for event in events if isinstance(event, DraftTokens))
+    return [replace(event, draft_us=0) if isinstance(event, DraftTokens) else event for event in events]
 
 
 def asked(method: str = "", **fields: Any) -> Open:
@@ -39,6 +42,20 @@ async def test_a_request_names_one_of_its_methods() -> None:
         DraftTokens(0, 8, 7, (4, 4)),
     ]
     assert drafter.open(asked("suffix"), print) is None
+
+
+async def test_a_commit_that_uses_up_the_credit_before_its_answer() -> None:
+    """Both come in one turn of the event loop, as after a pause of it; a draft for what is past would be refused."""
+    events: list[Any] = []
+    link = LocalDrafter([NgramProposer(2, 2)]).open(asked(), events.append)
+    assert link is not None
+    link.send(Credit(0, 7, 3))
+    link.send(Commit(0, 5, (3, 1, 2)))
+    await asyncio.sleep(0)
+    assert events == []
+    link.send(Credit(0, 12, 3))
+    await asyncio.sleep(0)
+    assert [event.ids for event in events] == [(3, 1, 2, 3)]
 
 
 async def test_several_draft_in_turn() -> None:

@@ -281,10 +281,10 @@ class DraftSequence:
                 ids = _below(self.model.vocab_size, ids)
             if ids:
                 found[lookup.method] = ids
+            took_us = 1e6 * (self.clock() - started)
+            self.chain.draft_us += max(1, round(took_us))
             if self.choice is not None:
-                took_us = 1e6 * (self.clock() - started)
                 self.choice.rates.add_draft(lookup.method, len(ids), took_us)
-                self.chain.draft_us += max(1, round(took_us))
         return found
 
     def _judge_method(self, commit: Commit, new: Sequence[int]) -> None:

@@ -111,7 +111,7 @@ class _LocalLink:
         self._on_event = None
 
     def _propose(self) -> None:
-        if self._on_event is None:
+        if self._on_event is None or self._until <= len(self._tokens):  # closed, or the credit is used up, meanwhile
             return
         position, started = len(self._tokens), self._loop.time()
         try:
@@ -121,13 +121,13 @@ class _LocalLink:
             self._on_event(to_failure(0, Internal(f"a draft failed: {type(error).__name__}")))
             return
         offers = [Offer.of_lookup(method, len(ids)) for method, ids in found.items()]
-        piece = DraftTokens(0, self._chain, position, ())
+        now = self._loop.time()
+        piece = DraftTokens(0, self._chain, position, (), draft_us=max(1, round(1e6 * (now - started))))
         if offers:
             chosen = offers[0]
             if self._choice is not None:
                 chosen = self._choice.choose(offers, is_awaited=True)
-                now = self._loop.time()
-                piece.method, piece.draft_us = chosen.method, max(1, round(1e6 * (now - started)))
+                piece.method = chosen.method
                 self._last = self._chain, chosen, now
             piece.ids = tuple(found[chosen.method])
             self._chain += 1
