@@ -216,6 +216,18 @@ def test_a_draft_that_never_has_anything_is_left() -> None:
     assert controller.plan is OFF
 
 
+def test_what_drafts_nothing_is_not_better_than_off() -> None:
+    """Though it is measured to be so: where a chain is not waited for, plain tokens are decoded meanwhile."""
+    dice, controller = random.Random(SEED), new([(1, 2_400.0), (16, 4_000.0)])
+    plans = []
+    for index in range(1, 800):
+        plans.append(controller.plan)
+        token_ms = 2.6 if controller.plan is OFF else dice.uniform(2.3, 2.6)
+        commit = Commit(0, 0, (1,), timings=StepTimings(0, 2_300, 100, 1, 1))
+        controller.on_round(Round(index, commit, controller.plan.num_draft_tokens, 0.0, token_ms * 1e-3, 0))
+    assert plans[100:].count(OFF) > 0.9 * len(plans[100:])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_commits_that_were_read_together_make_no_plan_look_fast(seed: int) -> None:
     """N-grams that find nothing, and a gateway that is held up now and then: what the target decoded ahead of it, it

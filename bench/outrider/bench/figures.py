@@ -196,7 +196,7 @@ def draw_compare(result: Json) -> Figure:
         for name, way in ways.items():
             places = [place for place, tested in enumerate(way["tested"], 1) if tested]
             accepted.plot(places, shares(way), "o-", markersize=3, color=colours[name], label=name)
-        accepted.set_title("accepted by position")
+        accepted.set_title("accepted by position", fontsize=9)
         accepted.set_ylim(0, 1.05)
         _draw_speeds(speeds, found["ways"], ways, modes, colours)
         for axes in (tokens, times, speeds):
@@ -219,7 +219,7 @@ def _draw_speeds(axes: Axes, found: Json, methods: Json, modes: Sequence[str], c
         axes.bar_label(bars, labels=[f"{speed:.2f} {mode}" for speed in speeds], padding=2, fontsize=7)
     axes.axvline(1.0, color=INK, linestyle=":")
     axes.set_yticks(range(len(methods)), list(methods))
-    axes.set_title("speed over plain")
+    axes.set_title("speed over plain", fontsize=9)
 
 
 def _where(result: Json) -> str:

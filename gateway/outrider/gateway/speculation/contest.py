@@ -27,6 +27,7 @@ LEAST_SHARE = 1 / 3  # of a trial, before it is given up
 PROBE_EVERY = 16.0  # rounds of a sequence
 FIRST_BACKOFF, MAX_BACKOFF = 96.0, 4096.0  # rounds of a sequence between trials, once what is promising was tried
 USUAL_WINDOW, LIKENESS_TOLERANCE = 4, 0.1  # tokens of a window that compares requests, and what is no difference
+RARELY = 0.05  # of the rounds
 OUTLIER_RATIO = 1.3  # a trial that says so much more or less than those before takes their place
 TRIAL_MEMORY = 3.0  # that a measurement looks back on
 
@@ -44,10 +45,17 @@ class MeasuredRounds:
         """None yet; each counts for so many."""
         return cls(RunningMean(memory=memory), RunningMean(memory=memory))
 
+    @property
+    def drafts_nothing(self) -> bool:
+        """Whether hardly any round had a drafted token."""
+        return sum(count for drafted, count in self.windows.items() if drafted) < RARELY * sum(self.windows.values())
+
     def add(self, us: float, step_us: float, num_drafted: int) -> None:
         """Counts a round."""
         self.us.add(us)
         self.step_us.add(step_us)
+        for drafted in self.windows:
+            self.windows[drafted] *= 1 - 1 / self.us.memory
         self.windows[num_drafted] = self.windows.get(num_drafted, 0.0) + 1.0
 
     def token_us(self, plan: Plan, forecast: Forecast) -> float:
@@ -172,6 +180,8 @@ class PlanTrials:
         times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
         limit = self.us_per_token(self.leader, forecast)
         styles = {plan.style for plan in self._tried}
+        if OFF in times and self._recent.drafts_nothing:
+            return OFF
         fresh = [
             plan
             for plan, us in times.items()
@@ -204,10 +214,19 @@ class PlanTrials:
     def _end_trial(self, plan: Plan, forecast: Forecast) -> None:
         self._keep(plan, self._trial, forecast)
         self.trial = None
-        if self._share(plan, forecast) < (1.0 if plan is OFF else GAIN):  # off has its preference
+        if self._wins(plan, forecast):
             self._keep(self.leader, self._recent, forecast)  # what is known best is known of it
             self.leader, self._recent, self._last_backoff = plan, self._trial, 0.0
         self._recent.us.weight /= 2  # some of its rounds are measured anew before the next trial
+
+    def _wins(self, plan: Plan, forecast: Forecast) -> bool:
+        """Under a plan that drafts nothing plain tokens are decoded, with more to do: whatever was measured, off is no
+        slower."""
+        if plan is OFF and self._recent.drafts_nothing:
+            return True
+        if OFF in self.plans and self._trial.drafts_nothing and plan is not OFF:
+            return False
+        return self._share(plan, forecast) < (1.0 if plan is OFF else GAIN)  # off has its preference
 
     def _keep(self, plan: Plan, rounds: MeasuredRounds, forecast: Forecast) -> None:
         """Adds a measurement to those of earlier trials."""
