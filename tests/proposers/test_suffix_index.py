@@ -39,14 +39,15 @@ def check(index: ContextIndex, text: list[int], context: list[int]) -> None:
     lengths = [shared(text[:at], context) for at in range(len(text))]
     longest = max(lengths, default=0)
     looked_up = backwards(context[-DEPTH:])
-    assert index.longest_match(looked_up, 1) == longest
+    place = index.locate(looked_up)
+    assert index.longest_match(looked_up, 1, place) == longest
     if longest < min(DEPTH, len(context)):
-        assert index.longest_match(looked_up, longest + 1) == 0
+        assert index.longest_match(looked_up, longest + 1, place) == 0
     places = [at for at in range(len(text) - 1, -1, -1) if lengths[at] == longest]
-    found = [position // TOKEN_BYTES for position in index.occurrences(looked_up, longest, 100)]
+    found = [position // TOKEN_BYTES for position in index.occurrences(looked_up, longest, 100, place)]
     assert found == places
-    assert len(index.occurrences(looked_up, longest, 2)) == min(2, len(places))
-    assert set(index.occurrences(looked_up, longest, 2)) <= {TOKEN_BYTES * at for at in places}
+    assert len(index.occurrences(looked_up, longest, 2, place)) == min(2, len(places))
+    assert set(index.occurrences(looked_up, longest, 2, place)) <= {TOKEN_BYTES * at for at in places}
 
 
 @settings(max_examples=60, deadline=None)
@@ -87,8 +88,10 @@ def test_what_shall_not_be_found_is_context() -> None:
     index.append([SEPARATOR, 1, 2], found=False)
     index.append([3, 4])
     index.append([SEPARATOR], found=False)
-    assert [index.longest_match(backwards(context), 1) for context in ([1], [1, 2], [9, 2, 3], [3, 4])] == [0, 2, 2, 0]
-    assert index.following(index.occurrences(backwards([1, 2]), 2, 9), 3) == [backwards([3, 4, SEPARATOR])]
+    contexts = [backwards(context) for context in ([1], [1, 2], [9, 2, 3], [3, 4])]
+    place = index.locate(contexts[1])
+    assert [index.longest_match(context, 1, index.locate(context)) for context in contexts] == [0, 2, 2, 0]
+    assert index.following(index.occurrences(contexts[1], 2, 9, place), 3) == [backwards([3, 4, SEPARATOR])]
 
 
 @pytest.mark.parametrize("length", [-1, 4])

@@ -32,7 +32,7 @@ def output(number: int, words: int = 20) -> list[int]:
 
 def knows(store: SuffixStore, number: int, salt: str = "") -> bool:
     begin = array("I", [100_000 + number]).tobytes()
-    return any(index.longest_match(begin, 1) for index in store.indices(digest_of(salt)))
+    return any(index.longest_match(begin, 1, index.locate(begin)) for index in store.indices(digest_of(salt)))
 
 
 def fill(store: SuffixStore, numbers: range, salts: int = 1) -> None:
@@ -82,7 +82,7 @@ def test_a_long_output_waits_and_is_found_to_its_end() -> None:
     assert store.num_sequences == 1
     for at in range(2, len(text), 97):
         context = array("I", text[at - 2 : at][::-1]).tobytes()
-        assert [index.longest_match(context, 1) for index in store.indices(digest_of(""))] == [2]
+        assert [index.longest_match(context, 1, index.locate(context)) for index in store.indices(digest_of(""))] == [2]
 
 
 def test_nothing_waits_for_ever() -> None:
@@ -152,8 +152,8 @@ def test_what_is_no_store_of_ours(tmp_path: Path) -> None:
     with pytest.raises(BadStoreFile, match="by 8 tokens, and 9 are asked for"):
         store_file.load(SuffixStore(9, 1 << 20, 36), path)
     good, at = path.read_bytes(), len(store_file.MAGIC)
-    path.write_bytes(good[:at] + struct.pack("<I", 2) + good[at + 4 :])
-    with pytest.raises(BadStoreFile, match="has version 2; allowed: 1"):
+    path.write_bytes(good[:at] + struct.pack("<I", 1) + good[at + 4 :])
+    with pytest.raises(BadStoreFile, match="has version 1; allowed: 2"):
         store_file.load(SuffixStore(DEPTH, 1 << 20, 36), path)
     path.write_bytes(b"x" * 1000)
     with pytest.raises(BadStoreFile, match="no suffix store"):

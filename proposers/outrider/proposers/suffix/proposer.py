@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from outrider.proposers.base import SequenceContext
-from outrider.proposers.suffix.index import SEPARATOR, TOKEN_BYTES, ContextIndex
+from outrider.proposers.suffix.index import SEPARATOR, TOKEN_BYTES, ContextIndex, Place
 from outrider.proposers.suffix.store import SuffixStore, digest_of
 from outrider.proposers.suffix.store_file import StoreFile
 
@@ -100,21 +100,22 @@ class SuffixState:
         self._text.append(self._new)
         self._new.clear()
         context = self._text.context()
-        longest, matching = 1, list[ContextIndex]()
+        longest, matching = 1, list[tuple[ContextIndex, Place]]()
         for index in (self._text, *store.indices(self._salt)):
-            length = index.longest_match(context, longest)
+            place = index.locate(context)
+            length = index.longest_match(context, longest, place)
             if length > longest:
                 longest, matching = length, []
             if length == longest:
-                matching.append(index)
+                matching.append((index, place))
         count = min(max_tokens, int(longest * self._proposer.max_spec_factor), store.depth)
         if count < 1 or not matching:
             return []
         share = MAX_SAMPLED // len(matching)
         continuations = [
             tokens
-            for index in matching
-            for tokens in index.following(index.occurrences(context, longest, share), count)
+            for index, place in matching
+            for tokens in index.following(index.occurrences(context, longest, share, place), count)
         ]
         return likeliest_path(continuations, self._proposer.min_token_prob)
 

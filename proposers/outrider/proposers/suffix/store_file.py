@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_SHARE = 0.05  # of the time that goes into writing
 LEFT_S = 3600.0  # nobody writes for so long
-VERSION = 1
+VERSION = 2
 MAGIC = f"outrider suffix store, {sys.byteorder} endian\n".encode()
 HEADER = struct.Struct("<III")
 GENERATION = struct.Struct("<II")
