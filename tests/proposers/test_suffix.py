@@ -151,6 +151,11 @@ def test_an_output_begins_after_its_prompts_end() -> None:
     assert proposer.open([7, 8]).propose(9) == []  # a prompt is learned as context alone
 
 
+def test_a_path_ends_where_all_that_is_known_ends() -> None:
+    same = [0, 0, 0]  # followed by nothing, and by nothing and then another output
+    assert drafted([0, 0], same, same, suffix_decoding_max_tree_depth=3, suffix_decoding_max_spec_factor=2.0) == [0]
+
+
 def test_another_salt_sees_nothing() -> None:
     proposer = SuffixProposer()
     assert isinstance(proposer, LearningProposer)

@@ -131,6 +131,8 @@ def likeliest_path(continuations: Sequence[bytes], min_probability: float) -> li
             break
         counts = Counter([tokens[end - TOKEN_BYTES : end] for tokens in live])
         counts.pop(_SEPARATOR, None)
+        if not counts:
+            break  # all of them end here
         best = max(counts, key=counts.__getitem__)
         if counts[best] < min_probability * len(continuations):
             break
