@@ -38,6 +38,7 @@ from outrider.planner.policy import Policy, Round
 from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.prediction import PredictionProposer
 from outrider.proposers.reencoding import JoinedVocabulary
+from outrider.proposers.suffix.proposer import SuffixProposer
 from outrider.rpc.engine_service import build_service
 from outrider.rpc.messages import Commit, DraftEvent, DraftInfo, DraftMethod, DraftTokens, ModelInfo
 from outrider.rpc.sampling_params import TokenOrigin
@@ -52,6 +53,7 @@ from outrider.target_service.settings import TargetSettings
 Level = tuple[str, Any]  # a factor and its value
 Pair = frozenset[Level]
 
+IN_TURN = "prediction,suffix,draft_model"
 LEVELS: dict[str, tuple[Any, ...]] = {
     "batch": (1, 2, 4, 8, 16, 32, 64),
     "k": (0, 1, 2, 3, 4, 5, 6, 7, 8),
@@ -61,7 +63,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "preempted": (False, True),
     "killed": (False, True),
     "coupled": (False, True),
-    "method": ("draft_model", "ngram", "prediction"),
+    "method": ("draft_model", "ngram", "prediction", "suffix", IN_TURN),
     "cut": (False, True),
 }
 NOT_CROSSED = {frozenset({"batch", "k"}), frozenset({"batch", "ahead"})}  # in the short form
@@ -79,7 +81,9 @@ class Cell:
     preempted: bool  # too few cache blocks: sequences lose theirs and are computed again
     killed: bool  # the draft service ends in mid-stream
     coupled: bool  # sampled under coupling, else greedy
-    method: str  # how is drafted: by a model, by the text so far, by a guess that has some tokens wrong
+    # How is drafted: by a model, by the text so far, by a guess that has some tokens wrong, by the text so far and what
+    # others were answered, by three of these in turn.
+    method: str
     cut: bool  # the target verifies fewer drafted tokens where several sequences share a step and that pays
 
     @property
@@ -94,7 +98,7 @@ class Cell:
             "preempted" if self.preempted else "roomy",
             "killed" if self.killed else "alive",
             "coupled" if self.coupled else "greedy",
-            self.method,
+            self.method.replace(",", "+"),
             "cut" if self.cut else "uncut",
         ]
         return "-".join(words)
@@ -283,11 +287,13 @@ def build_draft(loaded: LoadedModel, num_blocks: int, vocabularies: Mapping[str,
     """With all methods."""
     method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=vocabularies)
     outboxes, pieces = Outboxes(asyncio.get_running_loop()), DraftWatch()
-    engine = DraftEngine(make_methods([method, NgramProposer(*NGRAM), PredictionProposer()]), flush=outboxes.flush)
+    suffix = SuffixProposer(suffix_decoding_max_spec_factor=9, suffix_decoding_min_token_prob=0)
+    methods = make_methods([method, NgramProposer(*NGRAM), PredictionProposer(), suffix])
+    engine = DraftEngine(methods, flush=outboxes.flush)
     pieces.watch(engine)
     thread: Worker[DraftCommand] = Worker(engine, "draft-device", 1)
     model = ModelInfo("draft", loaded.digest, loaded.vocab_size, loaded.max_model_len)
-    info = DraftInfo(model, tuple(map(DraftMethod, LEVELS["method"])))
+    info = DraftInfo(model, tuple(map(DraftMethod, methods)))
     servicer = DraftServicer(thread, outboxes, info)
     server = build_service(ServerSettings(listen="127.0.0.1:0"), engine, thread, servicer).server
     watch = CacheWatch()
@@ -454,13 +460,13 @@ class _Run:
 
 def with_guesses(work: Work, plain: PlainOutputs, arithmetic: Arithmetic) -> Work:
     """With what a draft by prediction needs: of each output a guess that replaces a token and lacks another now and
-    then."""
-    if work.cell.method != "prediction":
+    then. Where others draft as well, it is of the first half."""
+    if "prediction" not in work.cell.method:
         return work
     outputs = [plain.of(prompt, arithmetic) for prompt in work.prompts]
     guesses = [
         tuple((token + (place % 7 == 3)) % VOCAB for place, token in enumerate(ids) if place % 11 != 5)
-        for ids in outputs
+        for ids in (output[: len(output) // (1 + (work.cell.method == IN_TURN))] for output in outputs)
     ]
     prompts = [replace(prompt, guess=guess) for prompt, guess in zip(work.prompts, guesses, strict=True)]
     return replace(work, prompts=tuple(prompts))
@@ -558,8 +564,9 @@ def check_happened(work: Work, outcome: Outcome) -> None:
     cell = work.cell
     assert outcome.longest_window == cell.k or (cell.cut and cell.batch > 1 and outcome.longest_window < cell.k)
     assert (outcome.drafted_ahead > 0) == (cell.ahead != "sequential" and cell.k > 0)
-    may_branch = cell.ahead == "branches" and cell.k > 0 and cell.method == "draft_model"
-    assert (outcome.branches > 0) == may_branch or (may_branch and cell.preempted)  # branches yield their blocks
+    may_branch = cell.ahead == "branches" and cell.k > 0 and "draft_model" in cell.method
+    need_not = cell.preempted or cell.method == IN_TURN  # branches yield their blocks; and the model may have no turn
+    assert (outcome.branches > 0) == may_branch or (may_branch and need_not)
     assert outcome.most_open == len(work.prompts)
     if cell.batch > 1:
         assert outcome.most_in_step > 1

@@ -90,7 +90,8 @@ class Prompt:
     guess: tuple[int, ...] = ()  # at the output, for a draft that has no other
 
     def open(self, method: str = "", priority: int = 0) -> Open:
-        """As the gateway opens it."""
+        """As the gateway opens it; several methods have commas between them."""
+        methods = tuple(method.split(","))
         rule = AcceptanceRule.REJECTION if self.sampling.greedy else AcceptanceRule.COUPLED
         return Open(
             0,
@@ -100,7 +101,8 @@ class Prompt:
             seed=self.seed,
             priority=priority,
             one_hot=self.sampling.greedy,
-            method=method,
+            method=methods[0],
+            methods=methods if len(methods) > 1 else (),
             prediction=self.guess,
         )
 
