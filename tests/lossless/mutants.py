@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.draft_service import engine
 from outrider.draft_service.admission import ModelMethod
+from outrider.draft_service.chains import Chain
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.models import decoder
@@ -26,7 +27,7 @@ from outrider.kernels.types import Penalties, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, coupled_accept
 from outrider.proposers import draft_model
 from outrider.proposers.draft_model import DrawnVocabulary
-from outrider.proposers.draft_rows import DraftRows
+from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.vocabulary_map import VocabularyMap
 
 Bug = Callable[[pytest.MonkeyPatch], None]
@@ -225,6 +226,19 @@ def coupling_lets_one_more_stay(patch: Patch) -> None:
         return num_accepted, torch.where(windows.has_next(num_accepted), choices[windows.next_rows(num_accepted)], -1)
 
     patch.setattr("outrider.target_service.verifier.coupled_accept", mutant)
+
+
+def a_lookup_replaces_what_was_drawn(patch: Patch) -> None:
+    """Where methods draft in turn, one is chosen by a drawn token: what the model drew gives way to a lookup's, which
+    is one-hot, where it is a high id. What is kept carries its weights."""
+    note = Chain.note
+
+    def mutant(self: Chain, drafted: Sequence[DraftedToken]) -> None:
+        note(self, drafted)
+        if self.runs and drafted and drafted[-1].token_id >= 8:
+            self.text.tokens[-1], self.weights[-1] = drafted[-1].token_id - 8, None
+
+    patch.setattr(Chain, "note", mutant)
 
 
 def mapped_draws_are_not_renormalised(patch: Patch) -> None:

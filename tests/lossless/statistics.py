@@ -8,6 +8,7 @@ import asyncio
 import copy
 import itertools
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ PATIENCE_MS = 60_000  # the target waits for every draft: then a seed fixes the 
 VOCAB, WIDE_VOCAB = 16, 4096
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": -0.6, "frequency_penalty": -1.8}  # it likes to repeat
 EVERY_TOKEN = (7, 2, 11, 0, 5, 14, 9, 3, 12, 6, 1, 15, 8, 4, 13, 10, 7)  # whatever comes next, n-grams have a match
+HALF_OF_THE_TOKENS = (3, 7, 1, 0, 5, 2, 6, 4, 3, 7, 1)  # after the others there is none, and the model drafts
 TOKENS_3K, TOKENS_5K, TOKENS_10K, TOKENS_20K, TOKENS_200K = 1_000, 1_667, 3_333, 6_667, 66_667  # sequences of 3 tokens
 
 
@@ -50,7 +52,7 @@ class Setting:
     sampling: dict[str, Any] = field(default_factory=dict)
     acceptance: AcceptanceRule = AcceptanceRule.REJECTION
     draft: str = "opposite"
-    method: str = "draft_model"
+    method: str = "draft_model"  # or several in turn, with commas
     prediction: tuple[int, ...] = ()
     prompt: tuple[int, ...] = (3, 1, 4, 1, 5)
     k: int = 2
@@ -77,7 +79,7 @@ class Setting:
     @property
     def depends_on_time(self) -> bool:
         """Whether clocks decide what is verified when: then a seed does not fix how tokens come about."""
-        by_what_ended = self.method == "suffix"
+        by_what_ended = "suffix" in self.method  # and in turn by what took how long
         return self.windows_ahead > 0 or self.cut_windows or self.reloads or by_what_ended
 
     def seeds(self, count: int) -> range:
@@ -118,6 +120,8 @@ CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=750)
 RELOADS = Setting("reloads", k=3, depth=4, reloads=True, short=TOKENS_3K, long=TOKENS_20K)
 RELOADS_BY_BLOCK = replace(RELOADS, name="reloads, block", acceptance=BLOCK)
 BY_BLOCK = Setting("block", acceptance=BLOCK, k=3, depth=4, short=1_250)
+IN_TURN = Setting("in turn", method="suffix,draft_model", prompt=HALF_OF_THE_TOKENS, long=TOKENS_20K)
+IN_TURN_BY_BLOCK = replace(IN_TURN, name="in turn, block", acceptance=BLOCK, k=3, depth=4, short=750)
 SHORT = [
     *EACH,
     BONUS,
@@ -131,6 +135,8 @@ SHORT = [
     CHAINS,
     TEMPERATURE_1_COUPLED,
     BY_BLOCK,
+    IN_TURN,
+    IN_TURN_BY_BLOCK,
     Setting("all", ALL, long=TOKENS_20K),
     Setting("all, coupled", ALL, COUPLED, long=TOKENS_20K),
     Setting("branches, coupled", ALL, COUPLED, windows_ahead=1, max_branches=2, long=TOKENS_20K),
@@ -140,6 +146,8 @@ LONG = [
     replace(CHAINS, name="cut chains", cut_windows=True, long=TOKENS_20K),
     replace(CHAINS, name="chains, block", acceptance=BLOCK, long=TOKENS_20K),
     Setting("all, block", ALL, BLOCK, long=TOKENS_20K),
+    replace(IN_TURN, name="in turn, chains", k=3, depth=4, windows_ahead=1),
+    replace(IN_TURN, name="in turn, all, coupled", sampling=ALL, acceptance=COUPLED, windows_ahead=1, max_branches=2),
 ]
 WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)
 
@@ -279,6 +287,7 @@ class Draws:
     origins: Integers
     offsets: Integers  # index in the round that committed the token
     drafted: NDArray[np.bool_]  # a drafted token was judged at the position: accepted, or replaced
+    by_method: Counter[str] = field(default_factory=Counter)  # tokens that were judged, where several draft in turn
 
     def share(self, origin: TokenOrigin) -> float:
         """How many of the tokens came about in this way."""
@@ -333,32 +342,39 @@ class _HeldLink:
 async def draw(setting: Setting, target: str, draft: str, seeds: range) -> Draws:
     """One sequence per seed, from the services at these addresses."""
     rows: dict[int, list[Row]] = {}
+    by_method = Counter[str]()
     remaining = iter(seeds)
     async with RemoteTargets([target]) as targets, RemoteDrafts([draft]) as drafts:
 
         async def draw_some() -> None:
             for seed in remaining:
                 async with asyncio.timeout(SEQUENCE_S):
-                    rows[seed] = await _draw_one(setting, drafts, targets, seed)
+                    rows[seed] = await _draw_one(setting, drafts, targets, seed, by_method)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
                 group.create_task(draw_some())
     table = np.array([rows[seed] for seed in seeds], dtype=np.int64)  # [sequences, depth, 4]
-    return Draws(table[..., 0], table[..., 1], table[..., 2], table[..., 3].astype(bool))
+    return Draws(table[..., 0], table[..., 1], table[..., 2], table[..., 3].astype(bool), by_method)
 
 
-async def _draw_one(setting: Setting, drafts: RemoteDrafts, targets: RemoteTargets, seed: int) -> list[Row]:
+async def _draw_one(
+    setting: Setting, drafts: RemoteDrafts, targets: RemoteTargets, seed: int, by_method: Counter[str]
+) -> list[Row]:
     """A process that gets no time for seconds loses its streams. That depends on no token, and a seed that is drawn
     again gives the same ones."""
+    methods = tuple(setting.method.split(","))
+    in_turn = len(methods) > 1
     request = Open(
         0,
         setting.prompt,
         setting.params,
         acceptance=setting.acceptance,
         seed=seed,
-        method=setting.method,
+        method=methods[0],
+        methods=methods if in_turn else (),
         prediction=setting.prediction,
+        salt=str(seed) if in_turn else "",  # each by its own text alone
     )
     failures = 0
     while True:
@@ -367,7 +383,12 @@ async def _draw_one(setting: Setting, drafts: RemoteDrafts, targets: RemoteTarge
         request = replace(request, tokenizer_fingerprint=targets.info.model.tokenizer_fingerprint)
         rounds = speculate(drafts, DraftedFirst(targets), request, setting.policy, on_draft_stop=_raise_unavailable)
         try:
-            return [row async for closed in rounds if isinstance(closed, Round) for row in _rows(closed)]
+            found: list[Row] = []
+            async for closed in rounds:
+                if isinstance(closed, Round):
+                    found += _rows(closed)
+                    by_method.update({share.method: share.num_drafted for share in closed.drafted_by})
+            return found
         except Unavailable:
             failures += 1
             if failures == ATTEMPTS:

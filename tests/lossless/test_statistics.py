@@ -12,6 +12,7 @@ parameter alone under each rule. Seeds are fixed."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from lossless.mutants import (
     Mutation,
+    a_lookup_replaces_what_was_drawn,
     bonus_of_the_row_before,
     coupling_lets_one_more_stay,
     logits_are_a_quarter_too_flat,
@@ -30,6 +32,7 @@ from lossless.mutants import (
 from lossless.statistics import (
     BONUS,
     BY_BLOCK,
+    IN_TURN,
     LONG,
     MAPPED,
     RELOADS,
@@ -172,6 +175,7 @@ async def check(pair: Pair, setting: Setting, num_sequences: int) -> None:
     assert draws.drafted[:, 0].mean() == 1.0 or (setting.cut_windows and draws.drafted.mean() > 0.5)
     assert draws.share(TokenOrigin.ACCEPTED) > 0.03 and draws.share(TokenOrigin.RECOVERED) > 0.03
     assert setting.windows_ahead or draws.share(TokenOrigin.BONUS) > (0.2 if setting is BONUS else 0.0)
+    assert set(draws.by_method) == (set(setting.method.split(",")) if "," in setting.method else set()), "had no turn"
     assert min(found.values()) > (LEAST_P_BY_CHANCE if setting.depends_on_time else LEAST_P), found
 
 
@@ -266,4 +270,15 @@ async def test_a_mapped_draft_that_draws_from_all_it_has_is_found(pair: Pair, mo
         draws = await draw(MAPPED, pair.target, draft.server.address, MAPPED.seeds(1_200))
     found = p_values(draws, exact_laws(pair.hf, MAPPED.prompt, MAPPED.params, MAPPED.depth))
     print(f"mapped_draws_are_not_renormalised: {min(found.values()):.2g}")
+    assert min(found.values()) < LEAST_P, found
+
+
+async def test_a_method_that_is_chosen_by_a_drawn_token_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_lookup_replaces_what_was_drawn(monkeypatch)
+    setting = replace(IN_TURN, prompt=(*IN_TURN.prompt, VOCAB - 1))  # which is new: the model begins
+    options = {"method": setting.method, "suffix_decoding_min_token_prob": 0, "suffix_decoding_max_spec_factor": 9}
+    async with draft_in_process(pair.folder.parent / "opposite", **options) as draft:
+        draws = await draw(setting, pair.target, draft.server.address, setting.seeds(1_500))
+    found = p_values(draws, exact_laws(pair.hf, setting.prompt, setting.params, setting.depth))
+    print(f"a_lookup_replaces_what_was_drawn: {min(found.values()):.2g}")
     assert min(found.values()) < LEAST_P, found
