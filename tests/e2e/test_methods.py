@@ -1,6 +1,6 @@
-"""What holds for every method of the registry, each in a draft service over gRPC before the embedded target: its tokens
-and prefix hits are plain decoding's, greedy and coupled, also when it dies in mid-round; and the proof of the law draws
-by it. A method joins by its row in the registry."""
+"""What holds for every method of the registry, each in a draft service over gRPC before the embedded target, and for
+several in turn: its tokens and prefix hits are plain decoding's, greedy and coupled, also when it dies in mid-round;
+and the proof of the law draws by it. A method joins by its row in the registry."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ EAGER: dict[str, Any] = {
     "suffix_decoding_max_spec_factor": 4.0,
 }  # drafts from short matches, too
 TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "coupled"])
-EVERY_METHOD = pytest.mark.parametrize("method", METHODS)
+IN_TURN = "prediction,suffix,draft_model"
+EVERY_METHOD = pytest.mark.parametrize("method", [*METHODS, IN_TURN])
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,13 @@ def cached(deltas: Sequence[GenerationDelta]) -> int:
 
 
 def drafted_by(method: str, request: GenerationRequest, mode: str, plain: Sequence[int]) -> GenerationRequest:
-    """The same request with drafts. A guess at its answer has a token in seven wrong, and lacks one in eleven."""
+    """The same request with drafts. A guess at its answer has a token in seven wrong, and lacks one in eleven; where
+    others draft as well, it ends in the middle."""
     guess = tuple((token + (place % 7 == 3)) % 4096 for place, token in enumerate(plain) if place % 11 != 5)
     return replace(
         request,
         speculation=replace(request.speculation, enabled=True, num_draft_tokens=K, method=method, mode=mode),
-        prediction=guess if method == "prediction" else None,
+        prediction=guess[: len(guess) // 2 if method == IN_TURN else None] if "prediction" in method else None,
     )
 
 
@@ -130,6 +132,7 @@ def drafted_by(method: str, request: GenerationRequest, mode: str, plain: Sequen
 @EVERY_METHOD
 async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperature: float, target: Target) -> None:
     drafted = accepted = 0
+    by_methods = set[str]()
     async with drafting(method, target) as draft:
         for place in range(len(PROMPTS)):
             alone = target.request(place, temperature, f"{method} {temperature}")
@@ -143,8 +146,13 @@ async def test_tokens_and_prefix_hits_are_plain_decodings(method: str, temperatu
                 assert (cached(first), cached(again)) == (cached(cold), cached(warm))
                 for tally in (first[-1].tally, again[-1].tally):
                     assert tally is not None and tally.method == method
+                    assert method == IN_TURN or tally.by_method.keys() <= {method}
+                    shares = tally.by_method.values()
+                    assert sum(share.num_draft_tokens for share in shares) == tally.num_draft_tokens
+                    assert sum(share.num_accepted_tokens for share in shares) == tally.num_accepted_tokens
+                    by_methods |= {name for name, share in tally.by_method.items() if share.num_accepted_tokens}
                     drafted, accepted = drafted + tally.num_draft_tokens, accepted + tally.num_accepted_tokens
-    assert 0 < accepted < drafted
+    assert 0 < accepted < drafted and by_methods == set(method.split(","))
 
 
 @TEMPERATURES
