@@ -65,7 +65,7 @@ test-k8s: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest --prove tests/k8s -rs $(ARGS)
 
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/kernels tests/engine tests/target_service tests/simulation tests/planner tests/gateway/test_target_loss.py \
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/planner tests/gateway/test_target_loss.py \
 		tests/test_packaging.py $(ARGS)
 
 # Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests.

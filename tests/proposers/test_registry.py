@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.llm.config import SpeculativeConfig
+from outrider.proposers import registry
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.registry import METHODS, TOKEN_METHODS, MethodSettings, make_proposer, method_of
@@ -54,6 +56,45 @@ def test_everybody_offers_it(name: str) -> None:
     assert local.methods == (info.methods[0],) and not local.methods[0].needs_features
     assert f"--method={name}" in ServeSettings(draft=name).draft_arguments()
     assert SpeculativeConfig.supported({"method": name, "num_speculative_tokens": 4})
+
+
+def test_several_in_turn_are_everybodys() -> None:
+    names = ("suffix", "ngram")
+    methods, info = load_methods(DraftSettings(method="suffix, ngram"))
+    assert tuple(method.name for method in methods[:2]) == names == info.default_methods == info.defaults
+    assert info.model.name == "suffix,ngram"
+    gateway = GatewaySettings(target=["a:1"], draft=["suffix,ngram"], tokenizer=Path("x"))
+    assert gateway.local_methods == [*names]
+    local = LocalDrafter([make_proposer(name, dict(gateway)) for name in gateway.local_methods], in_turn=True).info
+    assert local.default_methods == names
+    for given in ({"draft": "suffix,ngram"}, {"method": "suffix,ngram"}):
+        served = ServeSettings.model_validate(given)
+        assert "--method=suffix,ngram" in served.draft_arguments() and served.draft_folder is None
+    with_model = ServeSettings(method="prediction,draft_model")
+    assert with_model.draft_folder is not None and "--method=prediction,draft_model" in with_model.draft_arguments()
+    assert load_methods(DraftSettings(method="ngram"))[1].default_methods == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "names none; allowed: at least one method"),
+        ("ngram,ngram", "names 'ngram' twice; allowed: each method once"),
+        ("ngram,sufix", "did you mean suffix"),
+        ("ngram,", "there is no method ''"),
+        (f"ngram,{OWN}", "allowed with allow_code"),
+        ("draft_model,second", "names draft_model and second, which need a model each; allowed: one of these"),
+    ],
+)
+def test_what_is_no_list(text: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = replace(METHODS["draft_model"], name="second")
+    monkeypatch.setattr(registry, "METHODS", {**METHODS, "second": second})
+    for make in (lambda: DraftSettings(method=text), lambda: ServeSettings(method=text)):
+        with pytest.raises(ValidationError, match=problem):
+            make()
+    if text:
+        with pytest.raises(ValidationError, match="draft"):
+            GatewaySettings(target=["a:1"], draft=[text], tokenizer=Path("x"))
 
 
 def test_its_settings_are_everybodys_flags() -> None:

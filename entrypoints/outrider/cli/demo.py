@@ -15,7 +15,7 @@ from outrider.cli.generate import CollectedCompletion
 from outrider.cli.local_services import LOOPBACK, LocalSettings, ServiceFailed, Services, leave_on_signals
 from outrider.cli.serve import ServeSettings, connect, start
 from outrider.cli.terminal import Painter, TokenWriter, fail, make_painter, parse, steps
-from outrider.client import generate
+from outrider.client import SpeculationStats, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.proposers.registry import MethodNames, check_methods
 from outrider.rpc.errors import OutriderError
@@ -90,9 +90,20 @@ def rounds(answer: CollectedCompletion) -> list[str]:
     return [
         _line("tokens per round", f"{len(answer.token_ids) / stats.num_rounds:.2f} in {stats.num_rounds} rounds"),
         _line("acceptance", _share(stats.num_accepted_tokens, stats.num_draft_tokens) + " of the drafted tokens"),
+        *by_method(stats),
         _line("  by position", by_position(stats.num_accepted_per_position, stats.num_tested_per_position)),
         _line("control overhead", f"{stats.overhead_us / 1000:.2f} ms a round (median, forward passes left out)"),
     ]
+
+
+def by_method(stats: SpeculationStats) -> list[str]:
+    """The same of each method, where several drafted."""
+    if len(stats.by_method) < 2:
+        return []
+    shares = (
+        f"{name}: {_share(did.num_accepted_tokens, did.num_draft_tokens)}" for name, did in stats.by_method.items()
+    )
+    return [_line("  by method", ", ".join(shares))]
 
 
 def comparison(compared: Comparison) -> list[str]:

@@ -93,7 +93,7 @@ class ServeSettings(LocalSettings, MethodSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         without_model = not needs_model(check_methods(self.drafts_by, self.allow_code))
-        if self.target is None and self.draft not in ("", *TOKEN_METHODS):
+        if self.target is None and self.draft and not self._draft_is_methods:
             raise ValueError("give a target with this draft, as in `outrider serve TARGET --draft DRAFT`")
         if self.target is not None and not self.draft and not without_model:
             raise ValueError("give --draft DIR, or --draft ngram, which needs no model")
@@ -102,7 +102,12 @@ class ServeSettings(LocalSettings, MethodSettings):
     @property
     def drafts_by(self) -> str:
         """The method, or several, by either flag."""
-        return self.draft if self.draft in TOKEN_METHODS else self.method
+        return self.draft if self._draft_is_methods else self.method
+
+    @property
+    def _draft_is_methods(self) -> bool:
+        names = split_methods(self.draft)
+        return bool(names) and set(names) <= set(TOKEN_METHODS)
 
     @property
     def target_folder(self) -> Path:
@@ -112,7 +117,7 @@ class ServeSettings(LocalSettings, MethodSettings):
     @property
     def draft_folder(self) -> Path | None:
         """The draft's checkpoint, if there is one."""
-        if self.draft in TOKEN_METHODS:
+        if self._draft_is_methods:
             return None
         if self.target is None:
             return pair_path(self.pair).draft if needs_model(split_methods(self.method)) else None
