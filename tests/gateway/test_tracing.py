@@ -29,7 +29,7 @@ from outrider.gateway.request import GenerationRequest, ServerCall
 from outrider.gateway.servicer import CALL, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import spans_for
-from outrider.planner.policy import Round
+from outrider.planner.policy import MethodShare, Round
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Commit, Failure, StepTimings
@@ -73,6 +73,13 @@ def test_a_rounds_parts_fill_it() -> None:
     assert attributes[names.ROUND_DRAFTED] == attributes[names.ROUND_ACCEPTED] == 2
     assert attributes[names.ROUND_EMITTED] == 3 and attributes[names.ROUND_BONUS] is True
     assert attributes[names.ROUND_CHAIN] == attributes[names.ROUND_K] == 4
+
+
+def test_a_round_names_the_methods_that_drafted_it() -> None:
+    by = (MethodShare("suffix", 1, 1), MethodShare("draft_model", 2, 0))
+    (whole, *_) = spans_for(replace(closed(), drafted_by=by))
+    assert whole.attributes[names.ROUND_METHODS] == ("suffix", "draft_model")
+    assert names.ROUND_METHODS not in spans_for(closed())[0].attributes
 
 
 def test_parts_that_overlap_the_round_before_are_cut() -> None:

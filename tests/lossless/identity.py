@@ -448,10 +448,11 @@ class _Run:
         outcome.num_after_draft += draft_is_lost * commit.origins.count(TokenOrigin.PLAIN)
 
     async def kill_when_due(self) -> None:
-        """Ends the draft once a third of the tokens is there and something was drafted. Meanwhile nobody reads, so no
-        sequence gets to its end."""
+        """Ends the draft once a third of the tokens is there and something was drafted; where no whole window was
+        verified yet, two thirds. Meanwhile nobody reads, so no sequence gets to its end."""
         cell, num_wanted = self.work.cell, sum(prompt.sampling.max_tokens for prompt in self.work.prompts)
-        due = 3 * self.outcome.num_tokens >= num_wanted and (self.outcome.num_drafted or cell.k == 0)
+        thirds = 1 if self.outcome.longest_window == cell.k else 2
+        due = 3 * self.outcome.num_tokens >= thirds * num_wanted and (self.outcome.num_drafted or cell.k == 0)
         if cell.killed and due and self.killing is None:
             self.killing = asyncio.create_task(self.services.draft.kill())
         if self.killing is not None:

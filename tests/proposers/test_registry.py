@@ -93,7 +93,7 @@ def test_what_is_no_list(text: str, problem: str, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ValidationError, match=problem):
             make()
     if text:
-        with pytest.raises(ValidationError, match="draft"):
+        with pytest.raises(ValidationError):
             GatewaySettings(target=["a:1"], draft=[text], tokenizer=Path("x"))
 
 
