@@ -27,7 +27,7 @@ from outrider.cli.diagnosis import NOTE, PROBLEM, Finding, Limits, diagnose
 from outrider.cli.doctor import DoctorSettings, report
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import GenerationServicer
-from outrider.rpc.messages import DraftInfo, Failure, TargetInfo
+from outrider.rpc.messages import DraftInfo, DraftVocabulary, Failure, TargetInfo
 from outrider.rpc.sampling_params import BASELINE
 
 FAR = Limits(max_round_trip_ms=10_000)  # a busy machine's loopback is no finding
@@ -123,6 +123,19 @@ LESS = ("sampling.min_p",)
 async def test_a_draft_that_maps_the_targets_vocabulary_is_sound() -> None:
     _, found = await examined(Toys(drafts=[a_draft(**OTHER, mapped_fingerprints=("f",))]))
     assert found == []
+
+
+async def test_how_a_draft_of_another_vocabulary_drafts_is_said() -> None:
+    draft = a_draft(**OTHER, mapped_fingerprints=("f",))
+    draft.info = replace(draft.info, vocabularies=(DraftVocabulary("f", 0.24, "string", "token"),))
+    _, (found,) = await examined(Toys(drafts=[draft]))
+    assert found.level == NOTE and "has 24.0% of the tokens of" in found.message
+    assert "string-level for greedy requests, token-level for sampled ones" in found.message
+    draft = a_draft(**OTHER)
+    draft.info = replace(draft.info, max_vocabulary_bytes=1 << 26)
+    _, found_there = await examined(Toys(drafts=[draft]))
+    pair = [one for one in found_there if one.check == "pair"]
+    assert [one.level for one in pair] == [NOTE] and "a gateway that has it brings it" in pair[0].message
 
 
 def lacking(info: TargetInfo | DraftInfo) -> Any:

@@ -26,13 +26,16 @@ from outrider.cli.local_services import Services
 from outrider.draft_service.boot import DraftService, model_builder, runner_options
 from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
+from outrider.gateway.peers.handshake import vocabulary_for
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.gateway.speculation.loop import speculate
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import Unavailable
-from outrider.rpc.messages import Arithmetic, Credit, DraftTokens, ModelInfo, Open, TargetEvent, TargetInfo
+from outrider.rpc.messages import Arithmetic, Credit, DraftInfo, DraftTokens, ModelInfo, Open, TargetEvent, TargetInfo
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, TokenOrigin
+from outrider.rpc.vocabulary import TokenizerFile, has_tokenizer
 from outrider.target_service.boot import build, load
 from outrider.target_service.settings import TargetSettings
 
@@ -167,7 +170,7 @@ DRAFTS = {
     "half": lambda weight: weight * (1 - 2 * (torch.arange(len(weight)) % 2))[:, None],  # opposite at odd ids
 }
 
-OTHER_VOCABULARIES = {"mapped": ["--vocabulary-level", "token"], "reencoded": ["--vocabulary-level", "string"]}
+OTHER_VOCABULARIES = {"mapped": "token", "reencoded": "string"}  # the second one gets the target's in slices
 
 
 @dataclass(frozen=True)
@@ -207,9 +210,8 @@ def serving(
             started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
         lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3", "--method", "suffix"]  # and all others
         lookup += ["--suffix-decoding-min-token-prob", "0", "--suffix-decoding-max-spec-factor", "9"]
-        levels = {
-            name: ["--target-tokenizer", str(folder / "target"), *more] for name, more in OTHER_VOCABULARIES.items()
-        }
+        levels = {name: ["--vocabulary-level", level] for name, level in OTHER_VOCABULARIES.items()}
+        levels["mapped"] += ["--target-tokenizer", str(folder / "target")]
         started |= {
             name: services.start(name, [*_arguments("draft", folder / name), *lookup, *levels.get(name, [])])
             for name in drafts
@@ -339,12 +341,20 @@ class _HeldLink:
         self._link.close()
 
 
-async def draw(setting: Setting, target: str, draft: str, seeds: range) -> Draws:
-    """One sequence per seed, from the services at these addresses."""
+async def draw(setting: Setting, target: str, draft: str, seeds: range, tokenizer: Path | None = None) -> Draws:
+    """One sequence per seed, from the services at these addresses. A draft that lacks the target's vocabulary is given
+    it where the tokenizer's folder is known."""
+
+    def offer(info: DraftInfo) -> TokenizerFile | None:
+        known = tokenizer is not None and has_tokenizer(tokenizer)
+        return vocabulary_for(info, targets.info.model, Tokenizer.load(str(tokenizer))) if known else None
+
     rows: dict[int, list[Row]] = {}
     by_method = Counter[str]()
     remaining = iter(seeds)
-    async with RemoteTargets([target]) as targets, RemoteDrafts([draft]) as drafts:
+    async with RemoteTargets([target]) as targets, RemoteDrafts([draft], offer=offer) as drafts:
+        await asyncio.wait_for(targets.wait_admitted(), START_S)
+        await asyncio.wait_for(drafts.wait_attempted(), START_S)
 
         async def draw_some() -> None:
             for seed in remaining:

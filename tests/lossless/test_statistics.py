@@ -161,7 +161,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, prove: bool) -> Iterator[Pair
 
 async def draw_from(pair: Pair, target: str, setting: Setting, num_sequences: int) -> tuple[Draws, dict[str, float]]:
     """The draws, and a p-value for each question to them."""
-    draws = await draw(setting, target, pair.drafts[setting.draft], setting.seeds(num_sequences))
+    draws = await draw(setting, target, pair.drafts[setting.draft], setting.seeds(num_sequences), pair.folder)
     return draws, p_values(draws, exact_laws(pair.hf, setting.prompt, setting.params, setting.depth))
 
 

@@ -42,7 +42,7 @@ class ModelMethod:
     proposer: DraftModelProposer
     cache: KVCacheManager
     eos_token_ids: tuple[int, ...] = ()
-    vocabularies: Mapping[str, JoinedVocabulary] = field(default_factory=dict)  # by the fingerprint of a target's
+    vocabularies: dict[str, JoinedVocabulary] = field(default_factory=dict)  # by the fingerprint of a target's
 
     @property
     def name(self) -> str:

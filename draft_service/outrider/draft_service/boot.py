@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,7 @@ from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
-from outrider.draft_service.vocabularies import join_all
+from outrider.draft_service.vocabularies import Vocabularies, join_all
 from outrider.engine.batch import StepLimits
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
@@ -33,6 +33,7 @@ from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.telemetry import StepTracer
+from outrider.rpc.vocabulary import has_tokenizer
 
 if TYPE_CHECKING:
     from outrider.draft_service.metrics import DraftMetrics
@@ -64,12 +65,20 @@ async def start(settings: DraftSettings) -> DraftService:
     thread: Worker[DraftEngineCommand] = Worker(engine, "draft-device", threads, settings.device)
     thread.ended.add_done_callback(lambda _: engine.close())  # as the thread's last act
     reloads = new_reloads(settings, engine, thread, info.model)
-    servicer = DraftServicer(thread, outboxes, info, reloads)
+    servicer = DraftServicer(thread, outboxes, info, reloads, new_vocabularies(settings, methods))
     if metrics is not None:
         metrics.attach(engine, thread, info.model)
     if reloads is not None:
         reloads.listeners = [servicer.tell_model, *([] if metrics is None else [metrics.model_info])]
     return build_service(settings, engine, thread, servicer, metrics)
+
+
+def new_vocabularies(settings: DraftSettings, methods: Iterable[ModelMethod | TokenProposer]) -> Vocabularies | None:
+    """What targets' vocabularies are joined with the model's, where it has a tokenizer."""
+    model = next((method for method in methods if isinstance(method, ModelMethod)), None)
+    if model is None or settings.model is None or not has_tokenizer(settings.model):
+        return None
+    return Vocabularies(settings.model, settings.vocabulary_level, model.vocabularies)
 
 
 def new_reloads(
@@ -171,12 +180,14 @@ def build_model_method(
     loaded: LoadedModel,
     options: RunnerOptions,
     name: str = "draft_model",
-    vocabularies: Mapping[str, JoinedVocabulary] | None = None,
+    vocabularies: dict[str, JoinedVocabulary] | None = None,
 ) -> ModelMethod:
     """The model over a cache of its own; `vocabularies` are those of `join_all`."""
     runner = build_runner(loaded.model, options)
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
-    return ModelMethod(METHODS[name].load()(runner), cache, loaded.eos_token_ids, vocabularies or {})
+    return ModelMethod(
+        METHODS[name].load()(runner), cache, loaded.eos_token_ids, {} if vocabularies is None else vocabularies
+    )
 
 
 def model_info(settings: DraftSettings, loaded: LoadedModel, method: ModelMethod) -> ModelInfo:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from outrider.draft_service.vocabularies import MAX_BYTES, Vocabularies
 from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, RELOADED
-from outrider.rpc.errors import PermissionDenied, Unavailable
+from outrider.rpc.errors import FailedPrecondition, PermissionDenied, Unavailable
 from outrider.rpc.messages import (
     Commit,
     Credit,
@@ -36,11 +37,16 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
     role, kind, service = "draft", DRAFT_STREAM, "outrider.v1.DraftService"
 
     def __init__(
-        self, thread: EngineThread, outboxes: Outboxes, info: DraftInfo, reloads: Reloads | None = None
+        self,
+        thread: EngineThread,
+        outboxes: Outboxes,
+        info: DraftInfo,
+        reloads: Reloads | None = None,
+        vocabularies: Vocabularies | None = None,
     ) -> None:
-        """Without `reloads` a model stays as long as its service."""
+        """Without `reloads` a model stays as long as its service; without `vocabularies` it takes none."""
         super().__init__(thread, outboxes)
-        self._info, self._reloads = info, reloads
+        self._info, self._reloads, self._vocabularies = info, reloads, vocabularies
 
     async def Propose(self, request_iterator: Any, context: Any) -> None:
         """Serves one gateway's stream until it ends."""
@@ -48,7 +54,19 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
 
     async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:
         """Describes the model and the methods."""
-        return DRAFT_INFO.encode(self._info)
+        info = self._info
+        if self._vocabularies is not None:
+            rows = self._vocabularies.rows
+            model = replace(info.model, mapped_fingerprints=tuple(row.tokenizer_fingerprint for row in rows))
+            info = replace(info, model=model, vocabularies=rows, max_vocabulary_bytes=MAX_BYTES)
+        return DRAFT_INFO.encode(info)
+
+    async def PutVocabulary(self, request_iterator: Any, context: Any) -> draft_pb2.PutVocabularyResponse:
+        """Takes the vocabulary of a target."""
+        if self._vocabularies is None:
+            raise FailedPrecondition("the draft has no tokenizer of its own to join it with", reason="NO_TOKENIZER")
+        await self._vocabularies.take(request_iterator)
+        return draft_pb2.PutVocabularyResponse()
 
     async def ReloadModel(self, request: Any, context: Any) -> draft_pb2.ReloadModelResponse:
         """Puts another model in the place of the present one."""

@@ -3,25 +3,37 @@ that both have, or by the text alone where these say too little of it."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable
+import sys
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from outrider.draft_service.settings import Level
 from outrider.proposers.reencoding import Encoding, JoinedVocabulary, PairMap, Reencoding, Writer
 from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.rpc.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    Violation,
+    Violations,
+)
 from outrider.rpc.lexicon import Lexicon, lexicon_of
-from outrider.rpc.vocabulary import has_tokenizer, load_backend
+from outrider.rpc.messages import MAX_NAME_CHARS, DraftVocabulary
+from outrider.rpc.vocabulary import TokenizerFile, complete_backend, has_tokenizer, load_backend
 
 logger = logging.getLogger(__name__)
 
 # Of the target's tokens; with less a draft is re-encoded. See docs/architecture.md, "Drafts of another vocabulary".
-LEAST_OVERLAP_GREEDY, LEAST_OVERLAP_SAMPLED = 0.95, 0.1
+LEAST_OVERLAP_GREEDY, LEAST_OVERLAP_SAMPLED = 0.95, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,13 @@ class LoadedTokenizer:
             raise ValueError(f"{folder} has no tokenizer.json: allowed: the folder of a tokenizer or checkpoint")
         backend, special = load_backend(folder)
         return cls(backend, lexicon_of(backend, special))
+
+    @classmethod
+    def of(cls, file: TokenizerFile) -> LoadedTokenizer:
+        """One that travelled. What the library says of a broken one is a bare Exception."""
+        backend = Backend.from_str(file.layout.decode())
+        complete_backend(backend, file.special.values())
+        return cls(backend, lexicon_of(backend, file.special))
 
     @property
     def start_ids(self) -> tuple[int, ...]:
@@ -98,3 +117,105 @@ def describe(joined: JoinedVocabulary) -> str:
 
 
 _WAYS = {True: "token-level", False: "string-level"}
+
+
+MAX_VOCABULARIES = 16
+MAX_BYTES = 64 << 20  # of a tokenizer.json
+MAX_SPECIAL_TOKENS, MAX_SPECIAL_CHARS = 16, 256
+TRANSFER_S, TRIAL_S = 60.0, 90.0
+
+
+class Vocabularies:
+    """The targets' vocabularies that a draft model knows, and those that gateways bring. Belongs to the event loop;
+    `joined` is read by the device thread. What came stays, so that no gateway can take another's away."""
+
+    def __init__(self, folder: Path, level: Level, joined: dict[str, JoinedVocabulary]) -> None:
+        self._folder, self._level, self.joined = folder, level, joined
+        self._lock = asyncio.Lock()  # one at a time: each may be large
+
+    @property
+    def rows(self) -> tuple[DraftVocabulary, ...]:
+        """What is said of them."""
+        return tuple(
+            DraftVocabulary(name, one.mapping.overlap, _level(one.greedy), _level(one.sampled))
+            for name, one in self.joined.items()
+        )
+
+    async def take(self, slices: AsyncIterator[Any]) -> None:
+        """One that comes in slices of a PutVocabularyRequest. Raises InvalidArgument, FailedPrecondition where it
+        cannot be joined, ResourceExhausted where there are too many, DeadlineExceeded where it comes too slowly."""
+        async with self._lock:
+            try:
+                async with asyncio.timeout(TRANSFER_S):
+                    file = await self._receive(slices)
+            except TimeoutError:
+                raise DeadlineExceeded(f"the vocabulary did not come within {TRANSFER_S:g} s") from None
+            if file is not None:
+                await _try_out(file)
+                self.joined[file.fingerprint] = await asyncio.to_thread(self._join, file)
+                logger.info("%s: %s", file.fingerprint[:12], describe(self.joined[file.fingerprint]))
+
+    async def _receive(self, slices: AsyncIterator[Any]) -> TokenizerFile | None:
+        """None where it is known already."""
+        head, data = None, bytearray()
+        async for part in slices:
+            if head is None:
+                head = part
+                self._check(head)
+                if head.tokenizer_fingerprint in self.joined:
+                    return None
+                if len(self.joined) >= MAX_VOCABULARIES:
+                    raise ResourceExhausted(f"{MAX_VOCABULARIES} vocabularies are held", reason="TOO_MANY_VOCABULARIES")
+            data += part.data
+            if len(data) > head.num_bytes:
+                break
+        found = Violations()
+        if head is None or len(data) != head.num_bytes:
+            found.add("data", f"has {len(data)} bytes", "as many as num_bytes says")
+        found.raise_if_any()
+        return (
+            None if head is None else TokenizerFile(head.tokenizer_fingerprint, dict(head.special_tokens), bytes(data))
+        )
+
+    @staticmethod
+    def _check(head: Any) -> None:
+        found = Violations()
+        found.text("tokenizer_fingerprint", head.tokenizer_fingerprint, MAX_NAME_CHARS)
+        found.integer("num_bytes", head.num_bytes, 1, MAX_BYTES)
+        longest = max((len(text) for entry in head.special_tokens.items() for text in entry), default=0)
+        if len(head.special_tokens) > MAX_SPECIAL_TOKENS or longest > MAX_SPECIAL_CHARS:
+            allowed = f"{MAX_SPECIAL_TOKENS} of {MAX_SPECIAL_CHARS} characters"
+            found.add(
+                "special_tokens", f"has {len(head.special_tokens)} entries of up to {longest} characters", allowed
+            )
+        found.raise_if_any()
+
+    def _join(self, file: TokenizerFile) -> JoinedVocabulary:
+        try:
+            return join(LoadedTokenizer.of(file), LoadedTokenizer.read(self._folder), self._level)
+        except ValueError as error:
+            raise FailedPrecondition(f"the draft's tokenizer and the target's: {error}", reason="NOT_A_PAIR") from error
+
+
+async def _try_out(file: TokenizerFile) -> None:
+    """Reads it in another process first. Raises InvalidArgument."""
+    command = (sys.executable, "-m", "outrider.draft_service.trial")
+    trial = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(TRIAL_S):
+            _, said = await trial.communicate(file.pack())
+        problem = said.decode(errors="replace").strip().rpartition("\n")[2][:300]
+    except TimeoutError:
+        problem = f"is not read within {TRIAL_S:g} s"
+    finally:
+        if trial.returncode is None:
+            trial.kill()
+            await trial.wait()
+    if trial.returncode:
+        raise InvalidArgument.of([Violation("data", f"is no tokenizer.json that is taken: {problem}")])
+
+
+def _level(way: PairMap) -> str:
+    return "token" if isinstance(way, VocabularyMap) else "string"

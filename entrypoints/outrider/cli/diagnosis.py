@@ -147,8 +147,12 @@ def _pairs(seen: Deployment) -> Iterator[Finding]:
     for _, target in _models_of(seen.targets):
         for peer, draft in _models_of(seen.drafts):
             try:
-                warning = check_pair(target, draft)
+                warning = check_pair(target, draft) or _way(target, peer.info)
             except FailedPrecondition as error:
+                if peer.info is not None and peer.info.max_vocabulary_bytes and target.tokenizer_fingerprint:
+                    message = f"does not know the vocabulary of {target.name} yet: a gateway that has it brings it"
+                    yield Finding(NOTE, "pair", str(peer), message)
+                    continue
                 message = f"{error.message}; its tokens would be refused (outrider check-pair compares two folders)"
                 yield Finding(PROBLEM, "pair", str(peer), message)
                 continue
@@ -168,6 +172,16 @@ def _pairs(seen: Deployment) -> Iterator[Finding]:
             f"have different tokenizers: {_by_value(fingerprints, _short)}; a gateway has one, and refuses the rest"
         )
         yield Finding(PROBLEM, "pair", "targets", message)
+
+
+def _way(target: ModelInfo, draft: DraftInfo | None) -> str:
+    """How a draft of another vocabulary drafts for a target; empty for one of the same."""
+    rows = () if draft is None else draft.vocabularies
+    for row in rows:
+        if row.tokenizer_fingerprint == target.tokenizer_fingerprint:
+            ways = f"{row.greedy}-level for greedy requests, {row.sampled}-level for sampled ones"
+            return f"has {row.overlap:.1%} of the tokens of {target.name}, and drafts {ways}"
+    return ""
 
 
 def _capabilities(seen: Deployment) -> Iterator[Finding]:

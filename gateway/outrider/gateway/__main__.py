@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.addresses import Addresses
-from outrider.gateway.peers.handshake import check_pair, check_tokenizer
+from outrider.gateway.peers.handshake import check_pair, check_tokenizer, vocabulary_for
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.moving import MovingDrafts
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
@@ -45,6 +45,7 @@ from outrider.rpc.server import HealthMonitor, Server, build_server, require_fre
 from outrider.rpc.settings import Address, ServerSettings, VllmMetrics, parse_settings
 from outrider.rpc.stream import StreamConfig
 from outrider.rpc.telemetry import setup_tracing
+from outrider.rpc.vocabulary import TokenizerFile
 
 if TYPE_CHECKING:
     from outrider.gateway.http.app import HttpServer
@@ -388,7 +389,10 @@ def _drafts(
         if warning := check_pair(targets.info.model, info.model):
             log.warning("%s", warning)
 
-    return MovingDrafts(settings.draft, check, streams)
+    def offer(info: DraftInfo) -> TokenizerFile | None:
+        return vocabulary_for(info, targets.info.model, tokenizer)
+
+    return MovingDrafts(settings.draft, check, streams, offer=offer)
 
 
 def _check_target(tokenizer: Tokenizer, info: TargetInfo) -> None:

@@ -26,13 +26,15 @@ from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 from outrider.v1 import generation_pb2 as outrider_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\"g\n\x0eProposeRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.outrider.v1.DraftCommand\"\xdd\x01\n\x0c\x44raftCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0fProposeResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.outrider.v1.DraftEvent\"\x8a\x01\n\nDraftEvent\x12#\n\x05piece\x18\x01 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x42\x07\n\x05\x65vent\"#\n\x12ReloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9e\x01\n\x13ReloadModelResponse\x12&\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"\x15\n\x13GetDraftInfoRequest\"Z\n\x0b\x44raftMethod\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0eneeds_features\x18\x02 \x01(\x08\x12\x15\n\rcan_run_ahead\x18\x03 \x01(\x08\x12\x0e\n\x06learns\x18\x04 \x01(\x08\"\xa8\x01\n\x14GetDraftInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x07methods\x18\x02 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x66\x61ult_methods\x18\x05 \x03(\t2\xff\x01\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12P\n\x0bReloadModel\x12\x1f.outrider.v1.ReloadModelRequest\x1a .outrider.v1.ReloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1coutrider/v1/generation.proto\"g\n\x0eProposeRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12+\n\x08messages\x18\x02 \x03(\x0b\x32\x19.outrider.v1.DraftCommand\"\xdd\x01\n\x0c\x44raftCommand\x12!\n\x04open\x18\x01 \x01(\x0b\x32\x11.outrider.v1.OpenH\x00\x12,\n\nopen_slice\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenSliceH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x13.outrider.v1.CreditH\x00\x12#\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x12.outrider.v1.CloseH\x00\x42\t\n\x07\x63ommand\"f\n\x0fProposeResponse\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.outrider.v1.FrameHeader\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.outrider.v1.DraftEvent\"\x8a\x01\n\nDraftEvent\x12#\n\x05piece\x18\x01 \x01(\x0b\x32\x12.outrider.v1.PieceH\x00\x12%\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.outrider.v1.FailureH\x00\x42\x07\n\x05\x65vent\"#\n\x12ReloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x9e\x01\n\x13ReloadModelResponse\x12&\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12%\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x0f\n\x07load_ms\x18\x03 \x01(\x04\x12\x10\n\x08pause_ms\x18\x04 \x01(\x04\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\"\xda\x01\n\x14PutVocabularyRequest\x12\x1d\n\x15tokenizer_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12L\n\x0especial_tokens\x18\x03 \x03(\x0b\x32\x34.outrider.v1.PutVocabularyRequest.SpecialTokensEntry\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x17\n\x15PutVocabularyResponse\"b\n\x0f\x44raftVocabulary\x12\x1d\n\x15tokenizer_fingerprint\x18\x01 \x01(\t\x12\x0f\n\x07overlap\x18\x02 \x01(\x02\x12\x0e\n\x06greedy\x18\x03 \x01(\t\x12\x0f\n\x07sampled\x18\x04 \x01(\t\"\x15\n\x13GetDraftInfoRequest\"Z\n\x0b\x44raftMethod\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0eneeds_features\x18\x02 \x01(\x08\x12\x15\n\rcan_run_ahead\x18\x03 \x01(\x08\x12\x0e\n\x06learns\x18\x04 \x01(\x08\"\xfa\x01\n\x14GetDraftInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x07methods\x18\x02 \x03(\x0b\x32\x18.outrider.v1.DraftMethod\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x66\x61ult_methods\x18\x05 \x03(\t\x12\x32\n\x0cvocabularies\x18\x06 \x03(\x0b\x32\x1c.outrider.v1.DraftVocabulary\x12\x1c\n\x14max_vocabulary_bytes\x18\x07 \x01(\x04\x32\xd9\x02\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12X\n\rPutVocabulary\x12!.outrider.v1.PutVocabularyRequest\x1a\".outrider.v1.PutVocabularyResponse(\x01\x12S\n\x0cGetDraftInfo\x12 .outrider.v1.GetDraftInfoRequest\x1a!.outrider.v1.GetDraftInfoResponse\x12P\n\x0bReloadModel\x12\x1f.outrider.v1.ReloadModelRequest\x1a .outrider.v1.ReloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._loaded_options = None
+  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
   _globals['_PROPOSEREQUEST']._serialized_start=96
   _globals['_PROPOSEREQUEST']._serialized_end=199
   _globals['_DRAFTCOMMAND']._serialized_start=202
@@ -45,12 +47,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELOADMODELREQUEST']._serialized_end=705
   _globals['_RELOADMODELRESPONSE']._serialized_start=708
   _globals['_RELOADMODELRESPONSE']._serialized_end=866
-  _globals['_GETDRAFTINFOREQUEST']._serialized_start=868
-  _globals['_GETDRAFTINFOREQUEST']._serialized_end=889
-  _globals['_DRAFTMETHOD']._serialized_start=891
-  _globals['_DRAFTMETHOD']._serialized_end=981
-  _globals['_GETDRAFTINFORESPONSE']._serialized_start=984
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1152
-  _globals['_DRAFTSERVICE']._serialized_start=1155
-  _globals['_DRAFTSERVICE']._serialized_end=1410
+  _globals['_PUTVOCABULARYREQUEST']._serialized_start=869
+  _globals['_PUTVOCABULARYREQUEST']._serialized_end=1087
+  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_start=1035
+  _globals['_PUTVOCABULARYREQUEST_SPECIALTOKENSENTRY']._serialized_end=1087
+  _globals['_PUTVOCABULARYRESPONSE']._serialized_start=1089
+  _globals['_PUTVOCABULARYRESPONSE']._serialized_end=1112
+  _globals['_DRAFTVOCABULARY']._serialized_start=1114
+  _globals['_DRAFTVOCABULARY']._serialized_end=1212
+  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1214
+  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1235
+  _globals['_DRAFTMETHOD']._serialized_start=1237
+  _globals['_DRAFTMETHOD']._serialized_end=1327
+  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1330
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1580
+  _globals['_DRAFTSERVICE']._serialized_start=1583
+  _globals['_DRAFTSERVICE']._serialized_end=1928
 # @@protoc_insertion_point(module_scope)

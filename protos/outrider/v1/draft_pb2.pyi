@@ -68,6 +68,41 @@ class ReloadModelResponse(_message.Message):
     num_sequences: int
     def __init__(self, before: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., after: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., load_ms: _Optional[int] = ..., pause_ms: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
+class PutVocabularyRequest(_message.Message):
+    __slots__ = ("tokenizer_fingerprint", "num_bytes", "special_tokens", "data")
+    class SpecialTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_fingerprint: str
+    num_bytes: int
+    special_tokens: _containers.ScalarMap[str, str]
+    data: bytes
+    def __init__(self, tokenizer_fingerprint: _Optional[str] = ..., num_bytes: _Optional[int] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PutVocabularyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftVocabulary(_message.Message):
+    __slots__ = ("tokenizer_fingerprint", "overlap", "greedy", "sampled")
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    GREEDY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_fingerprint: str
+    overlap: float
+    greedy: str
+    sampled: str
+    def __init__(self, tokenizer_fingerprint: _Optional[str] = ..., overlap: _Optional[float] = ..., greedy: _Optional[str] = ..., sampled: _Optional[str] = ...) -> None: ...
+
 class GetDraftInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -85,15 +120,19 @@ class DraftMethod(_message.Message):
     def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ..., learns: bool = ...) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("model", "methods", "capabilities", "version", "default_methods")
+    __slots__ = ("model", "methods", "capabilities", "version", "default_methods", "vocabularies", "max_vocabulary_bytes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_METHODS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARIES_FIELD_NUMBER: _ClassVar[int]
+    MAX_VOCABULARY_BYTES_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
     methods: _containers.RepeatedCompositeFieldContainer[DraftMethod]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     version: str
     default_methods: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., default_methods: _Optional[_Iterable[str]] = ...) -> None: ...
+    vocabularies: _containers.RepeatedCompositeFieldContainer[DraftVocabulary]
+    max_vocabulary_bytes: int
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., default_methods: _Optional[_Iterable[str]] = ..., vocabularies: _Optional[_Iterable[_Union[DraftVocabulary, _Mapping]]] = ..., max_vocabulary_bytes: _Optional[int] = ...) -> None: ...

@@ -40,6 +40,11 @@ class DraftServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_draft__pb2.ProposeRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_draft__pb2.ProposeResponse.FromString,
                 _registered_method=True)
+        self.PutVocabulary = channel.stream_unary(
+                '/outrider.v1.DraftService/PutVocabulary',
+                request_serializer=outrider_dot_v1_dot_draft__pb2.PutVocabularyRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_draft__pb2.PutVocabularyResponse.FromString,
+                _registered_method=True)
         self.GetDraftInfo = channel.unary_unary(
                 '/outrider.v1.DraftService/GetDraftInfo',
                 request_serializer=outrider_dot_v1_dot_draft__pb2.GetDraftInfoRequest.SerializeToString,
@@ -58,6 +63,13 @@ class DraftServiceServicer(object):
 
     def Propose(self, request_iterator, context):
         """Propose carries frames: sequences, commits and credit one way, pieces of chains the other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutVocabulary(self, request_iterator, context):
+        """PutVocabulary lets the draft draft for targets of another vocabulary than its own, which travels in slices.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +98,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.Propose,
                     request_deserializer=outrider_dot_v1_dot_draft__pb2.ProposeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_draft__pb2.ProposeResponse.SerializeToString,
+            ),
+            'PutVocabulary': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutVocabulary,
+                    request_deserializer=outrider_dot_v1_dot_draft__pb2.PutVocabularyRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_draft__pb2.PutVocabularyResponse.SerializeToString,
             ),
             'GetDraftInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDraftInfo,
@@ -126,6 +143,33 @@ class DraftService(object):
             '/outrider.v1.DraftService/Propose',
             outrider_dot_v1_dot_draft__pb2.ProposeRequest.SerializeToString,
             outrider_dot_v1_dot_draft__pb2.ProposeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutVocabulary(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/outrider.v1.DraftService/PutVocabulary',
+            outrider_dot_v1_dot_draft__pb2.PutVocabularyRequest.SerializeToString,
+            outrider_dot_v1_dot_draft__pb2.PutVocabularyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ from outrider.rpc.messages import (
     DraftInfo,
     DraftMethod,
     DraftTokens,
+    DraftVocabulary,
     Failure,
     FrameHeader,
     Load,
@@ -245,6 +246,7 @@ DRAFT_INFO = by_fields(
     draft_pb2.GetDraftInfoResponse,
     model=MODEL_INFO,
     methods=each(by_fields(DraftMethod, draft_pb2.DraftMethod)),
+    vocabularies=each(by_fields(DraftVocabulary, draft_pb2.DraftVocabulary)),
     capabilities=_CAPABILITIES,
 )
 RELOADED = by_fields(Reloaded, draft_pb2.ReloadModelResponse, before=MODEL_INFO, after=MODEL_INFO)

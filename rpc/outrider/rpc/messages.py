@@ -270,6 +270,16 @@ class DraftMethod:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """Another vocabulary that a draft drafts for: token by token, or by the text (`token`, `string`)."""
+
+    tokenizer_fingerprint: str
+    overlap: float
+    greedy: str
+    sampled: str
+
+
+@dataclass(frozen=True, slots=True)
 class DraftInfo:
     """What a draft service says of itself; the first method is the default."""
 
@@ -278,6 +288,8 @@ class DraftInfo:
     capabilities: tuple[str, ...] = CAPABILITIES
     version: str = ""  # of the service; empty: it is older than the field
     default_methods: tuple[str, ...] = ()  # that draft in turn where none is named; empty: the first alone
+    vocabularies: tuple[DraftVocabulary, ...] = ()
+    max_vocabulary_bytes: int = 0  # of a tokenizer.json that it takes
 
     @property
     def defaults(self) -> tuple[str, ...]:

@@ -25,6 +25,26 @@ class Vocabulary:
     fingerprint: str
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A tokenizer as it travels."""
+
+    fingerprint: str
+    special: Mapping[str, str]  # texts of special tokens by name
+    layout: bytes  # tokenizer.json
+
+    def pack(self) -> bytes:
+        """All of it in one; `unpack` undoes it."""
+        head = json.dumps({"fingerprint": self.fingerprint, "special": dict(self.special)})
+        return head.encode() + b"\n" + self.layout
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> TokenizerFile:
+        """Raises ValueError."""
+        head, _, layout = packed.partition(b"\n")
+        return cls(**json.loads(head), layout=layout)
+
+
 def has_tokenizer(*folders: Path) -> bool:
     """Whether all of these folders have a tokenizer.json."""
     return all((folder / "tokenizer.json").is_file() for folder in folders)

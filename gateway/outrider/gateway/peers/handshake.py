@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.messages import ModelInfo
+from outrider.rpc.messages import DraftInfo, ModelInfo
+from outrider.rpc.vocabulary import TokenizerFile
 
 LEAST_SIZE = 0.99  # of the larger vocabulary, for a pair of which no more is known
 
@@ -19,8 +20,8 @@ def check_pair(target: ModelInfo, draft: ModelInfo) -> str:
             return ""
         raise _mismatch(
             f"not a pair: the tokenizers of target {target.name} ({target.num_tokens} tokens) and draft {draft.name} "
-            f"({draft.num_tokens} tokens) differ; a draft of another vocabulary is started with --target-tokenizer "
-            "and the target's folder"
+            f"({draft.num_tokens} tokens) differ; a draft of another vocabulary gets it from a gateway with the "
+            "target's tokenizer, or is started with --target-tokenizer and the target's folder"
         )
     return _check_sizes(target, draft)
 
@@ -40,6 +41,16 @@ def check_tokenizer(tokenizer: Tokenizer, target: ModelInfo) -> str:
             f"({target.num_tokens} tokens): their fingerprints differ"
         )
     return ""
+
+
+def vocabulary_for(draft: DraftInfo, target: ModelInfo, tokenizer: Tokenizer) -> TokenizerFile | None:
+    """What a draft is to be given so that it can draft for the target; None where it needs nothing, or takes
+    nothing."""
+    own, wanted = draft.model.tokenizer_fingerprint, target.tokenizer_fingerprint
+    if not own or wanted != tokenizer.fingerprint or wanted in (own, *draft.model.mapped_fingerprints):
+        return None
+    file = tokenizer.file
+    return file if len(file.layout) <= draft.max_vocabulary_bytes else None
 
 
 def _check_sizes(target: ModelInfo, draft: ModelInfo) -> str:

@@ -94,6 +94,7 @@ class ReplicaService(Generic[Info]):
     start_call: Callable[[grpc.aio.Channel], Any]
     progress: type  # of the message that says that a sequence fares well
     faults: frozenset[int]  # codes of failures that are the replica's
+    info_s: float = HANDSHAKE_S  # until get_info has answered
 
 
 class ReplicaLink:
@@ -278,7 +279,7 @@ class Replica(Generic[Info]):
 
     async def _handshake(self, channel: grpc.aio.Channel) -> Info:
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(self._service.info_s):
                 info = await self._service.get_info(channel)
         except TimeoutError:
             raise Unavailable(f"no answer within {HANDSHAKE_S:g} s") from None

@@ -20,7 +20,14 @@ from tokenizers import decoders
 
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
-from outrider.rpc.vocabulary import complete_backend, fingerprint, read_json, special_tokens, token_bytes
+from outrider.rpc.vocabulary import (
+    TokenizerFile,
+    complete_backend,
+    fingerprint,
+    read_json,
+    special_tokens,
+    token_bytes,
+)
 
 
 class Tokenizer:
@@ -100,6 +107,11 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """The hash of all ids and their tokens."""
         return fingerprint(self.token_bytes)
+
+    @property
+    def file(self) -> TokenizerFile:
+        """It as it travels."""
+        return TokenizerFile(self.fingerprint, self._special_tokens, self.backend.to_str().encode())
 
     def _named_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
