@@ -55,6 +55,7 @@ KNOWS_PROTOBUF = (
     "rpc/codec.py",
     "rpc/sampling_params.py",
     "peers/remote.py",
+    "peers/vocabulary_offer.py",
     "bench/gateway/peers.py",
     "bench/gateway/clients.py",
 )

@@ -3,10 +3,9 @@ first tokens send it, unless that replica is busier than the others; one that fa
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from grpc import StatusCode
 from outrider.gateway.peers.addresses import Lookup, look_up
 from outrider.gateway.peers.replicas import HANDSHAKE_S, ReplicaLink, ReplicaPool, ReplicaService, allowed_by_breaker
 from outrider.gateway.peers.routing import choose_model
+from outrider.gateway.peers.vocabulary_offer import PUT_S, Offer, introduced
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
 from outrider.rpc.codec import DRAFT_INFO, RELAYED_DRAFT_STREAM, RELOADED, TARGET_INFO, TARGET_STREAM
 from outrider.rpc.errors import Unavailable, from_rpc_error
@@ -32,7 +32,6 @@ from outrider.rpc.messages import (
     TargetInfo,
 )
 from outrider.rpc.stream import StreamConfig
-from outrider.rpc.vocabulary import TokenizerFile
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -62,36 +61,6 @@ async def reload_model(channel: grpc.aio.Channel, model: str = "", timeout_s: fl
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     return RELOADED.decode(answer)
-
-
-SLICE_BYTES = 48 * 1024  # of a tokenizer.json
-PUT_S = 180.0  # until a draft has read a vocabulary
-
-Offer = Callable[[DraftInfo], TokenizerFile | None]  # what a draft is to be given before it is used
-
-
-async def _introduced(offer: Offer, channel: grpc.aio.Channel) -> DraftInfo:
-    """What a draft says of itself once it knows the target's vocabulary, if it takes that."""
-    async with asyncio.timeout(HANDSHAKE_S):
-        info = await _draft_info(channel)
-    file = offer(info)
-    if file is None:
-        return info
-    stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-    try:
-        await stub.PutVocabulary(_slices(file))
-    except grpc.aio.AioRpcError as error:
-        log.warning("a draft did not take the target's vocabulary: %s", from_rpc_error(error).message)
-        return info
-    return await _draft_info(channel)
-
-
-def _slices(file: TokenizerFile) -> Iterator[draft_pb2.PutVocabularyRequest]:
-    yield draft_pb2.PutVocabularyRequest(
-        tokenizer_fingerprint=file.fingerprint, num_bytes=len(file.layout), special_tokens=file.special
-    )
-    for start in range(0, len(file.layout), SLICE_BYTES):
-        yield draft_pb2.PutVocabularyRequest(data=file.layout[start : start + SLICE_BYTES])
 
 
 TARGET_SERVICE = ReplicaService(
@@ -214,7 +183,9 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
     ) -> None:
         service = DRAFT_SERVICE
         if offer is not None:
-            service = replace(DRAFT_SERVICE, get_info=partial(_introduced, offer), info_s=HANDSHAKE_S + PUT_S)
+            service = replace(
+                DRAFT_SERVICE, get_info=partial(introduced, _draft_info, offer), info_s=HANDSHAKE_S + PUT_S
+            )
         super().__init__(addresses, service, check, stream_config, lookup)
 
     @property
