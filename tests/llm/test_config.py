@@ -83,6 +83,7 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         ({"use_heterogeneous_vocab": True}, "for draft models"),
         ({"quantization": "int8"}, "quantization='int8' is for draft models"),
         ({"draft_confidence": 1.5}, r"draft_confidence must be a number in \[0, 1\]"),
+        ({"parallel_drafting": True}, "parallel_drafting is for draft models, not for method 'ngram'"),
         (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),

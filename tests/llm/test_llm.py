@@ -6,7 +6,9 @@ Drafting by the number of running requests: off above a bound and on again, fewe
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,21 @@ def test_greedy_equals_generate(tiny_pair: TinyPair, method: str | None, k: int)
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
     drafts: Any = values.get("vllm:spec_decode_num_drafts")
     assert (drafts is None) if method is None else drafts.value > 0
+
+
+@pytest.mark.parametrize("config", [{"parallel_drafting": True}, {"method": "pard"}])
+def test_a_draft_in_parallel(tiny_pair: TinyPair, tmp_path: Path, config: dict[str, Any]) -> None:
+    draft = shutil.copytree(tiny_pair.draft, tmp_path / "draft")
+    written = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(written | {"pard_token": VOCAB - 1}))
+    speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, **config}
+    prompts = prompts_of(3)
+    with LLM(tiny_pair.target, batch_invariant=True, threads=1, speculative_config=speculation) as made:
+        outputs = made.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32), **QUIET)
+        values = {metric.name: metric for metric in made.get_metrics()}
+    assert ids_of(outputs) == [greedy_ids(tiny_pair, prompt, 32) for prompt in prompts]
+    drafted: Any = values["vllm:spec_decode_num_draft_tokens"]
+    assert drafted.value > 0
 
 
 def test_a_draft_of_another_vocabulary(tiny_pair: TinyPair, tmp_path: Path) -> None:

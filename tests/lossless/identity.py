@@ -155,6 +155,7 @@ def _gain(
     return 0, -sum(4**count for count in alike)
 
 
+MASK = VOCAB - 1  # of a draft in parallel: an id that is also the target's
 NGRAM = (1, 3)  # shortest and longest n-gram that is looked up
 
 
@@ -284,8 +285,9 @@ class Draft:
 
 
 def build_draft(loaded: LoadedModel, num_blocks: int, vocabularies: Mapping[str, JoinedVocabulary]) -> Draft:
-    """With all methods."""
-    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=vocabularies)
+    """With all methods; a model with a mask token drafts in parallel."""
+    by_model = "draft_model" if loaded.mask_token_id is None else "pard"
+    method = build_model_method(loaded, RunnerOptions(num_blocks=num_blocks), by_model, vocabularies)
     outboxes, pieces = Outboxes(asyncio.get_running_loop()), DraftWatch()
     suffix = SuffixProposer(suffix_decoding_max_spec_factor=9, suffix_decoding_min_token_prob=0)
     methods = make_methods([method, NgramProposer(*NGRAM), PredictionProposer(), suffix])
@@ -510,9 +512,10 @@ async def run(work: Work, target: LoadedModel, joined: JoinedVocabulary | None =
     pools = {"num_blocks": num_blocks(work, at_once), "draft_blocks": num_blocks(work, cell.batch)}
     vocabulary = joined.mapping.target.fingerprint if joined is not None else ""
     vocabularies = {vocabulary: joined} if joined is not None else {}
+    draft = draft_model() if cell.method != "pard" else replace(draft_model(), mask_token_id=MASK)
     async with (
         asyncio.timeout(CELL_S),
-        serving(target, draft_model(), vocabularies, max_rows=max_rows, cut_windows=cell.cut, **pools) as services,
+        serving(target, draft, vocabularies, max_rows=max_rows, cut_windows=cell.cut, **pools) as services,
     ):
         if work.cell.warm:
             await _warm(work, services, vocabulary)
@@ -565,7 +568,7 @@ def check_happened(work: Work, outcome: Outcome) -> None:
     cell = work.cell
     assert outcome.longest_window == cell.k or (cell.cut and cell.batch > 1 and outcome.longest_window < cell.k)
     assert (outcome.drafted_ahead > 0) == (cell.ahead != "sequential" and cell.k > 0)
-    may_branch = cell.ahead == "branches" and cell.k > 0 and "draft_model" in cell.method
+    may_branch = cell.ahead == "branches" and cell.k > 0 and ("draft_model" in cell.method or cell.method == "pard")
     need_not = cell.preempted or cell.method == IN_TURN  # branches yield their blocks; and the model may have no turn
     assert (outcome.branches > 0) == may_branch or (may_branch and need_not)
     assert outcome.most_open == len(work.prompts)

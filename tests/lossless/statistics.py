@@ -119,6 +119,7 @@ MAPPED_COUPLED = Setting(
     max_branches=2,
     long=TOKENS_5K,
 )
+PARD = Setting("pard", draft="parallel", method="pard", k=3, depth=4, short=750, long=TOKENS_20K)
 CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=750)
 RELOADS = Setting("reloads", k=3, depth=4, reloads=True, short=TOKENS_3K, long=TOKENS_20K)
 RELOADS_BY_BLOCK = replace(RELOADS, name="reloads, block", acceptance=BLOCK)
@@ -136,6 +137,7 @@ SHORT = [
     Setting("suffix", method="suffix", prompt=EVERY_TOKEN, long=TOKENS_20K),
     Setting("prediction", method="prediction", prediction=(13, 15, *EVERY_TOKEN), long=TOKENS_20K),
     CHAINS,
+    PARD,
     TEMPERATURE_1_COUPLED,
     BY_BLOCK,
     IN_TURN,
@@ -151,6 +153,8 @@ LONG = [
     Setting("all, block", ALL, BLOCK, long=TOKENS_20K),
     replace(IN_TURN, name="in turn, chains", k=3, depth=4, windows_ahead=1),
     replace(IN_TURN, name="in turn, all, coupled", sampling=ALL, acceptance=COUPLED, windows_ahead=1, max_branches=2),
+    replace(PARD, name="pard, all, block", sampling=ALL, acceptance=BLOCK),
+    replace(PARD, name="pard, coupled", acceptance=COUPLED, windows_ahead=1, max_branches=2),
 ]
 WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)
 
@@ -167,6 +171,7 @@ DRAFTS = {
     "tempered": lambda weight: 0.6 * weight,  # the target at another temperature: most windows end in a bonus
     "mapped": lambda weight: 0.6 * weight[OF_TARGET],  # the target's rows, and four of its own that nobody asks for
     "reencoded": lambda weight: 0.6 * weight[OF_TARGET],
+    "parallel": lambda weight: 0.6 * weight,  # what masks give, it was never taught
     "half": lambda weight: weight * (1 - 2 * (torch.arange(len(weight)) % 2))[:, None],  # opposite at odd ids
 }
 
@@ -200,6 +205,8 @@ def serving(
             draft.lm_head.weight.copy_(DRAFTS[name](hf.lm_head.weight))
             if name in OTHER_VOCABULARIES:
                 draft.model.embed_tokens.weight.copy_(hf.model.embed_tokens.weight[OF_TARGET])
+            if name == "parallel":
+                draft.config.pard_token = draft.config.vocab_size - 1  # an id that is also the target's
         draft.save_pretrained(folder / name)
         if name in OTHER_VOCABULARIES:
             for model, names in (("target", TARGET_NAMES), (name, DRAFT_NAMES)):
@@ -208,12 +215,16 @@ def serving(
         started = {"target": services.start("target", [*_arguments("target", folder / "target"), "--no-cut-windows"])}
         if cutting:
             started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
-        lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3", "--method", "suffix"]  # and all others
+        lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3"]
         lookup += ["--suffix-decoding-min-token-prob", "0", "--suffix-decoding-max-spec-factor", "9"]
         levels = {name: ["--vocabulary-level", level] for name, level in OTHER_VOCABULARIES.items()}
         levels["mapped"] += ["--target-tokenizer", str(folder / "target")]
+        methods = {"parallel": ["--method", "pard"]}
+        suffix = ["--method", "suffix", *lookup]  # and all others
         started |= {
-            name: services.start(name, [*_arguments("draft", folder / name), *lookup, *levels.get(name, [])])
+            name: services.start(
+                name, [*_arguments("draft", folder / name), *methods.get(name, suffix), *levels.get(name, [])]
+            )
             for name in drafts
         }
         for service in started.values():

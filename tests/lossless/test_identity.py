@@ -222,6 +222,22 @@ async def test_a_draft_that_is_reencoded(cell: Cell, plain: PlainOutputs) -> Non
     assert 0 < outcome.num_accepted < outcome.num_drafted
 
 
+PARD_CELLS = [
+    replace(cell, method="pard", batch=batch) for cell, batch in zip(MAPPED_CELLS, (4, 4, 16, 1), strict=True)
+] + [replace(TWINS_CELL, method="pard", batch=4, k=8, ahead="chains", coupled=True, preempted=True)]
+
+
+@pytest.mark.parametrize("cell", PARD_CELLS, ids=lambda cell: cell.name)
+async def test_a_draft_in_parallel(cell: Cell, plain: PlainOutputs) -> None:
+    """Its model knows nothing of masks, so that most of what they give is refused."""
+    (work,) = assign([cell], 16, 48)
+    plain.start(work.prompts, Arithmetic.C)
+    outcome = await run(work, target_model(Arithmetic.C))
+    assert outcome.outputs == [plain.of(prompt, Arithmetic.C) for prompt in work.prompts]
+    check_happened(work, outcome)
+    assert 0 < outcome.num_accepted < outcome.num_drafted
+
+
 def judge(work: Work, outcome: Outcome, plain: PlainOutputs, twins: bool = False) -> list[NearTie]:
     """The near-ties of a cell in ordinary mode; fails at any other difference."""
     ties = []

@@ -154,7 +154,7 @@ LEAST_P_BY_CHANCE = 1e-7  # where clocks have a say, every run is a new chance t
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, prove: bool) -> Iterator[Pair]:
-    drafts = ("opposite", "tempered", "mapped", "reencoded")
+    drafts = ("opposite", "tempered", "mapped", "reencoded", "parallel")
     with serving(tmp_path_factory.mktemp("narrow"), drafts, cutting=prove, vocab_size=VOCAB) as running:
         yield running
 

@@ -175,16 +175,16 @@ class TargetHost(EngineHost):
 class SeveralAtOnce(DraftModelProposer):
     """As with captured passes on a device: several tokens between two looks at what has arrived."""
 
-    def passes_for(self, rows: Sequence[DraftRows], wanted: int) -> int:
+    def tokens_at_once(self, rows: Sequence[DraftRows], wanted: Sequence[int]) -> list[int]:
         """As many as are wanted, if no prompt is among them."""
-        return max(1, min(wanted, MOST_PASSES)) if all(row.draws for row in rows) else 1
+        return [max(1, min(*wanted, MOST_PASSES)) if all(row.draws for row in rows) else 1] * len(rows)
 
-    def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[DraftedToken]]:
+    def run(self, rows: Sequence[DraftRows], counts: Sequence[int]) -> list[list[DraftedToken]]:
         """Pass after pass."""
-        drafted = [[] if token is None else [token] for token in self.step(rows)]
-        for _ in range(num_passes - 1):
-            for tokens, token in zip(drafted, self.step([replace(row, num_rows=1) for row in rows]), strict=True):
-                tokens += [] if token is None else [token]
+        drafted = self.step(rows)
+        for _ in range(counts[0] - 1):
+            for tokens, more in zip(drafted, self.step([replace(row, num_rows=1) for row in rows]), strict=True):
+                tokens += more
         return drafted
 
 

@@ -235,7 +235,7 @@ def _draft(shape: Shape, proposer: DraftModelProposer, batch: int, rule: DraftRu
         draft_sampling = DraftSampling(rule, RandomKey(index, 0))
         rows.append(DraftRows(DraftText(sequence), 1, shape.context, sampler, draft_sampling, shape.context + K))
     for _ in range(K // at_once):
-        proposer.run(rows, proposer.passes_for(rows, at_once))
+        proposer.run(rows, proposer.tokens_at_once(rows, [at_once] * batch))
 
 
 def _table(shape: Shape, index: int) -> list[int]:

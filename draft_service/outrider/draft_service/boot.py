@@ -182,11 +182,15 @@ def build_model_method(
     name: str = "draft_model",
     vocabularies: dict[str, JoinedVocabulary] | None = None,
 ) -> ModelMethod:
-    """The model over a cache of its own; `vocabularies` are those of `join_all`."""
+    """The model over a cache of its own; `vocabularies` are those of `join_all`. Raises ValueError for a
+    model that cannot draft by that method."""
     runner = build_runner(loaded.model, options)
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
     return ModelMethod(
-        METHODS[name].load()(runner), cache, loaded.eos_token_ids, {} if vocabularies is None else vocabularies
+        METHODS[name].load().of(runner, loaded),
+        cache,
+        loaded.eos_token_ids,
+        {} if vocabularies is None else vocabularies,
     )
 
 

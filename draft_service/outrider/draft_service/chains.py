@@ -71,6 +71,11 @@ class Chain:
         """Tokens that did not leave yet."""
         return len(self.text) - self.sent
 
+    @property
+    def num_uncomputed(self) -> int:
+        """The draft's own tokens that are rows of the next pass."""
+        return len(self.sequence) - self.sequence.num_computed_tokens
+
     def note(self, drafted: Sequence[DraftedToken]) -> None:
         """Notes of the tokens just appended to `text` what they were drawn from, and what might have stood in their
         place."""

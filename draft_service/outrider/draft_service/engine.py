@@ -108,8 +108,8 @@ class DraftEngine:
             self._observer.on_command(command, self._sequences)
 
     def step(self, now: float) -> float | None:
-        """Drafts a token for every sequence with the model (a few where passes follow one another on a device), and all
-        that is wanted where no model is."""
+        """Drafts a token for every sequence with the model (a few where passes follow one another on a device, or one
+        gives several), and all that is wanted where no model is."""
         self._expire(now)
         self._choose_methods()
         drafts = [self._suspects.pop(0)] if self._suspects else list(self._sequences.values())
@@ -243,19 +243,19 @@ class DraftEngine:
             self._observer.on_start(self._in_step)
         started = time.perf_counter_ns()
         lines = [(draft, draft.chain, num_rows) for draft, num_rows in steps]
-        lines += [(draft, branch, 1) for draft, branch in branch_steps]
+        lines += [(draft, branch, branch.num_uncomputed) for draft, branch in branch_steps]
         rows = [row for draft, line, num_rows in lines if (row := draft.rows(line, num_rows)) is not None]
         draws = [row.draws for row in rows]
         lengths = [len(row.sequence) for row in rows]
-        num_passes = self._num_passes(model, rows, steps, branch_steps)
-        drafted = model.proposer.run(rows, num_passes)
+        counts = self._tokens_at_once(model, rows, steps, branch_steps)
+        drafted = model.proposer.run(rows, counts)
         duration_us = (time.perf_counter_ns() - started) // 1000
         if self._observer is not None:
-            self._observer.on_passes(num_passes, len(rows), duration_us * 1e-6)
+            self._observer.on_passes(1 if model.proposer.parallel else counts[0], len(rows), duration_us * 1e-6)
         if max(row.num_rows for row in rows) <= LONG_PREFILL:
-            self._rates.add_draft(model.name, num_passes, duration_us)
-        for (draft, line, _), drew, length, tokens in zip(lines, draws, lengths, drafted, strict=True):
-            goes_on = len(line.sequence) >= length + num_passes and not draft.ends_behind(line, tokens)
+            self._rates.add_draft(model.name, max(counts), duration_us)
+        for (draft, line, _), drew, count, length, tokens in zip(lines, draws, counts, lengths, drafted, strict=True):
+            goes_on = len(line.sequence) >= length + count and not draft.ends_behind(line, tokens)
             line.ended = drew and not goes_on
             line.note(tokens)
         for draft, _ in steps:
@@ -271,28 +271,24 @@ class DraftEngine:
                 lambda: {BATCH_ROWS: sum(rows for _, rows in steps), BATCH_SEQUENCES: len(steps)},
             )
 
-    def _num_passes(
+    def _tokens_at_once(
         self,
         model: ModelMethod,
         rows: Sequence[DraftRows],
         steps: Sequence[tuple[DraftSequence, int]],
         branch_steps: Sequence[BranchStep],
-    ) -> int:
-        """How many tokens every line can take before one of them has something else to do, as far as there are
-        blocks."""
-        lines = [(draft.sequence, draft.stretch) for draft, _ in steps]
-        lines += [(branch.sequence, draft.end_of(branch) - len(branch.text)) for draft, branch in branch_steps]
-        num_passes = model.proposer.passes_for(rows, min(stretch for _, stretch in lines))
-        if num_passes == 1:
-            return 1
-        missing = [
-            self.cache.blocks_for(len(sequence) + num_passes) - len(sequence.block_table) for sequence, _ in lines
-        ]
+    ) -> list[int]:
+        """How many tokens every line takes before it has something else to do, as far as there are blocks."""
+        stretches = [draft.stretch for draft, _ in steps]
+        stretches += [draft.end_of(branch) - len(branch.text) for draft, branch in branch_steps]
+        counts = model.proposer.tokens_at_once(rows, stretches)
+        ends = [(row.sequence, len(row.sequence) + count) for row, count in zip(rows, counts, strict=True) if count > 1]
+        missing = [self.cache.blocks_for(end) - len(sequence.block_table) for sequence, end in ends]
         if sum(count for count in missing if count > 0) > self.cache.pool.num_free:
-            return 1
-        for sequence, _ in lines:
-            self.cache.extend(sequence, num_tokens=len(sequence) + num_passes)
-        return num_passes
+            return [1] * len(rows)
+        for sequence, end in ends:
+            self.cache.extend(sequence, num_tokens=end)
+        return counts
 
     def _prepare(self, model: ModelMethod) -> bool:
         """In a pause, draws one sequence's random numbers for after the verification under way; then commands get

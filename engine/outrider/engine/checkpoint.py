@@ -83,6 +83,20 @@ def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[i
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
+MASK_FIELDS = ("pard_token", "ptd_token_id")  # PARD's own, and vLLM's other name
+
+
+def mask_token_id(config: Mapping[str, Any]) -> int | None:
+    """The mask token of a model that was trained to draft in parallel; None for any other. Raises WrongCheckpoint."""
+    name, value = next(((name, config[name]) for name in MASK_FIELDS if config.get(name) is not None), ("", None))
+    if value is None:
+        return None
+    vocab_size = config.get("vocab_size", 0)
+    if not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise WrongCheckpoint(f"config.json: {name} is {value!r}; allowed: an id below vocab_size, {vocab_size}")
+    return value
+
+
 def stored_dtype(config: Mapping[str, Any]) -> str | None:
     """What config.json says that the weights are, in the words of any version of transformers: "float16", ..."""
     parts = (config, config.get("text_config") or {})

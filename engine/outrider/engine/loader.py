@@ -36,6 +36,7 @@ class LoadedModel:
     default_sampling: dict[str, float]  # from generation_config.json: temperature, top_p, ... where given
     digest: str  # of its weights: see digest.py
     quantization: Quantization | None = None
+    mask_token_id: int | None = None  # of a model that drafts in parallel
 
     @property
     def dtype(self) -> str:
@@ -123,6 +124,7 @@ def load_model(
         default_sampling=checkpoint.default_sampling(generation),
         digest=digest,
         quantization=quantization,
+        mask_token_id=checkpoint.mask_token_id(config),
     )
 
 

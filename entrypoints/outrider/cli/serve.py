@@ -120,7 +120,8 @@ class ServeSettings(LocalSettings, MethodSettings):
         if self._draft_is_methods:
             return None
         if self.target is None:
-            return pair_path(self.pair).draft if needs_model(split_methods(self.method)) else None
+            by_model = [name for name in split_methods(self.method) if method_of(name).needs_model]
+            return pair_path(self.pair).draft_by(by_model[0]) if by_model else None
         return Path(self.draft) if self.draft else None
 
     def located(self) -> Self:

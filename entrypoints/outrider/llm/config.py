@@ -30,7 +30,7 @@ from outrider.llm.validation import (
     plain_errors,
     require_fixed,
 )
-from outrider.proposers.registry import CHOICES, METHODS, is_class, list_problem, method_of, split_methods
+from outrider.proposers.registry import CHOICES, METHODS, is_class, list_problem, method_of, needs_model, split_methods
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -181,7 +181,7 @@ class SpeculativeConfig:
     suffix_store_mb: Annotated[Integer, integer(1)] = 64
     suffix_store_file: str | Path | None = None
     suffix_store_minutes: Annotated[Number, Field(gt=0, description="a number above 0")] = 5.0
-    parallel_drafting: Annotated[Any, Only(False, why="it is not there yet")] = False
+    parallel_drafting: bool = False  # method draft_model then is pard, of a draft that was trained for it
     use_heterogeneous_vocab: bool | None = False  # tokenizers that differ are mapped in any case
     use_local_argmax_reduction: Annotated[Any, Only(False, why="it is for tensor parallel drafts")] = False
     rejection_sample_method: Annotated[
@@ -276,6 +276,11 @@ class SpeculativeConfig:
         if method is None and self.model is None:
             raise ValueError("speculative_config needs 'method' or 'model'")
         method = method or method_of_model(str(self.model))
+        if self.parallel_drafting:
+            names = split_methods(method)
+            if not {"draft_model", "pard"}.intersection(names):
+                raise ValueError(f"parallel_drafting is for draft models, not for method {method!r}")
+            return ",".join("pard" if name == "draft_model" else name for name in names)
         if method != CUSTOM_CLASS:
             return method
         own, self.model = str(self.model), None
@@ -312,7 +317,7 @@ class SpeculativeConfig:
         """Fields that need or exclude one another. Raises ValueError."""
         k = self.num_speculative_tokens
         if self.use_heterogeneous_vocab:
-            if "draft_model" not in self.methods:
+            if not needs_model(self.methods):
                 raise ValueError("use_heterogeneous_vocab is for draft models")
             if self.use_local_argmax_reduction:
                 raise ValueError("use_heterogeneous_vocab does not go with use_local_argmax_reduction")

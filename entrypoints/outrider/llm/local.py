@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.draft_service.admission import make_methods
-from outrider.draft_service.boot import build_model_method, describe, model_info
+from outrider.draft_service.boot import build_model_method, describe, model_info, model_method
 from outrider.draft_service.boot import runner_options as draft_options
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
@@ -223,7 +223,8 @@ class LocalDraft(LocalService):
         super().__init__(loop)
         level, folder = settings.vocabulary_level, settings.model
         vocabularies = join_all(settings.target_tokenizer, folder, level) if folder is not None else {}
-        method = build_model_method(loaded, draft_options(settings).beside_another(), vocabularies=vocabularies)
+        options = draft_options(settings).beside_another()
+        method = build_model_method(loaded, options, model_method(settings), vocabularies)
         others = lookups or {}
         drafting = [others.get(name, method) for name in settings.methods] if others else [method]
         defaults = tuple(one.name for one in drafting) if others else ()

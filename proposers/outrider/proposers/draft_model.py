@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
-from typing import Self
+from itertools import pairwise
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.random import RandomRange, RandomSource, noise_source, word_source
 from outrider.engine.sampler import assemble
@@ -67,23 +68,30 @@ class DraftModelProposer:
     """Steps the chains of many sequences. Their blocks must hold the rows of the step."""
 
     name = "draft_model"
+    parallel: ClassVar[bool] = False  # one pass gives several tokens
 
     def __init__(self, runner: ModelRunner, mass: float = DEFAULT_MASS) -> None:
         self.runner = runner
         self._mass = mass
         self._words = word_source(runner.model.device)
         self._vocabularies: dict[PairMap | None, DrawnVocabulary] = {}
-        self._chains = _chains(runner, mass)
+        self._chains = None if self.parallel else _chains(runner, mass)
 
-    def passes_for(self, rows: Sequence[DraftRows], wanted: int) -> int:
-        """How many tokens of each sequence `run` draws at once, of those wanted: with captured passes several."""
-        return max(1, min(wanted, MOST_PASSES)) if self._chains is not None and self._chains.holds(rows) else 1
+    @classmethod
+    def of(cls, runner: ModelRunner, loaded: LoadedModel) -> Self:
+        """For the model that the runner runs. Raises ValueError for one that cannot draft so."""
+        return cls(runner)
 
-    def run(self, rows: Sequence[DraftRows], num_passes: int) -> list[list[DraftedToken]]:
-        """The next tokens of each sequence, `num_passes` of them where `passes_for` said so; fewer where its logits are
-        not finite, and none for a chunk of a prompt. For several, blocks hold as many tokens more."""
-        if num_passes > 1 and self._chains is not None:
-            return self._chains.run(rows, num_passes)
+    def tokens_at_once(self, rows: Sequence[DraftRows], wanted: Sequence[int]) -> list[int]:
+        """How many tokens of each sequence `run` draws, of those wanted: with captured passes several, one a pass."""
+        several = self._chains is not None and self._chains.holds(rows)
+        return [max(1, min(*wanted, MOST_PASSES)) if several else 1] * len(rows)
+
+    def run(self, rows: Sequence[DraftRows], counts: Sequence[int]) -> list[list[DraftedToken]]:
+        """The next tokens of each sequence, as many as `tokens_at_once` said; fewer where its logits are not finite,
+        and none for a chunk of a prompt. For several, blocks hold as many tokens more."""
+        if counts[0] > 1 and self._chains is not None:
+            return self._chains.run(rows, counts[0])
         return self.step(rows)
 
     @torch.inference_mode()
@@ -91,17 +99,9 @@ class DraftModelProposer:
         """One forward. Returns the target's token that each sequence drew, in the order of `rows`: none for a chunk of
         a prompt, and where the logits are not finite; any number where it is re-encoded. Tokens drawn are appended to
         their sequences."""
-        order = sorted(range(len(rows)), key=lambda index: _group(rows[index]))
-        logits = self.runner.forward([rows[index].batch_entry() for index in order])  # [rows that draw, vocab]
-        drafted: list[DraftedToken | None] = [None] * len(rows)
-        start = 0
-        for group, members in groupby(order, key=lambda index: _group(rows[index])):
-            indices = list(members)
-            if group != _NO_DRAW:
-                drawn = self._draw(logits[start : start + len(indices)], [rows[i] for i in indices])
-                start += len(indices)
-                for index, token in zip(indices, drawn, strict=True):
-                    drafted[index] = token
+        logits = self.runner.forward([row.batch_entry() for row in rows])  # [rows that draw, vocab]
+        drawn = iter(self._draw(logits, [row for row in rows if row.draws]))
+        drafted = [next(drawn) if row.draws else None for row in rows]
         return [_advance(row, token) for row, token in zip(rows, drafted, strict=True)]
 
     @torch.inference_mode()
@@ -120,7 +120,19 @@ class DraftModelProposer:
             self._vocabularies[mapping] = DrawnVocabulary.of(mapping, model.vocab_size, model.device)
         return self._vocabularies[mapping]
 
-    def _draw(self, logits: Tensor, rows: list[DraftRows]) -> list[DraftedToken | None]:
+    def _draw(self, logits: Tensor, rows: Sequence[DraftRows]) -> list[DraftedToken | None]:
+        """`logits` are [rows, vocab]. Rows of one rule and one vocabulary are drawn together."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault((row.draft_sampling.rule, id(row.draft_sampling.mapping)), []).append(index)
+        drafted: list[DraftedToken | None] = [None] * len(rows)
+        for indices in groups.values():
+            chosen = logits if len(groups) == 1 else logits[indices]  # [rows of the group, vocab]
+            for index, token in zip(indices, self._draw_alike(chosen, [rows[i] for i in indices]), strict=True):
+                drafted[index] = token
+        return drafted
+
+    def _draw_alike(self, logits: Tensor, rows: list[DraftRows]) -> list[DraftedToken | None]:
         """`logits` are [rows, vocab]; the rows have one rule and one vocabulary."""
         rule, vocabulary = rows[0].draft_sampling.rule, self._vocabulary(rows[0].draft_sampling.mapping)
         logits = vocabulary.logits(logits)
@@ -162,17 +174,14 @@ def _chains(runner: ModelRunner, mass: float) -> DeviceChains | None:
         return DeviceChains(runner.captured, runner.model.vocab_size, mass)
 
 
-_NO_DRAW = (len(DraftRule), 0)  # a group of its own, after the rules: these rows have no logits
-
-
-def _group(row: DraftRows) -> tuple[int, int]:
-    """Rows that are drawn together: of one rule and one vocabulary."""
-    return (int(row.draft_sampling.rule), id(row.draft_sampling.mapping)) if row.draws else _NO_DRAW
+def append_drawn(row: DraftRows, drawn: DraftedToken) -> list[DraftedToken]:
+    """Appends what was drawn to its text; what that adds for the target, one token unless it is re-encoded."""
+    return [replace(drawn, token_id=token_id) for token_id in row.text.draw(drawn.token_id, row.limit)]
 
 
 def _advance(row: DraftRows, drafted: DraftedToken | None) -> list[DraftedToken]:
     sequence = row.sequence
     computed = sequence.num_computed_tokens + row.num_rows
-    ids = [] if drafted is None else row.text.draw(drafted.token_id, row.limit)
+    tokens = [] if drafted is None else append_drawn(row, drafted)
     sequence.num_computed_tokens = min(computed, len(sequence) - 1)
-    return [] if drafted is None else [replace(drafted, token_id=token_id) for token_id in ids]
+    return tokens

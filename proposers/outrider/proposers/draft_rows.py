@@ -55,6 +55,7 @@ class DraftRows:
     draft_sampling: DraftSampling
     limit: int  # positions below it will be drawn without another message
     num_top_tokens: int = 0  # how many other tokens for the same position are wanted
+    offset: int = 0  # tokens not yet drawn before the one that is: in a pass that gives several
 
     @property
     def sequence(self) -> CachedSequence:
@@ -69,7 +70,7 @@ class DraftRows:
     @property
     def position(self) -> int:
         """Where the next token will stand, for the target."""
-        return len(self.text)
+        return len(self.text) + self.offset
 
     @property
     def wants_confidence(self) -> bool:
@@ -87,7 +88,8 @@ class DraftRows:
         return BatchEntry(ids, start, sequence.block_table, num_logits=int(self.draws))
 
     def sampling_rows(self) -> SamplingRows:
-        """The row after the chain, processed as if the chain were committed."""
+        """The row after the chain, processed as if the chain were committed. With an offset it holds for a sampler
+        alone that does not count tokens."""
         chain = self.text.tokens[self.num_committed :]
         return SamplingRows(self.sampler, chain, first=len(chain))
 

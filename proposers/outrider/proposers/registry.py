@@ -64,7 +64,7 @@ class Method:
 
     name: str
     summary: str  # of what it drafts from
-    factory: str  # module:Class. Without a model a TokenProposer, made of its settings; else made of the model's runner
+    factory: str  # module:Class. Without a model a TokenProposer, made of its settings; else `of` the model's runner
     settings: type[BaseModel] = BaseModel
     needs_model: bool = False
     needs_features: bool = False  # the target's hidden states
@@ -103,6 +103,13 @@ _ROWS = (
         "prediction",
         "the request's own guess at the answer (its field prediction), without a model",
         "outrider.proposers.prediction:PredictionProposer",
+    ),
+    Method(
+        "pard",
+        "a small model that was trained to give all tokens of a window in one pass",
+        "outrider.proposers.pard:PardProposer",
+        needs_model=True,
+        one_hot=False,
     ),
 )
 METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}

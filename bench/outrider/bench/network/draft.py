@@ -33,9 +33,11 @@ class PassPacer:
         rows, as on a device whose memory is the limit."""
         run = DraftModelProposer.run
 
-        def paced(proposer: DraftModelProposer, rows: Sequence[DraftRows], num_passes: int) -> list[list[DraftedToken]]:
-            end = time.perf_counter() + self.pass_s * num_passes
-            drafted = run(proposer, rows, num_passes)
+        def paced(
+            proposer: DraftModelProposer, rows: Sequence[DraftRows], counts: Sequence[int]
+        ) -> list[list[DraftedToken]]:
+            end = time.perf_counter() + self.pass_s * counts[0]  # one a pass
+            drafted = run(proposer, rows, counts)
             time.sleep(max(0.0, end - time.perf_counter()))
             return drafted
 

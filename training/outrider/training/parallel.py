@@ -1,0 +1,132 @@
+"""Parallel drafting (PARD, An et al., arXiv 2504.18583): a draft learns to give several next tokens in one pass.
+
+Behind the tokens that it reads stand mask tokens, all of one id: the row of the last token gives the next one, the row
+of the j-th mask the token j places further on, without the tokens between. In a window of training text some places are
+chosen as ends of the reading; the masks of all of them are rows of the same pass, and each sees the text up to its own
+end and the masks before it, as in drafting. A token far behind the end counts as much as it would be reached: by how
+likely the draft's tokens before it are accepted. With one token a pass it is plain distillation.
+
+The folder that comes of it is that of any causal language model, whose config.json names the mask token: `pard_token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.training.distill import DistillWeights
+from outrider.training.lessons import Lesson
+from outrider.training.model import bfloat16_products
+
+LEAST_REACHED = 0.1  # weight of a token that is hardly ever reached: else nothing far away would begin to learn
+
+
+@dataclass(frozen=True)
+class MaskedRows:
+    """The rows of one pass over a window and the masks behind its ends: the window's, then end by end the masks'."""
+
+    positions: Tensor  # [rows]
+    sees: Tensor  # [rows, rows] bool
+    giving: Tensor  # [ends, tokens]: the rows that give the tokens after each end
+    places: Tensor  # [ends, tokens]: the places of the window after which these tokens stand
+
+    @classmethod
+    def of(cls, ends: Tensor, length: int, num_tokens: int) -> MaskedRows:
+        """`ends` are the places of the last tokens read, [ends]; so many tokens after each are in the window and the
+        one behind it."""
+        num_masks = num_tokens - 1
+        places = ends[:, None] + torch.arange(num_tokens)  # [ends, tokens]
+        window, masks = torch.arange(length), torch.arange(length, length + len(ends) * num_masks)
+        positions = torch.cat([window, places[:, 1:].flatten()])
+        sees = torch.zeros(len(positions), len(positions), dtype=torch.bool)
+        sees[:length, :length] = window <= window[:, None]
+        sees[length:, :length] = window <= ends.repeat_interleave(num_masks)[:, None]
+        end_of, depth = torch.arange(len(masks)) // max(1, num_masks), positions[length:]
+        sees[length:, length:] = (end_of[:, None] == end_of) & (depth <= depth[:, None])
+        giving = torch.cat([ends[:, None], masks.view(len(ends), num_masks)], dim=1)
+        return cls(positions, sees, giving, places)
+
+
+def parallel_logits(
+    draft: PreTrainedModel, ids: Tensor, rows: MaskedRows, mask_id: int
+) -> Tensor:  # [windows, length] -> [windows, ends, tokens, vocabulary] float32
+    """What the draft gives for the tokens after every end."""
+    masks = ids.new_full((len(ids), len(rows.positions) - ids.shape[1]), mask_id)
+    with bfloat16_products():
+        computed = draft(
+            torch.cat([ids, masks], dim=1),
+            attention_mask=rows.sees[None, None],
+            position_ids=rows.positions[None],
+            use_cache=False,
+            logits_to_keep=rows.giving.flatten(),
+        ).logits
+    logits: Tensor = computed.float().unflatten(1, rows.giving.shape)
+    return logits
+
+
+def parallel_loss(
+    draft: PreTrainedModel, mask_id: int, num_tokens: int, num_ends: int, weights: DistillWeights
+) -> Callable[[Lesson], Tensor]:
+    """The draft's loss on a lesson: how far it is from the target after every end, which are drawn for each lesson
+    anew."""
+
+    def loss(lesson: Lesson) -> Tensor:
+        inputs, following = lesson.ids[:, :-1], lesson.ids[:, 1:]
+        rows = MaskedRows.of(_ends(lesson, num_tokens, num_ends), inputs.shape[1], num_tokens)
+        logits = parallel_logits(draft, inputs, rows, mask_id)  # [windows, ends, tokens, vocabulary]
+        taught, probs = lesson.top_ids[:, rows.places], lesson.top_probs[:, rows.places]  # [windows, ends, tokens, TOP]
+        whole = logits.logsumexp(-1, keepdim=True)
+        log_probs = logits.gather(-1, taught) - whole
+        divergence = -(probs * log_probs).sum(-1)  # but for the target's entropy, which is given
+        overlap = torch.minimum(probs, log_probs.exp()).sum(-1)
+        text = (whole - logits.gather(-1, following[:, rows.places, None])).squeeze(-1)
+        each = weights.divergence * divergence - weights.refusal * overlap + weights.text * text
+        with torch.no_grad():
+            before = torch.cat([torch.ones_like(overlap[..., :1]), overlap[..., :-1]], dim=-1)
+            reached = before.cumprod(-1).clamp_min(LEAST_REACHED)  # [windows, ends, tokens]
+        return (reached * each).sum(-1).mean()
+
+    return loss
+
+
+def with_mask_token(draft: PreTrainedModel) -> int:
+    """The id of the draft's mask token. A draft that has none gets one, behind its vocabulary."""
+    found = getattr(draft.config, "pard_token", None)
+    if found is not None:
+        return int(found)
+    mask_id = int(draft.config.vocab_size)
+    with torch.no_grad():
+        mean = draft.get_input_embeddings().weight.mean(0)  # [hidden]
+        draft.resize_token_embeddings(mask_id + 1, mean_resizing=False)
+        draft.get_input_embeddings().weight[mask_id] = mean
+    draft.config.pard_token = mask_id
+    return mask_id
+
+
+def deepened(draft: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """The same function in more layers: those added are copies of the draft's own that write nothing yet. Raises
+    ValueError for fewer."""
+    own = draft.config.num_hidden_layers
+    if num_layers < own:
+        raise ValueError(f"layers: is {num_layers}; allowed: at least those of the draft that is given, {own}")
+    config = type(draft.config)(**{**draft.config.to_dict(), "num_hidden_layers": num_layers})
+    deeper: PreTrainedModel = type(draft)(config)
+    deeper.load_state_dict(draft.state_dict(), strict=False)
+    layers, copied = deeper.base_model.layers, draft.base_model.layers
+    for index in range(own, num_layers):
+        layers[index].load_state_dict(copied[index % own].state_dict())
+        for name, weight in layers[index].named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.data.zero_()
+    return deeper
+
+
+def _ends(lesson: Lesson, num_tokens: int, num_ends: int) -> Tensor:  # [ends]
+    """A function of the lesson alone, so that a run can be resumed."""
+    room = lesson.ids.shape[1] - num_tokens
+    generator = torch.Generator().manual_seed(int(lesson.ids.sum()))
+    return torch.randperm(room, generator=generator)[:num_ends].sort().values
