@@ -53,8 +53,12 @@ class LlamaShape:
 
 
 def new_model(shape: LlamaShape, seed: int = 0) -> LlamaForCausalLM:
-    """A model of random float32 weights, in which what writes to the residual stream is zero."""
-    model = LlamaForCausalLM(LlamaConfig(**shape.to_config()))
+    """A model of random float32 weights."""
+    return randomised(LlamaForCausalLM(LlamaConfig(**shape.to_config())), seed)
+
+
+def randomised(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
+    """The model with random weights, in which what writes to the residual stream is zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):

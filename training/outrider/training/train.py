@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outrider.training.corpus import WindowSampler
 from outrider.training.model import logits
@@ -23,6 +24,7 @@ CHECKPOINT_EVERY = 200
 
 Loss = Callable[[Tensor], Tensor]
 Batches = Callable[[int], Tensor]
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,15 @@ def text_loss(model: LlamaForCausalLM) -> Loss:
 
 
 def train(
-    model: LlamaForCausalLM, loss: Loss, plan: TrainPlan, batches: Batches, checkpoint: Path | None = None
+    model: PreTrainedModel,
+    loss: Callable[[Batch], Tensor],
+    plan: TrainPlan,
+    batches: Callable[[int], Batch],
+    checkpoint: Path | None = None,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
-    """Train `model` in place to the plan's end, from `checkpoint` if it exists; the loss of every step taken."""
+    """Train `model` in place to the plan's end, from `checkpoint` if it exists; the loss of every step taken, of which
+    `on_step` is told as well."""
     optimizer = Optimizer(model, matrix_lr=plan.matrix_lr, vector_lr=plan.vector_lr, weight_decay=plan.weight_decay)
     first = load_checkpoint(checkpoint, model, optimizer) if checkpoint else 0
     losses: list[float] = []
@@ -91,6 +99,7 @@ def train(
         torch.autograd.backward(value)
         optimizer.step(plan.rate(step))
         losses.append(value.item())
+        on_step(step + 1, losses[-1])
         if (step + 1) % LOG_EVERY == 0:
             _log(plan, step + 1, losses, time.monotonic() - started)
         if checkpoint and ((step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == plan.steps):
@@ -98,7 +107,7 @@ def train(
     return losses
 
 
-def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer, step: int) -> None:
+def save_checkpoint(path: Path, model: PreTrainedModel, optimizer: Optimizer, step: int) -> None:
     """Write the run's whole state; a crash leaves the file before it, or this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -106,7 +115,7 @@ def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer, s
     os.replace(partial, path)
 
 
-def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: Optimizer) -> int:
+def load_checkpoint(path: Path, model: PreTrainedModel, optimizer: Optimizer) -> int:
     """Restore a run's state if `path` exists; the number of steps it has taken."""
     if not path.exists():
         return 0
