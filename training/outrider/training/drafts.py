@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.training.distill import DistillWeights
@@ -181,7 +181,7 @@ def _by_position(accepted: Tensor) -> tuple[float, ...]:  # [ends, tokens]
 
 def _new_llama(plan: DraftPlan, target: LoadedModel) -> PreTrainedModel:
     """Half as wide as the target, with two layers."""
-    config = AutoModelForCausalLM.from_pretrained(plan.target, device_map="meta").config
+    config = AutoConfig.from_pretrained(plan.target)
     hidden = max(64, config.hidden_size // 64 * 32)
     eos = target.eos_token_ids
     return randomised(

@@ -1,0 +1,141 @@
+"""`outrider train`: a draft for any target, by distillation on what the target writes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from outrider.cli.terminal import Painter, fail, make_painter, one_line, parse, require_config
+from outrider.rpc.hub import locate
+from outrider.rpc.settings import ServiceSettings
+
+if TYPE_CHECKING:
+    from outrider.training.drafts import Acceptance
+
+DESCRIPTION = (
+    "Train a draft for the target (second bare argument) on a corpus (third): METHOD draft drafts a token a pass, pard "
+    "all tokens of a window in one. The target writes on from places of the corpus, and the draft learns its "
+    "distributions there. A run that was cut short goes on when it is started again with the same settings."
+)
+NOTE_EVERY = 50  # steps, where there is no bar
+
+
+class TrainSettings(ServiceSettings):
+    """What is trained, and on what."""
+
+    section: ClassVar[str] = "train"
+
+    method: Literal["draft", "pard"] = Field(description="what it will draft by; also the first bare argument")
+    target: Path = Field(description="folder or hub id of the target's checkpoint; also the second bare argument")
+    corpus: Path = Field(
+        description='text file, or .jsonl with an object a line whose "text" is read; also the third bare argument'
+    )
+    out: Path = Field(description="folder to make; OUT.work beside it holds the run until it is done")
+    draft: Path | None = Field(
+        None, description="folder or hub id of a draft to start from (default: a Llama half as wide as the target)"
+    )
+    layers: int | None = Field(
+        None, ge=1, le=256, description="layers (default: the start's, or 2; twice as many for pard)"
+    )
+    steps: int = Field(1200, ge=1, description="steps of the optimizer, of 2,048 tokens each")
+    threads: int | None = Field(None, ge=1, le=256, description="threads (default: all cores)")
+    plain: bool = Field(False, description="no colours, and no progress bar")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "outrider train") -> int:
+    """Trains, and prints what the draft accepts where the corpus was held out; 1 if it cannot."""
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = parse(TrainSettings, arguments, prog, DESCRIPTION, bare=("method", "target", "corpus"))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch
+    try:
+        target = locate(settings.target)
+        require_config(target, "--target")
+        start = None if settings.draft is None else locate(settings.draft)
+        if start is not None:
+            require_config(start, "--draft")
+        painter = make_painter(settings.plain)
+        painter.lines(describe(_run(settings, target, start, painter)))
+    except (OSError, ValueError) as error:
+        return fail(prog, error, one_line(error))
+    return 0
+
+
+def describe(measured: Sequence[Acceptance]) -> Iterator[str]:
+    """A draft's acceptance, and that of the one it started from."""
+    yield "accepted where the corpus was held out, by position, of those reached; tokens a round at k=4 and 8"
+    width = max(len(each.name) for each in measured)
+    for each in measured:
+        for name, shares in (("greedy", each.greedy), ("temperature 1", each.sampled)):
+            listed = "  ".join(f"{share:.0%}".rjust(4) for share in shares)
+            yield f"  {each.name:<{width}}  {name:<13}  {listed}   {rounds(shares, 4):.2f}  {rounds(shares, 8):.2f}"
+
+
+def rounds(shares: Sequence[float], k: int) -> float:
+    """Tokens that a round of `k` drafted ones commits: those accepted, and one of the target's own."""
+    total, survival = 1.0, 1.0
+    for share in shares[:k]:
+        survival *= share
+        total += survival
+    return total
+
+
+def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Painter) -> list[Acceptance]:
+    import torch
+
+    from outrider.training.drafts import DraftPlan, make_draft
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    plan = DraftPlan(
+        parallel=settings.method == "pard",
+        target=target,
+        corpus=settings.corpus,
+        out=settings.out,
+        start=start,
+        layers=settings.layers,
+        steps=settings.steps,
+    )
+    with progress(painter, settings.steps) as on_step:
+        measured = make_draft(plan, on_step)
+    painter.note(f"{settings.out}: {settings.method}, trained for {settings.steps} steps")
+    return measured
+
+
+@contextmanager
+def progress(painter: Painter, total: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar of the steps; what is yielded takes the number of a step and its loss."""
+    if not painter.colours:
+
+        def note(step: int, loss: float) -> None:
+            if step % NOTE_EVERY == 0 or step == total:
+                painter.note(f"step {step} of {total}: loss {loss:.3f}")
+
+        yield note
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(highlight=False), transient=True) as bar:
+        task = bar.add_task("training", total=total, loss=0.0)
+        yield lambda step, loss: bar.update(task, completed=step, loss=loss)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
