@@ -204,7 +204,9 @@ def _new_llama(plan: DraftPlan, target: LoadedModel) -> PreTrainedModel:
 
 
 def _load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
     return model
 
 

@@ -113,7 +113,10 @@ def deepened(draft: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     own = draft.config.num_hidden_layers
     if num_layers < own:
         raise ValueError(f"layers: is {num_layers}; allowed: at least those of the draft that is given, {own}")
-    config = type(draft.config)(**{**draft.config.to_dict(), "num_hidden_layers": num_layers})
+    options = draft.config.to_dict() | {"num_hidden_layers": num_layers}
+    if types := options.get("layer_types"):
+        options["layer_types"] = [types[index % own] for index in range(num_layers)]
+    config = type(draft.config)(**options)
     deeper: PreTrainedModel = type(draft)(config)
     deeper.load_state_dict(draft.state_dict(), strict=False)
     layers, copied = deeper.base_model.layers, draft.base_model.layers
