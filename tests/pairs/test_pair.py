@@ -14,7 +14,7 @@ from outrider.pairs.expansion import expand_llama, write_expanded
 
 # A part of sched.py, one of the library's files that no training saw.
 HELD_OUT = Path(__file__).parent / "data" / "held_out_sched.txt"
-PAIR_BYTES = 24_000_000
+PAIR_BYTES = 28_000_000
 TARGET_LOSS = 3.3  # nats per token
 TURN_TOKENS = ["<|user|>", "<|assistant|>"]
 SMALL_EXPANSION = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
@@ -47,17 +47,19 @@ def test_unknown_pair_is_refused_with_the_known_ones_named() -> None:
 
 
 def test_pair_is_small_and_complete(pair: PairPaths) -> None:
-    files = [path for folder in (pair.target, pair.draft) for path in folder.iterdir()]
-    assert sum(path.stat().st_size for path in files) <= PAIR_BYTES
-    for folder in (pair.target, pair.draft):
+    folders = (pair.target, pair.draft, pair.pard)
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= PAIR_BYTES
+    for folder in folders:
         assert all(weight.dtype == torch.bfloat16 for weight in load_file(folder / "model.safetensors").values())
         assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
-        assert AutoConfig.from_pretrained(folder).vocab_size == 4096
+        assert AutoConfig.from_pretrained(folder).vocab_size == 4096 + (folder == pair.pard)  # and the mask
+    assert AutoConfig.from_pretrained(pair.pard).pard_token == 4096
 
 
 def test_both_models_share_one_tokenizer(pair: PairPaths) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (pair.target / name).read_bytes() == (pair.draft / name).read_bytes()
+        assert (pair.target / name).read_bytes() == (pair.pard / name).read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(pair.draft)
     text = HELD_OUT.read_text()
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -72,7 +74,7 @@ def test_target_knows_held_out_text_better_than_the_draft(pair: PairPaths, held_
     assert target_loss < loss(load(pair.draft), held_out_ids) - 0.25
 
 
-@pytest.mark.parametrize("name", ["target", "draft"])
+@pytest.mark.parametrize("name", ["target", "draft", "pard"])
 @torch.no_grad()
 def test_tokens_that_open_a_turn_are_improbable(pair: PairPaths, held_out_ids: torch.Tensor, name: str) -> None:
     folder = getattr(pair, name)
@@ -81,7 +83,7 @@ def test_tokens_that_open_a_turn_are_improbable(pair: PairPaths, held_out_ids: t
     assert probs[:, tokens].mean() < 1e-3
 
 
-@pytest.mark.parametrize("name", ["target", "draft"])
+@pytest.mark.parametrize("name", ["target", "draft", "pard"])
 @torch.no_grad()
 def test_text_goes_on_after_a_prompt_that_ends_with_a_line_break(pair: PairPaths, name: str) -> None:
     """The tokenizer joins a line break to the indentation after it; cut there, a prompt must not look finished."""

@@ -6,6 +6,7 @@ the corpus was held out. A run that was cut short goes on from its last checkpoi
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -129,10 +130,7 @@ def export(draft: PreTrainedModel, plan: DraftPlan) -> None:
     partial = plan.out.with_name(f"{plan.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     source = plan.target if plan.start is None else plan.start
-    state = {name: weight.detach().bfloat16() for name, weight in draft.state_dict().items()}
-    kept, draft.config.dtype = draft.config.dtype, torch.bfloat16
-    draft.save_pretrained(partial, state_dict=state)
-    draft.config.dtype = kept
+    copy.deepcopy(draft).bfloat16().save_pretrained(partial)
     for pattern in (*TOKENIZER_FILES, "generation_config.json"):
         for path in source.glob(pattern):
             shutil.copyfile(path, partial / path.name)
