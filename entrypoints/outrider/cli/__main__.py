@@ -42,7 +42,7 @@ COMMANDS = {
     "reload": Command("outrider.cli.reload", "put other weights in a draft's place while it serves"),
     "check-pair": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
     "compare": Command(
-        "outrider.bench.compare.__main__", "measure every method of drafting on the same prompts", "llm"
+        "outrider.bench.compare.__main__", "measure every method of drafting on the same prompts", "bench"
     ),
     "bench": Command(
         "outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor", "bench"
