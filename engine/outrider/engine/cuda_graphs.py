@@ -27,6 +27,7 @@ from outrider.engine.batch import (
     buffer_size,
     choose_bucket,
 )
+from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.decoder import Decoder
 
@@ -59,7 +60,9 @@ class CapturedSteps:
     """The graphs of one model and one cache. Called from one thread at a time. `logits` holds those of the last step,
     from its start on."""
 
-    def __init__(self, model: Decoder, cache: KVCache, limits: StepLimits, device: GraphDevice) -> None:
+    def __init__(
+        self, model: Decoder, cache: KVCache, limits: StepLimits, device: GraphDevice, taps: Sequence[int] = ()
+    ) -> None:
         self._model = model
         self._cache = cache
         self._limits = limits
@@ -71,6 +74,8 @@ class CapturedSteps:
         self._numbers = torch.zeros(size, dtype=torch.int32, device=model.device)
         most_rows = self.buckets[0].rows
         self.logits = torch.zeros(most_rows, model.vocab_size, dtype=torch.float32, device=model.device)
+        self._taps = Taps(taps, most_rows, model.hidden_size, model.dtype, model.device) if taps else None
+        self.hidden_states: Tensor | None = None  # [rows, taps, hidden] of the last step that ran, until the next
         self._replays: dict[Bucket, tuple[StepBuffer, Callable[[], object]]] = {}
 
     @torch.inference_mode()
@@ -80,7 +85,8 @@ class CapturedSteps:
         for bucket in self.buckets:
             buffer = StepBuffer(bucket, self._table_width, self._host, self._numbers)
             self._fill(buffer, PackedRows.of([], self._cache.block_size), [])
-            step = partial(self._model.forward, buffer.batch, self._cache, out=self.logits[: bucket.rows])
+            out = self.logits[: bucket.rows]
+            step = partial(self._model.forward, buffer.batch, self._cache, out=out, taps=self._taps)
             self._replays[bucket] = buffer, self.graphs.capture(step)
         taken = (self.graphs.reserved_bytes() - before) >> 20
         log.info("captured %d graphs of up to %d rows in %d MiB", len(self.buckets), self.buckets[0].rows, taken)
@@ -101,6 +107,7 @@ class CapturedSteps:
         rows = PackedRows.of(entries, self._cache.block_size)
         self._fill(buffer, rows, entries)
         replay()
+        self.hidden_states = None if self._taps is None else self._taps.states[: len(rows.token_ids)]
         return self.logits[: len(rows.logit_rows)]
 
     def holds(self, lengths: Sequence[int]) -> bool:

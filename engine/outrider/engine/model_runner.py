@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.engine.batch import BatchEntry, StepLimits, build_batch
 from outrider.engine.cuda_graphs import CapturedSteps, GraphDevice
+from outrider.engine.hidden_states import Taps, check_taps
 from outrider.engine.kv_cache import KVCache, bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, BlockPool, OutOfBlocks
 from outrider.engine.models.base import CausalLM
@@ -91,10 +92,15 @@ class CudaTimer:
 class ModelRunner:
     """One model, one cache. Called from one thread."""
 
-    def __init__(self, model: CausalLM, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self, model: CausalLM, num_blocks: int, block_size: int = BLOCK_SIZE, taps: Sequence[int] = ()
+    ) -> None:
         self.model = model
+        self.taps = check_taps(taps, len(model.layers))
         self.cache = KVCache.allocate(model.layers, num_blocks, model.dtype, model.device, block_size)
         self._timer = timer_of(model.device)
+        self._taps: Taps | None = None  # as large as the largest step so far
+        self.hidden_states: Tensor | None = None  # [rows, taps, hidden] of the last pass, until the next
         self.captured: CapturedSteps | None = None
 
     @property
@@ -111,7 +117,7 @@ class ModelRunner:
         """Captures the steps without a prompt's chunk, from then on replayed. Other models than our own decoder run
         eagerly: what theirs do on the host is not ours to know."""
         if isinstance(self.model, Decoder):
-            self.captured = CapturedSteps(self.model, self.cache, limits, device)
+            self.captured = CapturedSteps(self.model, self.cache, limits, device, self.taps)
             self.captured.capture()
 
     @torch.inference_mode()
@@ -125,9 +131,19 @@ class ModelRunner:
         self._timer.start()
         logits = None if self.captured is None else self.captured.run(entries)
         if logits is None:
-            logits = self.model.forward(build_batch(entries, self.cache.block_size, self.model.device), self.cache)
+            batch = build_batch(entries, self.cache.block_size, self.model.device)
+            logits = self.model.forward(batch, self.cache, taps=self._taps_for(batch.num_rows))
+            self.hidden_states = None if self._taps is None else self._taps.states[: batch.num_rows]
+        elif self.captured is not None:
+            self.hidden_states = self.captured.hidden_states
         self._timer.stop()
         return logits
+
+    def _taps_for(self, num_rows: int) -> Taps | None:
+        """Memory that is kept, if any layer is tapped."""
+        if self.taps and (self._taps is None or len(self._taps.states) < num_rows):
+            self._taps = Taps(self.taps, num_rows, self.model.hidden_size, self.model.dtype, self.model.device)
+        return self._taps
 
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import Batch
+from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 
 
@@ -54,5 +55,8 @@ class CausalLM(Protocol):
     def device(self) -> torch.device:
         """Where the weights live and the cache must."""
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab_size] float32
-        """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of its `logit_rows`."""
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Taps | None = None
+    ) -> Tensor:  # [logit rows, vocab_size] float32
+        """Stores the keys and values of all rows of `batch` in `cache`, and the hidden states that are asked for in
+        `taps`; returns the logits of its `logit_rows`."""

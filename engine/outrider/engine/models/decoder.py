@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.batch import Batch, StaticBatch
+from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.weights import WeightReader, num_parameters
@@ -142,20 +143,27 @@ class Decoder:
         cache: KVCache,
         *,
         out: Tensor | None = None,  # [logit rows, vocab] float32, written
+        taps: Taps | None = None,
     ) -> Tensor:  # [logit rows, vocab] float32
-        """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of `batch.logit_rows`
-        alone."""
-        hidden = self.forward_hidden(batch, cache)
+        """Stores the keys and values of all rows of `batch` in `cache`, and the hidden states that are asked for in
+        `taps`; returns the logits of `batch.logit_rows` alone."""
+        hidden = self.forward_hidden(batch, cache, taps)
+        if taps is not None and taps.wants(len(self.layers)):
+            taps.put(len(self.layers), self._normed(hidden))
         if isinstance(batch, StaticBatch) or batch.logit_rows.shape[0] != hidden.shape[0]:
             hidden = hidden[batch.logit_rows]
         return self.logits(hidden, out)
 
-    def forward_hidden(self, batch: Batch | StaticBatch, cache: KVCache) -> Tensor:  # [rows, hidden]
+    def forward_hidden(
+        self, batch: Batch | StaticBatch, cache: KVCache, taps: Taps | None = None
+    ) -> Tensor:  # [rows, hidden]
         """The residual stream after the last block, before the last norm, of every row."""
         plans = {window: self._plan(batch, cache.block_size, window) for window in set(self.config.sliding_windows)}
         rotary = {kind: (cos[batch.positions], sin[batch.positions]) for kind, (cos, sin) in self._rotary.items()}
         update, residual = None, self._embedding(batch.token_ids)
-        for block, keys, values in zip(self._blocks, cache.keys, cache.values, strict=True):
+        for index, (block, keys, values) in enumerate(zip(self._blocks, cache.keys, cache.values, strict=True)):
+            if taps is not None and taps.wants(index):
+                taps.put(index, residual if update is None else residual + update)
             plan, turn = plans[block.sliding_window], rotary[block.rotary_type]
             update, residual = block.forward(update, residual, turn, plan, batch.slot_mapping, keys, values)
         return residual if update is None else residual + update
@@ -188,8 +196,10 @@ class Decoder:
         """The language-model head of rows of the residual stream; a step of prompt chunks alone wants none."""
         if hidden.shape[0] == 0:
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
-        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps, batch_invariant=self.batch_invariant)
-        product = self._head(normed)
+        product = self._head(self._normed(hidden))
         logits = product.float() if out is None else out.copy_(product)
         cap = self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _normed(self, hidden: Tensor) -> Tensor:  # [rows, hidden] -> the same
+        return rms_norm(hidden, self._norm, self.config.rms_norm_eps, batch_invariant=self.batch_invariant)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import Batch
+from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
 from outrider.engine.models.weights import WeightReader
@@ -55,13 +56,16 @@ class NativeDecoder:
             logit_softcap=config.logit_softcap,
         )
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab] float32
-        """Stores the keys and values of all rows of `batch` in `cache`; returns the logits of `batch.logit_rows`
-        alone."""
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Taps | None = None
+    ) -> Tensor:  # [logit rows, vocab] float32
+        """Stores the keys and values of all rows of `batch` in `cache`, and the hidden states that are asked for in
+        `taps`; returns the logits of `batch.logit_rows` alone."""
         rows = RaggedRows(
             batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens
         )
-        return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows)
+        tapped = None if taps is None else (taps.layers, taps.states)
+        return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped)
 
 
 def _layer(

@@ -30,6 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.engine.batch import Batch, BatchEntry, build_batch
+from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.models.base import CausalLM, UnsupportedModel
@@ -333,24 +334,29 @@ class RegistryModel:
         self._model.set_attn_implementation(PAGED)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:  # [logit rows, vocab_size] float32
-        """Stores the keys and values of all rows in `cache`; returns the logits of `batch.logit_rows` alone."""
+    def forward(
+        self, batch: Batch, cache: KVCache, *, taps: Taps | None = None
+    ) -> Tensor:  # [logit rows, vocab_size] float32
+        """Stores the keys and values of all rows in `cache`, and the hidden states that are asked for in `taps`;
+        returns the logits of `batch.logit_rows` alone."""
         step = PagedStep(batch, cache, self._windows)
         keep = {"logits_to_keep": batch.logit_rows} if self._takes_rows else {}
-        logits: Tensor = self._call(batch.token_ids, batch.positions, step, **keep)  # [logit rows or rows, vocab_size]
+        output = self._call(batch.token_ids, batch.positions, step, output_hidden_states=taps is not None, **keep)
+        if taps is not None:
+            for layer in taps.layers:
+                taps.put(layer, output.hidden_states[layer][0])
+        logits: Tensor = output.logits[0]  # [logit rows or rows, vocab_size]
         return (logits if self._takes_rows else logits[batch.logit_rows]).float()
 
-    def _call(self, token_ids: Tensor, positions: Tensor, step: PagedStep | Inspection, **keep: Tensor) -> Tensor:
+    def _call(self, token_ids: Tensor, positions: Tensor, step: PagedStep | Inspection, **options: Any) -> Any:
         """One sequence of all rows, as far as transformers is concerned."""
-        output = self._model(
+        return self._model(
             input_ids=token_ids[None],  # [1, rows]
             position_ids=positions[None],  # [1, rows]
             use_cache=False,
             outrider_step=step,
-            **keep,
+            **options,
         )
-        logits: Tensor = output.logits[0]
-        return logits
 
     @torch.inference_mode()
     def _inspect(self) -> tuple[int, Inspection]:
@@ -359,7 +365,7 @@ class RegistryModel:
         row = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._model.set_attn_implementation(INSPECT)
         try:
-            vocab_size = self._call(row, row, seen).shape[-1]
+            vocab_size = self._call(row, row, seen).logits.shape[-1]
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"its attention cannot be replaced: {type(error).__name__}: {error}") from error
         if seen.problems:

@@ -213,7 +213,34 @@ static void embed(Thread *thread, const Decoder *decoder, const int64_t *ids, in
     meet(thread);
 }
 
-static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch, float *hidden, float *scratch) {
+/* The layers whose hidden states are wanted: what enters them, or for the number of layers the last norm's. */
+typedef struct {
+    const int64_t *layers; /* [count] */
+    int64_t count;
+    float *states; /* [rows][count][hidden] */
+} Taps;
+
+/* Keeps the rows of hidden, which enter a layer, or their norm, if they are wanted. */
+static void tap(Thread *thread, const Decoder *decoder, const Taps *taps, int64_t layer, int64_t rows,
+                const float *hidden) {
+    int64_t dim = decoder->hidden;
+    for (int64_t index = 0; index < taps->count; index++) {
+        if (taps->layers[index] != layer) continue;
+        for (CLAIM(row, rows)) {
+            const float *from = hidden + row * dim;
+            float *to = taps->states + (row * taps->count + index) * dim;
+            floats factor = all(layer < decoder->num_layers ? 1.0f : rms_factor(from, dim, decoder->eps));
+            for (int64_t at = 0; at < dim; at += LANES) {
+                floats weight = layer < decoder->num_layers ? all(1.0f) : load(decoder->norm + at);
+                store(to + at, load(from + at) * factor * weight);
+            }
+        }
+        meet(thread);
+    }
+}
+
+static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch, float *hidden, float *scratch,
+                       const Taps *taps) {
     int64_t rows = batch->rows, width = decoder->heads * decoder->head_dim;
     float *normed = scratch, *attended = normed + placed_size(decoder->hidden, rows);
     float *wide = attended + placed_size(width, rows), *qkv = wide + placed_size(decoder->intermediate, rows);
@@ -222,6 +249,7 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
         const Layer *layer = decoder->layers + index;
         const Matrix *next = index + 1 < decoder->num_layers ? &layer[1].qkv : &decoder->head;
         float *keys = batch->keys[index], *values = batch->values[index];
+        tap(thread, decoder, taps, index, rows, hidden);
         norm_rows(thread, hidden, NULL, layer->input_norm, rows, decoder->eps, &layer->qkv, normed);
         product(thread, &layer->qkv, normed, rows, 0, qkv, &layer->output);
         turn_and_store(thread, decoder, layer, batch, qkv, keys, values);
@@ -232,6 +260,7 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
         gated(thread, layer, decoder->gate_is_gelu, normed, rows, wide);
         add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, spare, hidden, next);
     }
+    tap(thread, decoder, taps, decoder->num_layers, rows, hidden);
 }
 
 /* Changes `count` numbers, any number of them. */
@@ -280,13 +309,16 @@ static Thread join(Team *team, int64_t rows, int64_t keys, float *scratch) {
     return thread;
 }
 
-/* ids: [rows]. logits: [wanted][vocab], of the rows that `logit_rows` names; a chunk of a prompt wants none. Returns 0
-   for an id that has no embedding. */
+/* ids: [rows]. logits: [wanted][vocab], of the rows that `logit_rows` names; a chunk of a prompt wants none. tapped:
+   [num_tapped], layers whose hidden states are written to states [rows][num_tapped][hidden]. Returns 0 for an id that
+   has no embedding. */
 int64_t decoder_forward(const Decoder *decoder, const Rows *batch, const int64_t *ids, const int64_t *logit_rows,
-                        int64_t wanted, float *logits, float *scratch, int64_t threads) {
+                        int64_t wanted, float *logits, float *scratch, int64_t threads, const int64_t *tapped,
+                        int64_t num_tapped, float *states) {
     for (int64_t row = 0; row < batch->rows; row++)
         if (ids[row] < 0 || ids[row] >= decoder->num_embeddings) return 0;
     Team team = {0};
+    Taps taps = {tapped, num_tapped, states};
     float *hidden = scratch + threads * own_scratch(batch->rows, batch->longest);
     float *shared = hidden + batch->rows * decoder->hidden;
 #pragma omp parallel num_threads((int)(threads < MOST_THREADS ? threads : MOST_THREADS))
@@ -294,7 +326,7 @@ int64_t decoder_forward(const Decoder *decoder, const Rows *batch, const int64_t
         Thread thread = join(&team, batch->rows, batch->longest, scratch);
         if (decoder->head.kind == TILES) tiles_begin();
         embed(&thread, decoder, ids, batch->rows, hidden);
-        run_layers(&thread, decoder, batch, hidden, shared);
+        run_layers(&thread, decoder, batch, hidden, shared, &taps);
         if (wanted) run_head(&thread, decoder, hidden, logit_rows, wanted, shared, logits);
         if (decoder->head.kind == TILES) tiles_end();
     }

@@ -182,8 +182,12 @@ class CpuDecoder:
         keys: Sequence[Tensor],  # per layer [blocks, block_size, kv_heads, head_dim], where the rows' are stored
         values: Sequence[Tensor],
         logit_rows: Tensor,  # [wanted] int64
+        tapped: tuple[Sequence[int], Tensor] | None = None,  # layers, and [at least rows, layers, hidden] for them
     ) -> Tensor:  # [wanted, vocab] float32
-        """The logits of the rows that want them. Raises IndexError for an id that has no embedding."""
+        """The logits of the rows that want them. The hidden states of the layers tapped are written: i is what enters
+        block i, the number of blocks what the last norm hands to the head. Raises IndexError for an id that has no
+        embedding."""
+        taps, states = ((), torch.empty(0)) if tapped is None else tapped
         tensors = (rows.positions, rows.slots, rows.tables)
         starts, contexts = (c_int64 * len(rows.starts))(*rows.starts), (c_int64 * len(rows.contexts))(*rows.contexts)
         caches = [(c_void_p * len(part))(*(tensor.data_ptr() for tensor in part)) for part in (keys, values)]
@@ -198,6 +202,7 @@ class CpuDecoder:
             byref(self._decoder), byref(batch), c_void_p(token_ids.data_ptr()), c_void_p(logit_rows.data_ptr()),
             c_int64(len(logit_rows)), c_void_p(logits.data_ptr()),
             self._scratch_for(len(token_ids), max(rows.contexts), threads), c_int64(threads),
+            (c_int64 * len(taps))(*taps), c_int64(len(taps)), c_void_p(states.data_ptr()),
         )  # fmt: skip
         if not known:
             raise IndexError(f"a token id is none of the model's {self._num_embeddings}")
