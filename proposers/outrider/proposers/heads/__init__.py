@@ -1,0 +1,1 @@
+"""Heads: what drafts from the target's hidden states, beside it."""

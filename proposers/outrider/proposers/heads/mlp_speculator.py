@@ -1,0 +1,119 @@
+"""The MLP speculator (Wertheimer et al., arXiv 2404.19124): each head takes the state of the one before and the token
+that was drawn from it.
+
+state' = gelu(norm(proj(state) + a * emb(token))), logits = head(state'), where `a` weighs the token against the state
+so that neither drowns the other, however many heads follow; the first state is the target's last hidden state. With
+`tie_weights` all heads share their weights, but for the first projection. Layout: ibm-ai-platform's accelerators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.engine.models.base import WrongCheckpoint
+from outrider.proposers.heads.base import HeadReader, TargetWeights
+
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class MlpConfig:
+    """What config.json says."""
+
+    num_heads: int
+    hidden_size: int  # of the target
+    inner_dim: int
+    vocab_size: int
+    tie_weights: bool
+    scale_input: bool
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], target: TargetWeights) -> Self:
+        """Raises WrongCheckpoint."""
+        vocab_size, hidden_size = target.output.shape
+        found = cls(
+            num_heads=int(config.get("n_predict", 0)),
+            hidden_size=int(config.get("emb_dim", 0)),
+            inner_dim=int(config.get("inner_dim") or config.get("emb_dim", 0)),
+            vocab_size=int(config.get("vocab_size", 0)),
+            tie_weights=bool(config.get("tie_weights", False)),
+            scale_input=bool(config.get("scale_input", False)),
+        )
+        if found.num_heads < 1 or (found.hidden_size, found.vocab_size) != (hidden_size, vocab_size):
+            raise WrongCheckpoint(
+                f"the MLP speculator's config.json has n_predict {found.num_heads}, emb_dim {found.hidden_size} and "
+                f"vocab_size {found.vocab_size}; allowed: 1 or more, and the target's {hidden_size} and {vocab_size}"
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One head."""
+
+    embeddings: Tensor  # [vocab, inner]
+    projection: Tensor  # [inner, hidden or inner]
+    norm: Tensor  # [inner]
+    norm_bias: Tensor  # [inner]
+    output: Tensor  # [vocab, inner]
+
+
+class MlpSpeculatorHead:
+    """All heads. Its state is the one that the next head takes."""
+
+    name = "mlp_speculator"
+
+    def __init__(self, config: MlpConfig, reader: HeadReader, target: TargetWeights) -> None:
+        self.taps = (target.num_layers,)
+        self.most_tokens = config.num_heads
+        self._scale_input = config.scale_input
+        state_weight = 0.5 ** (0.5 / config.num_heads)
+        token_weight = math.sqrt((1 - state_weight**2) * (config.inner_dim / 2))
+        self._token_weight = token_weight / state_weight  # the norm takes care of the rest
+        self._stages = [_stage(config, reader, index) for index in range(config.num_heads)]
+
+    def start(self, features: Tensor) -> Tensor:  # [rows, 1, hidden] -> [rows, hidden]
+        """The hidden state, scaled if the heads were trained so."""
+        return _normed(features[:, 0]) / math.sqrt(2) if self._scale_input else features[:, 0]
+
+    def step(self, depth: int, state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: `Head.step`."""
+        stage = self._stages[depth]
+        mixed = F.linear(state, stage.projection) + self._token_weight * F.embedding(token_ids, stage.embeddings)
+        state = F.gelu(_normed(mixed) * stage.norm + stage.norm_bias)  # [rows, inner]
+        return F.linear(state, stage.output).float(), state
+
+
+def _stage(config: MlpConfig, reader: HeadReader, index: int) -> _Stage:
+    inner, vocab = config.inner_dim, config.vocab_size
+
+    def read(shape: tuple[int, ...], part: str, kind: str, first: int = 0) -> Tensor:
+        """With shared weights those of the first stage that has them, by whichever name they were saved."""
+        indices = range(first, config.num_heads) if config.tie_weights else (index,)
+        return reader.tensor(shape, *(f"{prefix}{part}.{at}.{kind}" for prefix in PREFIXES for at in indices))
+
+    projection = (
+        reader.tensor((inner, config.hidden_size), *(f"{prefix}proj.0.weight" for prefix in PREFIXES))
+        if index == 0
+        else read((inner, inner), "proj", "weight", first=1)
+    )
+    return _Stage(
+        read((vocab, inner), "emb", "weight"),
+        projection,
+        read((inner,), "ln", "weight"),
+        read((inner,), "ln", "bias"),
+        read((vocab, inner), "head", "weight"),
+    )
+
+
+PREFIXES = ("speculator.", "")
+
+
+def _normed(x: Tensor) -> Tensor:  # [rows, width] -> the same
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + NORM_EPS)
