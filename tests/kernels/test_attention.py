@@ -58,7 +58,7 @@ def make_case(shapes: tuple[tuple[int, int], ...], value_dim: int = VALUE_DIM) -
     }
 
 
-def naive(case, scale, sliding_window=None, softcap=None, sinks=None):  # type: ignore[no-untyped-def]
+def naive(case, scale, sliding_window=None, softcap=None, sinks=None, first_key=0):  # type: ignore[no-untyped-def]
     """One row and one head at a time, in float64."""
     rows = []
     for index, context in enumerate(case["context_lens"]):
@@ -68,7 +68,7 @@ def naive(case, scale, sliding_window=None, softcap=None, sinks=None):  # type: 
         values = case["value_cache"][table].flatten(0, 1)[:context].double()
         for row in range(start, end):
             position = context - (end - row)
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            first = first_key if sliding_window is None else max(first_key, position - sliding_window + 1)
             seen = slice(first, position + 1)
             heads = []
             for head in range(HEADS):
@@ -89,6 +89,14 @@ def test_ragged_batch_equals_rows_written_out(options, batch_invariant):  # type
     case = make_case(RAGGED)
     out = paged_attention(**case, scale=0.4, batch_invariant=batch_invariant, **options)
     torch.testing.assert_close(out, naive(case, 0.4, **options), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 7}], ids=lambda options: "-".join(options) or "plain")
+def test_nothing_below_the_first_key_is_seen(options, batch_invariant):  # type: ignore[no-untyped-def]
+    case = make_case(((1, 2), (1, 130), (5, 9), (3, 135), (36, 37), (20, 60)))
+    out = paged_attention(**case, scale=0.4, batch_invariant=batch_invariant, first_key=1, **options)
+    torch.testing.assert_close(out, naive(case, 0.4, first_key=1, **options), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shapes", [((1, 50),), ((4, 50),), ((50, 50),), ((1, 40), (1, 41)), ((2, 9), (2, 9))])
@@ -262,7 +270,7 @@ class Case:
         plan = plan_on_device(
             tables.to(device), starts.to(device), lens.to(device), max_query_len=longest,
             sliding_window=options.pop("sliding_window", None), batch_invariant=options.pop("batch_invariant", False),
-            parents=None if parents is None else parents.to(device),
+            parents=None if parents is None else parents.to(device), first_key=options.pop("first_key", 0),
         )  # fmt: skip
         plan = replace(plan, split_keys=split_keys)
         caches = self.key_cache.to(device), self.value_cache.to(device)
@@ -325,6 +333,11 @@ def check(case: Case, device: torch.device, split_keys: int = SPLIT, **options: 
 @pytest.mark.parametrize("options", TRITON_OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_windows(options: dict[str, Any], triton_device: torch.device) -> None:
     check(poisoned_case(WINDOWS), triton_device, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}], ids=lambda options: "-".join(options) or "plain")
+def test_no_key_below_the_first(options: dict[str, Any], triton_device: torch.device) -> None:
+    check(poisoned_case(((4, 140), (1, 63), (6, 7), (66, 70))), triton_device, first_key=1, **options)
 
 
 LONG_FORMS = [pytest.param(options, marks=pytest.mark.slow) for options in TRITON_OPTIONS[:-1]]

@@ -36,6 +36,7 @@ class DevicePlan:
     sliding_window: int | None
     tree: TreeMask | None
     batch_invariant: bool
+    first_key: int = 0  # no row sees a position below it
 
     @property
     def split_rows(self) -> int:
@@ -95,9 +96,10 @@ def plan_attention(
     batch_invariant: bool = False,
     parents: Tensor | None = None,  # [rows] int32, see tree_mask
     max_model_len: int | None = None,
+    first_key: int = 0,
 ) -> AttentionPlan:
-    """Groups sequences of few rows and similar context; a row sees itself and what lies before it, within the
-    window. With `parents` a row of a tree sees its ancestors alone of its own window."""
+    """Groups sequences of few rows and similar context; a row sees itself and what lies before it, from position
+    `first_key` on, within the window. With `parents` a row of a tree sees its ancestors alone of its own window."""
     if dispatch.runs_triton(block_tables):
         starts, lens = (
             torch.tensor(part, dtype=torch.int32).to(block_tables.device) for part in (query_starts, context_lens)
@@ -105,10 +107,12 @@ def plan_attention(
         longest = max(right - left for left, right in itertools.pairwise(query_starts))
         return plan_on_device(
             block_tables, starts, lens, max_query_len=longest, sliding_window=sliding_window,
-            batch_invariant=batch_invariant, parents=parents, max_model_len=max_model_len,
+            batch_invariant=batch_invariant, parents=parents, max_model_len=max_model_len, first_key=first_key,
         )  # fmt: skip
     spans = [
-        _Span(index, query_starts[index], query_starts[index + 1], context, sliding_window, parents is not None)
+        _Span(
+            index, query_starts[index], query_starts[index + 1], context, sliding_window, first_key, parents is not None
+        )
         for index, context in enumerate(context_lens)
     ]
     parts = [[tile] for span in spans for tile in span.tiles()] if batch_invariant else _similar(spans)
@@ -134,13 +138,14 @@ def plan_on_device(
     batch_invariant: bool = False,
     parents: Tensor | None = None,  # [rows] int32, see tree_mask
     max_model_len: int | None = None,
+    first_key: int = 0,
 ) -> DevicePlan:
     """For the kernels. Reads no length on the host: what is captured once serves every batch whose tensors have these
     shapes and whose sequences have at most `max_query_len` rows. `max_model_len` must be the same in all batches."""
     tree = None if parents is None else tree_mask(parents, query_starts)
     keys = split_keys(max_model_len)
     return DevicePlan(
-        block_tables, query_starts, context_lens, max_query_len, keys, sliding_window, tree, batch_invariant
+        block_tables, query_starts, context_lens, max_query_len, keys, sliding_window, tree, batch_invariant, first_key
     )
 
 
@@ -153,6 +158,7 @@ class _Span:
     end: int
     context: int
     window: int | None
+    least_key: int  # no row sees a position below it
     tree: bool = False
     offset: int = 0  # of a tile's first row in the sequence's window
 
@@ -169,12 +175,12 @@ class _Span:
     def first_key(self) -> int:
         """The first position that any row sees; any row of a tree may continue the token before the window."""
         lowest = self.window_start if self.tree else self.context - self.length
-        return 0 if self.window is None else max(0, lowest - self.window + 1)
+        return self.least_key if self.window is None else max(self.least_key, lowest - self.window + 1)
 
     def tiles(self) -> list[_Span]:
         """Cuts into tiles of rows; the context of each ends at its last row."""
         return [
-            _Span(self.index, start, end, self.context - (self.end - end), self.window, self.tree, start - self.start)
+            replace(self, start=start, end=end, context=self.context - (self.end - end), offset=start - self.start)
             for start in range(self.start, self.end, TILE_ROWS)
             for end in (min(start + TILE_ROWS, self.end),)
         ]
@@ -225,6 +231,8 @@ def _group(
     start = torch.tensor(starts, device=device)[:, None]
     positions = torch.minimum(torch.arange(query_len, device=device) + start, last)  # [sequences, query_len]
     visible = _visible(keys[:, None, :], positions[:, :, None], window)
+    if spans[0].least_key:  # the same for all
+        visible &= keys[:, None, :] >= spans[0].least_key
     rows, kept = _rows(spans, query_len, device)
     return AttentionGroup(len(spans), query_len, num_keys, rows, kept, slots.flatten(), visible)
 
@@ -259,7 +267,7 @@ def _tree_visible(span: _Span, group: AttentionGroup, tree: TreeMask, unit: int)
     rows = torch.arange(group.query_len).clamp(max=span.length - 1) + span.start  # [query_len] batch rows
     begin = span.start - span.offset
     index = keys - span.window_start  # [num_keys] place in the window, negative before it
-    visible = index <= (rows - begin)[:, None]
+    visible = (index <= (rows - begin)[:, None]) & (keys >= span.least_key)
     bits = tree.bits[rows][:, None]  # [query_len, 1]
     ancestor = (bits >> index.clamp(0, TREE_ROWS - 1) & 1).bool()
     visible &= ancestor | (index < 0) | (bits == 0)

@@ -27,9 +27,10 @@ def paged_attention(
     batch_invariant: bool = False,
     parents: Tensor | None = None,  # [rows] int32, see tree_mask
     kv_scales: tuple[Tensor, Tensor] | None = None,  # [1] float32 each, of an fp8 cache
+    first_key: int = 0,
 ) -> Tensor:  # [rows, heads, value_dim]
-    """Causal attention by absolute position: the rows of a sequence are the last ones of its context. With `parents`,
-    that of drafted trees."""
+    """Causal attention by absolute position, from `first_key` on: the rows of a sequence are the last ones of its
+    context. With `parents`, that of drafted trees."""
     plan = plan_attention(
         block_tables,
         query_starts,
@@ -40,6 +41,7 @@ def paged_attention(
         sliding_window=sliding_window,
         batch_invariant=batch_invariant,
         parents=parents,
+        first_key=first_key,
     )
     return planned_attention(
         plan, query, key_cache, value_cache, scale=scale, softcap=softcap, sinks=sinks, kv_scales=kv_scales

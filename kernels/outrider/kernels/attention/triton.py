@@ -136,6 +136,7 @@ def attend_kernel(
     VALUE_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    FIRST_KEY: tl.constexpr,  # no row sees a position below it
     SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,  # one split a program, of sequences of up to split_rows rows; else all keys of the others
     IN_TURN: tl.constexpr,  # all keys split by split
@@ -159,9 +160,9 @@ def attend_kernel(
         return
     window_start = tl.load(context_lens + sequence) - length
     end = window_start + tl.minimum(first + TILE_ROWS, length)
-    start = 0
+    start = FIRST_KEY
     if WINDOW > 0:  # a tree's row may be as near to the root as the first row
-        start = tl.maximum(0, window_start + (0 if tree_bits is not None else first) - WINDOW + 1)
+        start = tl.maximum(FIRST_KEY, window_start + (0 if tree_bits is not None else first) - WINDOW + 1)
     if SPLIT:
         split = tl.program_id(2)
         start = tl.maximum(start, split * SPLIT_KEYS)
@@ -326,7 +327,8 @@ def attention(
             value_slot_stride=value_cache.stride(1), value_head_stride=value_cache.stride(2),
             table_stride=plan.block_tables.stride(0),
             DIM=query.shape[2], DIM_TILE=_tile(query.shape[2]), BLOCK_SIZE=block_size, SOFTCAP=bool(softcap),
-            SPLIT=split, IN_TURN=plan.batch_invariant and not split, SPLIT_KEYS=plan.split_keys,
+            FIRST_KEY=plan.first_key, SPLIT=split, IN_TURN=plan.batch_invariant and not split,
+            SPLIT_KEYS=plan.split_keys,
             TILE_ROWS=tile_rows, TILE_QUERIES=queries, TILE_KEYS=max(LEAST_TILE, min(64, KEY_TILE_BYTES // row_bytes)),
             # In three passes of tf32; for a half type that, or "ieee", would leave its tensor cores unused.
             PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
