@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from outrider.engine.batch import Batch, BatchEntry, build_batch
+from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.proposers.heads.base import Head, TargetWeights
 from outrider.proposers.heads.loading import load_head
@@ -27,7 +29,7 @@ def _seeded() -> None:
 
 
 def target() -> TargetWeights:
-    return TargetWeights(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), num_layers=2)
+    return TargetWeights(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), num_layers=2, max_model_len=64)
 
 
 def saved(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
@@ -39,12 +41,18 @@ def saved(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> P
 
 
 def drafted(head: Head, features: Tensor, tokens: Tensor) -> list[Tensor]:
-    """The logits of a greedy draft, depth by depth."""
-    state, found = head.start(features), []
-    for depth in range(head.most_tokens):
-        logits, state = head.step(depth, state, tokens)
+    """The logits of a greedy draft, depth by depth, by a head that looks at no row before; features: [rows, taps,
+    hidden] of rows of their own."""
+    cache = KVCache((), ())
+
+    def batch(ids: Tensor) -> Batch:
+        return build_batch([BatchEntry([token], 1, [0], 1) for token in ids.tolist()], 16)
+
+    logits, state = head.first(batch(tokens), features, cache)
+    found = [logits]
+    for depth in range(1, head.most_tokens):
+        logits, state = head.next(depth, batch(found[-1].argmax(-1)), state, cache)
         found.append(logits)
-        tokens = logits.argmax(-1)
     return found
 
 
@@ -190,7 +198,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             load_head(saved(tmp_path, config, tensors), target(), torch.float32, CPU)
 
     some = {"blocks.0.layers.0.weight": torch.zeros(HIDDEN, HIDDEN)}
-    refused({"model_type": "llama"}, some, UnsupportedModel, "model_type is 'llama'; allowed: medusa, mlp_speculator")
+    refused({"model_type": "llama"}, some, UnsupportedModel, "model_type is 'llama'; allowed: eagle, eagle3, medusa")
     medusa = {"model_type": "medusa", "num_heads": 1, "num_hidden_layers": 1}
     refused({**medusa, "hidden_size": 8}, some, WrongCheckpoint, "hidden_size 8 .*allowed: .*the target's 24 and 50")
     refused(medusa, some, WrongCheckpoint, "no tensor lm_heads.0.weight or 0.1.weight")

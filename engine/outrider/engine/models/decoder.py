@@ -5,6 +5,7 @@ The input embeddings, which Gemma scales."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,32 +44,32 @@ class Embedding:
 KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
 
 
-class _Layer:
-    """One block: attention, then the gated feed-forward, each around a residual."""
+class Block:
+    """Attention, then the gated feed-forward, of rows that are normed already."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, reader: WeightReader, batch_invariant: bool, keep_plain: bool
+        self,
+        config: DecoderConfig,
+        *,
+        qkv: Linear,
+        output: Linear,
+        gate_up: Linear,
+        down: Linear,
+        post_norm: Tensor,  # [hidden]: before the feed-forward
+        output_norm: Tensor | None = None,  # [hidden]: of attention's output, before it is added
+        down_norm: Tensor | None = None,  # [hidden]: of the feed-forward's
+        qk_norm: Tensor | None = None,  # [heads + kv_heads, head_dim]
+        batch_invariant: bool = False,
     ) -> None:
-        prefix = f"model.layers.{index}."
-
-        def linear(*names: str) -> Linear:
-            return Linear(*reader.linear(prefix, *names), batch_invariant=batch_invariant, keep_plain=keep_plain)
-
         self._config = config
         self._batch_invariant = batch_invariant
         self._gate: Callable[..., Tensor] = gated_silu if config.activation == "silu" else gated_gelu
-        self.sliding_window = config.sliding_windows[index]
-        self.rotary_type = config.rotary_types[index]
-        self._qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._output = linear("self_attn.o_proj")
-        self._gate_up = linear("mlp.gate_proj", "mlp.up_proj")
-        self._down = linear("mlp.down_proj")
-        self._input_norm, self._post_norm, self._output_norm, self._down_norm = reader.block_norms(prefix)  # [hidden]
-        self._qk_norm = reader.qk_norm(prefix)  # [heads + kv_heads, head_dim]
+        self._qkv, self._output, self._gate_up, self._down = qkv, output, gate_up, down
+        self._post_norm, self._output_norm, self._down_norm, self._qk_norm = post_norm, output_norm, down_norm, qk_norm
 
     def forward(
         self,
-        update: Tensor | None,  # [rows, hidden]: what the block before adds to the residual stream
+        normed: Tensor,  # [rows, inputs of qkv]
         residual: Tensor,  # [rows, hidden]
         rotary: tuple[Tensor, Tensor],  # [rows, 1, head_dim] each
         plan: AttentionPlan,
@@ -81,10 +82,6 @@ class _Layer:
         config, invariant = self._config, self._batch_invariant
         eps, num_heads = config.rms_norm_eps, config.num_heads + 2 * config.num_kv_heads
 
-        if update is None:
-            normed = rms_norm(residual, self._input_norm, eps, batch_invariant=invariant)
-        else:
-            normed, residual = add_rms_norm(update, residual, self._input_norm, eps, batch_invariant=invariant)
         qkv = self._qkv(normed).view(-1, num_heads, config.head_dim)
         query = store_kv_rotary(
             qkv, rotary, key_cache, value_cache, slot_mapping, qk_norm=self._qk_norm, eps=eps, batch_invariant=invariant
@@ -100,6 +97,54 @@ class _Layer:
         if self._down_norm is not None:
             down = rms_norm(down, self._down_norm, eps, batch_invariant=invariant)
         return down, residual
+
+
+class _Layer:
+    """One layer of the decoder: a block behind its norm."""
+
+    def __init__(
+        self, config: DecoderConfig, index: int, reader: WeightReader, batch_invariant: bool, keep_plain: bool
+    ) -> None:
+        prefix = f"model.layers.{index}."
+
+        def linear(*names: str) -> Linear:
+            return Linear(*reader.linear(prefix, *names), batch_invariant=batch_invariant, keep_plain=keep_plain)
+
+        self._eps, self._batch_invariant = config.rms_norm_eps, batch_invariant
+        self.sliding_window = config.sliding_windows[index]
+        self.rotary_type = config.rotary_types[index]
+        qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        output = linear("self_attn.o_proj")
+        gate_up = linear("mlp.gate_proj", "mlp.up_proj")
+        down = linear("mlp.down_proj")
+        self._input_norm, post_norm, output_norm, down_norm = reader.block_norms(prefix)  # [hidden]
+        self._block = Block(
+            config,
+            qkv=qkv,
+            output=output,
+            gate_up=gate_up,
+            down=down,
+            post_norm=post_norm,
+            output_norm=output_norm,
+            down_norm=down_norm,
+            qk_norm=reader.qk_norm(prefix),
+            batch_invariant=batch_invariant,
+        )
+
+    def forward(
+        self,
+        update: Tensor | None,  # [rows, hidden]: what the layer before adds to the residual stream
+        residual: Tensor,  # [rows, hidden]
+        *step: Any,  # as Block.forward takes it
+    ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
+        """As Block.forward."""
+        if update is None:
+            normed = rms_norm(residual, self._input_norm, self._eps, batch_invariant=self._batch_invariant)
+        else:
+            normed, residual = add_rms_norm(
+                update, residual, self._input_norm, self._eps, batch_invariant=self._batch_invariant
+            )
+        return self._block.forward(normed, residual, *step)
 
 
 class Decoder:

@@ -1,7 +1,7 @@
 """What a head is asked for, and the tensors that it is made of.
 
-A head drafts right after the step that committed a token: from the hidden states at the last position that was
-computed, and from that token, which stands one position further."""
+A head drafts right after the step that committed a token. A row of it is a token and the target's hidden states one
+position before: what the target knew when it said that token. From there on it goes on with a state of its own."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.batch import Batch
+from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
 
 
 class Head(Protocol):
-    """Drafts several tokens, one after the other or all at once. Every draft begins anew: nothing is kept."""
+    """Drafts several tokens, one after the other or all at once, for many sequences."""
 
     @property
     def name(self) -> str:
@@ -30,16 +32,17 @@ class Head(Protocol):
     def most_tokens(self) -> int:
         """That it can draft in a row."""
 
-    def start(self, features: Tensor) -> Tensor:  # [rows, taps, hidden] -> [rows, width]
-        """The state before the first token: of the hidden states one position before the last token."""
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """What it stores of every row, at the place of the row's token; nothing if it looks at no row before."""
 
-    def step(
-        self,
-        depth: int,
-        state: Tensor,
-        token_ids: Tensor,  # [rows, width], [rows] int64
-    ) -> tuple[Tensor, Tensor]:  # [rows, vocab] float32, [rows, width]
-        """The logits of the token after `token_ids`, the `depth`-th that is drafted from 0 on, and the next state."""
+    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """The rows of tokens that are committed; features: [rows, taps, hidden]. Returns of the batch's logit rows the
+        logits of the token behind, [logit rows, vocab] float32, and the state, [logit rows, width]."""
+
+    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """The rows of drafted tokens, one of each sequence: the `depth`-th drafted one from 1 on; state: [rows, width],
+        of the row before. Returns the same of the token behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class TargetWeights:
     embeddings: Tensor  # [vocab, hidden]
     output: Tensor  # [vocab, hidden]: of the language-model head
     num_layers: int
+    max_model_len: int
 
 
 class HeadReader:
@@ -56,7 +60,7 @@ class HeadReader:
     WrongCheckpoint."""
 
     def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._state, self._dtype, self._device = state, dtype, device
+        self._state, self.dtype, self.device = state, dtype, device
         self._read: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -71,5 +75,5 @@ class HeadReader:
         if tuple(found.shape) != shape:
             raise WrongCheckpoint(f"{name} has shape {list(found.shape)}, its config.json asks for {list(shape)}")
         if name not in self._read:
-            self._read[name] = found.to(device=self._device, dtype=self._dtype)
+            self._read[name] = found.to(device=self.device, dtype=self.dtype if found.is_floating_point() else None)
         return self._read[name]

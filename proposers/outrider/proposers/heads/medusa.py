@@ -13,6 +13,8 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.engine.batch import Batch
+from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.proposers.heads.base import HeadReader, TargetWeights
 
@@ -52,6 +54,7 @@ class MedusaHead:
     """All heads. Its state is the target's hidden state."""
 
     name = "medusa"
+    layers: tuple[LayerShape, ...] = ()
 
     def __init__(self, config: MedusaConfig, reader: HeadReader, target: TargetWeights) -> None:
         self.taps = (target.num_layers,)
@@ -71,12 +74,12 @@ class MedusaHead:
             return target.output if self._token_map is None else target.output[self._token_map]
         return reader.tensor((config.num_outputs, config.hidden_size), *names)
 
-    def start(self, features: Tensor) -> Tensor:  # [rows, 1, hidden] -> [rows, hidden]
-        """The hidden state itself."""
-        return features[:, 0]
+    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Of the last hidden state alone. Shapes: `Head.first`."""
+        return self.next(0, batch, features[batch.logit_rows, 0], cache)
 
-    def step(self, depth: int, state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What is drafted before plays no part. Shapes: `Head.step`."""
+    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """What is drafted before plays no part. Shapes: `Head.next`."""
         hidden = state
         for weight, bias in self._blocks[depth]:
             hidden = hidden + F.silu(F.linear(hidden, weight, bias))

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.engine.batch import Batch
+from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
 from outrider.proposers.heads.base import HeadReader, TargetWeights
 
@@ -68,6 +70,7 @@ class MlpSpeculatorHead:
     """All heads. Its state is the one that the next head takes."""
 
     name = "mlp_speculator"
+    layers: tuple[LayerShape, ...] = ()
 
     def __init__(self, config: MlpConfig, reader: HeadReader, target: TargetWeights) -> None:
         self.taps = (target.num_layers,)
@@ -78,12 +81,17 @@ class MlpSpeculatorHead:
         self._token_weight = token_weight / state_weight  # the norm takes care of the rest
         self._stages = [_stage(config, reader, index) for index in range(config.num_heads)]
 
-    def start(self, features: Tensor) -> Tensor:  # [rows, 1, hidden] -> [rows, hidden]
-        """The hidden state, scaled if the heads were trained so."""
-        return _normed(features[:, 0]) / math.sqrt(2) if self._scale_input else features[:, 0]
+    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Of the last hidden state, scaled if the heads were trained so. Shapes: `Head.first`."""
+        state = features[batch.logit_rows, 0]
+        state = _normed(state) / math.sqrt(2) if self._scale_input else state
+        return self._stage(0, batch.token_ids[batch.logit_rows], state)
 
-    def step(self, depth: int, state: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Shapes: `Head.step`."""
+    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Shapes: `Head.next`."""
+        return self._stage(depth, batch.token_ids, state)
+
+    def _stage(self, depth: int, token_ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         stage = self._stages[depth]
         mixed = F.linear(state, stage.projection) + self._token_weight * F.embedding(token_ids, stage.embeddings)
         state = F.gelu(_normed(mixed) * stage.norm + stage.norm_bias)  # [rows, inner]

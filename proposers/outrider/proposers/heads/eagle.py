@@ -1,0 +1,117 @@
+"""EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840).
+
+EAGLE guesses the target's next hidden state: token and state are joined by `fc`, and the target's own head reads the
+result. EAGLE-3 guesses tokens alone: three of the target's layers are joined to a state, its layer attends to token and
+state side by side, and a head of its own gives the likelier part of the vocabulary (`d2t`: how far id i of it is from
+the target's id). EAGLE-3.1 (arXiv 2605.09992) norms each layer's states (`fc_norm`) and the state that is handed on
+(`norm_output`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.engine.models.base import WrongCheckpoint
+from outrider.proposers.heads.base import HeadReader, TargetWeights
+from outrider.proposers.heads.layer import LayerHead, layer_config
+
+LAYER = ("layers.0.", "model.layers.0.", "midlayer.", "model.midlayer.")  # as it is named, by who saved it
+
+
+class EagleHead(LayerHead):
+    """One layer of the target's shape, without a norm before it. Its state is a guess of the target's last one."""
+
+    name = "eagle"
+
+    def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
+        hidden = target.output.shape[1]
+        if config.get("hidden_size") != hidden:
+            raise WrongCheckpoint(f"hidden_size: is {config.get('hidden_size')}; allowed: the target's, {hidden}")
+        super().__init__(layer_config(config, target), reader, target, LAYER, hidden)
+        self.taps = (target.num_layers,)
+        self._fc = reader.tensor((hidden, 2 * hidden), "fc.weight", "model.fc.weight", "fusion_fc.weight")
+        biases = [name for name in ("fc.bias", "model.fc.bias", "fusion_fc.bias") if name in reader]
+        self._fc_bias = reader.tensor((hidden,), *biases) if biases else None
+        self._output = target.output
+
+    def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: `LayerHead.enter`."""
+        joined = F.linear(torch.cat([embedded, state], dim=-1), self._fc, self._fc_bias)  # [rows, hidden]
+        return joined, joined
+
+    def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: `LayerHead.leave`."""
+        return F.linear(hidden, self._output).float(), hidden
+
+
+class Eagle3Head(LayerHead):
+    """One layer that attends to token and state side by side."""
+
+    name = "eagle3"
+
+    def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
+        layer = dict(config.get("transformer_layer_config") or config)  # speculators keep it apart
+        parsed = layer_config(layer, target)
+        hidden, of_target = parsed.hidden_size, int(config.get("target_hidden_size") or target.output.shape[1])
+        super().__init__(parsed, reader, target, LAYER, 2 * hidden)
+        own = dict(config.get("eagle_config") or {}) | dict(config)
+        self.taps = tuple(own.get("eagle_aux_hidden_state_layer_ids") or default_taps(target.num_layers))
+        names = ("embed_tokens.weight", "model.embed_tokens.weight")
+        if any(name in reader for name in names):
+            self._embeddings = reader.tensor((len(target.embeddings), hidden), *names)
+        width = len(self.taps) * of_target
+        self._fc = reader.tensor((hidden, width), "fc.weight", "model.fc.weight")
+        self._whole_norm = reader.tensor((width,), "input_norm.weight") if own.get("norm_before_fc") else None
+        self._tap_norms = [
+            reader.tensor((of_target,), f"fc_norm.{index}.weight", f"model.fc_norm.{index}.weight")
+            for index in range(len(self.taps) if own.get("fc_norm") else 0)
+        ]
+        prefixed = [f"{prefix}{{}}.weight" for prefix in LAYER]
+        self._token_norm, self._state_norm = (
+            reader.tensor((hidden,), *(name.format(part) for name in prefixed))
+            for part in ("input_layernorm", "hidden_norm")
+        )
+        self._norms_residual = bool(own.get("norm_before_residual", False))
+        self._norms_output = bool(own.get("norm_output", False))
+        self._norm = reader.tensor((hidden,), "norm.weight", "model.norm.weight")
+        self._vocab_size = len(target.output)
+        num_outputs = int(config.get("draft_vocab_size") or self._vocab_size)
+        self._head = reader.tensor((num_outputs, hidden), "lm_head.weight")
+        self._ids = None  # [outputs]: the target's, where they are fewer
+        if num_outputs < self._vocab_size:
+            self._ids = reader.tensor((num_outputs,), "d2t") + torch.arange(num_outputs, device=reader.device)
+
+    def features_to_state(self, features: Tensor) -> Tensor:  # [rows, taps, of target] -> [rows, hidden]
+        """The layers' states, joined."""
+        if self._tap_norms:
+            parts = [self.norm(features[:, index], weight) for index, weight in enumerate(self._tap_norms)]
+            joined = torch.cat(parts, dim=-1)
+        else:
+            joined = features.flatten(1)  # [rows, taps * of target]
+        if self._whole_norm is not None:
+            joined = self.norm(joined, self._whole_norm)
+        return F.linear(joined, self._fc)
+
+    def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: `LayerHead.enter`."""
+        normed = self.norm(state, self._state_norm)
+        side_by_side = torch.cat([self.norm(embedded, self._token_norm), normed], dim=-1)  # [rows, 2 * hidden]
+        return side_by_side, normed if self._norms_residual else state
+
+    def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: `LayerHead.leave`."""
+        normed = self.norm(hidden, self._norm)
+        logits = F.linear(normed, self._head).float()  # [rows, outputs]
+        if self._ids is not None:
+            whole = logits.new_full((len(logits), self._vocab_size), float("-inf"))
+            logits = whole.index_copy_(1, self._ids, logits)
+        return logits, normed if self._norms_output else hidden
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """An early layer, the middle and a late one, where the checkpoint does not say: what its trainers tapped."""
+    return 2, num_layers // 2, num_layers - 3

@@ -1,0 +1,129 @@
+"""Heads that are a layer of a decoder: EAGLE, EAGLE-3 and MTP, which differ in what goes in and what comes out.
+
+A row is token t of a sequence and a state of position t - 1, and its rotary position is t - 1, as these heads were
+trained. Its keys and values are kept at place t, so that what a block of the cache holds follows from that block's
+tokens and those before, and can be shared like the target's. Place 0 holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.engine.batch import Batch
+from outrider.engine.kv_cache import KVCache, LayerShape
+from outrider.engine.models.base import UnsupportedModel
+from outrider.engine.models.decoder import Block
+from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
+from outrider.kernels.attention.plan import plan_attention
+from outrider.kernels.layers.reference import Linear, rms_norm
+from outrider.proposers.heads.base import HeadReader, TargetWeights
+
+MOST_TOKENS = 128  # a draft may be as long as a window
+
+
+class LayerHead:
+    """The layer, without what goes in and comes out: subclasses have `enter` and `leave`."""
+
+    name: str
+    taps: tuple[int, ...]
+    most_tokens = MOST_TOKENS
+
+    def __init__(
+        self, config: DecoderConfig, reader: HeadReader, target: TargetWeights, prefixes: tuple[str, ...], inputs: int
+    ) -> None:
+        self.config = config
+        self.layers = (LayerShape(config.num_kv_heads, config.head_dim),)
+        self._block = _block(config, reader, prefixes, inputs)
+        self._embeddings = target.embeddings
+        tables = rotary_tables(config, reader.dtype)[config.rotary_types[0]]
+        self._cos, self._sin = (table[:, None].to(reader.device) for table in tables)  # [positions, 1, head_dim]
+
+    def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """embedded: [rows, hidden]; state: [rows, width]; positions: [rows], of the state. Returns what the layer's
+        products take, [rows, inputs], and the residual stream, [rows, hidden]."""
+        raise NotImplementedError
+
+    def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # [rows, hidden] -> [rows, vocab] float32, [rows, width]
+        """The logits of the token behind, and the next state."""
+        raise NotImplementedError
+
+    def features_to_state(self, features: Tensor) -> Tensor:  # [rows, taps, hidden] -> [rows, width]
+        """Of the target's hidden states."""
+        return features[:, 0]
+
+    def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Shapes: `Head.first`."""
+        hidden = self._pass(batch, self.features_to_state(features), cache)
+        return self.leave(hidden[batch.logit_rows])
+
+    def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Shapes: `Head.next`."""
+        return self.leave(self._pass(batch, state, cache))
+
+    def _pass(self, batch: Batch, state: Tensor, cache: KVCache) -> Tensor:  # [rows, width] -> [rows, hidden]
+        positions = batch.positions - 1
+        plan = plan_attention(
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            block_size=cache.block_size,
+            heads_per_kv_head=self.config.num_heads // self.config.num_kv_heads,
+            dtype=state.dtype,
+            sliding_window=self.config.sliding_windows[0],
+            max_model_len=self.config.max_model_len,
+            first_key=1,
+        )
+        normed, residual = self.enter(F.embedding(batch.token_ids, self._embeddings), state, positions)
+        rotary = self._cos[positions], self._sin[positions]
+        update, residual = self._block.forward(
+            normed, residual, rotary, plan, batch.slot_mapping, cache.keys[0], cache.values[0]
+        )
+        return residual + update
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:  # [rows, hidden], [hidden] -> [rows, hidden]
+        """RMS norm by the layer's epsilon."""
+        return rms_norm(x, weight, self.config.rms_norm_eps)
+
+
+def layer_config(config: Mapping[str, Any], target: TargetWeights) -> DecoderConfig:
+    """Of a head's only layer, by the words of a decoder's config.json; as long as the target's context. Raises
+    UnsupportedModel."""
+    if config.get("num_hidden_layers", 1) != 1:
+        raise UnsupportedModel(f"a head of {config['num_hidden_layers']} layers (num_hidden_layers); allowed: 1")
+    limit = max(int(config.get("max_position_embeddings") or 0), target.max_model_len)
+    parsed = parse_config({**config, "num_hidden_layers": 1, "max_position_embeddings": limit})
+    return replace(parsed, max_model_len=target.max_model_len)
+
+
+def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...], inputs: int) -> Block:
+    hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
+
+    def named(name: str) -> tuple[str, ...]:
+        return tuple(prefix + name for prefix in prefixes)
+
+    def linear(columns: int, *parts: tuple[str, int]) -> Linear:
+        """Of parts (name, rows), on top of one another."""
+        weight = torch.cat([reader.tensor((rows, columns), *named(f"{part}.weight")) for part, rows in parts])
+        has_bias = any(name in reader for name in named(f"{parts[0][0]}.bias"))
+        bias = [reader.tensor((rows,), *named(f"{part}.bias")) for part, rows in parts] if has_bias else []
+        return Linear(weight, torch.cat(bias) if bias else None)
+
+    qk_norm = None
+    if config.family.qk_norm:
+        query, key = (reader.tensor((dim,), *named(f"self_attn.{part}_norm.weight")) for part in "qk")
+        qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+    return Block(
+        config,
+        qkv=linear(inputs, ("self_attn.q_proj", heads), ("self_attn.k_proj", kv_heads), ("self_attn.v_proj", kv_heads)),
+        output=linear(heads, ("self_attn.o_proj", hidden)),
+        gate_up=linear(hidden, ("mlp.gate_proj", width), ("mlp.up_proj", width)),
+        down=linear(width, ("mlp.down_proj", hidden)),
+        post_norm=reader.tensor((hidden,), *named("post_attention_layernorm.weight")),
+        qk_norm=qk_norm,
+    )
