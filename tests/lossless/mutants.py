@@ -26,8 +26,8 @@ from outrider.kernels.sampling.reference import DraftSamples, logits_to_probs
 from outrider.kernels.types import Penalties, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, coupled_accept
 from outrider.proposers import draft_model
-from outrider.proposers.draft_model import DrawnVocabulary
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
+from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
 
 Bug = Callable[[pytest.MonkeyPatch], None]

@@ -45,7 +45,7 @@ from torch import Tensor
 from outrider.kernels.sampling.reference import draft_sample, logits_to_probs, most_probable
 from outrider.kernels.types import DraftWeights, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, cut_at_vocabulary
-from outrider.proposers.draft_model import DrawnVocabulary
+from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.lexicon import Lexicon, Token
 

@@ -205,7 +205,8 @@ class TargetHarness:
         def count(_: ComputedStep) -> None:
             harness.num_steps += 1
 
-        runner, clock = ModelRunner(loaded.model, num_blocks), lambda: harness.now
+        head = options.get("head")
+        runner, clock = ModelRunner(loaded.model, num_blocks, taps=head.taps if head else ()), lambda: harness.now
         engine = TargetEngine(runner, limits, clock=clock, **{"on_step": count} | options)
         harness = cls(engine)
         return harness
@@ -257,6 +258,7 @@ def opened(sequence_id: int, prompt: Sequence[int], **sampling: Any) -> Open:
         "suspect",
         "salt",
         "model_digest",
+        "method",
     }
     own = {name: sampling.pop(name) for name in names & sampling.keys()}
     sampling.setdefault("temperature", 0.0)

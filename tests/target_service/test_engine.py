@@ -51,7 +51,7 @@ def models() -> tuple[Any, LoadedModel]:
 
 
 def prompt_of(seed: int, length: int = 20) -> list[int]:
-    return [random.Random(seed).randrange(3, VOCAB) for _ in range(length)]
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
 
 
 def test_plain_greedy_equals_generate(models: tuple[Any, LoadedModel]) -> None:

@@ -171,7 +171,7 @@ def test_acceptance_of_the_target_is_the_prior_of_a_sequence() -> None:
 
 # In the engine
 
-PROMPTS = [[random.Random(seed).randrange(3, VOCAB) for _ in range(12)] for seed in range(6)]
+PROMPTS = [random.Random(seed).choices(range(3, VOCAB), k=12) for seed in range(6)]
 LENGTH = 30
 
 

@@ -21,7 +21,7 @@ from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, Quantization, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.models.base import UnsupportedModel
-from outrider.proposers.draft_model import DrawnVocabulary
+from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.reencoding import JoinedVocabulary, Reencoding
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens, Open

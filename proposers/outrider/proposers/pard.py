@@ -89,7 +89,7 @@ class PardProposer(DraftModelProposer):
             rows = [replace(drawing[index][0], offset=place - turn) for index, place in lines]
             if not rows:
                 break
-            tokens = self._draw(logits[[starts[index] + place for index, place in lines]], rows)
+            tokens = self._drawer.draw(logits[[starts[index] + place for index, place in lines]], rows)
             for (index, place), token in zip(lines, tokens, strict=True):
                 if token is not None and place == num_drawn[index]:
                     drafted[index] += append_drawn(drawing[index][0], token)

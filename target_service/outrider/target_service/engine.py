@@ -15,6 +15,8 @@ from typing import TypeVar
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
 from outrider.engine.worker import DeviceLost, require_device
+from outrider.proposers.drawing import Drawer
+from outrider.proposers.heads.base import Head
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, Unavailable
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
@@ -33,6 +35,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.target_service.device_verifier import StepVerifier, verifier_of
 from outrider.target_service.goodput import BatchingDelay, Goodput
+from outrider.target_service.local_draft import LocalDraft
 from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs, report_prompt
 from outrider.target_service.profile import StepProfile, ThreadSplit, measure_steps
 from outrider.target_service.scheduler import ScheduledSequence, TargetScheduler
@@ -59,6 +62,7 @@ class TargetEngine:
         cut_windows: bool = True,
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[ComputedStep], None] | None = None,
+        head: Head | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -72,6 +76,8 @@ class TargetEngine:
         self.cache = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, prefix_cache, cache_dtype=dtype)
         self.scheduler = TargetScheduler(self.cache, max_rows, limits.max_window, cut_windows)
         self.verifier = verifier_of(runner, limits.vocab_size)
+        drawer = Drawer(limits.vocab_size, runner.model.device)
+        self.local_draft = None if head is None else LocalDraft(head, runner, self.cache, drawer)
         self._batching_delay = BatchingDelay()
         self.threads: ThreadSplit | None = None  # where the number is not given
 
@@ -101,6 +107,9 @@ class TargetEngine:
             has_run = True
             self._observe(step)
             self._commit_step(step)
+            if self.local_draft is not None:
+                self._flush()
+                self._draft(self.local_draft, step)
         self._flush()
         return 0.0 if has_run else BLOCKED_S
 
@@ -226,6 +235,14 @@ class TargetEngine:
                 with self._fail_on_error(scheduled.target, "a prompt's chunk"):
                     scheduled.target.sequence.num_computed_tokens = scheduled.end
                     self.cache.publish(scheduled.target.sequence, scheduled.committed)
+
+    def _draft(self, local_draft: LocalDraft, step: ComputedStep) -> None:
+        """A head that fails costs its drafts alone: what is not drafted is decoded plainly."""
+        try:
+            local_draft.run(step)
+        except Exception:
+            require_device(self._runner.model.device)
+            log.exception("the head failed; the step's sequences go on without its drafts")
 
     def _commit(self, verified: VerifiedWindow, step: ComputedStep, load: Load) -> None:
         target = verified.scheduled.target

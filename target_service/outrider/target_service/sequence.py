@@ -29,6 +29,15 @@ from outrider.rpc.messages import (
 from outrider.rpc.sampling_params import MAX_LOGPROBS, AcceptanceRule
 from outrider.target_service.draft_buffer import ChainBuffer
 
+
+@dataclass(frozen=True, slots=True)
+class HeadPlaces:
+    """How far a head's rows of a sequence are in the cache."""
+
+    end: int  # places from 1 to below it
+    last_block: int  # that holds the last of them: another one tells that the blocks were given up
+
+
 Sink = Callable[[TargetEvent], None]
 SequenceKey = tuple[int, int]  # stream number, sequence id
 
@@ -57,6 +66,10 @@ class TargetSequence:
     # Its draft: what is held of it, and how much of that was accepted of late.
     chains: ChainBuffer
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(forgets_untested=True))
+
+    # Of a head beside the model: how far its rows are, and the number of its next chain.
+    head_places: HeadPlaces | None = None
+    next_chain: int = 0
 
     # Its credit, and the wait for a chain.
     until: int = 0
@@ -201,6 +214,7 @@ def admit(
         sampler=sampler,
         random_key=RandomKey(whole.seed, whole.completion),
         chains=ChainBuffer(sequence.tokens, limits.vocab_size),
+        next_chain=whole.first_chain,
         last_commit=now,
         ready_since=now,
         group=(parent.group or parent.key) if parent is not None else key,

@@ -1,0 +1,239 @@
+"""A head beside the model: it drafts right after the step that made its features, and no wire is between.
+
+After a step the head computes a row for every token whose position before is certain now: of prompts, too, so that its
+keys and values lie in every block that the target's do, and are found with it in the prefix cache. Then it draws, depth
+by depth for all sequences at once, as many tokens as their credit asks for. What they leave in the cache stands in the
+places of the next window, and is computed anew from the target's own states when that was judged. The states at the
+last place of every block are kept beside it: whoever finds the block goes on from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from outrider.engine.batch import BatchEntry, build_batch
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.kv_cache_manager import KVCacheManager
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.random import RandomAhead, RandomRange
+from outrider.engine.sampler import SamplingRows
+from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
+from outrider.proposers.drawing import Drawer
+from outrider.proposers.heads.base import Head
+from outrider.rpc.messages import DraftTokens, TokenWeights
+from outrider.target_service.outputs import ComputedStep
+from outrider.target_service.scheduler import ScheduledSequence
+from outrider.target_service.sequence import HeadPlaces, TargetSequence
+
+
+@dataclass(slots=True)
+class _Line:
+    """What one sequence computes and draws after a step."""
+
+    target: TargetSequence
+    scheduled: ScheduledSequence
+    offset: int  # the step's row of its first position
+    first: int  # place of its first row
+    end: int  # after its last one
+    count: int  # tokens to draw
+    keeps: bool  # what the head computes has places in the cache
+    number: int = 0  # of the chain
+    drawn: list[DraftedToken] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """The committed length."""
+        return len(self.target.sequence)
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """How it draws."""
+        target = self.target
+        rule = DraftRule.COUPLED if target.coupled else DraftRule.REJECTION
+        rule = DraftRule.ARGMAX if target.greedy or target.open.one_hot else rule
+        sampling = DraftSampling(rule, target.random_key, ahead=RandomAhead(), by_chain=target.by_block)
+        return sampling.of_chain(self.number, self.length)
+
+    @property
+    def num_top_tokens(self) -> int:
+        """None is wanted."""
+        return 0
+
+    @property
+    def wants_confidence(self) -> bool:
+        """It is not."""
+        return False
+
+    def span(self) -> RandomRange:
+        """Where the random numbers of the next token are."""
+        position = self.length + len(self.drawn)
+        return RandomRange(self.draft_sampling.key, RandomAhead(), position, 1, position + 1)
+
+    def sampling_rows(self) -> SamplingRows:
+        """The row after the chain, processed as if the chain were committed."""
+        chain = [token.token_id for token in self.drawn]
+        return SamplingRows(self.target.sampler, chain, first=len(chain))
+
+    def first_entry(self) -> BatchEntry:
+        """The rows of committed tokens."""
+        sequence, ids = self.target.sequence, self.target.sequence.tokens[self.first : self.end]
+        return BatchEntry(ids, self.first, sequence.block_table, int(self.count > 0)) if self.keeps else _alone(ids[0])
+
+    def next_entry(self) -> BatchEntry:
+        """The row of the last token drawn."""
+        token_id, place = self.drawn[-1].token_id, self.length + len(self.drawn) - 1
+        return BatchEntry([token_id], place, self.target.sequence.block_table, 1) if self.keeps else _alone(token_id)
+
+
+def _alone(token_id: int) -> BatchEntry:
+    """A row without a place."""
+    return BatchEntry([token_id], 0, [0], 1)
+
+
+class LocalDraft:
+    """One head and its cache. Called from the device thread, after a step was committed."""
+
+    def __init__(self, head: Head, runner: ModelRunner, cache: KVCacheManager, drawer: Drawer) -> None:
+        model = runner.model
+        self.head = head
+        self.last_us = 0  # what the last call took
+        self._runner, self._manager, self._drawer = runner, cache, drawer
+        num_blocks, size = runner.cache.num_blocks, runner.block_size
+        self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
+        shape = (num_blocks if head.layers else 0, len(head.taps), model.hidden_size)
+        self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
+
+    @torch.inference_mode()
+    def run(self, step: ComputedStep) -> None:
+        """Computes what the step has made certain, and gives the sequences that may have one a chain."""
+        began = time.perf_counter_ns()
+        states = self._runner.hidden_states  # [rows, taps, hidden]
+        if states is None:
+            raise ValueError(f"the target taps no layer; {self.head.name} reads {list(self.head.taps)}")
+        lines = list(self._lines(step))
+        self._keep_ends(lines, states)
+        lines = [line for line in lines if line.first < line.end and (self.head.layers or line.count)]  # with rows
+        if lines:
+            self._draft(lines, states)
+        for line in lines:
+            if line.drawn:
+                line.target.chains.add(_piece(line))
+        self.last_us = (time.perf_counter_ns() - began) // 1000
+
+    def _lines(self, step: ComputedStep) -> Iterator[_Line]:
+        """Sequences that live on, with the rows whose position before is certain."""
+        offsets = accumulate((scheduled.num_rows for scheduled in step.scheduled), initial=0)
+        for scheduled, offset in zip(step.scheduled, offsets, strict=False):
+            target = scheduled.target
+            if target.finished or not target.sequence.block_table:
+                continue
+            end = target.sequence.num_computed_tokens + 1
+            count = self._count(target) if scheduled.samples else 0
+            if not self.head.layers:
+                line = _Line(target, scheduled, offset, end - 1, end, count, False, target.next_chain)
+            else:
+                end, count = self._reserved(target, end, count)
+                line = _Line(target, scheduled, offset, self._first(scheduled), end, count, True, target.next_chain)
+                block = target.sequence.block_table[(end - 1) // self._runner.block_size]
+                target.head_places = HeadPlaces(end, block)
+            target.next_chain += count > 0
+            yield line
+
+    def _first(self, scheduled: ScheduledSequence) -> int:
+        """The place of the first row to compute: behind those that are there. Where blocks were found, the states at
+        their ends are, too; elsewhere in a block they are not, and that place is left out."""
+        start, places = scheduled.start, scheduled.target.head_places
+        if start == 0:
+            return 1
+        size = self._runner.block_size
+        table = scheduled.target.sequence.block_table
+        if places is not None and places.end == start + 1 and table[start // size] == places.last_block:
+            return start + 1
+        return start if start % size == 0 else start + 1
+
+    def _count(self, target: TargetSequence) -> int:
+        """How many tokens to draw: as many as the next window may have."""
+        if target.open.method != self.head.name or target.chains.live() is not None or not target.wants_tokens:
+            return 0
+        room = min(target.until - target.committed, target.tokens_left)
+        return min(target.max_window, self.head.most_tokens, room)
+
+    def _reserved(self, target: TargetSequence, end: int, count: int) -> tuple[int, int]:
+        """The end of the rows and the number of tokens that there are blocks for. The place of the last token drawn is
+        not needed: nothing is drawn behind it."""
+        free, size = self._manager.pool.num_free, self._runner.block_size
+        room = (len(target.sequence.block_table) + free) * size  # places
+        if room < end:
+            return end - 1, 0
+        count = max(0, min(count, room - target.committed + 1))
+        self._manager.extend(target.sequence, num_tokens=max(end, target.committed + count - 1 if count else 0))
+        return end, count
+
+    def _keep_ends(self, lines: Sequence[_Line], states: Tensor) -> None:
+        """The states at the last places of blocks that are computed and committed."""
+        if not self.head.layers:
+            return
+        size = self._runner.block_size
+        blocks: list[int] = []
+        rows: list[int] = []
+        for line in lines:
+            start = line.scheduled.start
+            for position in range(start + (-start - 1) % size, line.end - 1, size):
+                blocks.append(line.target.sequence.block_table[position // size])
+                rows.append(line.offset + position - start)
+        if blocks:
+            self._ends[torch.tensor(blocks, device=states.device)] = states[torch.tensor(rows, device=states.device)]
+
+    def _features(self, lines: Sequence[_Line], states: Tensor) -> Tensor:  # [rows, taps, hidden]
+        """Of the position before each row's place: the step's, or what a found block ends with."""
+        size, device = self._runner.block_size, states.device
+        rows: list[int] = []
+        found: list[tuple[int, int]] = []  # which row, and the block whose end stands there
+        for line in lines:
+            if line.first == line.scheduled.start:
+                found.append((len(rows), line.target.sequence.block_table[(line.first - 1) // size]))
+            rows += [max(0, line.offset + place - 1 - line.scheduled.start) for place in range(line.first, line.end)]
+        features = states[torch.tensor(rows, device=device)]
+        for row, block in found:
+            features[row] = self._ends[block]
+        return features
+
+    def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:
+        """One pass a depth, for all that draw so deep."""
+        size, device = self._runner.block_size, states.device
+        entries = [line.first_entry() for line in lines]
+        batch = build_batch(entries, size, device)
+        logits, state = self.head.first(batch, self._features(lines, states), self._cache)
+        going = [line for line in lines if line.count]
+        depth = 0
+        while going:
+            kept = [index for index, token in enumerate(self._drawer.draw(logits, going)) if _take(going[index], token)]
+            going, depth = [going[index] for index in kept], depth + 1
+            if going:
+                batch = build_batch([line.next_entry() for line in going], size, device)
+                logits, state = self.head.next(depth, batch, state[torch.tensor(kept, device=device)], self._cache)
+
+
+def _take(line: _Line, token: DraftedToken | None) -> bool:
+    """Notes a token; whether the line draws another one."""
+    if token is None:
+        return False
+    line.drawn.append(token)
+    return len(line.drawn) < line.count
+
+
+def _piece(line: _Line) -> DraftTokens:
+    """The chain, as if it had come from a draft."""
+    weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn)
+    return DraftTokens(
+        line.target.open.sequence_id,
+        line.number,
+        line.length,
+        tuple(token.token_id for token in line.drawn),
+        weights if any(entry is not None for entry in weights) else (),
+    )

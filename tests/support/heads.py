@@ -1,0 +1,130 @@
+"""Heads of random weights for a tiny target, and one that can only be right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.engine.loader import LoadedModel
+from outrider.proposers.heads.base import Head, TargetWeights
+from outrider.proposers.heads.loading import load_head
+
+METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+
+
+def target_weights(hf: Any, loaded: LoadedModel) -> TargetWeights:
+    """Of the transformers model that the target was built from."""
+    embeddings, output = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
+    return TargetWeights(embeddings.detach(), output.detach(), len(loaded.model.layers), loaded.max_model_len)
+
+
+def save_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """A checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+def random_head(method: str, folder: Path, hf: Any, loaded: LoadedModel, seed: int = 0) -> Head:
+    """As small as the target."""
+    weights = target_weights(hf, loaded)
+    config, shapes = SHAPES[method](hf.config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_head(folder, config, tensors)
+    return load_head(folder, weights, loaded.model.dtype, loaded.model.device)
+
+
+def perfect_head(folder: Path, hf: Any, loaded: LoadedModel) -> Head:
+    """EAGLE's for a target of one layer whose last norm has no factors: its state is the token's embedding, its layer
+    is the target's, with the norm before it folded into the products, which holds for embeddings of RMS 1."""
+    config = hf.config.to_dict() | {"architectures": ["EagleLlamaForCausalLM"]}
+    hidden = hf.config.hidden_size
+    state = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
+    tensors = {name: tensor for name, tensor in state.items() if name.startswith("layers.0.")}
+    factors = tensors.pop("layers.0.input_layernorm.weight")
+    for part in "qkv":
+        tensors[f"layers.0.self_attn.{part}_proj.weight"] = tensors[f"layers.0.self_attn.{part}_proj.weight"] * factors
+    tensors["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    save_head(folder, config, tensors)
+    return load_head(folder, target_weights(hf, loaded), loaded.model.dtype, loaded.model.device)
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _llama(config: Any) -> dict[str, Any]:
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "rms_norm_eps",
+    )
+    return {name: getattr(config, name) for name in names} | {"model_type": "llama", "num_hidden_layers": 1}
+
+
+def _layer(config: Any, prefix: str, inputs: int, norms: tuple[str, ...] = ()) -> Shapes:
+    hidden, width = config.hidden_size, config.intermediate_size
+    dim = hidden // config.num_attention_heads
+    heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    shapes: Shapes = {
+        "self_attn.q_proj": (heads, inputs), "self_attn.k_proj": (kv_heads, inputs),
+        "self_attn.v_proj": (kv_heads, inputs), "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden), "mlp.down_proj": (hidden, width),
+    }  # fmt: skip
+    shapes |= dict.fromkeys(("post_attention_layernorm", *norms), (hidden,))
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _eagle(config: Any) -> tuple[dict[str, Any], Shapes]:
+    hidden = config.hidden_size
+    shapes = _layer(config, "layers.0.", hidden) | {"fc.weight": (hidden, 2 * hidden)}
+    return _llama(config) | {"architectures": ["EagleLlamaForCausalLM"]}, shapes
+
+
+def _eagle3(config: Any) -> tuple[dict[str, Any], Shapes]:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes = _layer(config, "midlayer.", 2 * hidden, ("input_layernorm", "hidden_norm"))
+    shapes |= {"fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, config.num_hidden_layers]}
+    return _llama(config) | {"architectures": ["LlamaForCausalLMEagle3"]} | taps, shapes
+
+
+def _mtp(config: Any) -> tuple[dict[str, Any], Shapes]:
+    prefix, hidden = "model.mtp_layers.0.", config.hidden_size
+    norms = ("input_layernorm", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    shapes = _layer(config, prefix, hidden, norms) | {f"{prefix}input_proj.weight": (hidden, 2 * hidden)}
+    shapes |= {
+        f"{prefix}self_attn.{part}_proj.bias": (shapes[f"{prefix}self_attn.{part}_proj.weight"][0],) for part in "qkv"
+    }
+    return _llama(config) | {"model_type": "mimo", "num_nextn_predict_layers": 1}, shapes
+
+
+def _medusa(config: Any) -> tuple[dict[str, Any], Shapes]:
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes: Shapes = {f"blocks.{head}.layers.0.weight": (hidden, hidden) for head in range(5)}
+    shapes |= {f"lm_heads.{head}.weight": (vocab, hidden) for head in range(5)}
+    return {"model_type": "medusa", "num_heads": 5, "num_hidden_layers": 1}, shapes
+
+
+def _mlp_speculator(config: Any) -> tuple[dict[str, Any], Shapes]:
+    hidden, vocab, inner = config.hidden_size, config.vocab_size, 24
+    shapes: Shapes = {"proj.0.weight": (inner, hidden), "proj.1.weight": (inner, inner)}
+    shapes |= {"emb.0.weight": (vocab, inner), "head.0.weight": (vocab, inner)}
+    shapes |= {"ln.0.weight": (inner,), "ln.0.bias": (inner,)}
+    sizes = {"n_predict": 4, "emb_dim": hidden, "inner_dim": inner, "vocab_size": vocab, "tie_weights": True}
+    return {"model_type": "mlp_speculator"} | sizes, shapes
+
+
+SHAPES = {"eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa, "mlp_speculator": _mlp_speculator, "mtp": _mtp}

@@ -1,0 +1,162 @@
+"""A head beside the target: what is committed is what the target alone would say, whatever it drafts; its rows are
+there for every token; and a head that must be right is."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import COUPLED, VOCAB, TargetHarness, opened, tiny_model
+from support.heads import METHODS, perfect_head, random_head
+from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
+
+from outrider.engine.batch import Batch
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.loader import LoadedModel
+from outrider.proposers.heads.base import Head
+from outrider.rpc.messages import Credit, Open
+from outrider.rpc.sampling_params import TokenOrigin
+
+SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, LoadedModel]:
+    return tiny_model()
+
+
+@pytest.fixture(params=METHODS)
+def head(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> Head:
+    return random_head(request.param, tmp_path, *models)
+
+
+def prompt_of(seed: int, length: int = 20) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB), k=length)
+
+
+def asked(number: int, prompt: list[int], head: Head, **sampling: Any) -> Open:
+    return opened(number, prompt, method=head.name, **sampling)
+
+
+@pytest.mark.parametrize("k", [1, 4, 8, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 5, 6, 7))])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
+def test_output_is_the_targets_own(models: Any, head: Head, k: int, sampling: dict[str, Any]) -> None:
+    loaded, prompt = models[1], prompt_of(k, 13 + k)
+    options = {"max_tokens": 40, "seed": 77, **sampling}
+    plain = TargetHarness.of(loaded).decode_plain(1, opened(1, prompt, **options))
+    harness = TargetHarness.of(loaded, head=head)
+    harness.send(asked(1, prompt, head, **options), Credit(1, 1 << 20, k))
+    harness.run()
+    assert harness.output(1) == plain
+    drafted = [commit.num_drafted for commit in harness.commits(1)]
+    assert drafted[0] == 0 and max(drafted) == min(k, head.most_tokens)
+    assert all(drafted[1:-1]), "every round after the first has a draft"
+
+
+def test_batch_and_chunks_and_preemption_and_prefixes_change_nothing(models: Any, head: Head) -> None:
+    loaded = models[1]
+    requests = [
+        asked(n, prompt_of(n % 3, 5 + 5 * n), head, max_tokens=20, temperature=float(n % 2), acceptance=COUPLED, seed=n)
+        for n in range(1, 11)
+    ]
+    alone = {r.sequence_id: TargetHarness.of(loaded).decode_plain(r.sequence_id, r) for r in requests}
+    harness = TargetHarness.of(loaded, num_blocks=14, max_rows=24, head=head)
+    for request in requests:
+        harness.send(request, Credit(request.sequence_id, 1 << 20, 1 + request.sequence_id % 4))
+    harness.run()
+    assert {r.sequence_id: harness.output(r.sequence_id) for r in requests} == alone
+    assert harness.engine.cache.pool.num_free == 14
+
+
+def test_rows_have_the_states_before_their_tokens(models: Any, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a chunk or a found block ends; every token but the first has its row, whoever computed it."""
+    hf, loaded = models
+    texts = {n: [*prompt_of(8, 33), *prompt_of(n, 1 + 9 * n)] for n in range(3)}
+    seen: list[tuple[list[int], list[int], list[int], torch.Tensor]] = []  # text, places, tokens and features
+    first = type(head).first
+
+    def watched(self: Head, batch: Batch, features: torch.Tensor, cache: KVCache) -> Any:
+        (target,) = harness.engine.scheduler.sequences.values()
+        text = list(target.sequence.tokens)
+        places = batch.positions.tolist() if self.layers else [len(text) - 1]
+        seen.append((text, places, batch.token_ids.tolist(), features.clone()))
+        return first(self, batch, features, cache)
+
+    monkeypatch.setattr(type(head), "first", watched)
+    harness = TargetHarness.of(loaded, max_rows=13, head=head)
+    for number, prompt in texts.items():
+        harness.send(asked(number, prompt, head, max_tokens=24), Credit(number, 1 << 20, 3))
+        harness.run()
+        for text, places, tokens, features in seen:
+            assert tokens == [text[place] for place in places]
+            with torch.inference_mode():
+                states = hf(torch.tensor([text]), output_hidden_states=True).hidden_states
+            before = torch.tensor(places) - 1
+            expected = torch.stack([states[layer][0, before] for layer in head.taps], dim=1)
+            torch.testing.assert_close(features, expected, atol=2e-5, rtol=1e-4)
+        computed = {place for _, places, _, _ in seen for place in places}
+        found = 32 if number else 1  # places of blocks that the first sequence filled
+        assert not head.layers or computed >= set(range(found, len(prompt) + 20))
+        assert not head.layers or number == 0 or min(computed) == 32
+        seen.clear()
+
+
+def test_without_credit_for_a_window_or_another_method_nothing_is_drafted(models: Any, head: Head) -> None:
+    harness = TargetHarness.of(models[1], head=head)
+    harness.send(asked(1, prompt_of(1), head, max_tokens=9), Credit(1, 1 << 20, 0))
+    harness.send(opened(2, prompt_of(2), max_tokens=9), Credit(2, 1 << 20, 4))
+    harness.run()
+    assert {origin for n in (1, 2) for c in harness.commits(n) for origin in c.origins} == {TokenOrigin.PLAIN}
+
+
+def test_a_head_that_fails_costs_its_drafts_alone(models: Any, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(4)
+    plain = TargetHarness.of(models[1]).decode_plain(1, opened(1, prompt, max_tokens=12))
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(type(head), "first", broken)
+    harness = TargetHarness.of(models[1], head=head)
+    harness.send(asked(1, prompt, head, max_tokens=12), Credit(1, 1 << 20, 3))
+    harness.run()
+    assert harness.output(1) == plain
+
+
+WINDOW = 9
+
+
+@pytest.fixture(scope="module")
+def transparent() -> tuple[Any, LoadedModel]:
+    """A target of one layer that a head can copy: see `perfect_head`."""
+    options = {"num_hidden_layers": 1, "sliding_window": WINDOW}
+    hf = tiny_hf_model("mistral", **options)
+    with torch.no_grad():
+        embeddings = hf.get_input_embeddings().weight
+        embeddings /= embeddings.square().mean(-1, keepdim=True).sqrt()
+        hf.model.norm.weight.fill_(1.0)
+    loaded = build_decoder(tiny_config("mistral", **options), tiny_state(hf), batch_invariant=True)
+    return hf, loaded
+
+
+@pytest.mark.parametrize("num_blocks", [64, 7])
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_a_head_that_must_be_right_is(transparent: Any, tmp_path: Path, k: int, num_blocks: int) -> None:
+    """Once token 0, whose row a head has not, is out of the window. Its rows are there after chunks of prompts, hits of
+    the prefix cache and preemption: few blocks for three sequences, of which two begin alike."""
+    head = perfect_head(tmp_path, *transparent)
+    loaded = transparent[1]
+    shared = prompt_of(9, 37)
+    prompts = {1: shared, 2: [*shared[:33], 5, 6], 3: prompt_of(10, 40)}
+    harness = TargetHarness.of(loaded, num_blocks=num_blocks, max_rows=24, head=head)
+    for number, prompt in prompts.items():
+        harness.send(asked(number, prompt, head, max_tokens=30), Credit(number, 1 << 20, k))
+    harness.run()
+    for number, prompt in prompts.items():
+        assert harness.output(number) == TargetHarness.of(loaded).decode_plain(1, opened(1, prompt, max_tokens=30))
+        commits = harness.commits(number)
+        assert all(commit.num_accepted == commit.num_drafted for commit in commits), number
+        assert sum(commit.num_drafted for commit in commits) > 30 * k // (k + 3)
