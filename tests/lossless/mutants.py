@@ -25,7 +25,7 @@ from outrider.kernels.kv_store import reference as kv_store
 from outrider.kernels.sampling.reference import DraftSamples, logits_to_probs
 from outrider.kernels.types import Penalties, RowSampling, Windows
 from outrider.kernels.verify.reference import accept, coupled_accept
-from outrider.proposers import draft_model
+from outrider.proposers import drawing
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
@@ -244,7 +244,7 @@ def a_lookup_replaces_what_was_drawn(patch: Patch) -> None:
 def mapped_draws_are_not_renormalised(patch: Patch) -> None:
     """A draft of another vocabulary draws from all that it has: what the target lacks becomes the first token that both
     have, and the weights that are sent are those of what both have."""
-    logits, sample = DrawnVocabulary.logits, draft_model.draft_sample
+    logits, sample = DrawnVocabulary.logits, drawing.draft_sample
     lost: list[Tensor] = []
 
     def unmapped(self: DrawnVocabulary, own: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def mapped_draws_are_not_renormalised(patch: Patch) -> None:
         return replace(samples, token_ids=torch.where(words[:, 2] / 2**32 < lost[-1], first, samples.token_ids))
 
     patch.setattr(DrawnVocabulary, "logits", unmapped)
-    patch.setattr(draft_model, "draft_sample", mutant)
+    patch.setattr(drawing, "draft_sample", mutant)
 
 
 def weights_are_not_those_drawn_from(patch: Patch) -> None:
