@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outrider.engine.batch import Batch, BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.proposers.heads.base import Head, TargetWeights
+from outrider.proposers.heads.head import Head, TargetWeights
 from outrider.proposers.heads.loading import load_head
 
 HIDDEN, VOCAB, INNER, HEADS = 24, 50, 20, 3

@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.proposers.heads.base import Head, TargetWeights
+from outrider.proposers.heads.head import Head, TargetWeights
 from outrider.proposers.heads.loading import load_head
 
 HIDDEN, VOCAB, WIDTH, HEADS, KV_HEADS, DIM, LAYERS = 32, 60, 48, 4, 2, 8, 6

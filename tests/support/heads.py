@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.engine.loader import LoadedModel
-from outrider.proposers.heads.base import Head, TargetWeights
+from outrider.proposers.heads.head import Head, TargetWeights
 from outrider.proposers.heads.loading import load_head
 
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")

@@ -16,7 +16,7 @@ from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel
-from outrider.proposers.heads.base import Head
+from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Credit, Open
 from outrider.rpc.sampling_params import TokenOrigin
 

@@ -16,7 +16,7 @@ from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
 from outrider.engine.worker import DeviceLost, require_device
 from outrider.proposers.drawing import Drawer
-from outrider.proposers.heads.base import Head
+from outrider.proposers.heads.head import Head
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, Unavailable
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (

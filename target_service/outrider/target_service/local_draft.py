@@ -24,7 +24,7 @@ from outrider.engine.random import RandomAhead, RandomRange
 from outrider.engine.sampler import SamplingRows
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
 from outrider.proposers.drawing import Drawer
-from outrider.proposers.heads.base import Head
+from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.scheduler import ScheduledSequence

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.proposers.heads.base import HeadReader, TargetWeights
+from outrider.proposers.heads.head import HeadReader, TargetWeights
 from outrider.proposers.heads.layer import LayerHead, layer_config
 
 LAYER = ("layers.0.", "model.layers.0.", "midlayer.", "model.midlayer.")  # as it is named, by who saved it

@@ -21,7 +21,7 @@ from outrider.engine.models.decoder import Block
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
 from outrider.kernels.attention.plan import plan_attention
 from outrider.kernels.layers.reference import Linear, rms_norm
-from outrider.proposers.heads.base import HeadReader, TargetWeights
+from outrider.proposers.heads.head import HeadReader, TargetWeights
 
 MOST_TOKENS = 128  # a draft may be as long as a window
 

@@ -10,8 +10,8 @@ import torch
 
 from outrider.engine import checkpoint
 from outrider.engine.models.base import UnsupportedModel
-from outrider.proposers.heads.base import Head, HeadReader, TargetWeights
 from outrider.proposers.heads.eagle import Eagle3Head, EagleHead
+from outrider.proposers.heads.head import Head, HeadReader, TargetWeights
 from outrider.proposers.heads.medusa import MedusaConfig, MedusaHead
 from outrider.proposers.heads.mlp_speculator import MlpConfig, MlpSpeculatorHead
 from outrider.proposers.heads.mtp import MtpHead

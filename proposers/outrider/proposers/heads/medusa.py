@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.proposers.heads.base import HeadReader, TargetWeights
+from outrider.proposers.heads.head import HeadReader, TargetWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.proposers.heads.base import HeadReader, TargetWeights
+from outrider.proposers.heads.head import HeadReader, TargetWeights
 from outrider.proposers.heads.layer import LayerHead, layer_config
 
 LAYER = ("model.mtp_layers.0.",)
