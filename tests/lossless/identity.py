@@ -326,8 +326,8 @@ class Services:
         await until(lambda: not self.target.engine.scheduler.sequences)
         await until(lambda: not self.draft.engine.sequences)
         for pool in (self.target.engine.cache.pool, self.draft.cache.pool):
-            pool.check_integrity()  # with no table left every block must be free
-            assert pool.num_free == pool.num_blocks
+            await until(lambda pool=pool: pool.num_free == pool.num_blocks)  # type: ignore[misc]  # released last
+            pool.check_integrity()  # with no table left
 
 
 @asynccontextmanager

@@ -268,6 +268,8 @@ class SpeculativeConfig:
         """As in vLLM: given, else by the model's name or its config.json, else a draft model."""
         method = self.method
         if method in NGRAM_NAMES or (method is None and str(self.model) in NGRAM_NAMES):
+            if self.parallel_drafting:
+                raise ValueError("parallel_drafting is for draft models, not for method 'ngram'")
             self.model = None
             return "ngram"
         if method is not None and method.endswith("_mtp"):
