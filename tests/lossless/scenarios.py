@@ -26,7 +26,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.base import CausalLM
 from outrider.kernels.random import reference as philox
 from outrider.kernels.random.reference import Purpose
-from outrider.proposers import draft_model, drawing
+from outrider.proposers import drawing
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Open
 from outrider.target_service import verifier
 from outrider.target_service.sequence import TargetSequence
@@ -497,7 +497,7 @@ class CounterLog:
         self._trace(monkeypatch, verifier, "draw", 1, lambda index: "bonus" if self._full[index] else "recovered")
         self._trace(monkeypatch, verifier, "coupled_choice", 1, lambda index: "coupled target")
         self._trace(monkeypatch, drawing, "coupled_choice", 1, lambda index: "coupled draft")
-        self._trace(monkeypatch, draft_model, "draft_sample", 1, lambda index: "draft")
+        self._trace(monkeypatch, drawing, "draft_sample", 1, lambda index: "draft")
 
     def _trace(
         self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, argument: int, kind: Callable[[int], str]

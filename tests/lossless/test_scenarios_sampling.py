@@ -30,7 +30,7 @@ from outrider.kernels.sampling.reference import draft_sample
 from outrider.kernels.types import DraftWeights, Windows
 from outrider.kernels.verify import reference as verify
 from outrider.kernels.verify.reference import accept, accept_uniforms, draw
-from outrider.proposers import draft_model
+from outrider.proposers import drawing
 from outrider.rpc.codec import PIECE
 from outrider.rpc.messages import Close, Credit, DraftTokens, Open, PositionLogprobs, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, LogprobsMode, StructuredOutput
@@ -283,14 +283,14 @@ def test_scenario_04_draft_probs_are_not_changed_before_their_use(bug: bool, mon
     sent: dict[int, bytes] = {}  # digests by object
     used: list[tuple[bytes, bytes]] = []  # at sending, and now
     if bug:
-        buffers, packed, calls = (bytearray(1 << 16), bytearray(1 << 16)), draft_model.pack, count()
+        buffers, packed, calls = (bytearray(1 << 16), bytearray(1 << 16)), drawing.pack, count()
 
         def into_one_buffer(values: torch.Tensor) -> memoryview:
             data, buffer = packed(values), buffers[next(calls) % 2]
             buffer[: len(data)] = data
             return memoryview(buffer)[: len(data)]
 
-        monkeypatch.setattr(draft_model, "pack", into_one_buffer)
+        monkeypatch.setattr(drawing, "pack", into_one_buffer)
     weights_of, of = chains._weights_of, DraftWeights.of
 
     def note_sent(drafted: Any) -> TokenWeights | None:

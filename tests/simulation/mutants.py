@@ -13,7 +13,7 @@ from simulation.campaign import Mode
 from outrider.draft_service.sequence import DraftSequence
 from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.gateway.speculation.core import SpeculationCore
-from outrider.proposers.draft_model import DraftModelProposer
+from outrider.proposers.drawing import Drawer
 from outrider.rpc.servicer import Detach
 from outrider.target_service import verifier
 from outrider.target_service.draft_buffer import ChainBuffer
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant("a removed sequence keeps its blocks", Mode.GREEDY, _wrapped(TargetScheduler, "remove", _forgets_blocks)),
     Mutant("a broken stream's sequences stay", Mode.GREEDY, _wrapped(TargetEngine, "handle", _ignore_stream_end)),
     Mutant("patience has no end", Mode.GREEDY, _wrapped(TargetSequence, "due", _waits)),
-    Mutant("k is cut after the token was seen", Mode.LAW, _wrapped(DraftModelProposer, "_draw_weighted", _cuts)),
+    Mutant("k is cut after the token was seen", Mode.LAW, _wrapped(Drawer, "_draw_weighted", _cuts)),
     Mutant("the residual is the target's law", Mode.LAW, _wrapped(verifier, "accept", _target_as_residual)),
     Mutant("coin and residual share a word", Mode.LAW, lambda: patch.object(verifier, "RECOVERED", verifier.ACCEPT)),
 )

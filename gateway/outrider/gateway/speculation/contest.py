@@ -19,6 +19,7 @@ from outrider.planner.policy import OFF, Limits, Mode, Plan
 
 GAIN = 0.97  # a new leader takes at most this share of the leader's time
 GUESSED_GAIN = 0.9  # for one request to leave the leader for a plan that was not tried
+FAR_OFF = 2.0  # of the leader's time: where off takes more, it gets no look of its own
 PROMISING = 1.2  # of the leader's time: what is thought to take more is not tried
 HOPELESS = 1.5  # of the leader's time: a trial ends early
 PREFERENCE = 0.97  # for off: the draft has other work
@@ -175,8 +176,8 @@ class PlanTrials:
 
     def _challenger(self, forecast: Forecast) -> Plan | None:
         """Off, which nothing may be slower than; of every way that was not tried its best number of tokens; then what
-        promises to beat the leader, with the acceptance seen since it was tried. Once these were tried, off and the
-        oldest trial in turns, after a backoff each."""
+        promises to beat the leader, with the acceptance seen since it was tried. Once these were tried, off, if
+        it is near, and the oldest trial in turns, after a backoff each."""
         times = {plan: self.us_per_token(plan, forecast) for plan in self.plans if plan != self.leader}
         limit = self.us_per_token(self.leader, forecast)
         styles = {plan.style for plan in self._tried}
@@ -195,7 +196,7 @@ class PlanTrials:
         if self._backoff > 0:
             return None
         self._backoff = self._last_backoff = min(MAX_BACKOFF, 2 * self._last_backoff) or FIRST_BACKOFF
-        self._looks_at_off = not self._looks_at_off and OFF in times
+        self._looks_at_off = not self._looks_at_off and OFF in times and times[OFF] < FAR_OFF * limit
         if self._looks_at_off:
             return OFF
         for plan, rounds in self._tried.items():
