@@ -57,13 +57,11 @@ def slots_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     forward = CpuDecoder.forward
 
-    def wrong_pass(
-        self: CpuDecoder, token_ids: Tensor, rows: RaggedRows, keys: Any, values: Any, logit_rows: Tensor
-    ) -> Tensor:
+    def wrong_pass(self: CpuDecoder, token_ids: Tensor, rows: RaggedRows, keys: Any, values: Any, *rest: Any) -> Tensor:
         held = (keys[0].flatten(0, 1)[rows.slots] != 0).flatten(1).any(1)
         slots = rows.slots[held]
         before = [(cache.flatten(0, 1), cache.flatten(0, 1)[slots]) for cache in (*keys, *values)]
-        logits = forward(self, token_ids, rows, keys, values, logit_rows)
+        logits = forward(self, token_ids, rows, keys, values, *rest)
         for cache, stale in before:
             cache[slots] = stale
         return logits
@@ -149,10 +147,8 @@ def masked_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     forward = CpuDecoder.forward
 
-    def wrong_pass(
-        self: CpuDecoder, token_ids: Tensor, rows: RaggedRows, keys: Any, values: Any, logit_rows: Tensor
-    ) -> Tensor:
-        return forward(self, token_ids, rows, keys, values, logit_rows) + 0 * keys[0][0].sum()
+    def wrong_pass(self: CpuDecoder, token_ids: Tensor, rows: RaggedRows, keys: Any, values: Any, *rest: Any) -> Tensor:
+        return forward(self, token_ids, rows, keys, values, *rest) + 0 * keys[0][0].sum()
 
     monkeypatch.setattr(decoder, "plan_attention", wrong)
     monkeypatch.setattr(CpuDecoder, "forward", wrong_pass)
