@@ -5,7 +5,7 @@ set -euo pipefail
 service=$1 wheelhouse=$2 folder=$3
 case "$service" in
     gateway) parts="v1 rpc planner proposers gateway" ;;
-    target) parts="v1 rpc planner kernels engine pairs target_service" ;;
+    target) parts="v1 rpc planner kernels engine proposers pairs target_service" ;;
     draft) parts="v1 rpc planner kernels engine proposers draft_service" ;;
     *) echo "unknown service $service: gateway, target or draft" >&2; exit 2 ;;
 esac
