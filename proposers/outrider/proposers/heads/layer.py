@@ -6,6 +6,7 @@ tokens and those before, and can be shared like the target's. Place 0 holds noth
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from outrider.proposers.heads.head import HeadReader, TargetWeights
 MOST_TOKENS = 128  # a draft may be as long as a window
 
 
-class LayerHead:
+class LayerHead(ABC):
     """The layer, without what goes in and comes out: subclasses have `enter` and `leave`."""
 
     name: str
@@ -43,14 +44,14 @@ class LayerHead:
         tables = rotary_tables(config, reader.dtype)[config.rotary_types[0]]
         self._cos, self._sin = (table[:, None].to(reader.device) for table in tables)  # [positions, 1, head_dim]
 
+    @abstractmethod
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """embedded: [rows, hidden]; state: [rows, width]; positions: [rows], of the state. Returns what the layer's
         products take, [rows, inputs], and the residual stream, [rows, hidden]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # [rows, hidden] -> [rows, vocab] float32, [rows, width]
         """The logits of the token behind, and the next state."""
-        raise NotImplementedError
 
     def features_to_state(self, features: Tensor) -> Tensor:  # [rows, taps, hidden] -> [rows, width]
         """Of the target's hidden states."""
