@@ -18,8 +18,9 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.llm.config import SpeculativeConfig
 from outrider.proposers import registry
 from outrider.proposers.base import SequenceContext
+from outrider.proposers.heads import loading
 from outrider.proposers.ngram import NgramProposer
-from outrider.proposers.registry import METHODS, TOKEN_METHODS, MethodSettings, make_proposer, method_of
+from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS, MethodSettings, make_proposer, method_of
 
 OWN = "support.methods.LastToken"
 
@@ -31,6 +32,11 @@ def test_a_row_is_what_its_factory_makes(name: str) -> None:
     assert row.settings.model_fields.keys() <= MethodSettings.model_fields.keys()
     assert all(field.description for field in row.settings.model_fields.values())
     assert row.needs_model or row.one_hot  # weights are drawn from a model
+
+
+def test_the_heads_are_those_that_load() -> None:
+    assert HEADS.keys() == loading.HEADS.keys() and not HEADS.keys() & METHODS.keys()
+    assert all(method_of(name) is row and row.load() is loading.load_head for name, row in HEADS.items())
 
 
 @pytest.mark.parametrize("name", TOKEN_METHODS)
@@ -83,6 +89,8 @@ def test_several_in_turn_are_everybodys() -> None:
         ("ngram,sufix", "did you mean suffix"),
         ("ngram,", "there is no method ''"),
         (f"ngram,{OWN}", "allowed with allow_code"),
+        ("eagle3", "eagle3 is a head, which drafts beside the target"),
+        ("ngram,eagle3", "names 'eagle3', which drafts beside the target; allowed: that alone"),
         ("draft_model,second", "names draft_model and second, which need a model each; allowed: one of these"),
     ],
 )
@@ -125,7 +133,7 @@ def test_a_class_of_the_users_own_runs_where_code_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("eagle", "there is no method 'eagle': allowed: draft_model, ngram"),
+        ("eagel", "there is no method 'eagel': allowed: draft_model, ngram"),
         ("ngarm", "did you mean ngram"),
         ("support.methods.Missing", "support.methods.Missing cannot be used as a method: .*Missing"),
         ("nowhere.at_all.Class", "No module named 'nowhere'"),

@@ -112,7 +112,26 @@ _ROWS = (
         one_hot=False,
     ),
 )
-METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}
+METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}  # of a draft
+
+
+def _head(name: str, summary: str) -> Method:
+    """A head drafts in the target's process (`outrider target --head`), from the states that its steps leave; its
+    factory is for the loader of heads, which knows the layouts."""
+    factory = "outrider.proposers.heads.loading:load_head"
+    return Method(name, summary, factory, needs_model=True, needs_features=True, one_hot=False, can_run_ahead=False)
+
+
+HEADS: Mapping[str, Method] = {
+    row.name: row
+    for row in (
+        _head("eagle", "a decoder layer beside the target that goes on from its last hidden states"),
+        _head("eagle3", "a decoder layer beside the target that reads hidden states of three of its layers"),
+        _head("medusa", "a head beside the target for each of the next tokens, from its last hidden state"),
+        _head("mlp_speculator", "small layers beside the target, one for each next token, from its last hidden state"),
+        _head("mtp", "a layer for the token after next that was trained with the target"),
+    )
+}
 TOKEN_METHODS = tuple(row.name for row in _ROWS if not row.needs_model)
 CHOICES = ", ".join(METHODS)
 
@@ -132,13 +151,17 @@ def is_class(name: str) -> bool:
 
 def method_of(name: str) -> Method:
     """The row of a method; a class of the user's own has none in the table, and no model."""
-    return METHODS.get(name) or Method(name, "a class of your own", "")
+    return METHODS.get(name) or HEADS.get(name) or Method(name, "a class of your own", "")
 
 
 def check_method(name: str, allow_code: bool) -> str:
     """The name, if there is such a method. Raises ValueError."""
     if is_class(name) and not allow_code:
         raise ValueError(f"{name} is a class whose code would run here: allowed with allow_code (--allow-code) alone")
+    if name in HEADS:
+        raise ValueError(
+            f"{name} is a head, which drafts beside the target (outrider target --head); allowed: {CHOICES}"
+        )
     if name not in METHODS and not is_class(name):
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -157,6 +180,8 @@ def list_problem(names: Sequence[str]) -> str:
         return "names none; allowed: at least one method"
     if twice := next((name for name in names if names.count(name) > 1), None):
         return f"names {twice!r:.100} twice; allowed: each method once"
+    if len(names) > 1 and (head := next((name for name in names if name in HEADS), None)):
+        return f"names {head!r}, which drafts beside the target; allowed: that alone, or methods of a draft"
     models = [name for name in names if method_of(name).needs_model]
     if len(models) > 1:
         return f"names {' and '.join(models)}, which need a model each; allowed: one of these, and methods without"

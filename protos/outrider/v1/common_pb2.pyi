@@ -138,6 +138,18 @@ class Piece(_message.Message):
     method: str
     def __init__(self, sequence_id: _Optional[int] = ..., chain: _Optional[int] = ..., parent: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[_Union[TokenWeights, _Mapping]]] = ..., more: bool = ..., parents: _Optional[_Iterable[int]] = ..., draft_us: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
+class DraftMethod(_message.Message):
+    __slots__ = ("name", "needs_features", "can_run_ahead", "learns")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    CAN_RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    LEARNS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    needs_features: bool
+    can_run_ahead: bool
+    learns: bool
+    def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ..., learns: bool = ...) -> None: ...
+
 class Credit(_message.Message):
     __slots__ = ("sequence_id", "until", "max_window", "patience_ms", "max_branches")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -153,18 +165,20 @@ class Credit(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., until: _Optional[int] = ..., max_window: _Optional[int] = ..., patience_ms: _Optional[int] = ..., max_branches: _Optional[int] = ...) -> None: ...
 
 class StepTimings(_message.Message):
-    __slots__ = ("queue_us", "verify_us", "sample_us", "num_rows", "num_sequences")
+    __slots__ = ("queue_us", "verify_us", "sample_us", "num_rows", "num_sequences", "draft_us")
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_US_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     queue_us: int
     verify_us: int
     sample_us: int
     num_rows: int
     num_sequences: int
-    def __init__(self, queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., sample_us: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+    draft_us: int
+    def __init__(self, queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., sample_us: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_sequences: _Optional[int] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "free_blocks")

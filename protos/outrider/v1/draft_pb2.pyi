@@ -107,18 +107,6 @@ class GetDraftInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class DraftMethod(_message.Message):
-    __slots__ = ("name", "needs_features", "can_run_ahead", "learns")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    NEEDS_FEATURES_FIELD_NUMBER: _ClassVar[int]
-    CAN_RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
-    LEARNS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    needs_features: bool
-    can_run_ahead: bool
-    learns: bool
-    def __init__(self, name: _Optional[str] = ..., needs_features: bool = ..., can_run_ahead: bool = ..., learns: bool = ...) -> None: ...
-
 class GetDraftInfoResponse(_message.Message):
     __slots__ = ("model", "methods", "capabilities", "version", "default_methods", "vocabularies", "max_vocabulary_bytes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -129,10 +117,10 @@ class GetDraftInfoResponse(_message.Message):
     VOCABULARIES_FIELD_NUMBER: _ClassVar[int]
     MAX_VOCABULARY_BYTES_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
-    methods: _containers.RepeatedCompositeFieldContainer[DraftMethod]
+    methods: _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftMethod]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     version: str
     default_methods: _containers.RepeatedScalarFieldContainer[str]
     vocabularies: _containers.RepeatedCompositeFieldContainer[DraftVocabulary]
     max_vocabulary_bytes: int
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., default_methods: _Optional[_Iterable[str]] = ..., vocabularies: _Optional[_Iterable[_Union[DraftVocabulary, _Mapping]]] = ..., max_vocabulary_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., default_methods: _Optional[_Iterable[str]] = ..., vocabularies: _Optional[_Iterable[_Union[DraftVocabulary, _Mapping]]] = ..., max_vocabulary_bytes: _Optional[int] = ...) -> None: ...

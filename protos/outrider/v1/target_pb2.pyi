@@ -65,20 +65,22 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version")
+    __slots__ = ("model", "max_window", "load", "step_costs", "capabilities", "version", "methods")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    METHODS_FIELD_NUMBER: _ClassVar[int]
     model: _generation_pb2.ModelInfo
     max_window: int
     load: _common_pb2.Load
     step_costs: _containers.RepeatedCompositeFieldContainer[StepCost]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     version: str
-    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ...) -> None: ...
+    methods: _containers.RepeatedCompositeFieldContainer[_common_pb2.DraftMethod]
+    def __init__(self, model: _Optional[_Union[_generation_pb2.ModelInfo, _Mapping]] = ..., max_window: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Load, _Mapping]] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., capabilities: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, _Mapping]]] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("num_rows", "step_us")

@@ -176,7 +176,14 @@ def _decode_commit(message: pb.Commit) -> Commit:
         _FINISH.decode(message.finish_reason),
         message.stop_token_id if message.HasField("stop_token_id") else None,
         tuple(message.dropped) if message.dropped else (),
-        StepTimings(timings.queue_us, timings.verify_us, timings.sample_us, timings.num_rows, timings.num_sequences),
+        StepTimings(
+            timings.queue_us,
+            timings.verify_us,
+            timings.sample_us,
+            timings.num_rows,
+            timings.num_sequences,
+            timings.draft_us,
+        ),
         Load(load.running, load.waiting, load.free_blocks),
         message.num_cached_ids,
     )
@@ -241,11 +248,12 @@ COMMIT = _as_it_came(Codec(_COMMIT.encode, _decode_commit))
 MODEL_INFO = by_fields(
     ModelInfo, generation_pb2.ModelInfo, default_sampling=Codec(encode_sampling, decode_default_sampling)
 )
+_METHODS = each(by_fields(DraftMethod, pb.DraftMethod))
 DRAFT_INFO = by_fields(
     DraftInfo,
     draft_pb2.GetDraftInfoResponse,
     model=MODEL_INFO,
-    methods=each(by_fields(DraftMethod, draft_pb2.DraftMethod)),
+    methods=_METHODS,
     vocabularies=each(by_fields(DraftVocabulary, draft_pb2.DraftVocabulary)),
     capabilities=_CAPABILITIES,
 )
@@ -257,6 +265,7 @@ TARGET_INFO = by_fields(
     load=LOAD,
     step_costs=each(_STEP_COST),
     capabilities=_CAPABILITIES,
+    methods=_METHODS,
 )
 
 

@@ -153,6 +153,7 @@ class StepTimings:
     sample_us: int = 0
     num_rows: int = 0
     num_sequences: int = 0
+    draft_us: int = 0  # of the window, where the target drafts by itself
 
 
 @dataclass(slots=True)
@@ -319,6 +320,7 @@ class TargetInfo:
     step_costs: tuple[tuple[int, int], ...] = ()  # rows and microseconds, as measured at start
     capabilities: tuple[str, ...] = CAPABILITIES
     version: str = ""  # of the service; empty: it is older than the field
+    methods: tuple[DraftMethod, ...] = ()  # that draft beside the model, the default first
 
 
 MAX_N = 64
