@@ -24,9 +24,11 @@ from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.planner.forecast import Forecast
+from outrider.planner.policy import Round
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError, ResourceExhausted
-from outrider.rpc.messages import DraftMethod, Failure
+from outrider.rpc.messages import Credit, DraftMethod, Failure
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, SamplingParams
 
 PROMPT = (11, 12, 13)
@@ -208,6 +210,69 @@ async def test_what_cannot_run_ahead_is_drafted_in_lock_step(tokenizer: Tokenize
             assert mode == "auto" or modes == {mode}
         else:
             assert modes <= {"sequential"} and deltas[-1].acceptance is AcceptanceRule.BLOCK
+
+
+HEAD = (DraftMethod("eagle3", needs_features=True, can_run_ahead=False),)
+
+
+@pytest.mark.parametrize("mode", ["auto", "sequential", "chains"])
+async def test_a_target_with_a_head_drafts_for_itself(tokenizer: Tokenizer, mode: str) -> None:
+    """Where there is no draft, or where it is asked for; as many tokens as are asked for, none where none are."""
+    target = ToyTarget(info=replace(target_info(), methods=HEAD))
+    for drafter, named in ((None, ""), (None, "eagle3"), (ToyDraft(), "eagle3")):
+        engine = GenerationEngine(tokenizer, target, drafter, EngineConfig(mode=mode))
+        for k in (3, 0):
+            options = SpeculationOptions(method=named, num_draft_tokens=k)
+            deltas = (await run(engine, ask(speculation=options)))[0]
+            assert ids_of(deltas) == expected(PROMPT, 20)
+            credits = [message for message in target.links[-1].sent if isinstance(message, Credit)]
+            assert all((credit.max_window, credit.patience_ms) == (k, 0) for credit in credits)
+            assert target.opens[-1].method == "eagle3" and (drafter is None or not drafter.opens)
+            tally = deltas[-1].tally
+            assert tally is not None and tally.method == ("eagle3" if k else "")
+            assert tally.by_method.keys() == ({"eagle3"} if k else set())
+            if k:
+                rounds = [delta.round for delta in deltas if delta.round is not None]
+                assert {closed.mode for closed in rounds} == {"sequential"}
+                assert rounds[1].draft_us == 50 * rounds[1].commit.num_drafted
+                assert len(credits) < len(rounds), "credit reaches over several rounds"
+
+
+async def test_a_head_is_left_alone_where_a_draft_is_the_default(tokenizer: Tokenizer) -> None:
+    target, draft = ToyTarget(info=replace(target_info(), methods=HEAD)), ToyDraft()
+    deltas = (await run(GenerationEngine(tokenizer, target, draft), ask()))[0]
+    assert deltas[-1].tally is not None and deltas[-1].tally.by_method.keys() == {"draft_model"}
+
+
+async def test_auto_turns_a_head_off_that_does_not_pay(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of a wire is counted for it."""
+    target = ToyTarget(info=replace(target_info(), methods=HEAD))
+    engine = GenerationEngine(tokenizer, target, None, EngineConfig(mode="auto"))
+
+    def in_turn(self: Controller, closed: Round) -> bool:
+        before, self.policy = self.policy, replace(self.policy, num_draft_tokens=3 * (closed.index % 4 < 2))
+        return self.policy != before
+
+    monkeypatch.setattr(Controller, "on_round", in_turn)
+    deltas = (await run(engine, ask(max_tokens=60)))[0]
+    assert ids_of(deltas) == expected(PROMPT, 60)
+    windows = {message.max_window for message in target.links[0].sent if isinstance(message, Credit)}
+    assert windows >= {0, 3} and engine._known is not None
+    stats, _ = engine._known.by_methods["eagle3",]
+    assert stats.draft_pass.or_else(0) == 50
+    assert Forecast(stats, False, stats.acceptance, stats.hits, lambda: 9e9, lambda: 1).away_us == 0
+
+
+async def test_a_successor_without_the_head_decodes_plainly(tokenizer: Tokenizer) -> None:
+    target = ToyTarget(info=replace(target_info(), methods=HEAD))
+    engine = GenerationEngine(tokenizer, target, None)
+    async with aclosing(engine.generate(ask(max_tokens=40))) as deltas:
+        found = list((await anext(deltas)).token_ids)
+        target.info = target_info()
+        target.links[0].lose()
+        found += ids_of([delta async for delta in deltas])
+    assert found == expected(PROMPT, 40)
+    assert len(target.opens) == 2 and not target.num_patiences
 
 
 async def test_requests_of_different_methods_learn_apart(tokenizer: Tokenizer) -> None:

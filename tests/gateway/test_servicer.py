@@ -84,7 +84,7 @@ async def test_a_client_of_the_first_protocol() -> None:
         assert [token for part in resumed for token in part.token_ids] == ids[12:]
         assert "".join([part.text for part in await client.generate(text="the quick")])
         info = await client.info()
-        assert (info.target.name, list(info.methods)) == ("toy", ["draft_model", "eagle"])
+        assert (info.target.name, list(info.methods)) == ("toy", ["draft_model"])
         with pytest.raises(grpc.aio.AioRpcError, match=r"sampling\.temperature: is -1\.0"):
             await client.generate(text="x", sampling={"temperature": -1})
     assert target.opens[0].seed == 7 and target.opens[0].sampling.logprobs == 0
@@ -147,7 +147,7 @@ METHODS_REFUSED = [
     ({"methods": [""]}, "speculation.methods[0]: is empty; allowed: at least one character"),
     (
         {"methods": ["medusa"]},
-        "speculation.methods[0]: is 'medusa', which the draft does not know; allowed: draft_model",
+        "speculation.methods[0]: is 'medusa', a head that the target does not have; allowed: draft_model",
     ),
     (
         {"method": "ngram", "methods": ["draft_model"]},

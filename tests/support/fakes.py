@@ -80,6 +80,9 @@ def draft_info(**fields: Any) -> DraftInfo:
     return DraftInfo(replace(model, **fields), (DraftMethod("draft_model"), DraftMethod("eagle", needs_features=True)))
 
 
+WRONG_EVERY = 5  # positions: where a target that drafts for itself errs
+
+
 class TargetSequence:
     """One sequence of the toy target, under the rules of the protocol."""
 
@@ -92,6 +95,7 @@ class TargetSequence:
         self.first, self.over, self.patient = True, False, True
         self.timer: asyncio.TimerHandle | None = None
         self.scheduled = False
+        self.drafts = request.method in [method.name for method in toy.info.methods]
 
     def on(self, message: Any) -> None:
         if isinstance(message, Credit):
@@ -140,6 +144,13 @@ class TargetSequence:
 
     def live_chain(self) -> tuple[int | None, list[int]]:
         length = len(self.tokens)
+        if self.drafts and not self.first:
+            room = min(self.max_window, self.until - length, self.left)
+            tokens = list(self.tokens)
+            while len(tokens) < length + room:
+                token = self.toy.rule(tokens, self.prompt_len)
+                tokens.append((token + 1) % VOCAB if len(tokens) % WRONG_EVERY == 0 else token)
+            return length, tokens[length:]
         for chain, (start, ids) in sorted(self.chains.items()):
             inside = max(0, length - start)
             if start <= length < start + len(ids) and ids[:inside] == self.tokens[start:length]:
@@ -169,11 +180,12 @@ class TargetSequence:
                 break
         logprobs = tuple((TokenLogprob(token, -0.5, 1),) for token in ids)
         self.over = finish is not None
+        timings = StepTimings(10, 200, 30, len(window) + 1, 1, 50 * self.drafts * len(window))
         self.emit(
             Commit(
                 0, position, tuple(ids), tuple(origins), chain, len(window), num_accepted,
                 logprobs if self.request.sampling.logprobs is not None else (),
-                finish_reason=finish, stop_token_id=stop, timings=StepTimings(10, 200, 30, len(window) + 1, 1),
+                finish_reason=finish, stop_token_id=stop, timings=timings,
                 num_cached_ids=self.toy.num_cached,
             )
         )  # fmt: skip

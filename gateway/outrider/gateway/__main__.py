@@ -237,7 +237,7 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
         targets.on_model = drafts.recheck
     most = max(tokens for _, tokens in settings.schedule.ranges)
     config = EngineConfig(
-        num_draft_tokens=most if drafts is not None else 0,
+        num_draft_tokens=most,
         mode=settings.mode,
         draft_patience_ms=settings.draft_patience_ms,
         max_active=settings.max_active,

@@ -55,8 +55,9 @@ class RequestRun:
 
     @property
     def method(self) -> str:
-        """How is drafted: what was asked for, else the draft's default, with commas between several; empty without a
-        draft."""
+        """How is drafted: what was asked for, else the draft's default, with commas between several; else empty."""
+        if self.prepared.at_target:
+            return self.prepared.methods[0] if self.prepared.num_draft_tokens else ""
         info = None if self.drafter is None or not self.prepared.num_draft_tokens else self.drafter.info
         return "" if info is None else ",".join(self.prepared.methods or info.defaults)
 
@@ -90,6 +91,7 @@ class Completion:
             prepared.open(self._index, run.timeout_ms, "" if run.trace is None else run.trace.traceparent),
             run.policy,
             examines_text=bool(prepared.sampling.stop),
+            at_target=prepared.at_target,
             fork_of=run.drivers[0] if run.drivers else None,
             driver_out=run.drivers,
             on_draft_stop=run.on_draft_stop,
@@ -211,9 +213,14 @@ class Learned:
     costs: VerifyCosts
     by_methods: dict[tuple[str, ...], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
 
-    def of(self, methods: tuple[str, ...]) -> tuple[SharedStats, SharedTrials]:
+    def of(self, methods: tuple[str, ...], at_target: bool = False) -> tuple[SharedStats, SharedTrials]:
         """Of requests that are drafted for by these; by none: the draft's default."""
-        return self.by_methods.setdefault(methods, (SharedStats(self.costs), SharedTrials()))
+        if methods not in self.by_methods:
+            stats = SharedStats(self.costs)
+            if at_target:
+                stats.between.add(0.0)  # no wire is between: nothing has to be measured
+            self.by_methods[methods] = stats, SharedTrials()
+        return self.by_methods[methods]
 
     @property
     def stats(self) -> SharedStats:
@@ -245,6 +252,11 @@ class GenerationEngine:
     def model_name(self) -> str:
         """The name that the model is served under."""
         return self.config.model_name or self.verifier.info.model.name
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Of a round, where a request does not say; 0 where nothing drafts."""
+        return self.config.num_draft_tokens if self.drafter is not None or self.verifier.info.methods else 0
 
     async def generate(
         self, request: GenerationRequest, gate: AdmissionGate | None = None
@@ -299,7 +311,7 @@ class GenerationEngine:
             self.tokenizer,
             self.verifier.info,
             None if self.drafter is None else self.drafter.info,
-            self.config.num_draft_tokens,
+            self.num_draft_tokens,
             self.config.mode,
             self.config.max_logprobs,
         )
@@ -347,7 +359,7 @@ class GenerationEngine:
 
     def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
         drafter = self._drafter_for(prepared)
-        k = prepared.num_draft_tokens if drafter is not None else 0
+        k = prepared.num_draft_tokens if drafter is not None or prepared.at_target else 0
         policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms())
         recorded = root is not None and root.recording
         return RequestRun(
@@ -364,7 +376,10 @@ class GenerationEngine:
         )
 
     def _drafter_for(self, prepared: Prepared) -> Drafter | None:
-        """What drafts for a request: by a prediction the gateway itself, where the draft does not."""
+        """What drafts for a request: by a prediction the gateway itself, where the draft does not. None where the
+        target does."""
+        if prepared.at_target:
+            return None
         info = None if self.drafter is None else self.drafter.info
         methods = () if info is None else [method.name for method in info.methods]
         return self._predictor if prepared.methods == (PREDICTION,) and PREDICTION not in methods else self.drafter
@@ -396,7 +411,7 @@ class GenerationEngine:
         pair = info.model.digest, known[1] if draft is None else draft.model.digest  # a draft may come back
         if self._known is None or known != pair:
             self._known = Learned(pair, VerifyCosts(info.step_costs))
-        stats, trials = self._known.of(prepared.methods)
+        stats, trials = self._known.of(prepared.methods, prepared.at_target)
         return Controller(limits, stats, trials, self._round_trips_us, lambda: self._num_running, explains)
 
     def _max_admitted_tokens(self) -> int:

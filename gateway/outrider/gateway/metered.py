@@ -81,6 +81,8 @@ class MeteredEngine(GenerationEngine):
 
     def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
         run, watch = super()._new_run(prepared, root, timeout_ms), self._watches.get(id(prepared.request))
+        if watch is not None:
+            watch.at_target = run.prepared.at_target
         if run.drafter is not None and watch is not None:
             run.drafter = _MeteredDrafter(run.drafter, watch.pieces_of)
         return run
@@ -185,6 +187,7 @@ class _Watch:
     def __init__(self, metrics: GatewayMetrics, demand: _DraftDemand, n: int) -> None:
         self._metrics, self._demand = metrics, demand
         self.exemplar: Exemplar = None
+        self.at_target = False  # nothing is asked of a draft
         self._pieces: dict[int, _Pieces] = {}  # by completion
         self._num_left = n
         self._num_first: dict[int, int] = {}  # by completion the tokens that its first commit brought
@@ -208,11 +211,8 @@ class _Watch:
     def _add_round(self, delta: GenerationDelta, closed: Round) -> None:
         metrics, index, num_tokens = self._metrics, delta.index, len(delta.token_ids)
         metrics.add_round(closed, self.exemplar)
-        window = self.pieces_of(index).window_of(closed)
-        if window is not None:
-            metrics.drafts.windows[window] += 1
-        if self._demand.wants(closed):
-            metrics.drafts.num_wanted += 1
+        if not self.at_target:
+            self._add_window(closed, index)
         if self._modes.setdefault(index, closed.mode) != closed.mode:
             self._modes[index] = closed.mode
             metrics.mode_changes.labels(closed.mode).inc()
@@ -225,6 +225,12 @@ class _Watch:
         elif num_tokens:
             self._num_first[index], self._decoding_s[index] = num_tokens, 0.0
             metrics.first_token.observe(closed.ended - self._began, self.exemplar)
+
+    def _add_window(self, closed: Round, index: int) -> None:
+        drafts, window = self._metrics.drafts, self.pieces_of(index).window_of(closed)
+        if window is not None:
+            drafts.windows[window] += 1
+        drafts.num_wanted += self._demand.wants(closed)
 
     def _finish(self, delta: GenerationDelta) -> None:
         metrics = self._metrics

@@ -17,7 +17,7 @@ from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, encoder_after
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
-from outrider.proposers.registry import list_problem, split_methods
+from outrider.proposers.registry import HEADS, list_problem, split_methods
 from outrider.rpc.errors import (
     OTHER_MODEL,
     FailedPrecondition,
@@ -173,6 +173,7 @@ class Prepared:
     prediction: tuple[int, ...] = ()
     methods: tuple[str, ...] = ()  # that draft in turn; empty: the draft's default
     can_run_ahead: bool = True  # each of them
+    at_target: bool = False  # the target drafts by it, and no draft is opened
 
     @property
     def work(self) -> AdmissionCost:
@@ -225,7 +226,7 @@ async def prepare(
     model, speculation = target.model, request.speculation
     found = Violations()  # of all parts: a refusal names every field
     check_request(found, request, model.vocab_size)
-    _check_methods(found, request, draft)
+    _check_methods(found, request, target, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
     validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
@@ -243,12 +244,14 @@ async def prepare(
     k = speculation.num_draft_tokens
     if k is None:
         k = default_num_draft_tokens or NUM_DRAFT_TOKENS * bool(prediction)
-    methods = _methods(speculation, draft, bool(prediction and k and speculation.enabled))
-    can_run_ahead = _can_run_ahead(methods, draft)
+    methods = _methods(speculation, target, draft, bool(prediction and k and speculation.enabled))
+    at_target = methods[:1] in [(own.name,) for own in target.methods]
+    can_run_ahead = not at_target and _can_run_ahead(methods, draft)
     mode = speculation.mode or default_mode
     if not can_run_ahead and mode != "auto":
         mode = "sequential"
-    rule = speculation.acceptance or _own_rule(mode if can_run_ahead else "sequential", target, draft)
+    judges = None if at_target else draft
+    rule = speculation.acceptance or _own_rule(mode if can_run_ahead else "sequential", target, judges)
     _check_capabilities(target, sampling, rule)
     return Prepared(
         request=request,
@@ -264,16 +267,28 @@ async def prepare(
         prediction=prediction,
         methods=methods,
         can_run_ahead=can_run_ahead,
+        at_target=at_target,
     )
 
 
-def _methods(speculation: SpeculationOptions, draft: DraftInfo | None, predicts: bool) -> tuple[str, ...]:
-    """What was asked for; else, with a prediction, that and then what a draft with a list of its own has."""
+def offered(target: TargetInfo, draft: DraftInfo | None) -> tuple[str, ...]:
+    """The methods that a request may name, the default first; the target's own drafts where there is no draft."""
+    known = () if draft is None else draft.methods
+    return tuple(row.name for row in (*known, *target.methods) if row in target.methods or not row.needs_features)
+
+
+def _methods(
+    speculation: SpeculationOptions, target: TargetInfo, draft: DraftInfo | None, predicts: bool
+) -> tuple[str, ...]:
+    """What was asked for; else, with a prediction, that and then what a draft with a list of its own has; else, without
+    a draft, the target's own."""
     named, defaults = speculation.named_methods, () if draft is None else draft.default_methods
+    if not named and not predicts and draft is None:
+        return tuple(own.name for own in target.methods[:1])
     if named or not predicts or PREDICTION in defaults:
         return named
-    offered = draft is not None and PREDICTION in [known.name for known in draft.methods]
-    return (PREDICTION, *defaults) if offered else (PREDICTION,)
+    known = draft is not None and PREDICTION in [known.name for known in draft.methods]
+    return (PREDICTION, *defaults) if known else (PREDICTION,)
 
 
 def _can_run_ahead(methods: tuple[str, ...], draft: DraftInfo | None) -> bool:
@@ -351,7 +366,7 @@ def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: Acce
     found.raise_if_any()
 
 
-def _check_methods(found: Violations, request: GenerationRequest, draft: DraftInfo | None) -> None:
+def _check_methods(found: Violations, request: GenerationRequest, target: TargetInfo, draft: DraftInfo | None) -> None:
     speculation, names = request.speculation, request.speculation.named_methods
     fields = [
         f"speculation.methods[{index}]" if speculation.methods else "speculation.method" for index in range(len(names))
@@ -360,9 +375,13 @@ def _check_methods(found: Violations, request: GenerationRequest, draft: DraftIn
         if request.prediction is None:
             found.add(fields[0], f"is {quoted(PREDICTION)}, and there is no prediction", "with a prediction alone")
         return
-    known = [] if draft is None else [row.name for row in draft.methods if not row.needs_features]
+    known = offered(target, draft)
     for where, name in zip(fields, names, strict=True):
-        if draft is not None and isinstance(name, str) and name and name not in known:
+        if not isinstance(name, str) or not name or name in known:
+            continue
+        if name in HEADS:
+            found.add(where, f"is {quoted(name)}, a head that the target does not have", ", ".join(known) or "none")
+        elif draft is not None:
             found.add(where, f"is {quoted(name)}, which the draft does not know", ", ".join(known))
 
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
+from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, offered, written
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.codec import MODEL_INFO, encode_position_logprobs
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
@@ -48,8 +48,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return pb.GetGatewayInfoResponse(
             target=MODEL_INFO.encode(target),
             draft=None if draft is None else MODEL_INFO.encode(draft.model),
-            num_draft_tokens=engine.config.num_draft_tokens,
-            methods=() if draft is None else [method.name for method in draft.methods],
+            num_draft_tokens=engine.num_draft_tokens,
+            methods=offered(engine.verifier.info, draft),
             version=metadata.version("outrider"),
         )
 

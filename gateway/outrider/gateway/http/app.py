@@ -45,7 +45,7 @@ from outrider.gateway.http.serving import (
     tally_shape,
 )
 from outrider.gateway.metered import MeteredEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
+from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model, offered
 from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
@@ -75,19 +75,20 @@ class ModelsEndpoint:
 
     def _card(self) -> dict[str, object]:
         engine = self._engine
-        draft = None if engine.drafter is None else engine.drafter.info
+        target, draft = engine.verifier.info, None if engine.drafter is None else engine.drafter.info
+        methods = offered(target, draft)
         return {
             "id": engine.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "outrider",
-            "max_model_len": engine.verifier.info.model.max_model_len,
+            "max_model_len": target.model.max_model_len,
             "speculation": {
-                "num_draft_tokens": engine.config.num_draft_tokens,
+                "num_draft_tokens": engine.num_draft_tokens,
                 "mode": engine.config.mode,
                 "draft": None if draft is None else draft.model.name,
-                "methods": [] if draft is None else [method.name for method in draft.methods],
-                "default_methods": [] if draft is None else list(draft.defaults),
+                "methods": list(methods),
+                "default_methods": list(methods[:1] if draft is None else draft.defaults),
             },
         }
 

@@ -183,7 +183,7 @@ async def _events(
 
 
 def _metrics(engine: GenerationEngine, recorder: AnswerRecorder | None) -> dict[str, Any]:
-    return {} if recorder is None else {"metrics": recorder.shape(engine.config.num_draft_tokens)}
+    return {} if recorder is None else {"metrics": recorder.shape(engine.num_draft_tokens)}
 
 
 def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envelope: dict[str, Any]) -> list[str]:

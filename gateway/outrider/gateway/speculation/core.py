@@ -3,7 +3,8 @@
 The policy is expressed by credit and patience alone. Sequential: the draft gets credit for k tokens past the
 committed length, the target waits for them with patience, and every commit renews both. Pipelined: the draft's credit
 reaches a window and its own token further, so that it drafts during the verification, and it may hold branches for
-other outcomes. Without a draft the target gets credit for a few plain tokens ahead. The core owns the journal
+other outcomes. Without a draft the target gets credit for a few plain tokens ahead; where the target itself drafts, for
+some windows, and no patience. The core owns the journal
 (prompt, committed tokens, seed, pieces under way), so a target that dies is replaced by an Open elsewhere. Its effects
 are what it asks for, in order; the driver applies them."""
 
@@ -107,6 +108,7 @@ class SpeculationCore:
     bounded_by_reader: bool = False  # stop strings: credit reaches at most one window past the text examined
     controller: PolicyController | None = None  # else the policy stays as it is
     draft_learns: bool = False  # it is told of every commit, also of those that it has no credit to draft for
+    at_target: bool = False  # the target drafts for itself: its credit says how much, and there is no draft
     committed: list[int] = field(init=False)
     drafting: bool = field(init=False)
     finished: bool = field(init=False, default=False)
@@ -147,7 +149,7 @@ class SpeculationCore:
             self.drafting = self.policy.num_draft_tokens > 0
         self._round_start = self._started = self._now = now
         effects: list[Effect] = []
-        if self.drafting or self.draft_learns:
+        if (self.drafting and not self.at_target) or self.draft_learns:
             effects.append(self._open_draft())
         effects.append(self._open_target())
         return effects
@@ -190,9 +192,7 @@ class SpeculationCore:
                 self._last_chain = max(self._last_chain, event.chain)
                 if event.position > self._draft_until:
                     return []  # no credit reaches there: it would lie in the journal for ever
-                self._draft_us += event.draft_us
-                if self.controller is not None:
-                    self.controller.on_piece(len(event.ids), event.draft_us)
+                self._note_draft(len(event.ids), event.draft_us)
                 if event.ids:
                     self._journal.append(event)
                     self._in_turn = self._in_turn or bool(event.method)
@@ -221,6 +221,8 @@ class SpeculationCore:
         if self.drafting or self.finished or not (wanted or (self.draft_learns and not is_heard)):
             return []
         self.drafting = wanted
+        if self.at_target:
+            return self._credit_target()
         opened = ToDraft(self._renewed_draft_credit()) if is_heard else self._open_draft()
         return [opened, *self._credit_target()]
 
@@ -256,13 +258,17 @@ class SpeculationCore:
             message = f"commit at {commit.position}, journal has {len(self.committed)} tokens"
             return self._on_target_failure(Failure(0, UNAVAILABLE, message, "OUT_OF_STEP"))
         effects: list[Effect] = []
-        is_open = self.drafting or self._is_heard  # a draft that is opened now gets the sequence as it stands
+        is_open = (
+            self.drafting and not self.at_target
+        ) or self._is_heard  # a draft that is opened now gets the sequence as it stands
         news = (commit,) if is_open else ()
         if commit.ids or commit.finish_reason is not None:
             self.committed.extend(commit.ids)
             self.has_run, self._target_opens = True, 1  # what failed before this progress does not count any more
             drafted_by = self._shares(commit) if self._in_turn else ()
             self._prune_journal()
+            if commit.timings.draft_us:
+                self._note_draft(commit.num_drafted, commit.timings.draft_us)
             closed = self._close_round(commit, drafted_by)
             effects = [*self._choose(closed), Emit(closed)]
         if commit.finish_reason is not None:
@@ -290,7 +296,7 @@ class SpeculationCore:
         wanted = self.policy.num_draft_tokens > 0
         if self.drafting and not wanted:
             self.drafting = False
-            return [self._silence_draft(), *self._credit_target()]
+            return [*self._silence_draft(), *self._credit_target()]
         return self.resume_drafting() if wanted and not self._draft_lost else []
 
     @property
@@ -298,12 +304,20 @@ class SpeculationCore:
         """Whether a draft has the sequence only to learn from it."""
         return self.draft_learns and not self.drafting and not self._draft_lost
 
-    def _silence_draft(self) -> CloseDraft | ToDraft:
+    def _silence_draft(self) -> list[Effect]:
         """A draft is not wanted any more, or only to learn."""
+        if self.at_target:
+            return []
         if not self.draft_learns:
-            return CloseDraft()
+            return [CloseDraft()]
         self._draft_credit = Credit(0, self._draft_until, 0)
-        return ToDraft((self._draft_credit,))
+        return [ToDraft((self._draft_credit,))]
+
+    def _note_draft(self, num_ids: int, draft_us: int) -> None:
+        """What drafting so many tokens took."""
+        self._draft_us += draft_us
+        if self.controller is not None:
+            self.controller.on_piece(num_ids, draft_us)
 
     def _has_moved(self) -> bool:
         """Whether another target, or this one on another stream, committed the round before. That may have been
@@ -408,12 +422,13 @@ class SpeculationCore:
         return bound
 
     def _renewed_target_credit(self) -> Credit:
-        """With a draft for four windows: slow links cut none short, and the credit can share the next piece's frame."""
+        """With drafts for four windows: slow links cut none short, and the credit can share the next piece's frame."""
         k = self.policy.num_draft_tokens if self.drafting else 0
         ahead = 4 * (k + 1) if self.drafting else self.policy.plain_ahead
         until = self._within_reader(len(self.committed) + ahead, k + 1 if self.drafting else ahead)
         self._target_until = max(self._target_until, until)
-        return Credit(0, self._target_until, k, self.policy.patience_ms if self.drafting else 0)
+        patience_ms = self.policy.patience_ms if self.drafting and not self.at_target else 0
+        return Credit(0, self._target_until, k, patience_ms)
 
     def _due_credit(self) -> tuple[Credit, ...]:
         """The target's credit, if it is not what the target has."""
@@ -424,9 +439,11 @@ class SpeculationCore:
         return (credit,)
 
     def _credit_target(self) -> list[Effect]:
-        """Renews the target's credit; not while it has a whole window's and the next piece can bring it along."""
+        """Renews the target's credit; not while it has a whole window's and the next piece can bring it along, or two
+        and drafts for itself."""
         k, has = self.policy.num_draft_tokens, self._target_credit
-        if self.drafting and has is not None and has.max_window == k and has.until - len(self.committed) > k:
+        enough = 2 * k + 1 if self.at_target else k
+        if self.drafting and has is not None and has.max_window == k and has.until - len(self.committed) > enough:
             return []
         credit = self._due_credit()
         return [ToTarget(credit)] if credit else []
@@ -449,7 +466,7 @@ class SpeculationCore:
 
     def _credit_draft(self, news: tuple[Commit, ...]) -> list[Effect]:
         """A commit and the credit that follows from it travel in one frame."""
-        if not (self.drafting or self._is_heard):
+        if self.at_target or not (self.drafting or self._is_heard):
             return []
         credit = self._renewed_draft_credit() if self.drafting else ()
         return [ToDraft((*_slim(news), *credit))] if news or credit else []
