@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.token_tree import KeptPath, path_to
 
 LENGTH = 150  # more than one split of keys
 SIZE = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 6000}  # the head is packed, the rest transposed
@@ -94,6 +95,37 @@ def test_rejected_rows_change_no_bit(runner: ModelRunner) -> None:
     for at in range(100, 120):
         wrong = [ids[at], *tokens(9)[:4]]
         assert torch.equal(runner.forward([BatchEntry(wrong, at, TABLE, 5)])[0], whole[at])
+
+
+TREE = (0, 0, 1, 1, 2, 4, 6)  # the path of nodes 0, 3, 5, 6 is the longest
+LONGEST = (0, 3, 5, 6)
+
+
+@pytest.mark.parametrize("before", [1, 6])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_path_of_a_tree_has_the_bits_of_a_chain(runner: ModelRunner, before: int, beside: bool) -> None:
+    """Of every node, and of what follows the path that is kept."""
+    whole, ids, at = run_steps(runner, [LENGTH]), tokens(), 130
+    drafted = [tokens(7)[node] for node in range(len(TREE))]
+    for depth, node in enumerate(LONGEST):
+        drafted[node] = ids[at + depth]
+    run_steps(runner, [at])
+    rows = [*ids[at - before : at], *drafted]
+    entries = [BatchEntry(rows, at - before, TABLE, len(rows), TREE)]
+    if beside:
+        entries = [BatchEntry(tokens(1)[:5], 0, OTHER_TABLES[0], 0), *entries]
+    logits = runner.forward(entries)
+    for node in range(len(TREE)):
+        path = path_to(TREE, node)
+        run_steps(runner, [at])
+        chain = BatchEntry([*ids[at - before : at], *(drafted[node] for node in path)], at - before, TABLE, 1)
+        assert torch.equal(logits[before + node], runner.forward([chain])[0])
+    run_steps(runner, [at])
+    runner.forward(entries)
+    first_row = 5 * beside + before
+    runner.keep_paths([KeptPath(TABLE, at, first_row, LONGEST)])
+    after = runner.forward([BatchEntry(ids[at + 4 : at + 10], at + 4, TABLE, 6)])
+    assert torch.equal(after, whole[at + 4 : at + 10])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3_text"])

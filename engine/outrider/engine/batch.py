@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.engine.token_tree import positions_of, window_parents
+
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
@@ -25,6 +27,7 @@ class BatchEntry:
     start: int  # absolute position of the first row; everything before it is in the cache
     block_table: Sequence[int]
     num_logits: int
+    parents: Sequence[int] = ()  # the last rows are a drafted tree, see token_tree.py: its root is the row before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class Batch:
     slot_mapping: Tensor  # [rows] int64, block * block_size + offset
     block_tables: Tensor  # [sequences, most blocks] int64, padded with 0
     query_starts: tuple[int, ...]  # [sequences + 1]: rows of sequence i are query_starts[i]:query_starts[i + 1]
-    context_lens: tuple[int, ...]  # [sequences]: tokens in the cache with this batch (position of the last row + 1)
+    context_lens: tuple[int, ...]  # [sequences]: places in the cache with this batch (that of the last row + 1)
     logit_rows: Tensor  # [rows that want logits] int64
+    parents: Tensor | None = None  # [rows] int32, where there are trees: see kernels' tree_mask
 
     @property
     def num_rows(self) -> int:
@@ -75,19 +79,27 @@ class PackedRows:
     logit_rows: list[int]
     query_starts: list[int]
     context_lens: list[int]
+    parents: list[int]  # of all rows, or none where there is no tree
 
     @staticmethod
     def of(entries: Sequence[BatchEntry], block_size: int) -> PackedRows:
         """Everything is built in Python lists: a step has few rows."""
-        rows = PackedRows([], [], [], [], [0], [])
+        rows = PackedRows([], [], [], [], [0], [], [])
+        has_trees = any(entry.parents for entry in entries)
         for entry in entries:
             start, end, table = rows.query_starts[-1], entry.start + len(entry.token_ids), entry.block_table
             rows.token_ids.extend(entry.token_ids)
-            rows.positions.extend(range(entry.start, end))
+            rows.positions.extend(
+                positions_of(entry.start, len(entry.token_ids), entry.parents)
+                if entry.parents
+                else range(entry.start, end)
+            )
             rows.slots.extend([table[p // block_size] * block_size + p % block_size for p in range(entry.start, end)])
             rows.query_starts.append(start + len(entry.token_ids))
             rows.logit_rows.extend(range(rows.query_starts[-1] - entry.num_logits, rows.query_starts[-1]))
             rows.context_lens.append(end)
+            if has_trees:
+                rows.parents.extend(window_parents(len(entry.token_ids), entry.parents))
         return rows
 
 
@@ -113,6 +125,7 @@ def build_batch(entries: Sequence[BatchEntry], block_size: int, device: torch.de
         query_starts=tuple(rows.query_starts),
         context_lens=tuple(rows.context_lens),
         logit_rows=wanted,
+        parents=torch.tensor(rows.parents, dtype=torch.int32).to(device) if rows.parents else None,
     )
 
 

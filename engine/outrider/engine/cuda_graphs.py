@@ -101,6 +101,8 @@ class CapturedSteps:
         """One step, or None if no graph holds it. The logits hold until the next step."""
         lengths = [len(entry.token_ids) for entry in entries]
         bucket = choose_bucket(self._limits, sum(lengths), len(entries), max(lengths))
+        if any(entry.parents for entry in entries):  # masks of trees are made anew for every step
+            return None
         if bucket is None or bucket not in self._replays:
             return None
         buffer, replay = self._replays[bucket]

@@ -23,6 +23,7 @@ from outrider.engine.kv_cache import KVCache, bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, BlockPool, OutOfBlocks
 from outrider.engine.models.base import CausalLM
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.token_tree import KeptPath
 from outrider.engine.worker import require_device
 
 
@@ -124,6 +125,15 @@ class ModelRunner:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks of the cache, given as (from, to)."""
         self.cache.copy_blocks(pairs)
+
+    @torch.inference_mode()
+    def keep_paths(self, paths: Sequence[KeptPath]) -> None:
+        """Makes the last pass as if these paths of its trees had been chains: moves keys, values and hidden states."""
+        moves = [move for path in paths for move in path.moves(self.block_size)]
+        self.cache.copy_slots([slots for slots, _ in moves])
+        if moves and self.hidden_states is not None:
+            sources, targets = torch.tensor([rows for _, rows in moves], device=self.hidden_states.device).unbind(1)
+            self.hidden_states[targets] = self.hidden_states[sources]
 
     @torch.inference_mode()
     def forward(self, entries: Sequence[BatchEntry]) -> Tensor:  # [rows that want logits, vocab] float32

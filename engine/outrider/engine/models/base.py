@@ -52,6 +52,10 @@ class CausalLM(Protocol):
         """Whether a row's bits depend on its own sequence alone."""
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether rows of a drafted tree see their own ancestors alone."""
+
+    @property
     def device(self) -> torch.device:
         """Where the weights live and the cache must."""
 

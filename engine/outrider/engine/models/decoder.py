@@ -166,6 +166,7 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
+        self.takes_trees = True
         self.layers = (LayerShape(config.num_kv_heads, config.head_dim),) * config.num_layers
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -234,6 +235,7 @@ class Decoder:
             dtype=self.dtype,
             sliding_window=sliding_window,
             batch_invariant=self.batch_invariant,
+            parents=batch.parents,
             max_model_len=self.max_model_len,
         )
 

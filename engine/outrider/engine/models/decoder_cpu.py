@@ -34,6 +34,7 @@ class NativeDecoder:
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self.batch_invariant = True
+        self.takes_trees = True
         self.layers = (LayerShape(config.num_kv_heads, config.head_dim),) * config.num_layers
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -62,8 +63,9 @@ class NativeDecoder:
         """Stores the keys and values of all rows of `batch` in `cache`, and the hidden states that are asked for in
         `taps`; returns the logits of `batch.logit_rows` alone."""
         rows = RaggedRows(
-            batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens
-        )
+            batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens,
+            batch.parents,
+        )  # fmt: skip
         tapped = None if taps is None else (taps.layers, taps.states)
         return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped)
 

@@ -328,6 +328,7 @@ class RegistryModel:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.batch_invariant = False
+        self.takes_trees = False  # masks are made by position alone
         self.vocab_size, seen = self._inspect()
         self.layers: tuple[LayerShape, ...] = tuple(seen.shapes[layer] for layer in range(text.num_hidden_layers))
         self._windows = tuple(seen.windows[layer] for layer in range(text.num_hidden_layers))

@@ -110,20 +110,22 @@ def plan_attention(
             batch_invariant=batch_invariant, parents=parents, max_model_len=max_model_len, first_key=first_key,
         )  # fmt: skip
     spans = [
-        _Span(
-            index, query_starts[index], query_starts[index + 1], context, sliding_window, first_key, parents is not None
-        )
+        _Span(index, query_starts[index], query_starts[index + 1], context, sliding_window, first_key)
         for index, context in enumerate(context_lens)
     ]
-    parts = [[tile] for span in spans for tile in span.tiles()] if batch_invariant else _similar(spans)
+    tree = None if parents is None else _checked_tree(parents, query_starts)
+    parts = [[tile] for span in spans for tile in span.tiles(tree)] if batch_invariant else _similar(spans)
     groups = tuple(
         _single(part[0], block_tables, block_size, sliding_window)
         if len(part) == 1 and not batch_invariant
         else _group(part, block_tables, block_size, sliding_window, batch_invariant)
         for part in parts
     )
-    if parents is not None:
-        groups = _with_tree(groups, parts, parents, query_starts, SPLIT_KEYS if batch_invariant else 1)
+    if tree is not None and not batch_invariant:
+        groups = tuple(
+            replace(group, visible=torch.stack([_tree_visible(span, group, tree) for span in part]))
+            for group, part in zip(groups, parts, strict=True)
+        )
     biases = tuple(_bias(group.visible, heads_per_kv_head, dtype) for group in groups)
     return GroupedPlan(groups, biases, batch_invariant)
 
@@ -159,8 +161,7 @@ class _Span:
     context: int
     window: int | None
     least_key: int  # no row sees a position below it
-    tree: bool = False
-    offset: int = 0  # of a tile's first row in the sequence's window
+    path: tuple[int, ...] = ()  # of a tree's only row: its ancestors and itself, counted from the window's first row
 
     @property
     def length(self) -> int:
@@ -169,18 +170,25 @@ class _Span:
     @property
     def window_start(self) -> int:
         """Position of the first of the sequence's rows."""
-        return self.context - self.length - self.offset
+        return self.context - self.length
 
     @property
     def first_key(self) -> int:
         """The first position that any row sees; any row of a tree may continue the token before the window."""
-        lowest = self.window_start if self.tree else self.context - self.length
-        return self.least_key if self.window is None else max(self.least_key, lowest - self.window + 1)
+        return self.least_key if self.window is None else max(self.least_key, self.window_start - self.window + 1)
 
-    def tiles(self) -> list[_Span]:
-        """Cuts into tiles of rows; the context of each ends at its last row."""
+    def tiles(self, tree: TreeMask | None) -> list[_Span]:
+        """Cuts into tiles of rows; the context of each ends at its last row. A row of a tree is a tile of its own, and
+        meets the keys of its path in order of position: it has the bits of the same path as a chain."""
+        if tree is not None and self.length and int(tree.bits[self.start]):
+            bits = tree.bits[self.start : self.end].tolist()
+            paths = [tuple(place for place in range(self.length) if seen >> place & 1) for seen in bits]
+            return [
+                replace(self, start=row, end=row + 1, context=self.window_start + len(path), path=path)
+                for row, path in enumerate(paths, self.start)
+            ]
         return [
-            replace(self, start=start, end=end, context=self.context - (self.end - end), offset=start - self.start)
+            replace(self, start=start, end=end, context=self.context - (self.end - end))
             for start in range(self.start, self.end, TILE_ROWS)
             for end in (min(start + TILE_ROWS, self.end),)
         ]
@@ -227,6 +235,9 @@ def _group(
     index, first, last = torch.tensor(facts, device=device).t()[:, :, None]  # [sequences, 1] each
     keys = torch.arange(num_keys, device=device) + first  # [sequences, num_keys] positions
     read = torch.minimum(keys, last)
+    if spans[0].path:  # a tile
+        path, shared = torch.tensor(spans[0].path, device=device), spans[0].context - len(spans[0].path)
+        read = torch.where(read < shared, read, shared + path[(read - shared).clamp(min=0)])
     slots = block_tables[index, read // block_size] * block_size + read % block_size  # [sequences, num_keys]
     start = torch.tensor(starts, device=device)[:, None]
     positions = torch.minimum(torch.arange(query_len, device=device) + start, last)  # [sequences, query_len]
@@ -243,29 +254,18 @@ def _visible(keys: Tensor, positions: Tensor, window: int | None) -> Tensor:
     return visible if window is None else visible.logical_and_(keys > positions - window)
 
 
-def _with_tree(
-    groups: tuple[AttentionGroup, ...],
-    parts: list[list[_Span]],
-    parents: Tensor,
-    query_starts: tuple[int, ...],
-    unit: int,
-) -> tuple[AttentionGroup, ...]:
-    """The groups with the masks of their trees in place of the causal ones."""
-    tree = tree_mask(parents, torch.tensor(query_starts, dtype=torch.int32))
+def _checked_tree(parents: Tensor, query_starts: tuple[int, ...]) -> TreeMask:
     for start, end in itertools.pairwise(query_starts):
         if end - start > TREE_ROWS and bool((parents[start:end] >= ROOT).any()):
             raise ValueError(f"a tree of {end - start} rows; the most is {TREE_ROWS}")
-    return tuple(
-        replace(group, visible=torch.stack([_tree_visible(span, group, tree, unit) for span in part]))
-        for group, part in zip(groups, parts, strict=True)
-    )
+    return tree_mask(parents, torch.tensor(query_starts, dtype=torch.int32))
 
 
-def _tree_visible(span: _Span, group: AttentionGroup, tree: TreeMask, unit: int) -> Tensor:
-    """[query_len, num_keys] of one sequence or tile, padded as its group is."""
-    keys = torch.arange(group.num_keys) + span.first_key // unit * unit  # [num_keys] places in the sequence's cache
+def _tree_visible(span: _Span, group: AttentionGroup, tree: TreeMask) -> Tensor:
+    """[query_len, num_keys] of one sequence, padded as its group is."""
+    keys = torch.arange(group.num_keys) + span.first_key  # [num_keys] places in the sequence's cache
     rows = torch.arange(group.query_len).clamp(max=span.length - 1) + span.start  # [query_len] batch rows
-    begin = span.start - span.offset
+    begin = span.start
     index = keys - span.window_start  # [num_keys] place in the window, negative before it
     visible = (index <= (rows - begin)[:, None]) & (keys >= span.least_key)
     bits = tree.bits[rows][:, None]  # [query_len, 1]

@@ -15,15 +15,24 @@ typedef struct {
     float scale, softcap;                                  /* softcap 0: none */
 } AttentionShape;
 
+/* Where the keys of a row lie, by position. */
+typedef struct {
+    const int64_t *table; /* blocks */
+    int64_t shared;       /* from this position on, `path` has the slots */
+    const int64_t *path;  /* of the ancestors of a drafted tree's row, and its own */
+} Places;
+
 /* The slots of up to LANES keys that lie together, from position `at` up to `end`. */
 typedef struct {
     int64_t slot, count;
 } Run;
 
-INLINE Run run_at(const AttentionShape *shape, const int64_t *table, int64_t at, int64_t end) {
+INLINE Run run_at(const AttentionShape *shape, const Places *places, int64_t at, int64_t end) {
+    if (at >= places->shared) return (Run){places->path[at - places->shared], at < end};
     int64_t size = shape->block_size, offset = at % size, count = size - offset;
+    if (end > places->shared) end = places->shared;
     if (count > LANES) count = LANES;
-    return (Run){table[at / size] * size + offset, count < end - at ? count : end - at};
+    return (Run){places->table[at / size] * size + offset, count < end - at ? count : end - at};
 }
 
 /* One row's head. */
@@ -37,12 +46,12 @@ typedef struct {
 /* The scores of all keys from `first` to `end`. Keys are fetched a run ahead, values before `average` wants them: what
    one head reads of a token is too short for the processor to see a pattern. */
 INLINE void score(const int count, const AttentionShape *shape, const Query *queries, const float *keys,
-                  const float *values, const int64_t *table, int64_t first, int64_t end) {
+                  const float *values, const Places *places, int64_t first, int64_t end) {
     int64_t dim = shape->head_dim, stride = shape->kv_heads * dim;
-    Run run, next = run_at(shape, table, first, end);
+    Run run, next = run_at(shape, places, first, end);
     for (int64_t at = first; at < end; at += run.count) {
         run = next;
-        next = run_at(shape, table, at + run.count < end ? at + run.count : at, end);
+        next = run_at(shape, places, at + run.count < end ? at + run.count : at, end);
         floats products[MOST_QUERIES][LANES] = {};
         for (int64_t index = 0; index < run.count; index++) {
             const float *key = keys + (run.slot + index) * stride;
@@ -83,14 +92,14 @@ INLINE float exponentials(float *scores, int64_t count) {
 
 /* The values of the keys from `first` to `end`, weighted by the scores. */
 INLINE void average(const int count, const AttentionShape *shape, const Query *queries, const float *values,
-                    const int64_t *table, int64_t first, int64_t end) {
+                    const Places *places, int64_t first, int64_t end) {
     int64_t dim = shape->head_dim, stride = shape->kv_heads * dim;
     for (int64_t i = 0; i < dim; i += 4 * LANES) { /* up to four registers of sums for each at a time */
         floats sums[MOST_QUERIES][4] = {};
         int64_t parts = (dim - i) / LANES < 4 ? (dim - i) / LANES : 4;
         Run run;
         for (int64_t at = first; at < end; at += run.count) {
-            run = run_at(shape, table, at, end);
+            run = run_at(shape, places, at, end);
             for (int64_t index = 0; index < run.count; index++) {
                 const float *value = values + (run.slot + index) * stride + i;
                 for (int query = 0; query < count; query++) {
@@ -112,29 +121,29 @@ INLINE void average(const int count, const AttentionShape *shape, const Query *q
 
 /* keys and values: [blocks][block_size][kv_heads][head_dim], of this head on. */
 INLINE void attend(const int count, const AttentionShape *shape, Query *queries, const float *keys, const float *values,
-                   const int64_t *table) {
+                   const Places *places) {
     int64_t first = queries[0].first, end = queries[0].end;
     for (int query = 1; query < count; query++) {
         if (queries[query].first < first) first = queries[query].first;
         if (queries[query].end > end) end = queries[query].end;
     }
-    score(count, shape, queries, keys, values, table, first, end);
+    score(count, shape, queries, keys, values, places, first, end);
     for (int index = 0; index < count; index++) {
         Query *query = queries + index;
         for (int64_t key = first; key < query->first; key++) query->scores[key - first] = 0.0f;
         query->total = exponentials(query->scores + (query->first - first), query->end - query->first);
         for (int64_t key = query->end; key < end; key++) query->scores[key - first] = 0.0f;
     }
-    average(count, shape, queries, values, table, first, end);
+    average(count, shape, queries, values, places, first, end);
 }
 
 static void attend_together(int count, const AttentionShape *shape, Query *queries, const float *keys,
-                            const float *values, const int64_t *table) {
+                            const float *values, const Places *places) {
     switch (count) {
-        case 1: attend(1, shape, queries, keys, values, table); break;
-        case 2: attend(2, shape, queries, keys, values, table); break;
-        case 3: attend(3, shape, queries, keys, values, table); break;
-        case 4: attend(4, shape, queries, keys, values, table); break;
+        case 1: attend(1, shape, queries, keys, values, places); break;
+        case 2: attend(2, shape, queries, keys, values, places); break;
+        case 3: attend(3, shape, queries, keys, values, places); break;
+        case 4: attend(4, shape, queries, keys, values, places); break;
     }
 }
 

@@ -36,6 +36,7 @@ typedef struct {
     const int64_t *positions, *slots;                          /* [rows] */
     const int64_t *tables;                                     /* [sequences][table_width] */
     const int64_t *starts, *contexts;                          /* [sequences + 1], [sequences] */
+    const int32_t *parents; /* [rows] or none: of a drafted tree's rows, counted from the sequence's first row */
     float *const *keys, *const *values;                        /* [layers]: [blocks][block_size][kv_heads][head_dim] */
 } Rows;
 
@@ -153,13 +154,36 @@ static void turn_and_store(Thread *thread, const Decoder *decoder, const Layer *
 
 #define SHARED_ROWS 32 /* of a sequence, whose keys one thread reads once, where there is work for all threads */
 
-/* Attention of a sequence's rows from `row` to `end` for the query heads of one key-value head. out: placed. */
+#define CHAIN -2     /* parent of a row that sees all rows before it */
+#define TREE_ROWS 64 /* most rows of a sequence that brings a tree */
+
+/* Where the keys of a tree's row lie: those of its ancestors, top down, and its own come in order of position. path has
+   room for TREE_ROWS. */
+static Places tree_places(const Rows *batch, int64_t sequence, int64_t row, int64_t *path) {
+    int64_t start = batch->starts[sequence], climbed[TREE_ROWS], count = 0;
+    for (int64_t node = row; node >= start && count < TREE_ROWS; node = start + batch->parents[node])
+        climbed[count++] = batch->slots[node];
+    for (int64_t at = 0; at < count; at++) path[at] = climbed[count - 1 - at];
+    return (Places){batch->tables + sequence * batch->table_width, batch->positions[row] + 1 - count, path};
+}
+
+static int brings_tree(const Rows *batch, int64_t sequence) {
+    return batch->parents && batch->parents[batch->starts[sequence]] != CHAIN;
+}
+
+/* Attention of a sequence's rows from `row` to `end`, of a tree one, for the query heads of one key-value head. out: placed. */
 static void attend_rows(Thread *thread, const AttentionShape *shape, const Layer *layer, const Rows *batch,
                         int64_t sequence, int64_t kv_head, int64_t row, int64_t end, const float *qkv,
                         const float *keys, const float *values, float *out) {
     int64_t dim = shape->head_dim, group = shape->heads / shape->kv_heads, room = scores_size(batch->longest);
     int64_t width = (shape->heads + 2 * shape->kv_heads) * dim, heads = (end - row) * group;
     int64_t after = batch->contexts[sequence] - batch->starts[sequence + 1] + 1; /* a row's position and 1, less row */
+    int64_t path[TREE_ROWS];
+    Places places = {batch->tables + sequence * batch->table_width, batch->longest, NULL};
+    if (brings_tree(batch, sequence)) {
+        places = tree_places(batch, sequence, row, path);
+        after = batch->positions[row] + 1 - row;
+    }
     float attended[MOST_QUERIES][MOST_DIM];
     for (int64_t done = 0; done < heads; done += MOST_QUERIES) {
         int count = heads - done < MOST_QUERIES ? (int)(heads - done) : MOST_QUERIES;
@@ -170,8 +194,7 @@ static void attend_rows(Thread *thread, const AttentionShape *shape, const Layer
             const float *vector = qkv + at * width + head * dim;
             queries[index] = (Query){vector, first, seen, thread->scores + index * room, 0.0f, attended[index]};
         }
-        attend_together(count, shape, queries, keys + kv_head * dim, values + kv_head * dim,
-                        batch->tables + sequence * batch->table_width);
+        attend_together(count, shape, queries, keys + kv_head * dim, values + kv_head * dim, &places);
         for (int64_t index = 0; index < count; index++) {
             int64_t at = row + (done + index) / group, head = kv_head * group + (done + index) % group;
             place(&layer->output, batch->rows, at, head * dim, dim, attended[index], out);
@@ -187,11 +210,11 @@ static void attention(Thread *thread, const Decoder *decoder, const Layer *layer
     int64_t together = batch->sequences * shape.kv_heads < 4 * thread->size ? 1 : SHARED_ROWS;
     int64_t task = 0, own = take(thread, 0);
     for (int64_t sequence = 0; sequence < batch->sequences; sequence++) {
-        int64_t last = batch->starts[sequence + 1];
+        int64_t last = batch->starts[sequence + 1], step = brings_tree(batch, sequence) ? 1 : together;
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
-            for (int64_t row = batch->starts[sequence]; row < last; row += together) {
+            for (int64_t row = batch->starts[sequence]; row < last; row += step) {
                 if (task++ != own) continue;
-                int64_t end = row + together < last ? row + together : last;
+                int64_t end = row + step < last ? row + step : last;
                 attend_rows(thread, &shape, layer, batch, sequence, kv_head, row, end, qkv, keys, values, out);
                 own = take(thread, 0);
             }

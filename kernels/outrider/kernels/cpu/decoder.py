@@ -78,7 +78,10 @@ class _Decoder(Structure):
 class _Rows(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "sequences", "table_width", "longest", "block_size")),
-        *((name, c_void_p) for name in ("positions", "slots", "tables", "starts", "contexts", "keys", "values")),
+        *(
+            (name, c_void_p)
+            for name in ("positions", "slots", "tables", "starts", "contexts", "parents", "keys", "values")
+        ),
     )
 
 
@@ -119,6 +122,7 @@ class RaggedRows:
     tables: Tensor  # [sequences, most blocks] int64
     starts: Sequence[int]  # [sequences + 1]
     contexts: Sequence[int]  # [sequences]
+    parents: Tensor | None = None  # [rows] int32, where there are drafted trees: see attention.tree_mask
 
 
 def can_run(hidden: int, head_dim: int) -> bool:
@@ -194,7 +198,7 @@ class CpuDecoder:
         batch = _Rows(
             len(token_ids), len(rows.contexts), rows.tables.shape[1], max(rows.contexts), keys[0].shape[1],
             *(tensor.data_ptr() for tensor in tensors), *(ctypes.addressof(part) for part in (starts, contexts)),
-            *(ctypes.addressof(part) for part in caches),
+            None if rows.parents is None else rows.parents.data_ptr(), *(ctypes.addressof(part) for part in caches),
         )  # fmt: skip
         logits = torch.empty(len(logit_rows), self.vocab_size)
         threads = torch.get_num_threads()
