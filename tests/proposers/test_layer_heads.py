@@ -74,12 +74,20 @@ class Layout:
         ids = torch.tensor(tokens)
         embedded = self.embeddings[ids]
         normed, residual = self.enter(embedded, states)
-        weights = {name.removeprefix(self.layer): tensor for name, tensor in self.tensors.items()}
+        hidden = self.through(normed, residual, self.layer)
+        for index in range(1, self.config["num_hidden_layers"] if "layers.1.mlp.up_proj.weight" in self.tensors else 1):
+            normed = norm(hidden, self.tensors[f"layers.{index}.input_layernorm.weight"])
+            hidden = self.through(normed, hidden, f"layers.{index}.")
+        return self.leave(hidden)
+
+    def through(self, normed: Tensor, residual: Tensor, layer: str) -> Tensor:  # [rows, ...] -> [rows, hidden]
+        """A layer."""
+        weights = {name.removeprefix(layer): tensor for name, tensor in self.tensors.items()}
 
         def product(x: Tensor, name: str) -> Tensor:
             return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
-        count = len(tokens)
+        count = len(normed)
         angles = torch.arange(count)[:, None] / 1000.0 ** (torch.arange(0, DIM, 2) / DIM)  # [rows, dim / 2]
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]  # [rows, 1, dim / 2]
 
@@ -100,7 +108,7 @@ class Layout:
         residual = residual + product(attended.flatten(1), "self_attn.o_proj")
         wide = norm(residual, weights["post_attention_layernorm.weight"])
         wide = F.silu(product(wide, "mlp.gate_proj")) * product(wide, "mlp.up_proj")
-        return self.leave(residual + product(wide, "mlp.down_proj"))
+        return residual + product(wide, "mlp.down_proj")
 
 
 def layer_tensors(prefix: str, inputs: int, bias: bool = False) -> dict[str, Tensor]:
@@ -199,6 +207,15 @@ def eagle3(layer: str = "midlayer.", outputs: int = 40, own_embeddings: bool = F
     return Eagle3(config, tensors, target(), layer, tuple(taps))
 
 
+def p_eagle() -> Layout:
+    """Of several layers, and with what stands for rows that are not known."""
+    found = eagle3("layers.0.", num_hidden_layers=3, parallel_drafting=True, pard_token=7)
+    for layer in ("layers.1.", "layers.2."):
+        found.tensors |= layer_tensors(layer, HIDDEN) | {f"{layer}input_layernorm.weight": factors(HIDDEN)}
+    found.tensors["mask_hidden"] = torch.randn(1, 1, 3 * HIDDEN)
+    return found
+
+
 def speculators(**options: Any) -> Layout:
     """The same as the library of that name saves it: the layer's configuration apart."""
     found = eagle3("layers.0.", own_embeddings=True, **options)
@@ -248,6 +265,7 @@ LAYOUTS = {
     "eagle3.1": lambda: eagle3(fc_norm=True, norm_output=True, eagle_aux_hidden_state_layer_ids=[1, 3, 4]),
     "eagle3 norm_before_fc": lambda: eagle3(eagle_config={"use_aux_hidden_state": True}, norm_before_fc=True),
     "speculators": lambda: speculators(norm_before_residual=True, norm_output=True),
+    "eagle3 of layers": p_eagle,
     "mtp": mtp,
 }
 
@@ -274,6 +292,26 @@ def test_drafts_over_rounds_are_those_written_out(name: str, tmp_path: Path) -> 
             torch.testing.assert_close(logits[0], plain[-1], atol=1e-4, rtol=1e-4)
             tokens, states = [*tokens, int(plain[-1].argmax())], torch.cat([states, plain_states[-1:]])
             logits, state = drafter.next(depth, tokens[-1], state, committed + depth - 1)
+        known = committed
+
+
+def test_a_parallel_head_drafts_all_in_one_pass(tmp_path: Path) -> None:
+    """Beside a sequence that drafts nothing; later rows take the places of the masks."""
+    layout = p_eagle()
+    head = load_head(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
+    assert head.mask is not None and head.mask.token_id == 7
+    cache = KVCache.allocate(head.layers, 9, torch.float32, "cpu", BLOCK)
+    text, features = torch.randint(0, VOCAB, (20,)).tolist(), torch.randn(20, 3, HIDDEN)
+    table, other = [6, 2, 7, 4, 1], BatchEntry(text[:2], 1, [0], 0)
+    mask, known = head.mask.features[None], 1
+    for committed, k in ((5, 4), (6, 1), (12, 3)):
+        rows = [*text[known:committed], *[7] * (k - 1)]
+        states = torch.cat([features[:2], features[known - 1 : committed - 1], mask.expand(k - 1, -1, -1)])
+        batch = build_batch([other, BatchEntry(rows, known, table, k)], BLOCK)
+        logits, _ = head.first(batch, states, cache)
+        whole = torch.cat([features[: committed - 1], mask.expand(k - 1, -1, -1)])
+        plain, _ = layout.rows([*text[1:committed], *[7] * (k - 1)], layout.state_of(whole))
+        torch.testing.assert_close(logits, plain[-k:], atol=1e-4, rtol=1e-4)
         known = committed
 
 
@@ -327,7 +365,11 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         WrongCheckpoint,
         "hidden_size: is 32; allowed: the target's, 8",
     )
-    refused(eagle3(num_hidden_layers=2), UnsupportedModel, "2 layers .*allowed: 1")
+    refused(eagle3(num_hidden_layers=17), UnsupportedModel, "17 layers .*allowed: 1 to 16")
+    refused(eagle3(num_hidden_layers=2), WrongCheckpoint, "no tensor layers.1.input_layernorm.weight or")
+    refused(eagle3(parallel_drafting=True), WrongCheckpoint, "parallel_drafting: there is no mask token; allowed: pard")
+    refused(eagle3(parallel_drafting=True, pard_token=3), WrongCheckpoint, "no tensor mask_hidden")
+    refused(eagle3(parallel_drafting=True, mask_token_id=VOCAB), WrongCheckpoint, "mask_token_id: is 60; allowed: 0 to")
     broken = eagle3()
     del broken.tensors["midlayer.hidden_norm.weight"]
     refused(broken, WrongCheckpoint, "no tensor layers.0.hidden_norm.weight or")

@@ -16,6 +16,7 @@ from outrider.proposers.heads.head import Head, TargetWeights
 from outrider.proposers.heads.loading import load_head
 
 METHODS = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+LAYOUTS = (*METHODS, "p-eagle")
 
 
 def target_weights(hf: Any, loaded: LoadedModel) -> TargetWeights:
@@ -101,6 +102,15 @@ def _eagle3(config: Any) -> tuple[dict[str, Any], Shapes]:
     return _llama(config) | {"architectures": ["LlamaForCausalLMEagle3"]} | taps, shapes
 
 
+def _p_eagle(config: Any) -> tuple[dict[str, Any], Shapes]:
+    """Two layers, and a mask."""
+    fields, shapes = _eagle3(config)
+    shapes = {name.replace("midlayer.", "layers.0."): shape for name, shape in shapes.items()}
+    shapes |= _layer(config, "layers.1.", config.hidden_size, ("input_layernorm",))
+    shapes["mask_hidden"] = (1, 1, 3 * config.hidden_size)
+    return fields | {"num_hidden_layers": 2, "parallel_drafting": True, "ptd_token_id": 1}, shapes
+
+
 def _mtp(config: Any) -> tuple[dict[str, Any], Shapes]:
     prefix, hidden = "model.mtp_layers.0.", config.hidden_size
     norms = ("input_layernorm", "token_layernorm", "hidden_layernorm", "final_layernorm")
@@ -127,4 +137,11 @@ def _mlp_speculator(config: Any) -> tuple[dict[str, Any], Shapes]:
     return {"model_type": "mlp_speculator"} | sizes, shapes
 
 
-SHAPES = {"eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa, "mlp_speculator": _mlp_speculator, "mtp": _mtp}
+SHAPES = {
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "p-eagle": _p_eagle,
+    "medusa": _medusa,
+    "mlp_speculator": _mlp_speculator,
+    "mtp": _mtp,
+}

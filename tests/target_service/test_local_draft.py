@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 from support.engines import COUPLED, VOCAB, TargetHarness, opened, tiny_model
-from support.heads import METHODS, perfect_head, random_head
+from support.heads import LAYOUTS, perfect_head, random_head
 from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel
 from outrider.proposers.heads.head import Head
-from outrider.rpc.messages import Credit, Open
+from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.sampling_params import TokenOrigin
+from outrider.target_service import local_draft
 
 SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}
 
@@ -28,7 +29,7 @@ def models() -> tuple[Any, LoadedModel]:
     return tiny_model()
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=LAYOUTS)
 def head(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> Head:
     return random_head(request.param, tmp_path, *models)
 
@@ -91,6 +92,11 @@ def test_rows_have_the_states_before_their_tokens(models: Any, head: Head, monke
         harness.send(asked(number, prompt, head, max_tokens=24), Credit(number, 1 << 20, 3))
         harness.run()
         for text, places, tokens, features in seen:
+            if head.mask is not None:
+                masked = [place >= len(text) for place in places]
+                assert {token for token, is_mask in zip(tokens, masked, strict=True) if is_mask} <= {head.mask.token_id}
+                assert (features[torch.tensor(masked)] == head.mask.features).all()
+                places, tokens, features = _unmasked(places, tokens, features, masked)
             assert tokens == [text[place] for place in places]
             with torch.inference_mode():
                 states = hf(torch.tensor([text]), output_hidden_states=True).hidden_states
@@ -102,6 +108,38 @@ def test_rows_have_the_states_before_their_tokens(models: Any, head: Head, monke
         assert not head.layers or computed >= set(range(found, len(prompt) + 20))
         assert not head.layers or number == 0 or min(computed) == 32
         seen.clear()
+
+
+def test_a_parallel_head_drafts_what_its_rows_say(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences that draft so many tokens each, in one pass."""
+    head = random_head("p-eagle", tmp_path, *models)
+    first, piece_of = type(head).first, local_draft._piece
+    rows: list[int] = []
+    drafted: list[int] = []
+
+    def watched_first(*arguments: Any) -> Any:
+        logits, state = first(*arguments)
+        rows.extend(logits.argmax(-1).tolist())
+        return logits, state
+
+    def watched_piece(line: Any) -> DraftTokens:
+        drafted.extend(piece_of(line).ids)
+        return piece_of(line)
+
+    monkeypatch.setattr(type(head), "first", watched_first)
+    monkeypatch.setattr(local_draft, "_piece", watched_piece)
+    harness = TargetHarness.of(models[1], head=head)
+    for number, k in ((1, 2), (2, 5), (3, 1)):
+        harness.send(asked(number, prompt_of(number), head, max_tokens=16), Credit(number, 1 << 20, k))
+    harness.run()
+    assert drafted == rows and len(rows) > 60
+
+
+def _unmasked(
+    places: list[int], tokens: list[int], features: torch.Tensor, masked: list[bool]
+) -> tuple[list[int], list[int], torch.Tensor]:
+    known = [row for row, is_mask in enumerate(masked) if not is_mask]
+    return [places[row] for row in known], [tokens[row] for row in known], features[known]
 
 
 def test_without_credit_for_a_window_or_another_method_nothing_is_drafted(models: Any, head: Head) -> None:

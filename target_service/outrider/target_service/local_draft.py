@@ -24,7 +24,7 @@ from outrider.engine.random import RandomAhead, RandomRange
 from outrider.engine.sampler import SamplingRows
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
 from outrider.proposers.drawing import Drawer
-from outrider.proposers.heads.head import Head
+from outrider.proposers.heads.head import Head, MaskRow
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.scheduler import ScheduledSequence
@@ -79,10 +79,19 @@ class _Line:
         chain = [token.token_id for token in self.drawn]
         return SamplingRows(self.target.sampler, chain, first=len(chain))
 
-    def first_entry(self) -> BatchEntry:
-        """The rows of committed tokens."""
+    def first_entry(self, mask_id: int | None = None) -> BatchEntry:
+        """The rows of committed tokens. With a mask token the rows behind them, for all tokens but the first."""
         sequence, ids = self.target.sequence, self.target.sequence.tokens[self.first : self.end]
-        return BatchEntry(ids, self.first, sequence.block_table, int(self.count > 0)) if self.keeps else _alone(ids[0])
+        if not self.keeps:
+            return _alone(ids[0])
+        if mask_id is None:
+            return BatchEntry(ids, self.first, sequence.block_table, int(self.count > 0))
+        return BatchEntry([*ids, *[mask_id] * self.num_masks], self.first, sequence.block_table, self.count)
+
+    @property
+    def num_masks(self) -> int:
+        """Rows of tokens that are not known, where all are drafted in one pass."""
+        return max(0, self.count - 1)
 
     def next_entry(self) -> BatchEntry:
         """The row of the last token drawn."""
@@ -205,6 +214,9 @@ class LocalDraft:
 
     def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:
         """One pass a depth, for all that draw so deep."""
+        if self.head.mask is not None:
+            self._draft_at_once(lines, states, self.head.mask)
+            return
         size, device = self._runner.block_size, states.device
         entries = [line.first_entry() for line in lines]
         batch = build_batch(entries, size, device)
@@ -217,6 +229,21 @@ class LocalDraft:
             if going:
                 batch = build_batch([line.next_entry() for line in going], size, device)
                 logits, state = self.head.next(depth, batch, state[torch.tensor(kept, device=device)], self._cache)
+
+    def _draft_at_once(self, lines: Sequence[_Line], states: Tensor, mask: MaskRow) -> None:
+        """One pass for all depths."""
+        device = states.device
+        parts = torch.split(self._features(lines, states), [line.end - line.first for line in lines])
+        masks = [mask.features.expand(line.num_masks, -1, -1) for line in lines]
+        features = torch.cat([part for pair in zip(parts, masks, strict=True) for part in pair])  # [rows, taps, hidden]
+        batch = build_batch([line.first_entry(mask.token_id) for line in lines], self._runner.block_size, device)
+        logits, _ = self.head.first(batch, features, self._cache)  # [tokens of all lines, vocab]
+        offsets = accumulate((line.count for line in lines), initial=0)
+        going = [(line, offset) for line, offset in zip(lines, offsets, strict=False) if line.count]
+        while going:
+            rows = torch.tensor([offset + len(line.drawn) for line, offset in going], device=device)
+            drawn = self._drawer.draw(logits[rows], [line for line, _ in going])
+            going = [pair for pair, token in zip(going, drawn, strict=True) if _take(pair[0], token)]
 
 
 def _take(line: _Line, token: DraftedToken | None) -> bool:

@@ -4,7 +4,7 @@ EAGLE guesses the target's next hidden state: token and state are joined by `fc`
 result. EAGLE-3 guesses tokens alone: three of the target's layers are joined to a state, its layer attends to token and
 state side by side, and a head of its own gives the likelier part of the vocabulary (`d2t`: how far id i of it is from
 the target's id). EAGLE-3.1 (arXiv 2605.09992) norms each layer's states (`fc_norm`) and the state that is handed on
-(`norm_output`)."""
+(`norm_output`). P-EAGLE (arXiv 2602.01469) has several layers and drafts all tokens in one pass, behind masks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.proposers.heads.head import HeadReader, TargetWeights
+from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
 from outrider.proposers.heads.layer import LayerHead, layer_config
 
 LAYER = ("layers.0.", "model.layers.0.", "midlayer.", "model.midlayer.")  # as it is named, by who saved it
+
+
+MOST_LAYERS = 16  # of EAGLE-3's: trained heads have one, P-EAGLE's up to four
+MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
 class EagleHead(LayerHead):
@@ -55,7 +59,7 @@ class Eagle3Head(LayerHead):
 
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
         layer = dict(config.get("transformer_layer_config") or config)  # speculators keep it apart
-        parsed = layer_config(layer, target)
+        parsed = layer_config(layer, target, MOST_LAYERS)
         hidden, of_target = parsed.hidden_size, int(config.get("target_hidden_size") or target.output.shape[1])
         super().__init__(parsed, reader, target, LAYER, 2 * hidden)
         own = dict(config.get("eagle_config") or {}) | dict(config)
@@ -81,9 +85,22 @@ class Eagle3Head(LayerHead):
         self._vocab_size = len(target.output)
         num_outputs = int(config.get("draft_vocab_size") or self._vocab_size)
         self._head = reader.tensor((num_outputs, hidden), "lm_head.weight")
+        self.mask = self._read_mask(own, reader, of_target)
         self._ids = None  # [outputs]: the target's, where they are fewer
         if num_outputs < self._vocab_size:
             self._ids = reader.tensor((num_outputs,), "d2t") + torch.arange(num_outputs, device=reader.device)
+
+    def _read_mask(self, config: Mapping[str, Any], reader: HeadReader, of_target: int) -> MaskRow | None:
+        if not config.get("parallel_drafting") and "mask_hidden" not in reader:
+            return None
+        found = {name: config[name] for name in MASK_TOKENS if config.get(name) is not None}
+        if not found:
+            raise WrongCheckpoint(f"parallel_drafting: there is no mask token; allowed: {' or '.join(MASK_TOKENS)}")
+        name, token_id = next(iter(found.items()))
+        if not 0 <= int(token_id) < len(self._embeddings):
+            raise WrongCheckpoint(f"{name}: is {token_id}; allowed: 0 to {len(self._embeddings) - 1}")
+        features = reader.vector(len(self.taps) * of_target, "mask_hidden").view(len(self.taps), of_target)
+        return MaskRow(int(token_id), features)
 
     def features_to_state(self, features: Tensor) -> Tensor:  # [rows, taps, of target] -> [rows, hidden]
         """The layers' states, joined."""

@@ -17,6 +17,14 @@ from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
 
 
+@dataclass(frozen=True, slots=True)
+class MaskRow:
+    """What stands in the place of a row that is not known yet, where a head drafts all tokens in one pass."""
+
+    token_id: int
+    features: Tensor  # [taps, hidden]
+
+
 class Head(Protocol):
     """Drafts several tokens, one after the other or all at once, for many sequences."""
 
@@ -31,6 +39,11 @@ class Head(Protocol):
     @property
     def most_tokens(self) -> int:
         """That it can draft in a row."""
+
+    @property
+    def mask(self) -> MaskRow | None:
+        """Of a head that drafts all tokens in one pass, by `first` alone: behind the committed rows stand rows of this
+        kind, and each gives the token behind it."""
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -74,6 +87,20 @@ class HeadReader:
         found = self._state[name]
         if tuple(found.shape) != shape:
             raise WrongCheckpoint(f"{name} has shape {list(found.shape)}, its config.json asks for {list(shape)}")
+        return self._computed(name)
+
+    def vector(self, size: int, name: str) -> Tensor:  # [size]
+        """However many axes of length one it is saved with."""
+        if name not in self._state:
+            raise WrongCheckpoint(f"the head has no tensor {name}")
+        if self._state[name].numel() != size:
+            raise WrongCheckpoint(
+                f"{name} has shape {list(self._state[name].shape)}, its config.json asks for [{size}]"
+            )
+        return self._computed(name).flatten()
+
+    def _computed(self, name: str) -> Tensor:
+        found = self._state[name]
         if name not in self._read:
             self._read[name] = found.to(device=self.device, dtype=self.dtype if found.is_floating_point() else None)
         return self._read[name]

@@ -21,25 +21,27 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.models.decoder import Block
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
 from outrider.kernels.attention.plan import plan_attention
-from outrider.kernels.layers.reference import Linear, rms_norm
-from outrider.proposers.heads.head import HeadReader, TargetWeights
+from outrider.kernels.layers.reference import Linear, add_rms_norm, rms_norm
+from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
 
 MOST_TOKENS = 128  # a draft may be as long as a window
 
 
 class LayerHead(ABC):
-    """The layer, without what goes in and comes out: subclasses have `enter` and `leave`."""
+    """The layer, or several, without what goes in and comes out: subclasses have `enter` and `leave`."""
 
     name: str
     taps: tuple[int, ...]
     most_tokens = MOST_TOKENS
+    mask: MaskRow | None = None
 
     def __init__(
         self, config: DecoderConfig, reader: HeadReader, target: TargetWeights, prefixes: tuple[str, ...], inputs: int
     ) -> None:
         self.config = config
-        self.layers = (LayerShape(config.num_kv_heads, config.head_dim),)
+        self.layers = (LayerShape(config.num_kv_heads, config.head_dim),) * config.num_layers
         self._block = _block(config, reader, prefixes, inputs)
+        self._further = [_further(config, reader, index) for index in range(1, config.num_layers)]
         self._embeddings = target.embeddings
         tables = rotary_tables(config, reader.dtype)[config.rotary_types[0]]
         self._cos, self._sin = (table[:, None].to(reader.device) for table in tables)  # [positions, 1, head_dim]
@@ -81,9 +83,13 @@ class LayerHead(ABC):
         )
         normed, residual = self.enter(F.embedding(batch.token_ids, self._embeddings), state, positions)
         rotary = self._cos[positions], self._sin[positions]
-        update, residual = self._block.forward(
-            normed, residual, rotary, plan, batch.slot_mapping, cache.keys[0], cache.values[0]
-        )
+        slots = batch.slot_mapping
+        update, residual = self._block.forward(normed, residual, rotary, plan, slots, cache.keys[0], cache.values[0])
+        for index, (weight, block) in enumerate(self._further, start=1):
+            normed, residual = add_rms_norm(update, residual, weight, self.config.rms_norm_eps)
+            update, residual = block.forward(
+                normed, residual, rotary, plan, slots, cache.keys[index], cache.values[index]
+            )
         return residual + update
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:  # [rows, hidden], [hidden] -> [rows, hidden]
@@ -91,14 +97,24 @@ class LayerHead(ABC):
         return rms_norm(x, weight, self.config.rms_norm_eps)
 
 
-def layer_config(config: Mapping[str, Any], target: TargetWeights) -> DecoderConfig:
-    """Of a head's only layer, by the words of a decoder's config.json; as long as the target's context. Raises
+def layer_config(config: Mapping[str, Any], target: TargetWeights, most_layers: int = 1) -> DecoderConfig:
+    """Of a head's layers, by the words of a decoder's config.json; as long as the target's context. Raises
     UnsupportedModel."""
-    if config.get("num_hidden_layers", 1) != 1:
-        raise UnsupportedModel(f"a head of {config['num_hidden_layers']} layers (num_hidden_layers); allowed: 1")
+    num_layers = config.get("num_hidden_layers", 1)
+    if not 1 <= num_layers <= most_layers:
+        allowed = f"1 to {most_layers}" if most_layers > 1 else "1"
+        raise UnsupportedModel(f"a head of {num_layers} layers (num_hidden_layers); allowed: {allowed}")
     limit = max(int(config.get("max_position_embeddings") or 0), target.max_model_len)
-    parsed = parse_config({**config, "num_hidden_layers": 1, "max_position_embeddings": limit})
+    parsed = parse_config({**config, "num_hidden_layers": num_layers, "max_position_embeddings": limit})
     return replace(parsed, max_model_len=target.max_model_len)
+
+
+def _further(config: DecoderConfig, reader: HeadReader, index: int) -> tuple[Tensor, Block]:
+    """A layer behind the first, which is a decoder's: its norm, and the block."""
+    prefixes = (f"layers.{index}.", f"model.layers.{index}.")
+    names = [f"{prefix}input_layernorm.weight" for prefix in prefixes]
+    weight = reader.tensor((config.hidden_size,), *names)
+    return weight, _block(config, reader, prefixes, config.hidden_size)
 
 
 def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...], inputs: int) -> Block:

@@ -55,6 +55,7 @@ class MedusaHead:
 
     name = "medusa"
     layers: tuple[LayerShape, ...] = ()
+    mask = None
 
     def __init__(self, config: MedusaConfig, reader: HeadReader, target: TargetWeights) -> None:
         self.taps = (target.num_layers,)

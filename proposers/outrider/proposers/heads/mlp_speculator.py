@@ -71,6 +71,7 @@ class MlpSpeculatorHead:
 
     name = "mlp_speculator"
     layers: tuple[LayerShape, ...] = ()
+    mask = None
 
     def __init__(self, config: MlpConfig, reader: HeadReader, target: TargetWeights) -> None:
         self.taps = (target.num_layers,)
