@@ -23,6 +23,7 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.controller import Controller
+from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.forecast import Forecast
 from outrider.planner.policy import Round
@@ -261,6 +262,17 @@ async def test_auto_turns_a_head_off_that_does_not_pay(tokenizer: Tokenizer, mon
     stats, _ = engine._known.by_methods["eagle3",]
     assert stats.draft_pass.or_else(0) == 50
     assert Forecast(stats, False, stats.acceptance, stats.hits, lambda: 9e9, lambda: 1).away_us == 0
+
+
+async def test_a_head_keeps_to_the_schedule(tokenizer: Tokenizer) -> None:
+    target = ToyTarget(info=replace(target_info(), methods=HEAD))
+    config = EngineConfig(num_draft_tokens=4, schedule=BatchSchedule.parse("1:4,2:1,3:0", 4, None))
+    engine = GenerationEngine(tokenizer, target, None, config)
+    for n, k in ((1, 4), (2, 1), (3, 0)):
+        answer = await run(engine, ask(n, max_tokens=30))
+        assert [ids_of(deltas) for deltas in answer.values()] == [expected(PROMPT, 30)] * n
+        credits = [message for message in target.links[-1].sent if isinstance(message, Credit)]
+        assert {credit.max_window for credit in credits} == {k} and len(credits) < 20
 
 
 async def test_a_successor_without_the_head_decodes_plainly(tokenizer: Tokenizer) -> None:

@@ -337,6 +337,7 @@ def start_local(
         config = EngineConfig(
             num_draft_tokens=k,
             mode=arguments.mode or "sequential",
+            schedule=None if speculation is None or speculation.schedule.constant else speculation.schedule,
             max_draft_tokens=k,  # a controller goes below k, never above
             max_active=arguments.max_num_seqs,
             max_waiting=UNBOUNDED,

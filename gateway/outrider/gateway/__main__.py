@@ -239,6 +239,7 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
     config = EngineConfig(
         num_draft_tokens=most,
         mode=settings.mode,
+        schedule=None if settings.schedule.constant else settings.schedule,
         draft_patience_ms=settings.draft_patience_ms,
         max_active=settings.max_active,
         max_waiting=settings.max_waiting,

@@ -26,6 +26,7 @@ from outrider.gateway.speculation.backends import Drafter, Verifier
 from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
+from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
 from outrider.planner.forecast import SharedStats, VerifyCosts
@@ -49,6 +50,7 @@ class RequestRun:
     timeout_ms: int
     trace: RequestTrace | None  # where nobody records, nothing is built
     eos_token_ids: tuple[int, ...]
+    most_drafted: Callable[[], int] | None  # by the target itself, at present
     on_draft_stop: Callable[[str], None]
     new_controller: Callable[[], PolicyController | None] = lambda: None
     drivers: list[SpeculationDriver] = field(default_factory=list)  # of the completions that have started
@@ -92,6 +94,7 @@ class Completion:
             run.policy,
             examines_text=bool(prepared.sampling.stop),
             at_target=prepared.at_target,
+            most_drafted=run.most_drafted if prepared.at_target else None,
             fork_of=run.drivers[0] if run.drivers else None,
             driver_out=run.drivers,
             on_draft_stop=run.on_draft_stop,
@@ -193,6 +196,7 @@ class EngineConfig:
     num_draft_tokens: int = 4
     mode: str = "sequential"  # "auto": the controller chooses for each request
     max_draft_tokens: int = 8  # that the controller may choose
+    schedule: BatchSchedule | None = None  # where the target drafts for itself; any other drafter keeps to its own
     draft_patience_ms: int = 500
     max_active: int = 64  # sequences that run at once
     max_waiting: int = 256  # sequences that may wait
@@ -362,6 +366,7 @@ class GenerationEngine:
         k = prepared.num_draft_tokens if drafter is not None or prepared.at_target else 0
         policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms())
         recorded = root is not None and root.recording
+        schedule = self.config.schedule
         return RequestRun(
             prepared=prepared,
             tokenizer=self.tokenizer,
@@ -372,6 +377,7 @@ class GenerationEngine:
             timeout_ms=timeout_ms,
             trace=root,
             eos_token_ids=self.verifier.info.model.eos_token_ids,
+            most_drafted=None if schedule is None else lambda: schedule.num_draft_tokens(self._num_running),
             on_draft_stop=self._draft_warnings.warn,
         )
 

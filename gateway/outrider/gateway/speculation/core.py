@@ -10,6 +10,7 @@ are what it asks for, in order; the driver applies them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.speculation.backends import Lost
@@ -109,6 +110,7 @@ class SpeculationCore:
     controller: PolicyController | None = None  # else the policy stays as it is
     draft_learns: bool = False  # it is told of every commit, also of those that it has no credit to draft for
     at_target: bool = False  # the target drafts for itself: its credit says how much, and there is no draft
+    most_drafted: Callable[[], int] | None = None  # at the target, at present
     committed: list[int] = field(init=False)
     drafting: bool = field(init=False)
     finished: bool = field(init=False, default=False)
@@ -423,12 +425,18 @@ class SpeculationCore:
 
     def _renewed_target_credit(self) -> Credit:
         """With drafts for four windows: slow links cut none short, and the credit can share the next piece's frame."""
-        k = self.policy.num_draft_tokens if self.drafting else 0
+        k = self._window if self.drafting else 0
         ahead = 4 * (k + 1) if self.drafting else self.policy.plain_ahead
         until = self._within_reader(len(self.committed) + ahead, k + 1 if self.drafting else ahead)
         self._target_until = max(self._target_until, until)
         patience_ms = self.policy.patience_ms if self.drafting and not self.at_target else 0
         return Credit(0, self._target_until, k, patience_ms)
+
+    @property
+    def _window(self) -> int:
+        """Drafted tokens of a verification."""
+        k = self.policy.num_draft_tokens
+        return k if self.most_drafted is None else min(k, self.most_drafted())
 
     def _due_credit(self) -> tuple[Credit, ...]:
         """The target's credit, if it is not what the target has."""
@@ -441,7 +449,7 @@ class SpeculationCore:
     def _credit_target(self) -> list[Effect]:
         """Renews the target's credit; not while it has a whole window's and the next piece can bring it along, or two
         and drafts for itself."""
-        k, has = self.policy.num_draft_tokens, self._target_credit
+        k, has = self._window, self._target_credit
         enough = 2 * k + 1 if self.at_target else k
         if self.drafting and has is not None and has.max_window == k and has.until - len(self.committed) > enough:
             return []

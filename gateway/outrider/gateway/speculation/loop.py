@@ -247,17 +247,18 @@ async def speculate(
     *,
     examines_text: bool = False,
     at_target: bool = False,
+    most_drafted: Callable[[], int] | None = None,
     fork_of: SpeculationDriver | None = None,
     driver_out: list[SpeculationDriver] | None = None,
     on_draft_stop: Callable[[str], None] = warn_of_draft,
     controller: PolicyController | None = None,
 ) -> AsyncGenerator[Round | PromptLogprobs, None]:
     """Yields rounds (and the prompt's log probabilities, if asked for) until the target ends the sequence or the caller
-    stops. With `at_target` the target drafts by the request's method, and there is no drafter. A round counts as read
-    when the next one is asked for. Raises OutriderError when no target can go on."""
+    stops. With `at_target` the target drafts by the request's method, `most_drafted` tokens a round, and there is no
+    drafter. A round counts as read when the next one is asked for. Raises OutriderError when no target can go on."""
     info = None if drafter is None else drafter.info
     learns = info is not None and any(method.learns for method in info.methods)
-    core = SpeculationCore(request, policy, examines_text, controller, learns, at_target)
+    core = SpeculationCore(request, policy, examines_text, controller, learns, at_target, most_drafted)
     driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop)
     if driver_out is not None:
         driver_out.append(driver)
