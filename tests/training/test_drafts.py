@@ -128,7 +128,7 @@ def test_a_model_accepts_its_own_greedy_text(target: Path) -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     probs, tokens = torch.stack([hf_logits(model, row[:-1]) for row in ids.tolist()]).softmax(-1).topk(TOP)
-    lesson = Lesson(ids, tokens, probs)
+    lesson = Lesson(ids, tokens, probs, torch.empty(*tokens.shape[:2], 0, 0))
     measured = measure("own", model, None, (lesson, lesson))
     assert sum(measured.greedy) > 0.85 * 8 and min(measured.sampled) > 0.9
     assert rounds((0.5, 0.5, 0.1), 2) == 1.75

@@ -1,4 +1,5 @@
-"""`outrider train`: a draft for any target, by distillation on what the target writes."""
+"""`outrider train`: a draft for any target, or a head that drafts beside it, by distillation on what the target
+writes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field
 
@@ -17,12 +18,15 @@ from outrider.rpc.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from outrider.training.drafts import Acceptance
+    from outrider.training.heads import HeadMethod
 
 DESCRIPTION = (
     "Train a draft for the target (second bare argument) on a corpus (third): METHOD draft drafts a token a pass, pard "
-    "all tokens of a window in one. The target writes on from places of the corpus, and the draft learns its "
-    "distributions there. A run that was cut short goes on when it is started again with the same settings."
+    "all tokens of a window in one; eagle3, medusa, mlp and mtp are heads that draft beside the target from its hidden "
+    "states. The target writes on from places of the corpus, and the draft learns its distributions there. A run that "
+    "was cut short goes on when it is started again with the same settings."
 )
+DRAFTS = ("draft", "pard")  # models of their own
 NOTE_EVERY = 50  # steps, where there is no bar
 
 
@@ -31,17 +35,31 @@ class TrainSettings(ServiceSettings):
 
     section: ClassVar[str] = "train"
 
-    method: Literal["draft", "pard"] = Field(description="what it will draft by; also the first bare argument")
+    method: Literal["draft", "pard", "eagle3", "medusa", "mlp", "mtp"] = Field(
+        description="what it will draft by; also the first bare argument"
+    )
     target: Path = Field(description="folder or hub id of the target's checkpoint; also the second bare argument")
     corpus: Path = Field(
         description='text file, or .jsonl with an object a line whose "text" is read; also the third bare argument'
     )
     out: Path = Field(description="folder to make; OUT.work beside it holds the run until it is done")
     draft: Path | None = Field(
-        None, description="folder or hub id of a draft to start from (default: a Llama half as wide as the target)"
+        None,
+        description="folder or hub id of a draft that draft and pard start from (default: a Llama half as wide as the "
+        "target)",
     )
     layers: int | None = Field(
-        None, ge=1, le=256, description="layers (default: the start's, or 2; twice as many for pard)"
+        None, ge=1, le=256, description="layers of draft and pard (default: the start's, or 2; twice as many for pard)"
+    )
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="tokens in a row that a head learns to draft (default: 5 for eagle3, 4 for the others); medusa and "
+        "mlp draft no more",
+    )
+    draft_vocab: int | None = Field(
+        None, ge=1, description="outputs of eagle3: the corpus's likeliest tokens (default: the whole vocabulary)"
     )
     steps: int = Field(1200, ge=1, description="steps of the optimizer, of 2,048 tokens each")
     threads: int | None = Field(None, ge=1, le=256, description="threads (default: all cores)")
@@ -60,10 +78,20 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider train") -> int
         if start is not None:
             require_config(start, "--draft")
         painter = make_painter(settings.plain)
+        check_method(settings)
         painter.lines(describe(_run(settings, target, start, painter)))
     except (OSError, ValueError) as error:
         return fail(prog, error, one_line(error))
     return 0
+
+
+def check_method(settings: TrainSettings) -> None:
+    """Raises ValueError for a setting that is given and is not the method's."""
+    own = {"draft": DRAFTS, "layers": DRAFTS, "tokens": ("eagle3", "medusa", "mlp", "mtp"), "draft_vocab": ("eagle3",)}
+    for name, methods in own.items():
+        if getattr(settings, name) is not None and settings.method not in methods:
+            flag = name.replace("_", "-")
+            raise ValueError(f"{flag}: is for {' and '.join(methods)}; the method is {settings.method}")
 
 
 def describe(measured: Sequence[Acceptance]) -> Iterator[str]:
@@ -88,21 +116,33 @@ def rounds(shares: Sequence[float], k: int) -> float:
 def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Painter) -> list[Acceptance]:
     import torch
 
-    from outrider.training.drafts import DraftPlan, make_draft
+    from outrider.training import drafts, heads
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    plan = DraftPlan(
-        parallel=settings.method == "pard",
-        target=target,
-        corpus=settings.corpus,
-        out=settings.out,
-        start=start,
-        layers=settings.layers,
-        steps=settings.steps,
-    )
     with progress(painter, settings.steps) as on_step:
-        measured = make_draft(plan, on_step)
+        if settings.method in DRAFTS:
+            draft = drafts.DraftPlan(
+                parallel=settings.method == "pard",
+                target=target,
+                corpus=settings.corpus,
+                out=settings.out,
+                start=start,
+                layers=settings.layers,
+                steps=settings.steps,
+            )
+            measured = drafts.make_draft(draft, on_step)
+        else:
+            head = heads.HeadPlan(
+                method=cast("HeadMethod", settings.method),
+                target=target,
+                corpus=settings.corpus,
+                out=settings.out,
+                num_tokens=settings.tokens,
+                draft_vocab=settings.draft_vocab,
+                steps=settings.steps,
+            )
+            measured = heads.make_head(head, on_step)
     painter.note(f"{settings.out}: {settings.method}, trained for {settings.steps} steps")
     return measured
 

@@ -17,6 +17,7 @@ from outrider.training.model import continue_windows, logits
 from outrider.training.train import Batches, Loss
 
 SEED = 11
+LEAST_LOG_PROB = -30.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,18 @@ class DistillWeights:
     divergence: float = 0.6
     refusal: float = 0.6
     text: float = 0.1
+
+    def apart(self, logits: Tensor, top_ids: Tensor, top_probs: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        """How far a draft is from a target whose likeliest tokens are known. logits: [..., vocabulary]; top_ids and
+        top_probs: [..., TOP]; following: [...], the text's own. Returns the loss, up to the target's entropy, which is
+        given, and how likely the draft's token would be accepted, [...] each. What a draft cannot say counts as hardly
+        ever said."""
+        whole = logits.logsumexp(-1, keepdim=True)
+        log_probs = (logits.gather(-1, top_ids) - whole).clamp_min(LEAST_LOG_PROB)
+        divergence = -(top_probs * log_probs).sum(-1)
+        overlap = torch.minimum(top_probs, log_probs.exp()).sum(-1)
+        text = (whole - logits.gather(-1, following[..., None])).clamp_max(-LEAST_LOG_PROB).squeeze(-1)
+        return self.divergence * divergence - self.refusal * overlap + self.text * text, overlap
 
 
 @dataclass(frozen=True)

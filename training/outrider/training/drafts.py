@@ -31,16 +31,13 @@ MEASURED_EVERY = 4  # places
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "chat_template*", "*.model", "vocab.*", "merges.txt")
 
 
-@dataclass(frozen=True)
-class DraftPlan:
-    """What is made, of what, and how long it is trained."""
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run makes, of what, and how long it trains."""
 
-    parallel: bool  # it drafts all tokens in one pass
     target: Path
     corpus: Path
     out: Path
-    start: Path | None = None  # a draft whose weights it starts from
-    layers: int | None = None  # None: the start's, and twice as many for a parallel draft
     steps: int = 1200
     course: CoursePlan = field(default_factory=CoursePlan)
 
@@ -55,6 +52,15 @@ class DraftPlan:
         decay = max(1, int(0.7 * self.steps))
         tokens = self.course.batch_size * self.course.length
         return TrainPlan(self.steps, decay, warmup_steps=30, tokens_per_step=tokens, matrix_lr=0.012)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan(RunPlan):
+    """Of a draft."""
+
+    parallel: bool  # it drafts all tokens in one pass
+    start: Path | None = None  # a draft whose weights it starts from
+    layers: int | None = None  # None: the start's, and twice as many for a parallel draft
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def make_draft(plan: DraftPlan, on_step: Callable[[int, float], None]) -> list[A
     ValueError for what cannot be used."""
     if plan.out.exists():
         raise ValueError(f"{plan.out} exists; nothing is overwritten")
-    _check_work(plan)
+    check_work(plan)
     loaded = load_model(plan.target)
     stream, held_out = split_stream(read_corpus(plan.corpus, plan.target), plan.course.length)
     teacher = Teacher(loaded, plan.course.num_windows, plan.course.length)
@@ -151,7 +157,7 @@ def measure(name: str, draft: PreTrainedModel, mask_id: int | None, lessons: tup
     greedy, sampled = lessons
     matches = torch.cat([_agreement(draft.eval(), mask_id, greedy, index)[0] for index in range(len(greedy.ids))])
     overlaps = torch.cat([_agreement(draft, mask_id, sampled, index)[1] for index in range(len(sampled.ids))])
-    return Acceptance(name, _by_position(matches), _by_position(overlaps))
+    return Acceptance(name, by_position(matches), by_position(overlaps))
 
 
 @torch.no_grad()
@@ -160,7 +166,7 @@ def _agreement(draft: PreTrainedModel, mask_id: int | None, lesson: Lesson, inde
     accepted."""
     ids = lesson.ids[index : index + 1]
     length = ids.shape[1] - 1
-    ends = torch.arange(length // 4, length - MEASURED_TOKENS + 1, MEASURED_EVERY)
+    ends = measured_ends(length)
     places = ends[:, None] + torch.arange(MEASURED_TOKENS)
     if mask_id is None:
         rows = MaskedRows.of(torch.arange(length), length, 1)
@@ -172,7 +178,13 @@ def _agreement(draft: PreTrainedModel, mask_id: int | None, lesson: Lesson, inde
     return (logits.argmax(-1) == ids[0, 1:][places]).float(), overlaps
 
 
-def _by_position(accepted: Tensor) -> tuple[float, ...]:  # [ends, tokens]
+def measured_ends(length: int) -> Tensor:  # [ends]
+    """The places of a window after which a draft is measured."""
+    return torch.arange(length // 4, length - MEASURED_TOKENS + 1, MEASURED_EVERY)
+
+
+def by_position(accepted: Tensor) -> tuple[float, ...]:  # [ends, tokens]
+    """The share that holds at each position, of those whose predecessors did."""
     reached = torch.cat([torch.ones(len(accepted), 1), accepted.cumprod(-1)], dim=-1).sum(0)
     return tuple((reached[1:] / reached[:-1].clamp_min(1e-9)).tolist())
 
@@ -218,7 +230,7 @@ def _text_of(path: Path, number: int, line: str) -> str:
     return str(found["text"])
 
 
-def _check_work(plan: DraftPlan) -> None:
+def check_work(plan: RunPlan) -> None:
     """Notes what the run is, or compares. Raises ValueError where another was begun."""
     noted, said = plan.work / "plan.json", json.dumps(asdict(plan), default=str, indent=2)
     if noted.exists() and noted.read_text(encoding="utf-8") != said:

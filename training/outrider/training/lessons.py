@@ -2,12 +2,14 @@
 
 A draft works on what the target writes, so most windows are the target's own: it goes on from places of the corpus,
 greedily or sampled by turns; others it only reads. Its likeliest tokens are kept, with their probabilities: they are
-nearly all of the distribution, and the target is asked once, however often a draft reads the window.
+nearly all of the distribution, and the target is asked once, however often a draft reads the window. A head beside the
+target reads its hidden states, too, so that they are kept with the lesson.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +34,18 @@ class Lesson:
     ids: Tensor  # [windows, length + 1] int64
     top_ids: Tensor  # [windows, length, TOP] int64
     top_probs: Tensor  # [windows, length, TOP] float32, of the whole distribution
+    features: Tensor  # [windows, length, taps, hidden], as wide as they were computed or as they are kept: bfloat16
 
-    def window(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One of them: its ids, and its likeliest tokens with their probabilities."""
-        return self.ids[index], self.top_ids[index], self.top_probs[index]
+    def window(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One of them: its ids, its likeliest tokens with their probabilities, and its hidden states."""
+        return self.ids[index], self.top_ids[index], self.top_probs[index], self.features[index]
 
     def save(self, path: Path) -> None:
         """Writes a file; a crash leaves none, or a whole one."""
         partial = path.with_suffix(".partial")
         tensors = {"ids": self.ids.int(), "top_ids": self.top_ids.int(), "top_probs": self.top_probs.half()}
+        if self.features.numel():
+            tensors["features"] = self.features.bfloat16()
         save_file(tensors, partial)
         os.replace(partial, path)
 
@@ -48,7 +53,9 @@ class Lesson:
     def load(path: Path) -> Lesson:
         """What `save` wrote."""
         found = load_file(path)
-        return Lesson(found["ids"].long(), found["top_ids"].long(), found["top_probs"].float())
+        ids = found["ids"].long()
+        features = found.get("features", torch.empty(len(ids), ids.shape[1] - 1, 0, 0))
+        return Lesson(ids, found["top_ids"].long(), found["top_probs"].float(), features)
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,13 @@ class CoursePlan:
 
 
 class Teacher:
-    """A target, with a cache for so many windows at once."""
+    """A target, with a cache for so many windows at once. Its lessons have the hidden states of the layers `taps`, as
+    hidden_states.py numbers them."""
 
-    def __init__(self, loaded: LoadedModel, num_windows: int, length: int) -> None:
+    def __init__(self, loaded: LoadedModel, num_windows: int, length: int, taps: Sequence[int] = ()) -> None:
         self._length = length
         self._blocks = -(-length // 16)  # of a window
-        self._runner = ModelRunner(loaded.model, num_windows * self._blocks)
+        self._runner = ModelRunner(loaded.model, num_windows * self._blocks, taps=taps)
 
     @torch.inference_mode()
     def lesson(self, prompts: Tensor, temperature: float | None, generator: torch.Generator) -> Lesson:
@@ -79,21 +87,21 @@ class Teacher:
         ids = torch.zeros(len(prompts), self._length + 1, dtype=torch.int64)
         num_known = prompts.shape[1]
         ids[:, :num_known] = prompts
-        parts: list[tuple[Tensor, Tensor]] = []
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         start = 0
         while start < self._length:
             count = max(1, min(num_known - start, self._length - start, ROWS // len(ids)))
             logits = self._logits(ids[:, start : start + count], start)  # [windows, count, vocabulary]
             log_probs = logits - logits.logsumexp(-1, keepdim=True)
             values, tokens = log_probs.topk(min(TOP, logits.shape[-1]), dim=-1)
-            parts.append((tokens, values.exp()))
+            parts.append((tokens, values.exp(), self._features(len(ids), count)))
             start += count
             if start >= num_known and temperature is not None:
                 probs = (logits[:, -1] / (temperature or 1.0)).softmax(-1)  # [windows, vocabulary]
                 drawn = torch.multinomial(probs, 1, generator=generator)[:, 0] if temperature else probs.argmax(-1)
                 ids[:, start] = drawn
-        top_ids, top_probs = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        return Lesson(ids, top_ids.clone(), top_probs.clone())
+        top_ids, top_probs, features = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return Lesson(ids, top_ids.clone(), top_probs.clone(), features.clone())
 
     def _logits(self, ids: Tensor, start: int) -> Tensor:  # [windows, count] -> [windows, count, vocabulary]
         count = ids.shape[1]
@@ -102,6 +110,15 @@ class Teacher:
             for index, row in enumerate(ids.tolist())
         ]
         return self._runner.forward(entries).view(len(ids), count, -1)
+
+    def _features(self, num_windows: int, count: int) -> Tensor:  # [windows, count, taps, hidden]
+        """Of the last pass."""
+        states = self._runner.hidden_states
+        return (
+            torch.empty(num_windows, count, 0, 0)
+            if states is None
+            else states.view(num_windows, count, *states.shape[1:]).clone()
+        )
 
 
 class Course:

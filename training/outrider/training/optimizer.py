@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, AdamW for embeddings and norms.
+"""Muon for the matrices of the layers, AdamW for embeddings, language-model heads and norms.
 
 Muon replaces the momentum of a matrix's gradient by the nearest matrix with orthogonal rows or columns: every direction
 then learns at one rate, which takes far fewer tokens than AdamW.
@@ -38,5 +38,5 @@ class Optimizer:
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:
-    """Whether Muon trains this weight."""
-    return weight.ndim == 2 and "embed" not in name
+    """Whether Muon trains this weight: what has a row for each token it does not."""
+    return weight.ndim == 2 and "emb" not in name and "head." not in name

@@ -75,22 +75,30 @@ def parallel_loss(
     anew."""
 
     def loss(lesson: Lesson) -> Tensor:
-        inputs, following = lesson.ids[:, :-1], lesson.ids[:, 1:]
-        rows = MaskedRows.of(_ends(lesson, num_tokens, num_ends), inputs.shape[1], num_tokens)
-        logits = parallel_logits(draft, inputs, rows, mask_id)  # [windows, ends, tokens, vocabulary]
-        taught, probs = lesson.top_ids[:, rows.places], lesson.top_probs[:, rows.places]  # [windows, ends, tokens, TOP]
-        whole = logits.logsumexp(-1, keepdim=True)
-        log_probs = logits.gather(-1, taught) - whole
-        divergence = -(probs * log_probs).sum(-1)  # but for the target's entropy, which is given
-        overlap = torch.minimum(probs, log_probs.exp()).sum(-1)
-        text = (whole - logits.gather(-1, following[:, rows.places, None])).squeeze(-1)
-        each = weights.divergence * divergence - weights.refusal * overlap + weights.text * text
-        with torch.no_grad():
-            before = torch.cat([torch.ones_like(overlap[..., :1]), overlap[..., :-1]], dim=-1)
-            reached = before.cumprod(-1).clamp_min(LEAST_REACHED)  # [windows, ends, tokens]
-        return (reached * each).sum(-1).mean()
+        inputs = lesson.ids[:, :-1]
+        rows = MaskedRows.of(chosen_ends(lesson, num_tokens, num_ends), inputs.shape[1], num_tokens)
+        return window_loss(lesson, rows.places, parallel_logits(draft, inputs, rows, mask_id), weights)
 
     return loss
+
+
+def window_loss(lesson: Lesson, places: Tensor, logits: Tensor, weights: DistillWeights) -> Tensor:
+    """How far what was drafted after the places, [ends, tokens], is from the target; logits: [windows, ends, tokens,
+    vocabulary]."""
+    following = lesson.ids[:, 1:][:, places]  # [windows, ends, tokens]
+    each, overlap = weights.apart(logits, lesson.top_ids[:, places], lesson.top_probs[:, places], following)
+    with torch.no_grad():
+        before = torch.cat([torch.ones_like(overlap[..., :1]), overlap[..., :-1]], dim=-1)
+        reached = before.cumprod(-1).clamp_min(LEAST_REACHED)  # [windows, ends, tokens]
+    return (reached * each).sum(-1).mean()
+
+
+def chosen_ends(lesson: Lesson, num_tokens: int, num_ends: int, first: int = 0) -> Tensor:  # [ends]
+    """Places from the first on, with so many tokens behind each; a function of the lesson alone, so that a run can be
+    resumed."""
+    room = lesson.ids.shape[1] - num_tokens - first
+    generator = torch.Generator().manual_seed(int(lesson.ids.sum()))
+    return first + torch.randperm(room, generator=generator)[:num_ends].sort().values
 
 
 def with_mask_token(draft: PreTrainedModel) -> int:
@@ -126,10 +134,3 @@ def deepened(draft: PreTrainedModel, num_layers: int) -> PreTrainedModel:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.data.zero_()
     return deeper
-
-
-def _ends(lesson: Lesson, num_tokens: int, num_ends: int) -> Tensor:  # [ends]
-    """A function of the lesson alone, so that a run can be resumed."""
-    room = lesson.ids.shape[1] - num_tokens
-    generator = torch.Generator().manual_seed(int(lesson.ids.sum()))
-    return torch.randperm(room, generator=generator)[:num_ends].sort().values

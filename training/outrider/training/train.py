@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
 from outrider.training.corpus import WindowSampler
 from outrider.training.model import logits
@@ -81,7 +81,7 @@ def text_loss(model: LlamaForCausalLM) -> Loss:
 
 
 def train(
-    model: PreTrainedModel,
+    model: nn.Module,
     loss: Callable[[Batch], Tensor],
     plan: TrainPlan,
     batches: Callable[[int], Batch],
@@ -107,7 +107,7 @@ def train(
     return losses
 
 
-def save_checkpoint(path: Path, model: PreTrainedModel, optimizer: Optimizer, step: int) -> None:
+def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Write the run's whole state; a crash leaves the file before it, or this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -115,7 +115,7 @@ def save_checkpoint(path: Path, model: PreTrainedModel, optimizer: Optimizer, st
     os.replace(partial, path)
 
 
-def load_checkpoint(path: Path, model: PreTrainedModel, optimizer: Optimizer) -> int:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     """Restore a run's state if `path` exists; the number of steps it has taken."""
     if not path.exists():
         return 0

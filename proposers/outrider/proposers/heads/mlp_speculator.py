@@ -54,6 +54,13 @@ class MlpConfig:
             )
         return found
 
+    @property
+    def token_weight(self) -> float:
+        """Of the token's embedding beside the projected state."""
+        state_weight = math.sqrt(0.5 ** (1 / self.num_heads))
+        token_weight = math.sqrt((1 - state_weight**2) * (self.inner_dim / 2))
+        return token_weight / state_weight  # the norm takes care of the rest
+
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
@@ -77,15 +84,13 @@ class MlpSpeculatorHead:
         self.taps = (target.num_layers,)
         self.most_tokens = config.num_heads
         self._scale_input = config.scale_input
-        state_weight = 0.5 ** (0.5 / config.num_heads)
-        token_weight = math.sqrt((1 - state_weight**2) * (config.inner_dim / 2))
-        self._token_weight = token_weight / state_weight  # the norm takes care of the rest
+        self._token_weight = config.token_weight
         self._stages = [_stage(config, reader, index) for index in range(config.num_heads)]
 
     def first(self, batch: Batch, features: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Of the last hidden state, scaled if the heads were trained so. Shapes: `Head.first`."""
         state = features[batch.logit_rows, 0]
-        state = _normed(state) / math.sqrt(2) if self._scale_input else state
+        state = normed(state) / math.sqrt(2) if self._scale_input else state
         return self._stage(0, batch.token_ids[batch.logit_rows], state)
 
     def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
@@ -95,7 +100,7 @@ class MlpSpeculatorHead:
     def _stage(self, depth: int, token_ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         stage = self._stages[depth]
         mixed = F.linear(state, stage.projection) + self._token_weight * F.embedding(token_ids, stage.embeddings)
-        state = F.gelu(_normed(mixed) * stage.norm + stage.norm_bias)  # [rows, inner]
+        state = F.gelu(normed(mixed) * stage.norm + stage.norm_bias)  # [rows, inner]
         return F.linear(state, stage.output).float(), state
 
 
@@ -124,5 +129,6 @@ def _stage(config: MlpConfig, reader: HeadReader, index: int) -> _Stage:
 PREFIXES = ("speculator.", "")
 
 
-def _normed(x: Tensor) -> Tensor:  # [rows, width] -> the same
+def normed(x: Tensor) -> Tensor:  # [..., width] -> the same
+    """By its root mean square."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + NORM_EPS)
