@@ -177,6 +177,8 @@ class RunnerOptions:
     default_cache_bytes: int = 512 << 20  # on a CPU
     gpu_memory_utilization: float = 0.9  # on a GPU
     cuda_graphs: bool = True
+    taps: tuple[int, ...] = ()  # layers whose hidden states passes leave
+    bytes_beside_block: int = 0  # that others keep of each block of the cache
 
     def beside_another(self) -> RunnerOptions:
         """For the second model of a process: what a device has left is the first one's."""
@@ -205,10 +207,10 @@ def build_runner(model: CausalLM, options: RunnerOptions) -> ModelRunner:
         return _built(model, options)
 
 
-def blocks_for_memory(model: CausalLM, memory: int, block_size: int = BLOCK_SIZE) -> int:
-    """How many blocks `memory` bytes hold over all layers of `model`. Raises ValueError for less than one sequence of a
-    block."""
-    blocks = memory // bytes_per_block(model.layers, model.dtype, block_size)
+def blocks_for_memory(model: CausalLM, memory: int, block_size: int = BLOCK_SIZE, beside: int = 0) -> int:
+    """How many blocks `memory` bytes hold over all layers of `model`, with `beside` bytes more of each. Raises
+    ValueError for less than one sequence of a block."""
+    blocks = memory // (bytes_per_block(model.layers, model.dtype, block_size) + beside)
     if blocks < 1:
         raise ValueError(f"{memory} bytes hold no block of {block_size} tokens of this model")
     return blocks
@@ -218,7 +220,7 @@ def blocks_for_share(model: CausalLM, use: MemoryUse, options: RunnerOptions) ->
     """How many blocks the share of a GPU leaves room for, and no more than all sequences fill. Raises ValueError if it
     is none."""
     share, most = options.gpu_memory_utilization, options.steps.max_sequences * _table_width(model)
-    blocks = use.room(share) // bytes_per_block(model.layers, model.dtype)
+    blocks = use.room(share) // (bytes_per_block(model.layers, model.dtype) + options.bytes_beside_block)
     if blocks < 1:
         raise ValueError(
             f"gpu_memory_utilization={share} leaves no memory for the key-value cache: of {use.total >> 20} MiB "
@@ -243,7 +245,7 @@ def largest_step(model: CausalLM, limits: StepLimits) -> list[BatchEntry]:
 
 
 def _built(model: CausalLM, options: RunnerOptions) -> ModelRunner:
-    runner = ModelRunner(model, options.num_blocks or _num_blocks(model, options))
+    runner = ModelRunner(model, options.num_blocks or _num_blocks(model, options), taps=options.taps)
     cache = runner.cache
     size = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     log.info("key-value cache: %d blocks of %d tokens, %d MiB", cache.num_blocks, cache.block_size, size >> 20)
@@ -257,7 +259,8 @@ def _built(model: CausalLM, options: RunnerOptions) -> ModelRunner:
 def _num_blocks(model: CausalLM, options: RunnerOptions) -> int:
     if options.cache_bytes is None and model.device.type == "cuda":
         return blocks_for_share(model, _measured(model, options), options)
-    return blocks_for_memory(model, options.cache_bytes or options.default_cache_bytes)
+    memory = options.cache_bytes or options.default_cache_bytes
+    return blocks_for_memory(model, memory, beside=options.bytes_beside_block)
 
 
 def _measured(model: CausalLM, options: RunnerOptions) -> MemoryUse:
@@ -269,7 +272,7 @@ def _measured(model: CausalLM, options: RunnerOptions) -> MemoryUse:
     held = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     num_blocks = max(max(entry.block_table) for entry in entries) + 1
-    runner = ModelRunner(model, num_blocks)
+    runner = ModelRunner(model, num_blocks, taps=options.taps)
     runner.forward(entries)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) - num_blocks * bytes_per_block(model.layers, model.dtype)

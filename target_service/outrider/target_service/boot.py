@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.engine.batch import StepLimits
+from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import ModelRunner, RunnerOptions, build_runner
+from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.worker import Worker, set_switch_interval
 from outrider.pairs.expansion import expand_llama
+from outrider.proposers.heads import loading as heads
+from outrider.proposers.heads.head import Head, bytes_beside_block
+from outrider.proposers.heads.target import target_weights
+from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.hub import locate
-from outrider.rpc.messages import TargetInfo
+from outrider.rpc.messages import DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.telemetry import StepTracer
@@ -51,17 +57,18 @@ async def start(settings: TargetSettings) -> TargetService:
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     """Puts the parts together on the running event loop; the device thread starts here, and measures its steps before
     anybody can reach it."""
-    runner = build_runner(loaded.model, runner_options(settings))
+    head = load_head(settings, loaded)
+    runner = new_runner(settings, loaded, head)
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     metrics = new_metrics(settings)
-    engine = new_engine(settings, runner, limits, outboxes.flush, metrics)
+    engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head)
     thread: Worker[TargetEngineCommand] = Worker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     costs = thread.call(engine.profile).result()
     engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-    info = info_of(settings, loaded, limits, costs)
+    info = info_of(settings, loaded, limits, costs, head)
     servicer = TargetServicer(thread, outboxes, info, engine.load)
     if metrics is not None:
         metrics.attach(engine, thread, info.model, settings.vllm_metrics)
@@ -86,8 +93,9 @@ def new_engine(
     limits: TargetLimits,
     flush: Callable[[], None] = lambda: None,
     metrics: TargetMetrics | None = None,
+    head: Head | None = None,
 ) -> TargetEngine:
-    """An engine by the settings, traced if tracing is on."""
+    """An engine by the settings, traced if tracing is on. The runner taps what the head reads."""
     tracer = StepTracer.if_enabled("outrider.target")
     watchers: list[Callable[[ComputedStep], None]] = []
     watchers += [partial(trace_step, tracer)] if tracer is not None else []
@@ -100,6 +108,7 @@ def new_engine(
         cut_windows=settings.cut_windows,
         flush=flush,
         on_step=partial(tell_all, watchers) if watchers else None,
+        head=head,
     )
 
 
@@ -121,14 +130,16 @@ def trace_step(tracer: StepTracer, step: ComputedStep) -> None:
             "outrider.step.sequences": len(step.scheduled),
             "outrider.step.drafted": sum(len(scheduled.window.ids) for scheduled in step.scheduled),
             "outrider.step.accepted": sum(window.num_accepted for window in step.verified),
+            "outrider.step.draft_us": max(scheduled.draft_us for scheduled in step.scheduled),
         },
     )
 
 
 def located(settings: TargetSettings) -> TargetSettings:
-    """With the checkpoint's folder in place of a hub id. Raises ModelNotFound."""
+    """With the checkpoints' folders in place of hub ids. Raises ModelNotFound."""
     folder = locate(settings.model, trust_remote_code=settings.trust_remote_code)
-    return settings.model_copy(update={"model": folder})
+    head = None if settings.head is None else locate(settings.head)
+    return settings.model_copy(update={"model": folder, "head": head})
 
 
 def load(settings: TargetSettings) -> LoadedModel:
@@ -143,6 +154,30 @@ def load(settings: TargetSettings) -> LoadedModel:
         trust_remote_code=settings.trust_remote_code,
         expand=expand_llama if settings.expand else None,
     )
+
+
+def load_head(settings: TargetSettings, loaded: LoadedModel) -> Head | None:
+    """What shall draft beside the model, if anything. Raises UnsupportedModel for what does not fit it."""
+    if settings.head is None:
+        return None
+    try:
+        weights = target_weights(settings.model, loaded.model, settings.expand)
+        head = heads.load_head(settings.head, weights, loaded.model.dtype, loaded.model.device)
+        check_taps(head.taps, len(loaded.model.layers))
+    except ValueError as error:
+        raise UnsupportedModel(f"head (--head {settings.head}) does not fit the model: {error}") from error
+    log.info("%s drafts beside the model, from layers %s", head.name, ", ".join(map(str, head.taps)))
+    return head
+
+
+def new_runner(settings: TargetSettings, loaded: LoadedModel, head: Head | None = None) -> ModelRunner:
+    """One whose passes leave what the head reads, and whose cache leaves room for the head's. Raises ValueError where
+    no block fits."""
+    options = runner_options(settings)
+    if head is not None:
+        beside = bytes_beside_block(head, loaded.model.dtype)
+        options = replace(options, taps=head.taps, bytes_beside_block=beside)
+    return build_runner(loaded.model, options)
 
 
 def runner_options(settings: TargetSettings) -> RunnerOptions:
@@ -174,10 +209,21 @@ def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner
 
 
 def info_of(
-    settings: TargetSettings, loaded: LoadedModel, limits: TargetLimits, step_costs: StepProfile = ()
+    settings: TargetSettings,
+    loaded: LoadedModel,
+    limits: TargetLimits,
+    step_costs: StepProfile = (),
+    head: Head | None = None,
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
     room = limits.num_blocks, limits.block_size
     model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
     invariant = replace(model, batch_invariant=loaded.model.batch_invariant)
-    return TargetInfo(invariant, limits.max_window, step_costs=step_costs, version=metadata.version("outrider"))
+    methods = () if head is None else (method_of(head.name),)
+    return TargetInfo(
+        invariant,
+        limits.max_window,
+        step_costs=step_costs,
+        version=metadata.version("outrider"),
+        methods=tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in methods),
+    )

@@ -129,6 +129,8 @@ class TargetEngine:
         costs = measure_steps(self._runner, self.cache.pool, self.scheduler.max_rows, self.limits.max_model_len)
         if costs:
             self.scheduler.goodput = Goodput(costs)
+        if self.local_draft is not None:
+            self.local_draft.warm_up()
         return costs
 
     def load(self) -> Load:
@@ -243,6 +245,10 @@ class TargetEngine:
         except Exception:
             require_device(self._runner.model.device)
             log.exception("the head failed; the step's sequences go on without its drafts")
+        ended = self._clock()
+        for target in (scheduled.target for scheduled in step.scheduled):
+            if target.head_chain is not None:
+                target.ready_since = max(target.ready_since, ended)  # it did not wait: it was drafted for
 
     def _commit(self, verified: VerifiedWindow, step: ComputedStep, load: Load) -> None:
         target = verified.scheduled.target
@@ -325,13 +331,14 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
     where the Commit says why."""
     scheduled, target = verified.scheduled, verified.scheduled.target
     queue_us = max(0, round((step.started - target.ready_since) * 1e6))
-    sequence = target.sequence
+    draft_us, sequence = scheduled.draft_us, target.sequence
     sequence.tokens[scheduled.committed :] = verified.ids
     sequence.num_computed_tokens = scheduled.end
     cache.truncate(sequence, len(sequence))
     cache.publish(sequence, len(sequence))
     target.sampler.append(verified.ids)
     target.chains.advance()
+    target.head_chain = None
     target.last_commit = target.ready_since = step.ended
     if scheduled.committed == target.prompt_len + len(target.open.output_ids):
         target.patience_spent = False  # the first token waited for no draft; from here on patience counts
@@ -347,7 +354,7 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
         finish_reason=verified.finish_reason,
         stop_token_id=verified.stop_token_id,
         dropped=target.chains.take_dropped(),
-        timings=replace(step.timings, queue_us=queue_us),
+        timings=replace(step.timings, queue_us=queue_us, draft_us=draft_us),
         load=load,
         num_cached_ids=target.num_cached_ids,
     )

@@ -28,7 +28,7 @@ from outrider.proposers.heads.head import Head, MaskRow
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.scheduler import ScheduledSequence
-from outrider.target_service.sequence import HeadPlaces, TargetSequence
+from outrider.target_service.sequence import HeadChain, TargetSequence
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class _Line:
     keeps: bool  # what the head computes has places in the cache
     number: int = 0  # of the chain
     drawn: list[DraftedToken] = field(default_factory=list)
+    ahead: RandomAhead = field(default_factory=RandomAhead)  # for what is drawn by weights
 
     @property
     def length(self) -> int:
@@ -56,7 +57,8 @@ class _Line:
         target = self.target
         rule = DraftRule.COUPLED if target.coupled else DraftRule.REJECTION
         rule = DraftRule.ARGMAX if target.greedy or target.open.one_hot else rule
-        sampling = DraftSampling(rule, target.random_key, ahead=RandomAhead(), by_chain=target.by_block)
+        ahead = target.random_ahead if target.coupled else self.ahead  # a coupled window meets the same noise
+        sampling = DraftSampling(rule, target.random_key, ahead=ahead, by_chain=target.by_block)
         return sampling.of_chain(self.number, self.length)
 
     @property
@@ -71,8 +73,9 @@ class _Line:
 
     def span(self) -> RandomRange:
         """Where the random numbers of the next token are."""
-        position = self.length + len(self.drawn)
-        return RandomRange(self.draft_sampling.key, RandomAhead(), position, 1, position + 1)
+        draft_sampling, end = self.draft_sampling, self.length + self.count
+        limit = end + 1 if self.target.coupled else end  # with the token behind the window
+        return RandomRange(draft_sampling.key, draft_sampling.ahead, self.length + len(self.drawn), 1, limit)
 
     def sampling_rows(self) -> SamplingRows:
         """The row after the chain, processed as if the chain were committed."""
@@ -110,29 +113,56 @@ class LocalDraft:
     def __init__(self, head: Head, runner: ModelRunner, cache: KVCacheManager, drawer: Drawer) -> None:
         model = runner.model
         self.head = head
-        self.last_us = 0  # what the last call took
+        self.num_steps = self.num_drafted = 0  # since the start: steps that it was behind, and tokens drawn
+        self.seconds = 0.0  # that they took
         self._runner, self._manager, self._drawer = runner, cache, drawer
         num_blocks, size = runner.cache.num_blocks, runner.block_size
         self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
-        shape = (num_blocks if head.layers else 0, len(head.taps), model.hidden_size)
+        shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
 
     @torch.inference_mode()
     def run(self, step: ComputedStep) -> None:
         """Computes what the step has made certain, and gives the sequences that may have one a chain."""
-        began = time.perf_counter_ns()
-        states = self._runner.hidden_states  # [rows, taps, hidden]
-        if states is None:
+        began = time.perf_counter()
+        if self._runner.hidden_states is None:
             raise ValueError(f"the target taps no layer; {self.head.name} reads {list(self.head.taps)}")
+        states = self._runner.hidden_states[..., : self.head.hidden_size]  # [rows, taps, hidden]
         lines = list(self._lines(step))
         self._keep_ends(lines, states)
         lines = [line for line in lines if line.first < line.end and (self.head.layers or line.count)]  # with rows
-        if lines:
+        if not lines:
+            return
+        try:
             self._draft(lines, states)
+        finally:
+            seconds = time.perf_counter() - began
+            self.num_steps, self.seconds = self.num_steps + 1, self.seconds + seconds
         for line in lines:
-            if line.drawn:
-                line.target.chains.add(_piece(line))
-        self.last_us = (time.perf_counter_ns() - began) // 1000
+            line.target.head_end = line.end if line.keeps else 0
+            self._hold(line, max(1, round(seconds * 1e6)))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Computes a row, and one behind it, while nothing is open: what is compiled or allocated once is no
+        sequence's."""
+        table = self._manager.pool.allocate(1)
+        try:
+            device, size = self._ends.device, self._runner.block_size
+            features = self._ends.new_zeros(1, len(self.head.taps), self.head.hidden_size)
+            batch = build_batch([BatchEntry([0], 1, table, 1)], size, device)
+            _, state = self.head.first(batch, features, self._cache)
+            if self.head.mask is None and self.head.most_tokens > 1:
+                self.head.next(1, build_batch([BatchEntry([0], 2, table, 1)], size, device), state, self._cache)
+        finally:
+            self._manager.pool.release(table)
+
+    def _hold(self, line: _Line, draft_us: int) -> None:
+        """The sequence has the chain that was drawn, if one was."""
+        if line.drawn:
+            line.target.chains.add(_piece(line))
+            line.target.head_chain = HeadChain(line.number, draft_us)
+            self.num_drafted += len(line.drawn)
 
     def _lines(self, step: ComputedStep) -> Iterator[_Line]:
         """Sequences that live on, with the rows whose position before is certain."""
@@ -148,22 +178,15 @@ class LocalDraft:
             else:
                 end, count = self._reserved(target, end, count)
                 line = _Line(target, scheduled, offset, self._first(scheduled), end, count, True, target.next_chain)
-                block = target.sequence.block_table[(end - 1) // self._runner.block_size]
-                target.head_places = HeadPlaces(end, block)
             target.next_chain += count > 0
             yield line
 
     def _first(self, scheduled: ScheduledSequence) -> int:
         """The place of the first row to compute: behind those that are there. Where blocks were found, the states at
         their ends are, too; elsewhere in a block they are not, and that place is left out."""
-        start, places = scheduled.start, scheduled.target.head_places
-        if start == 0:
-            return 1
-        size = self._runner.block_size
-        table = scheduled.target.sequence.block_table
-        if places is not None and places.end == start + 1 and table[start // size] == places.last_block:
-            return start + 1
-        return start if start % size == 0 else start + 1
+        start = scheduled.start
+        is_end = start > 0 and start % self._runner.block_size == 0
+        return start if is_end and scheduled.target.head_end != start + 1 else start + 1
 
     def _count(self, target: TargetSequence) -> int:
         """How many tokens to draw: as many as the next window may have."""
@@ -192,7 +215,7 @@ class LocalDraft:
         rows: list[int] = []
         for line in lines:
             start = line.scheduled.start
-            for position in range(start + (-start - 1) % size, line.end - 1, size):
+            for position in range(start + (-start - 1) % size, line.target.sequence.num_computed_tokens, size):
                 blocks.append(line.target.sequence.block_table[position // size])
                 rows.append(line.offset + position - start)
         if blocks:
@@ -202,14 +225,16 @@ class LocalDraft:
         """Of the position before each row's place: the step's, or what a found block ends with."""
         size, device = self._runner.block_size, states.device
         rows: list[int] = []
-        found: list[tuple[int, int]] = []  # which row, and the block whose end stands there
+        found: list[int] = []  # rows of places behind a found block
+        blocks: list[int] = []  # that end before them
         for line in lines:
             if line.first == line.scheduled.start:
-                found.append((len(rows), line.target.sequence.block_table[(line.first - 1) // size]))
+                found.append(len(rows))
+                blocks.append(line.target.sequence.block_table[(line.first - 1) // size])
             rows += [max(0, line.offset + place - 1 - line.scheduled.start) for place in range(line.first, line.end)]
         features = states[torch.tensor(rows, device=device)]
-        for row, block in found:
-            features[row] = self._ends[block]
+        if found:
+            features[torch.tensor(found, device=device)] = self._ends[torch.tensor(blocks, device=device)]
         return features
 
     def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:

@@ -29,12 +29,14 @@ class TargetMetrics(Metrics):
     def attach(self, engine: TargetEngine, thread: EngineThread, model: ModelInfo, vllm_names: bool = False) -> None:
         """The series that are read from the engine, once the thread runs it."""
         started, pool, scheduler = time.monotonic(), engine.cache.pool, engine.scheduler
+        draft = engine.local_draft
 
         def usage() -> float:
             return 1 - pool.num_free / pool.num_blocks
 
         def idle_s() -> float:
-            return max(0.0, time.monotonic() - started - self._busy_s - thread.step_age_s())
+            busy_s = self._busy_s + (draft.seconds if draft else 0.0)
+            return max(0.0, time.monotonic() - started - busy_s - thread.step_age_s())
 
         def state() -> EngineState:
             load, blocks = engine.load(), (engine.cache.block_size, pool.num_blocks)
@@ -61,7 +63,12 @@ class TargetMetrics(Metrics):
         self.read_counter(
             "rows_cut", "Drafted tokens put off, as a row would not have paid", lambda: scheduler.num_rows_cut
         )
-        self.read_counter("device_idle_seconds", "Time in which no step ran", idle_s)
+        self.read_counter("device_idle_seconds", "Time in which no step and no head ran", idle_s)
+        self.read_counter(
+            "head_steps", "Steps that the head beside the model was behind", lambda: draft.num_steps if draft else 0
+        )
+        self.read_counter("head_seconds", "Time that the head took", lambda: draft.seconds if draft else 0.0)
+        self.read_counter("head_draft_tokens", "Tokens that it drafted", lambda: draft.num_drafted if draft else 0)
         if vllm_names:
             self.registry.register(VllmCollector(state))
 

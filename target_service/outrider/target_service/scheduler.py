@@ -82,6 +82,12 @@ class ScheduledSequence:
             return drafted
         return min(further + 1, drafted - 1) if self.target.rejects else further
 
+    @property
+    def draft_us(self) -> int:
+        """What drafting the window took, where a head did; what is left of its chain took nothing more."""
+        chain = self.target.head_chain
+        return chain.draft_us if chain is not None and chain.number == self.window.chain else 0
+
     def batch_entry(self) -> BatchEntry:
         """The rows as the runner takes them; the sequence's tokens include the window by then."""
         sequence = self.target.sequence
@@ -115,6 +121,11 @@ class TargetScheduler(Scheduler[TargetSequence]):
     def add(self, target: TargetSequence) -> None:
         """Takes a new sequence."""
         self.sequences[target.key] = target
+
+    def release(self, target: TargetSequence) -> None:
+        """Takes a sequence's blocks, and with them a head's rows."""
+        super().release(target)
+        target.head_end = 0
 
     def remove(self, target: TargetSequence) -> None:
         """Releases a sequence's blocks and forgets it."""

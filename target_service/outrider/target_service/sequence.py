@@ -31,11 +31,11 @@ from outrider.target_service.draft_buffer import ChainBuffer
 
 
 @dataclass(frozen=True, slots=True)
-class HeadPlaces:
-    """How far a head's rows of a sequence are in the cache."""
+class HeadChain:
+    """What a head beside the model drafted last of a sequence."""
 
-    end: int  # places from 1 to below it
-    last_block: int  # that holds the last of them: another one tells that the blocks were given up
+    number: int
+    draft_us: int  # what the pass took, with those of other sequences
 
 
 Sink = Callable[[TargetEvent], None]
@@ -67,8 +67,9 @@ class TargetSequence:
     chains: ChainBuffer
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(forgets_untested=True))
 
-    # Of a head beside the model: how far its rows are, and the number of its next chain.
-    head_places: HeadPlaces | None = None
+    # Of a head beside the model.
+    head_end: int = 0  # its rows are in the sequence's blocks from place 1 to below it
+    head_chain: HeadChain | None = None  # until a window of it is verified
     next_chain: int = 0
 
     # Its credit, and the wait for a chain.

@@ -18,6 +18,11 @@ class TargetSettings(ServerSettings, ModelSettings):
 
     model: Annotated[Path, CHECKPOINT]
     listen: Address = "127.0.0.1:50051"
+    head: Path | None = Field(
+        None,
+        description="folder of a head that drafts beside the model, or its hub id: EAGLE, EAGLE-3, MTP, MLP speculator "
+        "or Medusa (of a model with MTP layers: the model's own)",
+    )
     prefix_cache: bool = Field(True, description="reuse the blocks of known prompts")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     max_window: int = Field(32, ge=0, le=128, description="most drafted tokens of one verification")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,3 +64,16 @@ class CausalLM(Protocol):
     ) -> Tensor:  # [logit rows, vocab_size] float32
         """Stores the keys and values of all rows of `batch` in `cache`, and the hidden states that are asked for in
         `taps`; returns the logits of its `logit_rows`."""
+
+
+@runtime_checkable
+class ReadableWeights(Protocol):
+    """A model whose embeddings and language-model head others may compute with, where they lie."""
+
+    @property
+    def embeddings(self) -> Tensor:  # [vocab, hidden]
+        """Of the ids, not scaled."""
+
+    @property
+    def output(self) -> Tensor | None:  # [vocab, hidden]
+        """Of the language-model head; None where it is kept in a layout of the product's own alone."""

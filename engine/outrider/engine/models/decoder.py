@@ -183,6 +183,16 @@ class Decoder:
         head = reader.head(self._embedding.weight)
         self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
 
+    @property
+    def embeddings(self) -> Tensor:  # [vocab, hidden]
+        """Of the ids, not scaled."""
+        return self._embedding.weight
+
+    @property
+    def output(self) -> Tensor | None:  # [vocab, hidden]
+        """Of the language-model head; None where it is kept in a layout of the product's own alone."""
+        return self._head.weight
+
     def forward(
         self,
         batch: Batch | StaticBatch,

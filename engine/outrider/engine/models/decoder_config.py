@@ -63,6 +63,8 @@ FAMILIES = {
     "phi3": Family(attention_bias="never", fused=True, partial_rotary=True),
 }
 BY_MODEL_TYPE = FAMILIES | {row.with_vision: row for row in FAMILIES.values() if row.with_vision is not None}
+READ_AS = {"mimo": "qwen2"}  # model types whose decoder is another one's
+BY_MODEL_TYPE |= {name: FAMILIES[family] for name, family in READ_AS.items()}
 MODEL_TYPES = tuple(BY_MODEL_TYPE)
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -152,7 +154,7 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
         raise UnsupportedModel(f"model type {model_type!r} is not one of our decoder's: {', '.join(MODEL_TYPES)}")
     _load_validators()
     try:
-        whole = AutoConfig.for_model(model_type, **values)
+        whole = AutoConfig.for_model(READ_AS.get(model_type, model_type), **values)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModel(f"the configuration of this {model_type} is not valid: {error}") from error
     hf = whole.get_text_config()  # of a text model with a vision tower its part

@@ -334,6 +334,18 @@ class RegistryModel:
         self._windows = tuple(seen.windows[layer] for layer in range(text.num_hidden_layers))
         self._model.set_attn_implementation(PAGED)
 
+    @property
+    def embeddings(self) -> Tensor:  # [vocab, hidden]
+        """Of the ids, not scaled."""
+        weight: Tensor = self._model.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
+    def output(self) -> Tensor | None:  # [vocab, hidden]
+        """Of the language-model head."""
+        head = self._model.get_output_embeddings()
+        return None if head is None else head.weight.detach()
+
     @torch.inference_mode()
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Taps | None = None

@@ -16,6 +16,7 @@ from outrider.kernels.layers.reference import through_int8
 
 _TEXT_MODEL_PREFIXES = ("language_model.", "model.language_model.")
 _VISION_PARTS = ("vision_tower.", "multi_modal_projector.")
+MTP_PREFIX = "model.mtp_layers."  # layers that a head drafts with
 _VISION_PREFIXES = (*_VISION_PARTS, *(f"model.{part}" for part in _VISION_PARTS))
 
 
@@ -86,7 +87,11 @@ def check_state(config: DecoderConfig, state: Mapping[str, Tensor]) -> None:
     state = _meta(state)
     expected = expected_shapes(config)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set()
-    names = {name for name in state if name not in ignored and not name.endswith("rotary_emb.inv_freq")}
+    names = {
+        name
+        for name in state
+        if name not in ignored and not name.endswith("rotary_emb.inv_freq") and not name.startswith(MTP_PREFIX)
+    }
     problems = [
         *(f"missing {name}" for name in sorted(expected.keys() - names)),
         *(f"unexpected {name}" for name in sorted(names - expected.keys())),

@@ -159,6 +159,11 @@ class Linear:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE_ROWS)
             self._plain = weight if keep_plain and not batch_invariant else None
 
+    @property
+    def weight(self) -> Tensor | None:  # [out, in]
+        """None where another layout alone is kept."""
+        return self._plain
+
     def __call__(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
         """The product."""
         if dispatch.runs_triton(x) and self._batch_invariant and self._plain is not None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
+from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights, check_ids
 from outrider.proposers.heads.layer import LayerHead, layer_config
 
 LAYER = ("layers.0.", "model.layers.0.", "midlayer.", "model.midlayer.")  # as it is named, by who saved it
@@ -36,7 +36,7 @@ class EagleHead(LayerHead):
         if config.get("hidden_size") != hidden:
             raise WrongCheckpoint(f"hidden_size: is {config.get('hidden_size')}; allowed: the target's, {hidden}")
         super().__init__(layer_config(config, target), reader, target, LAYER, hidden)
-        self.taps = (target.num_layers,)
+        self.taps = target.taps([target.num_layers])
         self._fc = reader.tensor((hidden, 2 * hidden), "fc.weight", "model.fc.weight", "fusion_fc.weight")
         biases = [name for name in ("fc.bias", "model.fc.bias", "fusion_fc.bias") if name in reader]
         self._fc_bias = reader.tensor((hidden,), *biases) if biases else None
@@ -60,13 +60,18 @@ class Eagle3Head(LayerHead):
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
         layer = dict(config.get("transformer_layer_config") or config)  # speculators keep it apart
         parsed = layer_config(layer, target, MOST_LAYERS)
-        hidden, of_target = parsed.hidden_size, int(config.get("target_hidden_size") or target.output.shape[1])
+        hidden, of_target = parsed.hidden_size, target.output.shape[1]
+        if (config.get("target_hidden_size") or of_target) != of_target:
+            told = config["target_hidden_size"]
+            raise WrongCheckpoint(f"target_hidden_size: is {told}; allowed: the target's, {of_target}")
         super().__init__(parsed, reader, target, LAYER, 2 * hidden)
         own = dict(config.get("eagle_config") or {}) | dict(config)
-        self.taps = tuple(own.get("eagle_aux_hidden_state_layer_ids") or default_taps(target.num_layers))
+        self.taps = target.taps(own.get("eagle_aux_hidden_state_layer_ids") or default_taps(target.num_layers))
         names = ("embed_tokens.weight", "model.embed_tokens.weight")
         if any(name in reader for name in names):
             self._embeddings = reader.tensor((len(target.embeddings), hidden), *names)
+        elif hidden != of_target:
+            raise WrongCheckpoint(f"hidden_size: is {hidden}, without embeddings; allowed: the target's, {of_target}")
         width = len(self.taps) * of_target
         self._fc = reader.tensor((hidden, width), "fc.weight", "model.fc.weight")
         self._whole_norm = reader.tensor((width,), "input_norm.weight") if own.get("norm_before_fc") else None
@@ -89,6 +94,7 @@ class Eagle3Head(LayerHead):
         self._ids = None  # [outputs]: the target's, where they are fewer
         if num_outputs < self._vocab_size:
             self._ids = reader.tensor((num_outputs,), "d2t") + torch.arange(num_outputs, device=reader.device)
+            check_ids("d2t", self._ids, self._vocab_size)
 
     def _read_mask(self, config: Mapping[str, Any], reader: HeadReader, of_target: int) -> MaskRow | None:
         if not config.get("parallel_drafting") and "mask_hidden" not in reader:

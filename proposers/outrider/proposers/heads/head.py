@@ -5,7 +5,7 @@ position before: what the target knew when it said that token. From there on it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.batch import Batch
-from outrider.engine.kv_cache import KVCache, LayerShape
+from outrider.engine.kv_cache import KVCache, LayerShape, bytes_per_block
+from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.models.base import WrongCheckpoint
 
 
@@ -37,6 +38,10 @@ class Head(Protocol):
         """The layers whose hidden states it reads, as hidden_states.py numbers them."""
 
     @property
+    def hidden_size(self) -> int:
+        """How many channels of them it reads, from the first on."""
+
+    @property
     def most_tokens(self) -> int:
         """That it can draft in a row."""
 
@@ -58,14 +63,34 @@ class Head(Protocol):
         of the row before. Returns the same of the token behind."""
 
 
+def bytes_beside_block(head: Head | None, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:
+    """What a head keeps of each block of its target's cache: its own layers, and the states at the block's end."""
+    if head is None or not head.layers:
+        return 0
+    states = len(head.taps) * head.hidden_size * dtype.itemsize
+    return bytes_per_block(head.layers, dtype, block_size) + states
+
+
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
     """What a head shares with its target."""
 
     embeddings: Tensor  # [vocab, hidden]
     output: Tensor  # [vocab, hidden]: of the language-model head
-    num_layers: int
+    num_layers: int  # of the checkpoint
     max_model_len: int
+    expanded_layers: int | None = None  # of the model, where that is an expansion of the checkpoint
+
+    def taps(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """As the model numbers the checkpoint's layers: what the last norm gives is behind the last layer of either."""
+        last = self.num_layers if self.expanded_layers is None else self.expanded_layers
+        return tuple(last if layer == self.num_layers else layer for layer in layers)
+
+
+def check_ids(name: str, ids: Tensor, vocab_size: int) -> None:  # [outputs]
+    """That what a tensor maps a head's outputs to are ids of the target. Raises WrongCheckpoint."""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise WrongCheckpoint(f"{name} names id {int(ids.max())}; allowed: ids of the target, 0 to {vocab_size - 1}")
 
 
 class HeadReader:

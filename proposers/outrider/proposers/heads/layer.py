@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
-from outrider.engine.models.base import UnsupportedModel
+from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.models.decoder import Block
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
 from outrider.kernels.attention.plan import plan_attention
@@ -32,6 +32,7 @@ class LayerHead(ABC):
 
     name: str
     taps: tuple[int, ...]
+    hidden_size: int
     most_tokens = MOST_TOKENS
     mask: MaskRow | None = None
 
@@ -39,6 +40,7 @@ class LayerHead(ABC):
         self, config: DecoderConfig, reader: HeadReader, target: TargetWeights, prefixes: tuple[str, ...], inputs: int
     ) -> None:
         self.config = config
+        self.hidden_size = target.output.shape[1]
         self.layers = (LayerShape(config.num_kv_heads, config.head_dim),) * config.num_layers
         self._block = _block(config, reader, prefixes, inputs)
         self._further = [_further(config, reader, index) for index in range(1, config.num_layers)]
@@ -104,6 +106,9 @@ def layer_config(config: Mapping[str, Any], target: TargetWeights, most_layers: 
     if not 1 <= num_layers <= most_layers:
         allowed = f"1 to {most_layers}" if most_layers > 1 else "1"
         raise UnsupportedModel(f"a head of {num_layers} layers (num_hidden_layers); allowed: {allowed}")
+    vocab_size = config.get("vocab_size", len(target.output))
+    if vocab_size != len(target.output):
+        raise WrongCheckpoint(f"vocab_size: is {vocab_size}; allowed: the target's, {len(target.output)}")
     limit = max(int(config.get("max_position_embeddings") or 0), target.max_model_len)
     parsed = parse_config({**config, "num_hidden_layers": num_layers, "max_position_embeddings": limit})
     return replace(parsed, max_model_len=target.max_model_len)

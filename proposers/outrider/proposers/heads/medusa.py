@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
-from outrider.proposers.heads.head import HeadReader, TargetWeights
+from outrider.proposers.heads.head import HeadReader, TargetWeights, check_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,15 @@ class MedusaHead:
     mask = None
 
     def __init__(self, config: MedusaConfig, reader: HeadReader, target: TargetWeights) -> None:
-        self.taps = (target.num_layers,)
+        self.taps = target.taps([target.num_layers])
+        self.hidden_size = config.hidden_size
         self.most_tokens = config.num_heads
         self._vocab_size = config.vocab_size
         self._blocks = [_layers(config, reader, head) for head in range(config.num_heads)]
         self._token_map = None  # [num_outputs]: the ids of the heads' outputs
         if config.num_outputs < config.vocab_size:
             self._token_map = reader.tensor((config.num_outputs,), "token_map").long()
+            check_ids("token_map", self._token_map, config.vocab_size)
         self._outputs = [self._output(config, reader, target, head) for head in range(config.num_heads)]
 
     def _output(self, config: MedusaConfig, reader: HeadReader, target: TargetWeights, head: int) -> Tensor:

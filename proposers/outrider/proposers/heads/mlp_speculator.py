@@ -81,7 +81,8 @@ class MlpSpeculatorHead:
     mask = None
 
     def __init__(self, config: MlpConfig, reader: HeadReader, target: TargetWeights) -> None:
-        self.taps = (target.num_layers,)
+        self.taps = target.taps([target.num_layers])
+        self.hidden_size = config.hidden_size
         self.most_tokens = config.num_heads
         self._scale_input = config.scale_input
         self._token_weight = config.token_weight

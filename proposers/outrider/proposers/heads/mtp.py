@@ -26,7 +26,7 @@ class MtpHead(LayerHead):
         layer.pop("layer_types", None)
         hidden = target.output.shape[1]
         super().__init__(layer_config(layer, target), reader, target, LAYER, hidden)
-        self.taps = (target.num_layers,)
+        self.taps = target.taps([target.num_layers])
         prefix = LAYER[0]
         self._projection = reader.tensor((hidden, 2 * hidden), f"{prefix}input_proj.weight")
         self._token_norm, self._state_norm, self._input_norm, self._last_norm = (
