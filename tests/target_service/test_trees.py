@@ -34,7 +34,8 @@ def random_tree(ahead: Sequence[int], rng: random.Random) -> tuple[tuple[int, ..
         parent = rng.choice(list(depth_of_right)) if rng.random() < 0.7 else rng.randint(0, node)
         depth = depth_of_right.get(parent)
         is_right = depth is not None and depth < len(ahead) and rng.random() < 0.6
-        ids.append(ahead[depth] if is_right and depth is not None else rng.randrange(VOCAB))
+        other = rng.choice([*ahead[:6], rng.randrange(VOCAB)])  # what comes later must not count before
+        ids.append(ahead[depth] if is_right and depth is not None else other)
         parents.append(parent)
         if depth is not None and depth < len(ahead) and ids[-1] == ahead[depth]:
             depth_of_right[node + 1] = depth + 1
