@@ -48,6 +48,7 @@ COMMANDS = {
         "outrider.bench.pair", "measure a pair of models against plain decoding, peers and the floor", "bench"
     ),
     "train": Command("outrider.cli.train", "make a draft for a target, or a head, by distillation", "train"),
+    "tap": Command("outrider.cli.tap", "write a target's hidden states on a corpus, for training heads", "train"),
     "convert": Command("outrider.cli.convert", "turn a checkpoint's .bin weights into safetensors", "target"),
 }
 # Commands of two words. Their first words are commands, too, that take no bare argument.

@@ -135,6 +135,37 @@ def steps(painter: Painter, title: str, total: int) -> Iterator[Advance]:
         yield advance
 
 
+@contextmanager
+def progress(painter: Painter, unit: str, every: int = 1) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar of steps; what is yielded takes how many are done, of how many, and a word on the last. Without colours a
+    line says so after as many as `every`, and at the end."""
+    if not painter.colours:
+
+        def note(done: int, total: int, said: str) -> None:
+            if done % every == 0 or done == total:
+                painter.note(f"{unit} {done} of {total}: {said}")
+
+        yield note
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(highlight=False), transient=True) as bar:
+        task = bar.add_task(unit, total=None, said="")
+        yield lambda done, total, said: bar.update(task, completed=done, total=total, said=said)
+
+
 # By any of these a folder may have a tokenizer; those without tokenizer.json are read by transformers.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "spiece.model", "sentencepiece.bpe.model",

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from outrider.cli.terminal import Painter, fail, make_painter, one_line, parse, require_config
+from outrider.cli.terminal import Painter, fail, make_painter, one_line, parse, progress, require_config
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
@@ -27,7 +26,6 @@ DESCRIPTION = (
     "was cut short goes on when it is started again with the same settings."
 )
 DRAFTS = ("draft", "pard")  # models of their own
-NOTE_EVERY = 50  # steps, where there is no bar
 
 
 class TrainSettings(ServiceSettings):
@@ -40,7 +38,8 @@ class TrainSettings(ServiceSettings):
     )
     target: Path = Field(description="folder or hub id of the target's checkpoint; also the second bare argument")
     corpus: Path = Field(
-        description='text file, or .jsonl with an object a line whose "text" is read; also the third bare argument'
+        description='text file, or .jsonl with an object a line whose "text" is read, or for a head what outrider tap '
+        "made; also the third bare argument"
     )
     out: Path = Field(description="folder to make; OUT.work beside it holds the run until it is done")
     draft: Path | None = Field(
@@ -120,7 +119,11 @@ def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Pai
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    with progress(painter, settings.steps) as on_step:
+    with progress(painter, "step", every=50) as shown:
+
+        def on_step(step: int, loss: float) -> None:
+            shown(step, settings.steps, f"loss {loss:.3f}")
+
         if settings.method in DRAFTS:
             draft = drafts.DraftPlan(
                 parallel=settings.method == "pard",
@@ -145,36 +148,6 @@ def _run(settings: TrainSettings, target: Path, start: Path | None, painter: Pai
             measured = heads.make_head(head, on_step)
     painter.note(f"{settings.out}: {settings.method}, trained for {settings.steps} steps")
     return measured
-
-
-@contextmanager
-def progress(painter: Painter, total: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar of the steps; what is yielded takes the number of a step and its loss."""
-    if not painter.colours:
-
-        def note(step: int, loss: float) -> None:
-            if step % NOTE_EVERY == 0 or step == total:
-                painter.note(f"step {step} of {total}: loss {loss:.3f}")
-
-        yield note
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(highlight=False), transient=True) as bar:
-        task = bar.add_task("training", total=total, loss=0.0)
-        yield lambda step, loss: bar.update(task, completed=step, loss=loss)
 
 
 if __name__ == "__main__":

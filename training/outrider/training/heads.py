@@ -22,6 +22,7 @@ from outrider.proposers.heads.eagle import default_taps
 from outrider.proposers.heads.head import TargetWeights
 from outrider.training.distill import DistillWeights
 from outrider.training.drafts import (
+    HELD_OUT,
     MEASURED_TOKENS,
     Acceptance,
     RunPlan,
@@ -33,7 +34,7 @@ from outrider.training.drafts import (
     split_stream,
 )
 from outrider.training.head_modules import Eagle3Module, HeadModule, MedusaModule, MlpModule, MtpModule
-from outrider.training.lessons import Course, Lesson, Teacher
+from outrider.training.lessons import Course, Lesson, Tap, TappedCourse, Teacher
 from outrider.training.model import bfloat16_products
 from outrider.training.parallel import chosen_ends, window_loss
 from outrider.training.train import train
@@ -98,12 +99,18 @@ def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[Acc
     for what cannot be used."""
     if plan.out.exists():
         raise ValueError(f"{plan.out} exists; nothing is overwritten")
-    check_work(plan)
     loaded = load_model(plan.target)
-    stream, held_out = split_stream(read_corpus(plan.corpus, plan.target), plan.course.length)
+    length = plan.course.length
+    tap = Tap.read(plan.corpus, loaded.digest) if plan.corpus.is_dir() else None
+    stream, held_out = tap.split(HELD_OUT) if tap else split_stream(read_corpus(plan.corpus, plan.target), length)
     config, head = new_head(plan, HeadTarget.read(plan.target, loaded), stream)
-    teacher = Teacher(loaded, plan.course.num_windows, plan.course.length, head.taps)
-    course = Course(teacher, stream, plan.work / "lessons", plan.course)
+    teacher = Teacher(loaded, plan.course.num_windows, length, head.taps)
+    course = (
+        TappedCourse(tap, head.taps, HELD_OUT, plan.course)
+        if tap
+        else Course(teacher, stream, plan.work / "lessons", plan.course)
+    )
+    check_work(plan)
     train(head, head_loss(head, plan.depth), plan.training, course.batch, plan.work / "run.pt", on_step)
     export_head(config, head, plan.out)
     measured = measure_head(plan.out.name, head, held_out_lessons(teacher, held_out, plan.course))

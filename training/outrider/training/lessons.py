@@ -8,12 +8,14 @@ target reads its hidden states, too, so that they are kept with the lesson.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,6 +41,21 @@ class Lesson:
     def window(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One of them: its ids, its likeliest tokens with their probabilities, and its hidden states."""
         return self.ids[index], self.top_ids[index], self.top_probs[index], self.features[index]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Lesson]) -> Lesson:
+        """The windows of all of them."""
+        return cls(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.top_ids for part in parts]),
+            torch.cat([part.top_probs for part in parts]),
+            torch.cat([part.features for part in parts]),
+        )
+
+    def chosen(self, windows: Tensor, taps: Sequence[int]) -> Lesson:
+        """Some of its windows, [windows], and taps, by their places."""
+        features = self.features[windows][:, :, list(taps)]
+        return Lesson(self.ids[windows], self.top_ids[windows], self.top_probs[windows], features)
 
     def save(self, path: Path) -> None:
         """Writes a file; a crash leaves none, or a whole one."""
@@ -137,11 +154,9 @@ class Course:
         numbers = range(max(0, last + 1 - plan.num_kept), last + 1)
         self._lessons = {number: self._lessons.get(number) or self._lesson(number) for number in numbers}
         generator = torch.Generator().manual_seed(plan.seed + step)
-        places = torch.randperm(len(numbers) * plan.num_windows, generator=generator)[: plan.batch_size]
-        parts = [
-            self._lessons[numbers[place // plan.num_windows]].window(place % plan.num_windows)
-            for place in places.tolist()
-        ]
+        kept = [(lesson, index) for lesson in self._lessons.values() for index in range(len(lesson.ids))]
+        places = torch.randperm(len(kept), generator=generator)[: plan.batch_size]
+        parts = [lesson.window(index) for lesson, index in (kept[place] for place in places.tolist())]
         return Lesson(*(torch.stack(part) for part in zip(*parts, strict=True)))
 
     def _lesson(self, number: int) -> Lesson:
@@ -154,3 +169,66 @@ class Course:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._teacher.lesson(prompts, temperature, generator).save(path)
         return Lesson.load(path)
+
+
+TAP_FILE = "tap.json"  # beside the shards of `outrider tap`
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Lessons that `outrider tap` wrote: a folder of shards."""
+
+    folder: Path
+    layers: tuple[int, ...]
+    shards: tuple[Path, ...]
+
+    @classmethod
+    def read(cls, folder: Path, digest: str) -> Tap:
+        """Of a target of that digest. Raises ValueError."""
+        path = folder / TAP_FILE
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} holds no {TAP_FILE}; allowed: a text, a .jsonl file or a folder of outrider tap"
+            )
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if said["digest"] != digest:
+            raise ValueError(
+                f"{folder} was written by another target, of digest {said['digest']}; this one's: {digest}"
+            )
+        return cls(folder, tuple(said["taps"]), tuple(sorted(folder.glob("*.safetensors"))))
+
+    def split(self, every: int) -> tuple[Tensor, Tensor]:
+        """(tokens to learn, tokens held out): one window in so many of a shard. Raises ValueError where none is."""
+        parts: list[tuple[Tensor, Tensor]] = []
+        for path in self.shards:
+            with safe_open(path, framework="pt") as shard:
+                ids = shard.get_tensor("ids").long()  # [windows, length + 1]
+            held_out = held_out_windows(len(ids), every)
+            parts.append((ids[~held_out].flatten(), ids[held_out].flatten()))
+        learnt, held = (torch.cat(part) for part in zip(*parts, strict=True))
+        if not len(held):
+            raise ValueError(f"{self.folder} has no {every} windows in a shard, of which one could be held out")
+        return learnt, held
+
+
+class TappedCourse(Course):
+    """Batches out of a tap's shards, one after the other and over again, but for the windows that are held out."""
+
+    def __init__(self, tap: Tap, layers: Sequence[int], held_out: int, plan: CoursePlan) -> None:
+        """`layers` are those that are wanted. Raises ValueError where the tap has them not."""
+        absent = [layer for layer in layers if layer not in tap.layers]
+        if absent:
+            raise ValueError(f"{tap.folder} has layers {list(tap.layers)}; the head reads {list(layers)}")
+        self._tap, self._held_out, self._plan = tap, held_out, plan
+        self._taps = [tap.layers.index(layer) for layer in layers]
+        self._lessons: dict[int, Lesson] = {}
+
+    def _lesson(self, number: int) -> Lesson:
+        lesson = Lesson.load(self._tap.shards[number % len(self._tap.shards)])
+        learnt = ~held_out_windows(len(lesson.ids), self._held_out)
+        return lesson.chosen(learnt.nonzero()[:, 0], self._taps)
+
+
+def held_out_windows(count: int, every: int) -> Tensor:  # [windows] bool
+    """The last of every so many."""
+    return torch.arange(count) % every == every - 1
