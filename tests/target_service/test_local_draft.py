@@ -20,6 +20,7 @@ from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.sampling_params import TokenOrigin
 from outrider.target_service import local_draft
+from outrider.target_service.draft_buffer import ChainBuffer
 
 SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}
 
@@ -55,6 +56,38 @@ def test_output_is_the_targets_own(models: Any, head: Head, k: int, sampling: di
     drafted = [commit.num_drafted for commit in harness.commits(1)]
     assert drafted[0] == 0 and max(drafted) == min(k, head.most_tokens)
     assert all(drafted[1:-1]), "every round after the first has a draft"
+
+
+PROCESSED: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "truncated": {"min_p": 0.05, "top_k": 40, "top_p": 0.95},
+    "allowed": {"allowed_token_ids": (5, 6, 7), "logit_bias": {5: 2.0}},
+}
+
+
+def test_drafts_follow_the_processors(models: Any, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = models[1]
+    options = [sampling | processors for sampling in ({}, SAMPLED) for processors in PROCESSED.values()]
+    requests = [
+        asked(number, prompt_of(number), head, max_tokens=24, seed=5, **own) for number, own in enumerate(options)
+    ]
+    drafted: dict[int, set[int]] = {}
+    add = ChainBuffer.add
+
+    def watched(self: ChainBuffer, piece: DraftTokens) -> None:
+        drafted.setdefault(piece.sequence_id, set()).update(piece.ids)
+        add(self, piece)
+
+    monkeypatch.setattr(ChainBuffer, "add", watched)
+    harness = TargetHarness.of(loaded, head=head)
+    for request in requests:
+        harness.send(request, Credit(request.sequence_id, 1 << 20, 3))
+    harness.run()
+    for request in requests:
+        assert harness.output(request.sequence_id) == TargetHarness.of(loaded).decode_plain(
+            request.sequence_id, request
+        )
+        assert drafted[request.sequence_id] <= set(request.sampling.allowed_token_ids or range(VOCAB))
 
 
 def test_batch_and_chunks_and_preemption_and_prefixes_change_nothing(models: Any, head: Head) -> None:
