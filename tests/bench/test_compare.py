@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.bench import texts_of
+from support.heads import random_head_of
 from support.models import save_tiny
 from support.services import outrider, succeed
 
@@ -19,7 +20,7 @@ from outrider.bench.compare.requests import CompareRequest, read_requests
 from outrider.bench.compare.runs import Method, Run
 from outrider.pairs import pair_path
 from outrider.planner.policy import Round
-from outrider.proposers.registry import METHODS, TOKEN_METHODS
+from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS
 from outrider.rpc.messages import Commit
 
 GUESS = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n"
@@ -96,6 +97,18 @@ def test_everything_in_one_process_or_a_service_each(flag: str, tmp_path: Path) 
     assert way["different"] == 0 and way["tokens_per_round"]["median"] > 1.5
 
 
+def test_a_head_has_a_target_of_its_own(tmp_path: Path) -> None:
+    head = random_head_of(pair_path().target, "mlp_speculator", tmp_path / "head")
+    output = tmp_path / "result.json"
+    options = ("--methods=suffix,mlp_speculator", "--repeats=1", "--max-tokens=16", "--threads=1", "--in-process")
+    files = str(write(tmp_path, *LINES))
+    succeed("compare", "python", files, *options, f"--draft=mlp_speculator={head}", f"--output={output}")
+    ways = json.loads(output.read_text())["sets"][0]["ways"]
+    way = ways["mlp_speculator, sequential"]
+    assert way["different"] == 0 and way["tested"][0] > 0 and way["draft_ms"]["median"] > 0
+    assert ways["suffix, sequential"]["different"] == 0
+
+
 def test_a_run_sums_up_its_rounds() -> None:
     commits = [Commit(1, 0, (1,)), Commit(1, 1, (1, 2, 3), num_drafted=4, num_accepted=2)]
     run = Run()
@@ -109,8 +122,15 @@ def test_methods_are_those_of_the_registry(tmp_path: Path) -> None:
     def settings(**fields: Any) -> CompareSettings:
         return CompareSettings.model_validate({"target": "python", "files": ["a"], **fields})
 
-    assert [method.name for method in settings().chosen] == list(METHODS)
-    assert {settings.drafts_by for _, settings in settings().served()} == METHODS.keys()
+    shipped = [name for name in HEADS if name in pair_path().heads]
+    assert [method.name for method in settings().chosen] == [*METHODS, *shipped]
+    assert {settings.drafts_by for _, settings in settings().served()} == {*METHODS, *shipped}
+    head = dict(settings(methods="eagle", draft=["eagle=x"]).served())[Method("eagle")]
+    assert head.head_folder == Path("x") and not head.has_draft and head.target_folder == pair_path().target
+    with pytest.raises(ValueError, match="names 'eagle3', which drafts beside the target; allowed: that alone"):
+        settings(methods="suffix+eagle3")
+    with pytest.raises(ValueError, match="the embedded pair 'python' has no head 'eagle'; there are: "):
+        settings(methods="eagle").served()
     assert [method.parts for method in settings(methods="suffix,ngram+suffix").chosen] == [
         ("suffix",),
         ("ngram", "suffix"),

@@ -22,7 +22,7 @@ from outrider.cli.local_services import ServiceFailed
 from outrider.cli.serve import Running, ServeSettings, watch
 from outrider.cli.terminal import Painter, parse
 from outrider.client import SyncClient
-from outrider.pairs import pair_path
+from outrider.pairs import PairPaths, pair_path
 
 END_S = 15
 READY = "Ctrl-C ends all three."
@@ -182,6 +182,10 @@ def test_an_address_in_use_is_one_line_before_any_model_is_loaded() -> None:
         (("nowhere",), 2, "give --draft DIR, or --draft ngram, which needs no model"),
         (("--draft", "somewhere"), 2, "give a target with this draft"),
         (("--pair", "cobol"), 1, "no embedded pair 'cobol'"),
+        (("large", "--method", "eagle3"), 2, "give --head DIR, the folder of the eagle3 head"),
+        (("large", "--head", "x", "--method", "pard"), 2, "give --draft DIR"),
+        (("--method", "eagle"), 1, "the embedded pair 'python' has no head 'eagle'; there are: "),
+        (("--head", "nowhere"), 1, "nowhere is no folder of a checkpoint: it has no config.json"),
         (("--listen", "nowhere"), 1, '"host:port"'),
         (("--drfat", "ngram"), 2, "unknown flag --drfat: did you mean --draft?"),
         (("a", "b"), 2, "unexpected argument b"),
@@ -228,6 +232,24 @@ def test_ngram_by_either_name() -> None:
         assert settings(*argv).draft_folder is None
     both = settings("large", "--draft", "small", "--method", "ngram")
     assert both.draft_arguments()[3:] == ["--method=ngram", "--model=small"]
+
+
+def test_a_head_drafts_without_a_draft_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless there is to be one, too: requests then name the one that they want."""
+    alone = settings("large", "--head", "head")
+    assert not alone.has_draft and "--head=head" in alone.target_arguments()
+    assert not any(flag.startswith("--draft") for flag in alone.gateway_arguments("t:1", ""))
+    for both in (
+        settings("large", "--head", "head", "--draft", "small"),
+        settings("--head", "head", "--method", "suffix"),
+    ):
+        assert both.has_draft and "--head=head" in both.target_arguments()
+    assert settings("large", "--method", "mtp").head_folder == Path("large")
+    embedded = settings("--head", "head")
+    assert not embedded.has_draft and embedded.draft_folder is None
+    monkeypatch.setattr(PairPaths, "heads", {"medusa": Path("shipped")})
+    of_pair = settings("--method", "medusa")
+    assert not of_pair.has_draft and of_pair.head_folder == Path("shipped")
 
 
 def test_flags_win_over_variables_and_these_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,9 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         ({"quantization": "int8"}, "quantization='int8' is for draft models"),
         ({"draft_confidence": 1.5}, r"draft_confidence must be a number in \[0, 1\]"),
         ({"parallel_drafting": True}, "parallel_drafting is for draft models, not for method 'ngram'"),
+        ({"method": "medusa", "model": "x", "parallel_drafting": True}, "for draft models, not for method 'medusa'"),
+        ({"method": "eagle3", "model": "x", "quantization": "int8"}, "quantization='int8' is for draft models"),
+        ({"method": "eagle3", "model": "x", "use_heterogeneous_vocab": True}, "for draft models"),
         (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),
@@ -119,8 +122,13 @@ def test_the_method_follows_from_the_model(tmp_path: Path) -> None:
     for kind, expected in (("medusa", "medusa"), ("mlp_speculator", "mlp_speculator"), ("deepseek_mtp", "mtp")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         assert method(tmp_path) == expected
-    with pytest.warns(DeprecationWarning, match="qwen3_next_mtp"):
-        assert SpeculativeConfig(method="qwen3_next_mtp").method == "mtp"
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]})
+    )
+    assert method(tmp_path) == "eagle3"
+    for read in (SpeculativeConfig.supported, speculation_options):
+        with pytest.warns(DeprecationWarning, match="qwen3_next_mtp"):
+            assert read({"method": "qwen3_next_mtp"}).method == "mtp"  # type: ignore[operator]
 
 
 def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
@@ -135,6 +143,36 @@ def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
     assert SpeculativeConfig(method="suffix").num_speculative_tokens == 24
     with pytest.raises(ValueError, match="num_speculative_tokens is needed"):
         SpeculativeConfig(method="eagle", model="x")
+
+
+def test_a_head_is_located_beside_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id says nothing before its folder is there; without `model` mtp is of the target's own checkpoint."""
+    from outrider.llm import config as module
+
+    monkeypatch.setattr(module, "locate", lambda model, **_: tmp_path if model[:4] == "org/" else Path(model))
+
+    def located(said: dict[str, Any], **given: Any) -> tuple[Any, ...]:
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        made = SpeculativeConfig(**given).located(tmp_path)
+        return made.method, made.num_speculative_tokens, made.model
+
+    assert located({"model_type": "mlp_speculator", "n_predict": 3}, model="org/name", num_speculative_tokens=2) == (
+        "mlp_speculator", 2, tmp_path,
+    )  # fmt: skip
+    mtp = {"model_type": "mimo", "num_nextn_predict_layers": 2}
+    assert located(mtp, method="mtp") == ("mtp", 2, tmp_path)
+    assert located(mtp, method="mtp", num_speculative_tokens=4) == ("mtp", 4, tmp_path)
+    assert located(mtp, method="draft_model", model="org/name", num_speculative_tokens=4)[0] == "draft_model"
+    assert located(mtp, model="org/name", num_speculative_tokens=4)[0] == "mtp"
+    assert located({}, model="org/name-accelerator-eagle3", num_speculative_tokens=1)[0] == "eagle3"
+    with pytest.raises(ValueError, match="num_speculative_tokens=3 must be divisible by the draft's n_predict=2"):
+        located(mtp, method="mtp", num_speculative_tokens=3)
+    with pytest.raises(ValueError, match="num_speculative_tokens is needed"):
+        located({}, method="mtp")
+    with pytest.raises(ValueError, match="there is no folder /no/such"):
+        SpeculativeConfig(method="medusa", model="/no/such", num_speculative_tokens=3).located(tmp_path)
+    lookup = SpeculativeConfig(**NGRAM)
+    assert lookup.located(tmp_path) is lookup
 
 
 @pytest.mark.parametrize("method", MISSING)
@@ -152,18 +190,18 @@ PAGES: list[tuple[dict[str, Any], str]] = [
     ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "disable_by_batch_size": 8}, ""),
     (
         {"method": "eagle", "model": "yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 3},
-        "speculative method 'eagle' is an EAGLE head",
+        "",
     ),
     (
         {
             "method": "eagle3", "model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-70B", "num_speculative_tokens": 3,
             "draft_tensor_parallel_size": 1,
         },
-        "speculative method 'eagle3' is an EAGLE head",
+        "",
     ),
     (
         {"model": "ibm-ai-platform/llama3-70b-accelerator", "draft_tensor_parallel_size": 1},
-        r"speculative_config\['model'\] 'ibm-ai-platform/llama3-70b-accelerator' is an MLP speculator",
+        "mlp_speculator",
     ),
     (
         {
@@ -175,22 +213,19 @@ PAGES: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given, problem", PAGES)
-def test_what_vllms_pages_show_is_served_or_refused_with_the_reason(given: dict[str, Any], problem: str) -> None:
-    if not problem:
-        served = SpeculativeConfig.supported(given)
-        assert served is not None and served.method == given["method"]
-        return
-    with pytest.raises(Unsupported, match=f"{problem}.*not there yet; allowed: draft_model.*tokenizer.*; ngram"):
-        SpeculativeConfig.supported(given)
+@pytest.mark.parametrize("given, inferred", PAGES)
+def test_what_vllms_pages_show_is_served(given: dict[str, Any], inferred: str) -> None:
+    served = SpeculativeConfig.supported(given)
+    assert served is not None and served.method == given.get("method", inferred)
 
 
-def test_an_accelerator_may_be_named_with_its_config(tmp_path: Path) -> None:
+def test_a_model_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(
+        Unsupported, match=r"\['model'\] 'org/model-dflash' is a block diff.*there yet; allowed: draft_m"
+    ):
+        SpeculativeConfig.supported({"model": "org/model-dflash", "num_speculative_tokens": 3})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mlp_speculator"}))
-    with pytest.raises(Unsupported, match=f"'{tmp_path}' is an MLP speculator"):
-        SpeculativeConfig.supported({"model": str(tmp_path)})
-    with pytest.raises(Unsupported, match="'mlp_speculator' is an MLP speculator"):
-        SpeculativeConfig.supported(SpeculativeConfig(model="org/model-accelerator"))
+    assert SpeculativeConfig(model=str(tmp_path)).method == "mlp_speculator"
     named_so = tmp_path / "my-accelerator"
     named_so.mkdir()
     (named_so / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -217,7 +252,9 @@ def test_the_method_may_be_a_list(read: Any) -> None:
 
 def test_every_method_of_a_list_is_checked(tiny_pair: TinyPair) -> None:
     given = {"num_speculative_tokens": 5}
-    with pytest.raises(Unsupported, match="speculative method 'eagle'"):
+    with pytest.raises(Unsupported, match="speculative method 'dspark'"):
+        SpeculativeConfig.supported(given | {"method": ["suffix", "dspark"]})
+    with pytest.raises(ValueError, match="names 'eagle', which drafts beside the target; allowed: that alone"):
         SpeculativeConfig.supported(given | {"method": ["suffix", "eagle"]})
     with pytest.raises(ValueError, match="unknown speculative method 'sufix'"):
         SpeculativeConfig.supported(given | {"method": ["ngram", "sufix"]})

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.heads import random_head_of, save_mimo
 
 from outrider.llm import LLM
 from outrider.pairs import pair_path
 
-TARGET = r"meta-llama/Llama-3\.1-8B-Instruct|facebook/opt-6\.7b"
+TARGET = r"meta-llama/(Meta-)?Llama-3\.1-\d+B-Instruct|facebook/opt-6\.7b"
 DRAFT = r"facebook/opt-125m"
+HEADS = {
+    "eagle": "yuhuili/EAGLE-LLaMA3.1-Instruct-8B",
+    "eagle3": "yuhuili/EAGLE3-LLaMA3.1-Instruct-70B",
+    "mlp_speculator": "ibm-ai-platform/llama3-70b-accelerator",
+}
+ONE_DEVICE = ("tensor_parallel_size=4", "tensor_parallel_size=1")
 SHOW = """
 for output in outputs:
     prompt = output.prompt
@@ -22,6 +30,138 @@ for output in outputs:
 """
 MAY_DRAFT_NOTHING = ("disable_by_batch_size", "ngram by its old name")  # too many at once; 16 sampled tokens
 SCRIPTS = {
+    "eagle": """
+from vllm import LLM, SamplingParams
+
+# Initialize with EAGLE for better acceptance rates
+llm = LLM(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    tensor_parallel_size=1,
+    speculative_config={
+        "method": "eagle",
+        "model": "yuhuili/EAGLE-LLaMA3.1-Instruct-8B",
+        "num_speculative_tokens": 3,
+    },
+    enforce_eager=False,
+    gpu_memory_utilization=0.9,
+)
+
+# Generate text
+prompts = ["Explain quantum computing in simple terms."]
+sampling_params = SamplingParams(temperature=0.0, max_tokens=200)
+outputs = llm.generate(prompts, sampling_params)
+
+# Retrieve acceptance metrics
+metrics = llm.get_metrics()
+
+for metric in metrics:
+    if metric.name == "vllm:spec_decode_num_accepted_tokens":
+        print(f"Accepted tokens: {metric.value}")
+    elif metric.name == "vllm:spec_decode_num_draft_tokens":
+        print(f"Draft tokens: {metric.value}")
+
+# Calculate acceptance rate
+num_drafts = sum(m.value for m in metrics if m.name == "vllm:spec_decode_num_drafts")
+num_accepted = sum(m.value for m in metrics if m.name == "vllm:spec_decode_num_accepted_tokens")
+if num_drafts > 0:
+    mean_acceptance_length = 1 + (num_accepted / num_drafts)
+    print(f"Mean acceptance length: {mean_acceptance_length:.2f}")
+""",
+    "eagle with log probabilities": """
+from vllm import LLM, SamplingParams
+
+llm = LLM(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    speculative_config={
+        "method": "eagle",
+        "model": "yuhuili/EAGLE-LLaMA3.1-Instruct-8B",
+        "num_speculative_tokens": 3,
+    }
+)
+
+prompts = ["The Eiffel Tower is located in"]
+sampling_params = SamplingParams(
+    temperature=0.0,
+    max_tokens=50,
+    logprobs=5,  # Request top-5 logprobs per token
+)
+
+outputs = llm.generate(prompts, sampling_params)
+
+# Access per-token logprobs
+output = outputs[0]
+for i, token_logprobs in enumerate(output.outputs[0].logprobs):
+    print(f"Token {i}: {token_logprobs}")
+
+# Get speculation metrics
+metrics = llm.get_metrics()
+for metric in metrics:
+    if "spec_decode" in metric.name:
+        print(f"{metric.name}: {metric.value}")
+""",
+    "eagle3": """
+from vllm import LLM, SamplingParams
+
+# EAGLE3 with tensor parallelism on target model
+llm = LLM(
+    model="meta-llama/Llama-3.1-70B-Instruct",
+    tensor_parallel_size=4,  # Target model uses 4 GPUs
+    speculative_config={
+        "method": "eagle3",
+        "model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-70B",
+        "num_speculative_tokens": 3,
+        "draft_tensor_parallel_size": 1,  # EAGLE runs on single GPU
+    },
+    gpu_memory_utilization=0.85,
+)
+
+prompts = ["Write a detailed essay about climate change."]
+outputs = llm.generate(prompts, SamplingParams(max_tokens=500))
+
+for output in outputs:
+    print(output.outputs[0].text)
+""",
+    "mlp_speculator": """
+from vllm import LLM, SamplingParams
+
+# MLP speculator for balanced performance
+llm = LLM(
+    model="meta-llama/Meta-Llama-3.1-70B-Instruct",
+    tensor_parallel_size=4,
+    speculative_config={
+        "model": "ibm-ai-platform/llama3-70b-accelerator",
+        # num_speculative_tokens auto-detected from draft model config
+        "draft_tensor_parallel_size": 1,
+    },
+    gpu_memory_utilization=0.85,
+)
+
+prompts = ["def factorial(n):"]
+sampling_params = SamplingParams(
+    temperature=0.0,
+    max_tokens=150,
+)
+outputs = llm.generate(prompts, sampling_params)
+""",
+    "mtp": """
+from vllm import LLM, SamplingParams
+
+prompts = [
+    "The future of AI is",
+]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+llm = LLM(
+    model="XiaomiMiMo/MiMo-7B-Base",
+    tensor_parallel_size=1,
+    speculative_config={
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+    },
+)
+outputs = llm.generate(prompts, sampling_params)
+"""
+    + SHOW,
     "ngram": """
 from vllm import LLM, SamplingParams
 
@@ -157,14 +297,25 @@ outputs = llm.generate(prompts, sampling_params)
 }
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For the names of checkpoints in the scripts: heads of random weights in their public layouts, and a target that
+    brings an MTP layer."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    found = {name: random_head_of(pair_path().target, method, root / method) for method, name in HEADS.items()}
+    return found | {"XiaomiMiMo/MiMo-7B-Base": save_mimo(root / "mimo", pair_path().target)}
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_of_vllm_runs(name: str) -> None:
+def test_a_script_of_vllm_runs(name: str, folders: dict[str, Path]) -> None:
     script = re.sub(r"^from vllm(\.\w+)? import", r"from outrider.llm\1 import", SCRIPTS[name], flags=re.MULTILINE)
     script = re.sub(DRAFT, str(pair_path().draft), re.sub(TARGET, str(pair_path().target), script))
+    for checkpoint, folder in folders.items():
+        script = script.replace(checkpoint, str(folder))
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # for keywords of before speculative_config
-        exec(script, names)
+        exec(script.replace(*ONE_DEVICE), names)
     llm, outputs = names["llm"], names["outputs"]
     assert isinstance(llm, LLM)
     with llm:

@@ -81,6 +81,12 @@ def test_several_in_turn_are_everybodys() -> None:
     assert load_methods(DraftSettings(method="ngram"))[1].default_methods == ()
 
 
+def test_a_head_is_no_drafts_method() -> None:
+    with pytest.raises(ValidationError, match="eagle3 is a head, which drafts beside the target"):
+        DraftSettings(method="eagle3")
+    assert not ServeSettings(method="eagle3").has_draft
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -89,7 +95,6 @@ def test_several_in_turn_are_everybodys() -> None:
         ("ngram,sufix", "did you mean suffix"),
         ("ngram,", "there is no method ''"),
         (f"ngram,{OWN}", "allowed with allow_code"),
-        ("eagle3", "eagle3 is a head, which drafts beside the target"),
         ("ngram,eagle3", "names 'eagle3', which drafts beside the target; allowed: that alone"),
         ("draft_model,second", "names draft_model and second, which need a model each; allowed: one of these"),
     ],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from support.models import save_tiny
 from torch import Tensor
 
 from outrider.engine.loader import LoadedModel
@@ -43,6 +46,27 @@ def random_head(method: str, folder: Path, hf: Any, loaded: LoadedModel, seed: i
     tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_head(folder, config, tensors)
     return load_head(folder, weights, loaded.model.dtype, loaded.model.device)
+
+
+def random_head_of(target: Path, method: str, folder: Path, seed: int = 0) -> Path:
+    """For a target's folder."""
+    config = SimpleNamespace(**json.loads((target / "config.json").read_text()))
+    said, shapes = SHAPES[method](config)
+    generator = torch.Generator().manual_seed(seed)
+    return save_head(
+        folder, said, {name: 0.2 * torch.randn(size, generator=generator) for name, size in shapes.items()}
+    )
+
+
+def save_mimo(folder: Path, tokenizer_of: Path) -> Path:
+    """A tiny target whose checkpoint brings an MTP layer, as MiMo's do."""
+    own = save_tiny(folder, family="qwen2", vocab_size=4096)
+    config = json.loads((own / "config.json").read_text()) | {"model_type": "mimo", "num_nextn_predict_layers": 1}
+    _, shapes = SHAPES["mtp"](SimpleNamespace(**config))
+    layer = {name: 0.2 * torch.randn(size, generator=torch.Generator().manual_seed(0)) for name, size in shapes.items()}
+    save_head(own, config, load_file(own / "model.safetensors") | layer)
+    shutil.copyfile(tokenizer_of / "tokenizer.json", own / "tokenizer.json")
+    return own
 
 
 def perfect_head(folder: Path, hf: Any, loaded: LoadedModel) -> Head:

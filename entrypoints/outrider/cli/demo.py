@@ -1,4 +1,4 @@
-"""`outrider demo`: the three services on this machine, a completion in colours, and what speculation is worth here."""
+"""`outrider demo`: the services on this machine, a completion in colours, and what speculation is worth here."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydantic import Field, field_validator
 
 from outrider.cli.generate import CollectedCompletion
 from outrider.cli.local_services import LOOPBACK, LocalSettings, ServiceFailed, Services, leave_on_signals
-from outrider.cli.serve import ServeSettings, connect, start
+from outrider.cli.serve import ServeSettings, connect, start, starting
 from outrider.cli.terminal import Painter, TokenWriter, fail, make_painter, parse, steps
 from outrider.client import SpeculationStats, generate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.proposers.registry import MethodNames, check_methods
+from outrider.proposers.registry import HEADS, MethodNames, check_methods
 from outrider.rpc.errors import OutriderError
 
 PROMPT = 'def parse_args(argv):\n    """'
@@ -44,7 +44,8 @@ class DemoSettings(LocalSettings):
     @field_validator("method")
     @classmethod
     def _check_method(cls, name: str) -> str:
-        check_methods(name, allow_code=False)
+        if name not in HEADS:
+            check_methods(name, allow_code=False)
         return name
 
     def served(self) -> ServeSettings:
@@ -157,9 +158,9 @@ def _line(name: str, value: str) -> str:
 
 
 DESCRIPTION = (
-    "Start a draft, a target and a gateway on this machine with the embedded pair of models, stream a completion of "
-    "the prompt (also a bare argument), and compare decoding with and without speculation on a target of about 300M "
-    "parameters that computes the same function. Everything ends with the demo."
+    "Start a draft (unless a head drafts), a target and a gateway on this machine with the embedded pair of models, "
+    "stream a completion of the prompt (also a bare argument), and compare decoding with and without speculation on a "
+    "target of about 300M parameters that computes the same function. Everything ends with the demo."
 )
 WARM_UP_TOKENS = 8
 
@@ -189,7 +190,7 @@ def run(settings: DemoSettings, painter: Painter) -> None:
 def _show(settings: DemoSettings, painter: Painter, services: Services) -> None:
     served = settings.served()
     tokenizer = Tokenizer.load(served.target_folder)
-    with steps(painter, "starting three services", total=3) as advance:
+    with starting(painter, served) as advance:
         running = start(services, served, advance)
     _stream(settings, painter, running.gateway.address, tokenizer)
     if settings.expand:

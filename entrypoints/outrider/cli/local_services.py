@@ -160,24 +160,36 @@ class Services:
 
 def wait_for_draft(address: str, timeout_s: float, check: Callable[[], None]) -> None:
     """Returns when the gateway knows a target and a draft; `check` is called while it does not. Raises TimeoutError."""
-    asyncio.run(_wait(address, time.monotonic() + timeout_s, check))
+    wait_for_peers(address, timeout_s, check, with_draft=True)
 
 
-async def _wait(address: str, end: float, check: Callable[[], None]) -> None:
+def wait_for_peers(address: str, timeout_s: float, check: Callable[[], None], with_draft: bool) -> None:
+    """The same; a target is enough where there is no draft."""
+    asyncio.run(_wait(address, time.monotonic() + timeout_s, check, with_draft))
+
+
+async def _wait(address: str, end: float, check: Callable[[], None], with_draft: bool) -> None:
     async with Client(address) as client:
-        while not await has_draft(client):
+        while not await has_peers(client, with_draft):
             check()
             if time.monotonic() > end:
-                raise TimeoutError(f"the gateway at {address} did not find its draft in time")
+                missing = "its draft" if with_draft else "its target"
+                raise TimeoutError(f"the gateway at {address} did not find {missing} in time")
             await asyncio.sleep(POLL_S)
 
 
 async def has_draft(client: Client) -> bool:
     """Whether the gateway has found its peers."""
+    return await has_peers(client, with_draft=True)
+
+
+async def has_peers(client: Client, with_draft: bool) -> bool:
+    """Whether the gateway has found its target, and its draft if it has one."""
     try:
-        return (await client.info(timeout=ASK_S)).draft is not None
+        found = await client.info(timeout=ASK_S)
     except OutriderError:  # it has no target yet
         return False
+    return found.draft is not None or not with_draft
 
 
 @dataclass(frozen=True, slots=True)

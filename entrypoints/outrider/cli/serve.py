@@ -1,5 +1,5 @@
-"""`outrider serve`: draft, target and gateway on this machine, until it is ended. What its settings leave open is left
-to the services, and so to their own variables: OUTRIDER_TARGET__MAX_ROWS works here, too."""
+"""`outrider serve`: draft (or a head), target and gateway on this machine, until it is ended. What its settings leave
+open is left to the services, and so to their own variables: OUTRIDER_TARGET__MAX_ROWS works here, too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -21,11 +22,12 @@ from outrider.cli.local_services import (
     ServiceFailed,
     Services,
     leave_on_signals,
-    wait_for_draft,
+    wait_for_peers,
 )
 from outrider.cli.terminal import Advance, Painter, fail, make_painter, parse, steps
 from outrider.pairs import pair_path
 from outrider.proposers.registry import (
+    HEADS,
     TOKEN_METHODS,
     MethodNames,
     MethodSettings,
@@ -39,6 +41,7 @@ from outrider.rpc.hub import locate
 from outrider.rpc.server import require_free
 from outrider.rpc.vocabulary import has_tokenizer
 
+MTP = "mtp"  # its layers may be in the target's own checkpoint
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 
 
@@ -56,6 +59,12 @@ class ServeSettings(LocalSettings, MethodSettings):
         + ", ".join(TOKEN_METHODS),
     )
     method: MethodNames = "draft_model"
+    head: Path | None = Field(
+        None,
+        description="folder or hub id of a head's checkpoint: the target itself drafts by it, and without --draft "
+        "there is no draft service (a --method of these alone: the embedded pair's; mtp: the target's own): "
+        + ", ".join(HEADS),
+    )
     pair: str = Field("python", description="the embedded pair, where no target is given")
     listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
     http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
@@ -92,12 +101,22 @@ class ServeSettings(LocalSettings, MethodSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        without_model = not needs_model(check_methods(self.drafts_by, self.allow_code))
+        names = check_methods(self.drafts_by, self.allow_code) if self.has_draft else ()
+        without_model = not needs_model(names)
+        if self.method in HEADS and self.method != MTP and self.target is not None and self.head is None:
+            raise ValueError(f"give --head DIR, the folder of the {self.method} head")
         if self.target is None and self.draft and not self._draft_is_methods:
             raise ValueError("give a target with this draft, as in `outrider serve TARGET --draft DRAFT`")
         if self.target is not None and not self.draft and not without_model:
-            raise ValueError("give --draft DIR, or --draft ngram, which needs no model")
+            raise ValueError("give --draft DIR, or --draft ngram, which needs no model, or --head DIR")
         return self
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft is served: beside a head only one that was asked for."""
+        if self.draft:
+            return True
+        return self.method not in HEADS and (self.head is None or self.method != "draft_model")
 
     @property
     def drafts_by(self) -> str:
@@ -117,12 +136,19 @@ class ServeSettings(LocalSettings, MethodSettings):
     @property
     def draft_folder(self) -> Path | None:
         """The draft's checkpoint, if there is one."""
-        if self._draft_is_methods:
+        if self._draft_is_methods or not self.has_draft:
             return None
         if self.target is None:
             by_model = [name for name in split_methods(self.method) if method_of(name).needs_model]
             return pair_path(self.pair).draft_by(by_model[0]) if by_model else None
         return Path(self.draft) if self.draft else None
+
+    @property
+    def head_folder(self) -> Path | None:
+        """The head's checkpoint, if there is one."""
+        if self.head is not None or self.method not in HEADS:
+            return self.head
+        return pair_path(self.pair).head_by(self.method) if self.target is None else self.target
 
     def located(self) -> Self:
         """With folders in place of hub ids: what is downloaded shows its progress here. Refuses what no service could
@@ -132,12 +158,14 @@ class ServeSettings(LocalSettings, MethodSettings):
             found["target"] = locate(self.target, trust_remote_code=self.trust_remote_code)
         if self.draft:
             found["draft"] = str(locate(self.draft))
+        if self.head is not None:
+            found["head"] = locate(self.head)
         settings = self.model_copy(update=found)
         settings._check_folders()
         return settings
 
     def _check_folders(self) -> None:
-        for folder in (self.target_folder, self.draft_folder):
+        for folder in (self.target_folder, self.draft_folder, self.head_folder):
             if folder is not None and not (folder / "config.json").is_file():
                 raise ValueError(f"{folder} is no folder of a checkpoint: it has no config.json")
 
@@ -145,6 +173,7 @@ class ServeSettings(LocalSettings, MethodSettings):
         """`outrider target ...`"""
         flags = {
             "model": self.target_folder,
+            "head": self.head_folder,
             "name": self.model_name or None,
             "dtype": self.dtype,
             "device": self.device,
@@ -174,10 +203,10 @@ class ServeSettings(LocalSettings, MethodSettings):
         return ["draft", *self._common(LOOPBACK, 2), *_flags(flags)]
 
     def gateway_arguments(self, target: str, draft: str) -> list[str]:
-        """`outrider gateway ...`, in front of the two."""
+        """`outrider gateway ...`, in front of the target and, if it has an address, the draft."""
         flags = {
             "target": target,
-            "draft": draft,
+            "draft": draft or None,
             "tokenizer": self.target_folder,
             "http": self.http or None,
             "num-draft-tokens": self.num_draft_tokens,
@@ -219,9 +248,9 @@ def _flags(values: Mapping[str, object]) -> Iterator[str]:
 
 
 DESCRIPTION = (
-    "Serve a target (the bare argument) with a draft on this machine: start the draft, the target and a gateway, and "
-    "end all three with this process, on Ctrl-C, SIGTERM, or when the target or the gateway ends. Without any model "
-    "the embedded pair is served."
+    "Serve a target (the bare argument) with a draft or a head on this machine: start the draft, if there is one, the "
+    "target and a gateway, and end them with this process, on Ctrl-C, SIGTERM, or when the target or the gateway ends. "
+    "Without any model the embedded pair is served."
 )
 HTTP = re.compile(r"^gateway http on (\S+)$", re.MULTILINE)
 METRICS = re.compile(r"^\S+ metrics on (\S+)$", re.MULTILINE)
@@ -230,9 +259,9 @@ WATCH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The three services, and where clients come in."""
+    """The services, and where clients come in."""
 
-    draft: Service
+    draft: Service | None
     target: Service
     gateway: Service
 
@@ -244,7 +273,8 @@ class Running:
     @property
     def metrics(self) -> list[str]:
         """Where the gateway, the target and the draft have /metrics; empty without."""
-        found = [service.find(METRICS) for service in (self.gateway, self.target, self.draft)]
+        services = (self.gateway, self.target, self.draft)
+        found = [service.find(METRICS) for service in services if service is not None]
         return [address for address in found if address]
 
 
@@ -257,7 +287,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
         settings = settings.located()
         require_free(settings.listen, settings.http, *(settings.metrics_address(place) for place in range(3)))
         with Services(shows_logs=settings.log_format is not None) as services:
-            with steps(painter, "starting draft, target and gateway", total=3) as advance:
+            with starting(painter, settings) as advance:
                 running = start(services, settings, advance)
             painter.lines(welcome(settings, running))
             return watch(running, painter)
@@ -265,48 +295,56 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
         return fail(prog, error)
 
 
+def starting(painter: Painter, settings: ServeSettings) -> AbstractContextManager[Advance]:
+    """Shows the progress of `start`."""
+    names = [*(["draft"] if settings.has_draft else []), "target", "gateway"]
+    return steps(painter, f"starting {', '.join(names[:-1])} and {names[-1]}", total=len(names))
+
+
 def start(services: Services, settings: ServeSettings, advance: Advance) -> Running:
-    """Starts all three and returns when the gateway has found the others."""
-    draft = services.start("draft", settings.draft_arguments())
+    """Starts all and returns when the gateway has found the others."""
+    draft = services.start("draft", settings.draft_arguments()) if settings.has_draft else None
     target = services.start("target", settings.target_arguments())  # both load at the same time
-    advance(f"draft listens on {services.wait(draft, settings.start_timeout)}")
+    if draft is not None:
+        advance(f"draft listens on {services.wait(draft, settings.start_timeout)}")
     return connect(services, settings, draft, target, advance)
 
 
-def connect(services: Services, settings: ServeSettings, draft: Service, target: Service, advance: Advance) -> Running:
+def connect(
+    services: Services, settings: ServeSettings, draft: Service | None, target: Service, advance: Advance
+) -> Running:
     """Waits for the target, starts a gateway in front of the two, and returns when it has found them."""
     timeout = settings.start_timeout
     advance(f"target listens on {services.wait(target, timeout)}")
-    gateway = services.start("gateway", settings.gateway_arguments(target.address, draft.address))
+    gateway = services.start(
+        "gateway", settings.gateway_arguments(target.address, "" if draft is None else draft.address)
+    )
     address = services.wait(gateway, timeout)
-    wait_for_draft(address, timeout, services.check)
+    wait_for_peers(address, timeout, services.check, draft is not None)
     advance(f"gateway listens on {address}")
     return Running(draft, target, gateway)
 
 
 def watch(running: Running, painter: Painter) -> int:
     """Waits for the end. A draft that dies costs speed and no request, so the others go on."""
-    has_draft = True
+    draft = running.draft
     try:
         while True:
             for service in (running.target, running.gateway):
                 service.check()
-            if has_draft:
-                has_draft = _lives(running.draft, painter)
+            if draft is not None and not _lives(draft, painter):
+                draft = None
             time.sleep(WATCH_S)
     except (KeyboardInterrupt, SystemExit):
-        painter.note("\nending the three services")
+        painter.note("\nending the services")
         return 0
 
 
 def welcome(settings: ServeSettings, running: Running) -> list[str]:
     """What to do next."""
-    folder = settings.draft_folder
-    by = "; else ".join(method_of(name).summary for name in split_methods(settings.drafts_by))
-    draft = f"drafts from {folder}" if folder and settings.drafts_by == "draft_model" else f"drafts by {by}"
     address = running.gateway.address
     lines = [
-        f"serving {settings.target_folder}, {draft}",
+        f"serving {settings.target_folder}, {'; '.join(_drafts(settings))}",
         f"  chat      outrider chat --gateway {address}",
         f'  complete  outrider generate --gateway {address} "Once upon a time" --max-tokens 64',
     ]
@@ -315,7 +353,18 @@ def welcome(settings: ServeSettings, running: Running) -> list[str]:
     lines += [f"  metrics   http://{address}/metrics" for address in running.metrics]
     if settings.trace_file is not None:
         lines.append(f"  traces    outrider trace {settings.trace_file}")
-    return [*lines, "Ctrl-C ends all three."]
+    return [*lines, f"Ctrl-C ends {'both' if running.draft is None else 'all three'}."]
+
+
+def _drafts(settings: ServeSettings) -> Iterator[str]:
+    """What drafts."""
+    folder, names = settings.draft_folder, split_methods(settings.drafts_by)
+    if folder and names == ("draft_model",):
+        yield f"drafts from {folder}"
+    elif settings.has_draft:
+        yield f"drafts by {'; else '.join(method_of(name).summary for name in names)}"
+    if (head := settings.head_folder) is not None:
+        yield f"drafts beside the target by the head in {head}"
 
 
 def _lives(draft: Service, painter: Painter) -> bool:

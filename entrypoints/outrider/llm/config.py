@@ -8,7 +8,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,7 +30,18 @@ from outrider.llm.validation import (
     plain_errors,
     require_fixed,
 )
-from outrider.proposers.registry import CHOICES, METHODS, is_class, list_problem, method_of, needs_model, split_methods
+from outrider.proposers.registry import (
+    CHOICES,
+    HEADS,
+    METHODS,
+    head_of,
+    is_class,
+    list_problem,
+    method_of,
+    needs_model,
+    split_methods,
+)
+from outrider.rpc.hub import locate
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -40,30 +51,26 @@ class VllmMethod(NamedTuple):
 
     what: str
     needs_model: bool = True
-    is_model_type: bool = False  # its name is the `model_type` of its checkpoints' config.json
-    word: str = ""  # in the names of its checkpoints
 
 
-_EAGLE = "an EAGLE head, a decoder layer that reads the target's hidden states"
 MISSING = {
-    "eagle3": VllmMethod(_EAGLE, is_model_type=True, word="eagle3"),  # its word is looked for before eagle's
-    "eagle": VllmMethod(_EAGLE, is_model_type=True, word="eagle-"),
-    "medusa": VllmMethod("Medusa heads, which read the target's last hidden state", is_model_type=True),
-    "mlp_speculator": VllmMethod(
-        "an MLP speculator (an 'accelerator'), which reads the target's last hidden state",
-        is_model_type=True,
-        word="-accelerator",
-    ),
-    "mtp": VllmMethod("multi-token prediction, by layers that the target's own checkpoint brings", needs_model=False),
     "ngram_gpu": VllmMethod("n-gram lookup on a GPU; 'ngram' proposes the same way", needs_model=False),
     "extract_hidden_states": VllmMethod("an export of hidden states, which drafts nothing", needs_model=False),
-    "dflash": VllmMethod("a block diffusion head, which reads the target's hidden states", word="dflash"),
+    "dflash": VllmMethod("a block diffusion head, which reads the target's hidden states"),
     "dspark": VllmMethod("a head that reads the target's hidden states"),
 }
+WORDS = {  # in the names of checkpoints, in the order in which they are looked for
+    "eagle3": "eagle3",
+    "eagle": "eagle-",
+    "mlp_speculator": "-accelerator",
+    "dflash": "dflash",
+}
 CUSTOM_CLASS = "custom_class"  # `model` then names the class
-KNOWN = (*METHODS, CUSTOM_CLASS, *MISSING)
+MTP = "mtp"  # without `model` it is of the target's own checkpoint
+KNOWN = (*METHODS, *HEADS, CUSTOM_CLASS, *MISSING)
 NGRAM_NAMES = ("ngram", "[ngram]")
-INSTEAD = "allowed: " + "; ".join(f"{row.name} ({row.summary})" for row in METHODS.values())
+NO_K = "num_speculative_tokens is needed: how many tokens to draft in a round"
+INSTEAD = "allowed: " + "; ".join(f"{row.name} ({row.summary})" for row in (*METHODS.values(), *HEADS.values()))
 
 
 def named_method(method: object) -> str | None:
@@ -75,34 +82,40 @@ def named_method(method: object) -> str | None:
     names = split_methods(method) if isinstance(method, str) else method
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"speculative_config['method'] is {method!r:.100}; {allowed}")
-    names = ["ngram" if name in NGRAM_NAMES else name for name in names]
+    names = [_todays(name) for name in names]
     if problem := list_problem(names):
         raise ValueError(f"speculative_config['method'] {problem}")
     return ",".join(names)
 
 
+def _todays(name: str) -> str:
+    """The name that a method has today."""
+    if name.endswith("_mtp"):
+        warnings.warn(f"method {name!r}: an old name of 'mtp'", DeprecationWarning, stacklevel=6)
+        return "mtp"
+    return "ngram" if name in NGRAM_NAMES else name
+
+
 def method_of_model(model: str | Path) -> str:
-    """The method that a model is for, as in vLLM: by its name, by the `model_type` of its config.json, else a draft
-    model. `ngram` is no model."""
+    """The method that a model is for, as in vLLM: by its config.json, by its name, else a draft model. `ngram` is no
+    model."""
     if str(model) in NGRAM_NAMES:
         return "ngram"
     if isinstance(model, str) and is_class(model) and not Path(model).exists():
         return CUSTOM_CLASS
-    model_type = str(_checkpoint(model).get("model_type", ""))
-    if model_type.endswith("_mtp"):
-        return "mtp"
-    if model_type in MISSING and MISSING[model_type].is_model_type:
-        return model_type
-    for name, method in MISSING.items():
-        said_by_config = model_type and name == "mlp_speculator"
-        if method.word and method.word in Path(model).name.lower() and not said_by_config:
+    config = _checkpoint(model)
+    if head := head_of(config):
+        return head
+    for name, word in WORDS.items():
+        said_by_config = config.get("model_type") and name == "mlp_speculator"
+        if word in Path(model).name.lower() and not said_by_config:
             return name
     return "draft_model"
 
 
 def require_method(method: str, model: object = None) -> None:
     """Raises Unsupported for a method that is not there. `model` is named where the method follows from it."""
-    missing = MISSING.get("mtp" if method.endswith("_mtp") else method)
+    missing = MISSING.get(method)
     if missing is not None:
         said = f"speculative method {method!r}" if model is None else f"speculative_config['model'] {str(model)!r:.200}"
         raise Unsupported(f"{said} is {missing.what}: it is not there yet; {INSTEAD}")
@@ -211,17 +224,19 @@ class SpeculativeConfig:
     disable_lookahead_block_hashes: bool = False
     dspark_draft_topk: Annotated[Any, Only(None, why="dspark is not there")] = None
     xpress_topc: Annotated[Any, Only(None, why="xpress is not there")] = None
-    index_share_for_mtp_iteration: Annotated[Any, Only(None, why="mtp is not there yet")] = None
+    index_share_for_mtp_iteration: Annotated[Any, Only(None, why="no attention here shares an index")] = None
     schedule: BatchSchedule = field(init=False, repr=False)  # k by the number of running requests
+    is_method_given: bool = field(init=False, repr=False)  # else it follows from the model
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size is not None:
             raise ValueError("'tensor_parallel_size' is the target's; for the draft give 'draft_tensor_parallel_size'.")
+        self.is_method_given = self.method is not None
         self.method = self._method()
         for name in self.methods:
             if name not in KNOWN and not is_class(name):
                 raise ValueError(f"unknown speculative method {name!r}; there are: {', '.join(KNOWN)}")
-            if self.model is None and (MISSING.get(name) or method_of(name)).needs_model:
+            if self.model is None and name != MTP and (MISSING.get(name) or method_of(name)).needs_model:
                 raise ValueError(f"method {name!r} needs 'model': the folder of the draft's checkpoint")
         k = self.num_speculative_tokens = self._num_speculative_tokens()
         if k is not None and k > MAX_DRAFT_TOKENS:
@@ -236,6 +251,16 @@ class SpeculativeConfig:
         """Those that draft in turn."""
         return split_methods(self.method or "")
 
+    @property
+    def head(self) -> str:
+        """The method, if it is a head beside the target."""
+        return self.method if self.method is not None and self.method in HEADS else ""
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Whether any of the methods is a draft model's."""
+        return not self.head and needs_model(self.methods)
+
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
         """The configuration of a dict as in vLLM; unknown keys are an error."""
@@ -246,10 +271,11 @@ class SpeculativeConfig:
         """The configuration of a dict, if this version can do it; a method that it has not is refused before all
         else."""
         if isinstance(given, Mapping):
-            method, model = named_method(given.get("method")), given.get("model")
-            if method is None and isinstance(model, str | Path):
+            given = {**given, "method": named_method(given.get("method"))}
+            model = given.get("model")
+            if given["method"] is None and isinstance(model, str | Path):
                 require_method(method_of_model(model), model)
-            for name in split_methods(method or ""):
+            for name in split_methods(given["method"] or ""):
                 require_method(name)
         config = cls.of(given)
         if config is not None:
@@ -264,6 +290,22 @@ class SpeculativeConfig:
         if self.draft_tensor_parallel_size not in (None, 1):
             raise ValueError("draft_tensor_parallel_size must be 1 or the target's, 1")
 
+    def located(self, target: Path, trust_remote_code: bool = False) -> SpeculativeConfig:
+        """With the folder in place of a hub id, and what is said there: the method, where it was not given, and how
+        many tokens a head predicts. Raises ModelNotFound, ValueError."""
+        if not needs_model(self.methods):
+            return self
+        folder = locate(str(self.model or target), trust_remote_code=trust_remote_code)
+        if not folder.is_dir():
+            raise ValueError(
+                f"speculative_config: there is no folder {folder}; allowed: a folder, or a hub id (org/name)"
+            )
+        found = None if self.is_method_given else head_of(_checkpoint(folder))
+        config = replace(self, model=folder, method=found or self.method)
+        if config.num_speculative_tokens is None:
+            raise ValueError(NO_K)
+        return config
+
     def _method(self) -> str:
         """As in vLLM: given, else by the model's name or its config.json, else a draft model."""
         method = self.method
@@ -272,14 +314,13 @@ class SpeculativeConfig:
                 raise ValueError("parallel_drafting is for draft models, not for method 'ngram'")
             self.model = None
             return "ngram"
-        if method is not None and method.endswith("_mtp"):
-            warnings.warn(f"method {method!r}: an old name of 'mtp'", DeprecationWarning, stacklevel=5)
-            return "mtp"
         if method is None and self.model is None:
             raise ValueError("speculative_config needs 'method' or 'model'")
         method = method or method_of_model(str(self.model))
         if self.parallel_drafting:
             names = split_methods(method)
+            if method in ("eagle", "eagle3"):
+                return method
             if not {"draft_model", "pard"}.intersection(names):
                 raise ValueError(f"parallel_drafting is for draft models, not for method {method!r}")
             return ",".join("pard" if name == "draft_model" else name for name in names)
@@ -296,13 +337,14 @@ class SpeculativeConfig:
         k = self.num_speculative_tokens
         if self.method == "suffix" and k is None:
             k = min(self.suffix_decoding_max_tree_depth, MAX_DRAFT_TOKENS)
-        n_predict = _checkpoint(self.model).get("n_predict") if self.method in MISSING else None
+        said = _checkpoint(self.model) if self.head or self.method in MISSING else {}
+        n_predict = said.get("num_nextn_predict_layers" if self.method == MTP else "n_predict")
         if isinstance(n_predict, int) and n_predict >= 1:
             if k is not None and k > n_predict and k % n_predict:
                 raise ValueError(f"num_speculative_tokens={k} must be divisible by the draft's n_predict={n_predict}")
             k = k or n_predict
-        if k is None and self.method not in ("mtp", "mlp_speculator"):  # whose checkpoints say it
-            raise ValueError("num_speculative_tokens is needed: how many tokens to draft in a round")
+        if k is None and self.method not in (MTP, "mlp_speculator"):  # whose checkpoints say it
+            raise ValueError(NO_K)
         return k
 
     def _resolve_lookup(self) -> None:
@@ -319,11 +361,11 @@ class SpeculativeConfig:
         """Fields that need or exclude one another. Raises ValueError."""
         k = self.num_speculative_tokens
         if self.use_heterogeneous_vocab:
-            if not needs_model(self.methods):
+            if not self.drafts_by_model:
                 raise ValueError("use_heterogeneous_vocab is for draft models")
             if self.use_local_argmax_reduction:
                 raise ValueError("use_heterogeneous_vocab does not go with use_local_argmax_reduction")
-        if self.quantization is not None and self.model is None:
+        if self.quantization is not None and not self.drafts_by_model:
             raise ValueError(f"quantization={self.quantization!r:.100} is for draft models")
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method == "synthetic" and (rates is None) == (length is None):

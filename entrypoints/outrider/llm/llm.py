@@ -282,7 +282,10 @@ class LLM:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: two models share the cores
         from outrider.llm.local import start_local  # torch comes with it: not for who only asks a gateway
 
-        arguments, k = self.arguments, (speculation.num_speculative_tokens or 0) if speculation is not None else 0
+        arguments, k = self.arguments, 0
+        if speculation is not None and arguments.model is not None:
+            speculation = speculation.located(arguments.model, arguments.trust_remote_code)
+            k = speculation.num_speculative_tokens or 0
         statistics = Statistics(arguments.served_model_name or str(arguments.model), k, arguments.max_num_seqs)
         return start_local(self._runtime, arguments, speculation, k, lambda: statistics.num_running), statistics
 

@@ -26,7 +26,7 @@ from outrider.engine.batch import ROWS
 from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, load_model
-from outrider.engine.model_runner import build_runner, sampling_bytes
+from outrider.engine.model_runner import sampling_bytes
 from outrider.engine.models.base import UnsupportedModel
 from outrider.engine.worker import DeviceStopped, Worker, set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
@@ -40,8 +40,8 @@ from outrider.llm.arguments import EngineArguments
 from outrider.llm.backends import LoopThread
 from outrider.llm.config import SpeculativeConfig, acceptance_of
 from outrider.proposers.base import TokenProposer
+from outrider.proposers.heads.head import Head, bytes_beside_block
 from outrider.proposers.registry import make_proposer, method_of, needs_model
-from outrider.rpc.hub import locate
 from outrider.rpc.messages import (
     MAX_N,
     Arithmetic,
@@ -60,9 +60,8 @@ from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
-from outrider.target_service.boot import info_of, limits_of, new_engine
+from outrider.target_service.boot import info_of, limits_of, load_head, new_engine, new_runner
 from outrider.target_service.boot import load as load_target
-from outrider.target_service.boot import runner_options as target_options
 from outrider.target_service.engine import TargetEngineCommand as TargetCommand
 from outrider.target_service.profile import thread_split
 from outrider.target_service.settings import TargetSettings
@@ -183,14 +182,17 @@ class LocalService:
 class LocalTarget(LocalService):
     """A Verifier over a target engine in this process."""
 
-    def __init__(self, settings: TargetSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, settings: TargetSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop, head: Head | None = None
+    ) -> None:
+        """`head` drafts beside the model."""
         super().__init__(loop)
-        runner = build_runner(loaded.model, target_options(settings))
+        runner = new_runner(settings, loaded, head)
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
-        info = info_of(settings, loaded, limits)
-        self.engine = new_engine(settings, runner, limits, self.flush)
+        info = info_of(settings, loaded, limits, head=head)
+        self.engine = new_engine(settings, runner, limits, self.flush, head=head)
         threads = settings.threads or usable_threads()
         self.thread: Worker[TargetCommand] = Worker(self.engine, "llm-target", threads, settings.device)
         costs = self.thread.call(self.engine.profile).result()
@@ -305,19 +307,21 @@ def start_local(
     set_switch_interval()
     device = _device(arguments.device)
     tokenizer = Tokenizer.load(arguments.tokenizer or arguments.model)
-    settings = _target_settings(arguments, arguments.model, device, k)
-    folder = _draft_folder(arguments, speculation)
+    folder = _folder(speculation)
+    has_head = speculation is not None and bool(speculation.head)
+    settings = _target_settings(arguments, arguments.model, device, k, folder if has_head else None)
     by_tokens = None if speculation is None or folder is not None else _local_drafter(arguments, speculation)
     try:
         loaded = load_target(settings)
+        head = _load_head(settings, loaded, speculation)
         draft = _load_draft(arguments, speculation, folder, device, loaded.max_model_len)
     except UnsupportedModel as error:
         raise ValueError(str(error)) from error
     if settings.num_blocks is None:
         sampling = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (loaded, draft) if model is not None)
-        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments)
+        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments, head)
         settings = settings.model_copy(update={"num_blocks": num_blocks})
-    target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop))
+    target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop, head))
     services: list[LocalService] = [target]
     try:
         _warn(check_tokenizer(tokenizer, target.info.model))
@@ -359,10 +363,11 @@ def start_local(
     return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options, by_tokens)
 
 
-def _target_settings(arguments: EngineArguments, model: Path, device: str, k: int) -> TargetSettings:
+def _target_settings(arguments: EngineArguments, model: Path, device: str, k: int, head: Path | None) -> TargetSettings:
     return TargetSettings.model_validate(
         {
             "model": model,
+            "head": head,
             "dtype": arguments.dtype,
             "device": device,
             "threads": arguments.threads,
@@ -416,14 +421,29 @@ def _lookups(arguments: EngineArguments, speculation: SpeculativeConfig) -> dict
     return {name: make_proposer(name, vars(speculation), arguments.allow_code) for name in names}
 
 
-def _draft_folder(arguments: EngineArguments, speculation: SpeculativeConfig | None) -> Path | None:
-    """Of the draft model, if there is one."""
-    if speculation is None or not needs_model(speculation.methods):
+def _folder(speculation: SpeculativeConfig | None) -> Path | None:
+    """Of the draft model or the head, if there is one."""
+    if speculation is None or speculation.model is None or not needs_model(speculation.methods):
         return None
-    folder = locate(str(speculation.model), trust_remote_code=arguments.trust_remote_code)
-    if not folder.is_dir():
-        raise ValueError(f"speculative_config: there is no folder {folder}; allowed: a folder, or a hub id (org/name)")
-    return folder
+    return Path(speculation.model)
+
+
+def _load_head(settings: TargetSettings, loaded: LoadedModel, speculation: SpeculativeConfig | None) -> Head | None:
+    """What the method names. Raises ValueError where the folder holds another one."""
+    head = load_head(settings, loaded)
+    if head is not None and speculation is not None:
+        if head.name != speculation.head:
+            raise ValueError(
+                f"speculative_config['method'] is {speculation.head!r}, and {settings.head} holds a head of method "
+                f"{head.name!r}; allowed: that one, or none"
+            )
+        if speculation.parallel_drafting and head.mask is None:
+            raise ValueError(
+                f"speculative_config['parallel_drafting'] is True, and the head in {settings.head} was not trained for "
+                "it: its config.json has no parallel_drafting; allowed: False"
+            )
+        _require_length(speculation, loaded.max_model_len)
+    return head
 
 
 def _load_draft(
@@ -433,12 +453,9 @@ def _load_draft(
     device: str,
     target_len: int,
 ) -> LoadedModel | None:
-    if speculation is None or folder is None:
+    if speculation is None or folder is None or speculation.head:
         return None
-    if speculation.max_model_len is not None and speculation.max_model_len > target_len:
-        raise ValueError(
-            f"speculative_config: max_model_len={speculation.max_model_len} is more than the target's {target_len}"
-        )
+    _require_length(speculation, target_len)
     return load_model(
         folder,
         dtype=arguments.dtype,
@@ -447,6 +464,13 @@ def _load_draft(
         max_model_len=speculation.max_model_len,
         trust_remote_code=arguments.trust_remote_code,
     )
+
+
+def _require_length(speculation: SpeculativeConfig, target_len: int) -> None:
+    if speculation.max_model_len is not None and speculation.max_model_len > target_len:
+        raise ValueError(
+            f"speculative_config: max_model_len={speculation.max_model_len} is more than the target's {target_len}"
+        )
 
 
 def _device(name: str) -> str:
@@ -472,10 +496,12 @@ def _cache_bytes(arguments: EngineArguments, device: str, sampling: int) -> int:
     return left
 
 
-def _num_blocks(target: LoadedModel, draft: LoadedModel | None, memory: int, arguments: EngineArguments) -> int:
-    """As many blocks for the draft as for the target, and no more than can be used. A length that was asked for must
-    fit."""
-    size = bytes_per_block(target.model.layers, target.model.dtype)
+def _num_blocks(
+    target: LoadedModel, draft: LoadedModel | None, memory: int, arguments: EngineArguments, head: Head | None = None
+) -> int:
+    """As many blocks for the draft, or the head, as for the target, and no more than can be used. A length that was
+    asked for must fit."""
+    size = bytes_per_block(target.model.layers, target.model.dtype) + bytes_beside_block(head, target.model.dtype)
     if draft is not None:
         size += bytes_per_block(draft.model.layers, draft.model.dtype)
     blocks = memory // size

@@ -18,6 +18,22 @@ class PairPaths:
         """The draft that is for a method."""
         return self.pard if method == "pard" else self.draft
 
+    @property
+    def heads(self) -> dict[str, Path]:
+        """What drafts beside the target, by the method that it is of."""
+        others = {self.target, self.draft, self.pard}
+        folders = (file.parent for file in sorted(self.target.parent.glob("*/config.json")))
+        return {folder.name: folder for folder in folders if folder not in others}
+
+    def head_by(self, method: str) -> Path:
+        """The head of a method; `ValueError` if none comes with the pair."""
+        if method not in self.heads:
+            there = ", ".join(self.heads) or "none"
+            raise ValueError(
+                f"the embedded pair {self.target.parent.name!r} has no head {method!r}; there are: {there}"
+            )
+        return self.heads[method]
+
 
 def pair_path(name: str = "python") -> PairPaths:
     """Where the embedded pair `name` lies; `ValueError` if there is none of that name."""

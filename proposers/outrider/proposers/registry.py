@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,6 +142,25 @@ MethodNames = Annotated[
         "prediction,suffix,draft_model: of these the first that has something drafts, then what was measured to be best"
     ),
 ]
+
+
+def head_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
+    """The method of a head by its config.json and the names of its tensors; None for what is no head. The layouts tell
+    it in many ways: by model_type, by the architecture's name, by a field or a tensor that no other has."""
+    for said in (config.get("speculators_model_type"), config.get("model_type")):
+        if said in HEADS:
+            return str(said)
+    if str(config.get("model_type")).endswith("_mtp"):
+        return "mtp"
+    architecture = " ".join(config.get("architectures") or ()).lower()
+    for method in ("eagle3", "eagle"):
+        if method in architecture:
+            return method
+    fields = {"medusa_num_heads": "medusa", "num_nextn_predict_layers": "mtp"}
+    found = next((method for field, method in fields.items() if config.get(field)), None)
+    if found is None and ("d2t" in names or any("midlayer." in name for name in names)):
+        return "eagle3"
+    return "eagle" if found is None and "fc.weight" in names else found
 
 
 def is_class(name: str) -> bool:

@@ -20,10 +20,10 @@ from outrider.bench.figures import draw_compare, write_figure
 from outrider.bench.machine import ForeignLoad, describe
 from outrider.bench.results import Json, dump, new_result, other_programs
 from outrider.cli.local_services import leave_on_signals
-from outrider.cli.serve import ServeSettings
+from outrider.cli.serve import MTP, ServeSettings
 from outrider.cli.terminal import parse, split_ids
 from outrider.pairs import pair_path
-from outrider.proposers.registry import CHOICES, METHODS, check_method
+from outrider.proposers.registry import CHOICES, HEADS, METHODS, check_method, list_problem, method_of
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
 
@@ -45,11 +45,14 @@ class CompareSettings(ServiceSettings):
     target: Path = Field(description="folder or hub id of the target's checkpoint, or an embedded pair's name: python")
     files: list[Path] = Field(min_length=1, description="files of prompts; also the bare arguments after the target")
     methods: Annotated[tuple[str, ...], BeforeValidator(split_ids)] = Field(
-        (ALL,), min_length=1, description=f"all, or some of {CHOICES}, or lists of them, as suffix+draft_model"
+        (ALL,),
+        min_length=1,
+        description=f"all, or some of {CHOICES}, or lists of them, as suffix+draft_model; "
+        f"heads beside the target: {', '.join(HEADS)}",
     )
     draft: list[str] = Field(
         default_factory=list,
-        description="model to draft with, as DIR for draft_model or METHOD=DIR (default: the embedded pair's)",
+        description="model or head to draft with, as DIR for draft_model or METHOD=DIR (default: the embedded pair's)",
     )
     modes: Annotated[tuple[CompareMode, ...], BeforeValidator(split_ids)] = Field(
         ("sequential", "auto"), min_length=1, description="how far drafts run ahead; auto: as a gateway chooses"
@@ -74,14 +77,17 @@ class CompareSettings(ServiceSettings):
     @classmethod
     def _check_methods(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            for part in () if name == ALL else Method(name).parts:
-                check_method(part, allow_code=False)
+            parts = () if name == ALL else Method(name).parts
+            for part in parts:
+                _check(part)
+            if parts and (problem := list_problem(parts)):
+                raise ValueError(problem)
         return names
 
     @model_validator(mode="after")
     def _check_drafts(self) -> Self:
         for name in self.drafts:
-            if not METHODS[check_method(name, allow_code=False)].needs_model:
+            if not method_of(_check(name)).needs_model:
                 raise ValueError(f"draft: {name} drafts without a model")
         return self
 
@@ -104,7 +110,8 @@ class CompareSettings(ServiceSettings):
     def chosen(self) -> list[Method]:
         """The methods, each once; of `all` those that have what they draft from."""
         models = {*self.drafts, *(name for name, row in METHODS.items() if self.pair or not row.needs_model)}
-        every = [name for name in METHODS if name in models]
+        models.update(pair_path(self.pair).heads if self.pair else ())
+        every = [name for name in (*METHODS, *HEADS) if name in models]
         names = [each for name in self.methods for each in (every if name == ALL else [name])]
         return [Method(name) for name in dict.fromkeys(names)]
 
@@ -116,7 +123,11 @@ class CompareSettings(ServiceSettings):
 
     def _draft_of(self, method: Method) -> str:
         named = [self.drafts[part] for part in method.parts if part in self.drafts]
-        if not named and not self.pair and any(METHODS[part].needs_model for part in method.parts):
+        if method.is_head and not named and self.pair:
+            return str(pair_path(self.pair).head_by(method.name))
+        if method.name == MTP and not named:
+            return ""  # the target's own
+        if not named and not self.pair and any(method_of(part).needs_model for part in method.parts):
             raise ValueError(f"{method.name} drafts with a model: give --draft, as DIR or METHOD=DIR")
         return str(locate(Path(named[0]))) if named else ""
 
@@ -129,6 +140,10 @@ class CompareSettings(ServiceSettings):
     def options(self) -> Options:
         """What all ways have in common."""
         return Options(self.num_draft_tokens, self.max_tokens, self.temperature, self.seed)
+
+
+def _check(name: str) -> str:
+    return name if name in HEADS else check_method(name, allow_code=False)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "outrider compare") -> int:

@@ -24,10 +24,11 @@ from outrider.gateway.speculation.backends import Verifier
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.local import LocalTarget
 from outrider.planner.policy import Round, SpeculationTally
-from outrider.proposers.registry import TOKEN_METHODS, make_proposer
+from outrider.proposers.registry import HEADS, TOKEN_METHODS, make_proposer
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.settings import parse_settings
 from outrider.target_service.boot import load as load_target
+from outrider.target_service.boot import load_head
 from outrider.target_service.settings import TargetSettings
 
 PLAIN = "plain"
@@ -50,6 +51,11 @@ class Method:
     def is_local(self) -> bool:
         """Whether a gateway can draft by it in its own process."""
         return self.name in TOKEN_METHODS
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the target itself drafts by it: one of its own, since a target has one head."""
+        return self.name in HEADS
 
     def fits(self, requests: Sequence[CompareRequest]) -> bool:
         """Whether it has anything to draft from."""
@@ -154,30 +160,34 @@ Engines = dict[Method | None, GenerationEngine]
 async def serving(
     settings: Sequence[tuple[Method, ServeSettings]], options: Options, place: Place
 ) -> AsyncIterator[Engines]:
-    """The gateway's engine for each method, and one without a draft, before one target. Raises ServiceFailed."""
-    common = settings[0][1]
+    """The gateway's engine for each method, and one without a draft, before one target; a head has the same with it
+    beside. Raises ServiceFailed."""
+    common = settings[0][1].model_copy(update={"head": None, "method": "draft_model"})
     async with AsyncExitStack() as stack:
         services = stack.enter_context(Services())
         targets = await stack.enter_async_context(_target(services, common, place))
         drafts = {
             method: services.start("draft", each.draft_arguments())
             for method, each in settings
-            if not (place.local and method.is_local)
+            if each.has_draft and not (place.local and method.is_local)
         }
         for service in drafts.values():
             await asyncio.to_thread(services.wait, service, common.start_timeout)
         tokenizer = Tokenizer.load(common.target_folder)
         config = EngineConfig(num_draft_tokens=options.num_draft_tokens, max_draft_tokens=options.num_draft_tokens)
         engines: Engines = {None: GenerationEngine(tokenizer, targets, config=config)}
-        for method, _ in settings:
-            if method not in drafts:
+        for method, each in settings:
+            if method.is_head:
+                own = await stack.enter_async_context(_target(services, each, place))
+                engines[method] = GenerationEngine(tokenizer, own, config=config)
+            elif method not in drafts:
                 drafter = LocalDrafter([make_proposer(method.name, {})])
                 stack.callback(drafter.close)
                 engines[method] = GenerationEngine(tokenizer, targets, drafter, config)
         for method, service in drafts.items():
             pool = await stack.enter_async_context(RemoteDrafts([service.address]))
             await asyncio.wait_for(pool.wait_usable(), common.start_timeout)
-            if pool.info is not None and common.draft_folder is not None:
+            if pool.info is not None and dict(settings)[method].draft_folder is not None:
                 check_pair(targets.info.model, pool.info.model)
             engines[method] = GenerationEngine(tokenizer, targets, pool, config)
         yield engines
@@ -188,7 +198,8 @@ async def _target(services: Services, settings: ServeSettings, place: Place) -> 
     arguments = [*settings.target_arguments(), *(["--expand"] if place.expand else [])]
     if place.in_process:
         own = parse_settings(TargetSettings, arguments[1:], "target", "")
-        target = LocalTarget(own, load_target(own), asyncio.get_running_loop())
+        loaded = load_target(own)
+        target = LocalTarget(own, loaded, asyncio.get_running_loop(), load_head(own, loaded))
         yield target
         await asyncio.to_thread(target.stop)
         return
@@ -200,10 +211,10 @@ async def _target(services: Services, settings: ServeSettings, place: Place) -> 
 
 
 def services_of(common: Mapping[str, object], method: Method, draft: str) -> ServeSettings:
-    """What `outrider serve` would start for a method; `draft` is its model's folder, where it is not the pair's."""
-    return ServeSettings.model_validate(
-        {**common, "method": ",".join(method.parts), "draft": draft, "listen": LOOPBACK}
-    )
+    """What `outrider serve` would start for a method; `draft` is its model's or head's folder, where it is not the
+    pair's draft."""
+    model = {"head": draft or None} if method.is_head else {"draft": draft}
+    return ServeSettings.model_validate({**common, "method": ",".join(method.parts), **model, "listen": LOOPBACK})
 
 
 async def measure(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from outrider.proposers.heads.head import Head, HeadReader, TargetWeights
 from outrider.proposers.heads.medusa import MedusaConfig, MedusaHead
 from outrider.proposers.heads.mlp_speculator import MlpConfig, MlpSpeculatorHead
 from outrider.proposers.heads.mtp import MtpHead
+from outrider.proposers.registry import head_of
 
 Config = Mapping[str, Any]
 
@@ -36,28 +37,11 @@ HEADS: Mapping[str, Callable[[Config, HeadReader, TargetWeights], Head]] = {
 }
 
 
-def method_of(config: Config, names: Collection[str] = ()) -> str | None:
-    """The method of a head by its config.json and the names of its tensors; None for what is no head. The layouts tell
-    it in many ways: by model_type, by the architecture's name, by a field or a tensor that no other has."""
-    for said in (config.get("speculators_model_type"), config.get("model_type")):
-        if said in HEADS:
-            return str(said)
-    architecture = " ".join(config.get("architectures") or ()).lower()
-    for method in ("eagle3", "eagle"):
-        if method in architecture:
-            return method
-    fields = {"medusa_num_heads": "medusa", "num_nextn_predict_layers": "mtp"}
-    found = next((method for field, method in fields.items() if config.get(field)), None)
-    if found is None and ("d2t" in names or any("midlayer." in name for name in names)):
-        return "eagle3"
-    return "eagle" if found is None and "fc.weight" in names else found
-
-
 def load_head(folder: Path, target: TargetWeights, dtype: torch.dtype, device: torch.device) -> Head:
     """Loads a head for a target. Raises UnsupportedModel (WrongCheckpoint) with the reason."""
     config = checkpoint.read_config(folder)
     state = checkpoint.read_tensors(checkpoint.weight_files(folder))
-    method = method_of(config, state.keys())
+    method = head_of(config, state.keys())
     if method is None:
         raise UnsupportedModel(
             f"{folder} holds no head: model_type is {config.get('model_type')!r}; allowed: {', '.join(HEADS)}"
