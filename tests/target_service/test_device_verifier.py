@@ -56,8 +56,10 @@ def window(rng: random.Random, request: Open, tokens: list[int], right: list[int
     return DraftTokens(request.sequence_id, chain, len(tokens), tuple(ids), tuple(weights))
 
 
-def run(harness: TargetHarness, requests: list[Open], right: dict[int, list[int]], k: int) -> dict[int, list[Commit]]:
-    """All at once, window after window."""
+def run(
+    harness: TargetHarness, requests: list[Open], right: dict[int, list[int]], k: int, trees: bool = False
+) -> dict[int, list[Commit]]:
+    """All at once, window after window; those may be trees that no draft's weights judge."""
     rng = random.Random(3)
     for request in requests:
         harness.send(request, Credit(request.sequence_id, len(request.prompt_ids) + 1, 0))
@@ -69,6 +71,9 @@ def run(harness: TargetHarness, requests: list[Open], right: dict[int, list[int]
             if commits[-1].finish_reason is None:
                 tokens = [*request.prompt_ids, *harness.output(request.sequence_id)]
                 piece = window(rng, request, tokens, right.get(request.sequence_id, []), chain, k)
+                if trees and (request.sampling.greedy or request.acceptance is COUPLED):
+                    parents = tuple(rng.choice((node, rng.randint(0, node))) for node in range(k))
+                    piece = replace(piece, parents=parents, weights=())
                 harness.send(piece, Credit(request.sequence_id, len(tokens) + k + 1, k, 60_000))
     return {request.sequence_id: harness.commits(request.sequence_id) for request in requests}
 
@@ -127,3 +132,15 @@ def test_requests_that_change_logits(checkpoint: Any, on_host: LoadedModel, gpu:
     requests = requests_of(CHANGED | {"greedy": PLAIN["greedy"]}, logprobs=2, logprobs_mode=mode)
     expected = run(TargetHarness.of(on_host), requests, {}, 1)
     check_equal(run(on_device(checkpoint, captured=True), requests, {}, 1), expected)
+
+
+def test_trees_beside_chains(checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None) -> None:
+    """Beside captured steps, which hold no trees."""
+    requests = requests_of(PLAIN | {"penalties": CHANGED["penalties"]})
+    plain = {r.sequence_id: TargetHarness.of(on_host).decode_plain(r.sequence_id, r) for r in requests}
+    expected = run(TargetHarness.of(on_host), requests, plain, 4, trees=True)
+    check_equal(run(on_device(checkpoint, captured=True), requests, plain, 4, trees=True), expected)
+    assert {number: [t for c in expected[number] for t in c.ids] for number in (1, 2, 5)} == {
+        number: plain[number] for number in (1, 2, 5)
+    }
+    assert sum(c.num_accepted for number in (1, 2, 5) for c in expected[number]) > 2

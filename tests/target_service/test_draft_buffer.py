@@ -159,6 +159,29 @@ def test_bounds_vocabulary_and_trees() -> None:
     assert d.buffer.take_dropped() == (1,)
 
 
+def test_trees() -> None:
+    """What is committed leads to a subtree; ids that the target does not know are left out with what follows them."""
+    c = Committed()
+    c.buffer.takes_trees = True
+    c.buffer.add(piece(0, 3, 13, 13, 5000, 1, 2, 3, 4, parents=(0, 0, 1, 1, 1, 3, 5)))
+    window = c.buffer.window(8)
+    assert (window.chain, window.ids, window.parents) == (0, (1, 2, 4), (0, 0, 2))
+    assert c.buffer.window(2).parents == (0, 0) and c.buffer.window(8, depth=1).ids == (1, 2)
+    assert c.buffer.window(8, most_rows=1).ids == (1,) and c.buffer.window(8, depth=0).ids == ()
+    c.commit(2)
+    assert c.window() == (4,)
+    c.buffer.add(piece(0, 6, 7))
+    assert c.buffer.take_dropped() == (0,) and c.window() == (4,)  # nothing goes on with a tree
+    c.commit(4)
+    assert c.buffer.live() is None and c.buffer.take_dropped() == ()
+    c.buffer.add(piece(1, 5, 4, 8, 9, parents=(0, 1, 0)))  # late
+    assert c.window() == (8,)
+    c.commit(9)
+    assert c.buffer.live() is None
+    c.buffer.add(piece(2, 8, 4, 8, parents=(0, 0)))  # after what is not known yet
+    assert c.buffer.take_dropped() == (2,)
+
+
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return tiny_model()[1]

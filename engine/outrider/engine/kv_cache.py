@@ -57,9 +57,7 @@ class KVCache:
             tensor[targets] = tensor[sources]
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies single tokens in every layer, given as (from, to); all are read before one is written."""
-        if not pairs:
-            return
+        """Copies single tokens in every layer, given as (from, to); all are read before any is written."""
         sources, targets = torch.tensor(pairs, device=self.keys[0].device).unbind(1)  # [pairs] each
         for tensor in (*self.keys, *self.values):
             flat = tensor.view(-1, *tensor.shape[2:])  # [slots, heads, dim]

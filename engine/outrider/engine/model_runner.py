@@ -130,7 +130,8 @@ class ModelRunner:
     def keep_paths(self, paths: Sequence[KeptPath]) -> None:
         """Makes the last pass as if these paths of its trees had been chains: moves keys, values and hidden states."""
         moves = [move for path in paths for move in path.moves(self.block_size)]
-        self.cache.copy_slots([slots for slots, _ in moves])
+        if moves:
+            self.cache.copy_slots([slots for slots, _ in moves])
         if moves and self.hidden_states is not None:
             sources, targets = torch.tensor([rows for _, rows in moves], device=self.hidden_states.device).unbind(1)
             self.hidden_states[targets] = self.hidden_states[sources]

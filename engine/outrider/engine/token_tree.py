@@ -32,6 +32,20 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
+def subtree(parents: Sequence[int], root: int, kept: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """The nodes below `root`, -1 for all, that are kept with all of their ancestors, in order, and their parents among
+    themselves."""
+    places = {root: 0}
+    nodes: list[int] = []
+    above: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent - 1 in places and kept[node]:
+            above.append(places[parent - 1])
+            nodes.append(node)
+            places[node] = len(nodes)
+    return nodes, above
+
+
 def positions_of(start: int, num_rows: int, parents: Sequence[int]) -> list[int]:
     """Of rows from position `start` on, the last of which are a tree: nodes that stand in one place have the same."""
     before = start + num_rows - len(parents)

@@ -37,6 +37,7 @@ from outrider.target_service.verifier import (
     draft_ids_of,
     judge,
     layout_of,
+    parents_of,
     rows_of,
     rule_of,
     weights_of,
@@ -66,8 +67,9 @@ class DeviceBatch:
 
     is_plain = False  # where nothing was drafted, padding is
 
-    def __init__(self, columns: StagedColumns, max_rule: VerifyRule) -> None:
+    def __init__(self, columns: StagedColumns, max_rule: VerifyRule, parents: Tensor | None = None) -> None:
         self._columns = columns
+        self.parents = parents
         self.rules = tuple(rule for rule in VerifyRule if rule <= max_rule)
         self.windows = Windows(*(columns[name] for name in LAYOUT))
         self.draft_ids = columns["draft_ids"]  # [drafted] int64
@@ -112,6 +114,7 @@ class VerifyInputs:
         self.windows = windows
         self.num_rows = sum(window.num_verify_rows for window in windows)
         self.max_rule = max((rule_of(window.target) for window in windows), default=VerifyRule.GREEDY)
+        self.parents = parents_of(windows)
         self.changes_logits = not all(is_numeric_only(window.target.sampler) for window in windows)
         vectors = [vector for window in windows for vector in weights_of(window)]  # by drafted token
         self._entries = [vector for vector in vectors if vector is not None]
@@ -149,6 +152,8 @@ class VerifyInputs:
             name: np.array([numbers[name] for numbers in by_window]).repeat(num_rows) for name in _BY_ROW
         }
         by_row["positions"] = by_row.pop("first_row_at") + np.arange(self.num_rows)
+        if self.parents is not None:
+            by_row["positions"] = np.array([w.committed + depth for w in self.windows for depth in w.row_depths])
         rules = [rule_of(window.target) for window in self.windows]
         of_layout = {name: getattr(layout, name) for name in LAYOUT}
         return by_row | of_layout | {"draft_ids": draft_ids_of(self.windows), "rules": rules}
@@ -220,8 +225,9 @@ class DeviceVerifier:
         else:
             logits = rows_of(windows, logits)
             results, places = self._launch(logits, inputs), len(windows)
-        accepted, next_ids, invalid = self._graphs.download(results).tensor_split((places, 2 * places))
-        return verified_windows(logits, windows, accepted[: len(windows)], next_ids[: len(windows)], invalid)
+        ends = (places, 2 * places, 2 * places + (len(results) - 2 * places if inputs.parents is None else len(logits)))
+        accepted, next_ids, invalid, held = self._graphs.download(results).tensor_split(ends)
+        return verified_windows(logits, windows, accepted[: len(windows)], next_ids[: len(windows)], invalid, held)
 
     def prepare(self, target: TargetSequence) -> bool:
         """Random numbers are drawn where they are used: there is nothing to prepare."""
@@ -230,7 +236,12 @@ class DeviceVerifier:
     def _find(self, logits: Tensor, inputs: VerifyInputs) -> CapturedVerify | None:
         """The captured call that holds a step; None where its logits are no captured pass's, or are changed."""
         is_captured = logits.data_ptr() == self._logits.data_ptr() and inputs.num_rows == len(logits)
-        if not is_captured or inputs.changes_logits or inputs.num_entries > inputs.num_rows * MAX_ENTRIES:
+        if (
+            not is_captured
+            or inputs.parents is not None
+            or inputs.changes_logits
+            or inputs.num_entries > inputs.num_rows * MAX_ENTRIES
+        ):
             return None
         wanted = inputs.num_rows, len(inputs.windows)
         fitting = (size for size in self._sizes if size.num_rows >= wanted[0] and size.num_windows >= wanted[1])
@@ -243,10 +254,11 @@ class DeviceVerifier:
         columns = StagedColumns(layout, host, device)
         self._upload(inputs, columns, host, device)
         if inputs.changes_logits:
-            sampling = assemble([window.sampling_rows for window in inputs.windows], self._device)
+            sampling = assemble([rows for window in inputs.windows for rows in window.sampling_rows], self._device)
         else:
             sampling = row_sampling(columns)
-        return _results_of(judge(logits, sampling, DeviceBatch(columns, inputs.max_rule)))
+        parents = None if inputs.parents is None else inputs.parents.to(self._device)
+        return _results_of(judge(logits, sampling, DeviceBatch(columns, inputs.max_rule, parents)))
 
     def _capture(self, size: VerifySize, columns: StagedColumns, rule: VerifyRule) -> CapturedVerify:
         results = torch.zeros(2 * size.num_windows + size.num_rows, dtype=torch.int64, device=self._device)
@@ -267,9 +279,9 @@ class DeviceVerifier:
         self._graphs.upload(device[:words], host[:words])
 
 
-def _results_of(judged: VerifyResult) -> Tensor:  # [2 n + rows] int64
-    accepted, next_ids, invalid = judged
-    return torch.cat((accepted, next_ids, invalid.long()))
+def _results_of(judged: VerifyResult) -> Tensor:  # [2 n + rows] int64, and [drafted] where there are trees
+    accepted, next_ids, invalid, held = judged
+    return torch.cat((accepted, next_ids, invalid.long(), *(() if held is None else (held.long(),))))
 
 
 def _words(size: VerifySize) -> int:

@@ -4,13 +4,17 @@ is verified next.
 Plain Python over integers; the rules are those of the protocol: a piece is held if it starts at or below the committed
 length, at or below the end of its chain's held tokens, or, for a branch, inside or at the end of its parent's; a chain
 that differs from the committed tokens is dead; one of which a piece was dropped takes no more; the live chain of the
-lowest number that reaches past the committed length is used. Dropping is always safe."""
+lowest number that reaches past the committed length is used. Dropping is always safe.
+
+A tree comes as one piece, at or below the committed length. It is a chain whose next token may be one of several: what
+is committed leads to a subtree, or off the tree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.engine.token_tree import MOST_NODES, depths_of, subtree
 from outrider.rpc.messages import DraftTokens, TokenWeights
 
 
@@ -25,11 +29,17 @@ class Chain:
     weights: list[TokenWeights | None]  # per id; None is one-hot
     more: bool = False  # the draft goes on without another message
     ended: bool = False  # an id outside the vocabulary was met: nothing follows
+    parents: list[int] = field(default_factory=list)  # of a tree: see token_tree.py
 
     @property
     def end(self) -> int:
         """The position after the last held token."""
-        return self.start + len(self.ids)
+        return self.start + (max(depths_of(self.parents)) if self.parents else len(self.ids))
+
+    def keep(self, root: int, kept: Sequence[bool]) -> None:
+        """Keeps of a tree what is below a node, as far as it is kept."""
+        nodes, self.parents = subtree(self.parents, root, kept)
+        self.ids = [self.ids[node] for node in nodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class Window:
     ids: tuple[int, ...]
     weights: tuple[TokenWeights | None, ...]
     goes_on: bool  # a held token lies past the cut, or the draft has credit for more
+    parents: tuple[int, ...] = ()  # of a tree: see token_tree.py
 
 
 MAX_DEAD = 1024  # dead and refused chains that are remembered, for pieces of theirs still on the way
@@ -62,6 +73,7 @@ class ChainBuffer:
         self._idle_at = -1  # where the draft said that it has nothing to propose
         self._live: Chain | None = None
         self._knows_live = True  # every step asks several times between two changes
+        self.takes_trees = False  # else they are dropped
 
     def add(self, piece: DraftTokens) -> None:
         """Holds a piece, or drops it and remembers its chain for `take_dropped`."""
@@ -72,7 +84,9 @@ class ChainBuffer:
         chain = self._chains.get(piece.chain)
         if piece.chain in self._dead or piece.chain in self._refused or (chain is not None and chain.ended):
             return
-        if piece.parents:  # a tree: not verified here
+        if piece.parents and chain is None and self.takes_trees and piece.position <= self._committed:
+            self._plant(piece)
+        elif piece.parents or (chain is not None and chain.parents):
             self._refuse(piece.chain)
         elif chain is None:
             self._start(piece)
@@ -86,6 +100,9 @@ class ChainBuffer:
         was committed to its end is forgotten: a piece with which it goes on starts it again."""
         self._knows_live, committed = False, len(self._tokens)
         for chain in list(self._chains.values()):
+            if chain.parents:
+                self._climb(chain, committed)
+                continue
             difference = self._difference(chain.start, chain.ids, committed)
             if difference is not None:
                 self._mark_dead(chain.number, difference)
@@ -97,12 +114,18 @@ class ChainBuffer:
                 del self._chains[chain.number]
         self._committed = committed
 
-    def window(self, limit: int) -> Window:
+    def window(self, limit: int, most_rows: int = MOST_NODES, depth: int = MOST_NODES) -> Window:
         """The next window: at most `limit` tokens of the live chain of the lowest number that reaches past the
-        committed length."""
+        committed length; of a tree at most `most_rows`, too, and none deeper than `depth`."""
         chain = self.live()
         if chain is None or limit <= 0:
             return EMPTY_WINDOW
+        if chain.parents:
+            nodes, parents = subtree(chain.parents, -1, [place <= depth for place in depths_of(chain.parents)])
+            ids, count = [chain.ids[node] for node in nodes], max(0, min(limit, most_rows))
+            return (
+                Window(chain.number, tuple(ids[:count]), (), False, tuple(parents[:count])) if nodes else EMPTY_WINDOW
+            )
         offset = self._committed - chain.start
         ids = chain.ids[offset : offset + limit]
         weights = chain.weights[offset : offset + limit]
@@ -153,6 +176,28 @@ class ChainBuffer:
             first = piece.position - chain.start
             if 0 <= first < len(chain.weights):
                 chain.weights[first] = None  # a branch's first id is a guess, whatever its weights say
+
+    def _plant(self, piece: DraftTokens) -> None:
+        """Holds a tree, without ids that the target does not know and what follows them."""
+        count = min(len(piece.ids), self._max_held)
+        parents = list(piece.parents[:count])
+        chain = Chain(piece.chain, piece.position, list(piece.ids[:count]), [], parents=parents)
+        chain.keep(-1, [token < self._vocab_size for token in chain.ids])
+        self._chains[piece.chain] = chain
+        self._climb(chain, self._committed)
+
+    def _climb(self, chain: Chain, committed: int) -> None:
+        """Goes up a tree by what is committed. Of equal tokens the first is taken, as where trees are verified."""
+        for position in range(chain.start, committed):
+            nodes = (node for node, parent in enumerate(chain.parents) if not parent)
+            node = next((node for node in nodes if chain.ids[node] == self._tokens[position]), None)
+            if node is None:
+                self._mark_dead(chain.number, position)
+                return
+            chain.keep(node, [True] * len(chain.ids))
+            chain.start = position + 1
+        if not chain.parents:  # committed to a leaf
+            del self._chains[chain.number]
 
     def _append(self, chain: Chain, piece: DraftTokens) -> None:
         """Adds what the chain does not hold yet; compares what is already committed."""

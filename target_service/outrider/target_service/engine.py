@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
+from outrider.engine.token_tree import KeptPath, depths_of
 from outrider.engine.worker import DeviceLost, require_device
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head
@@ -162,6 +163,7 @@ class TargetEngine:
             target = admit(
                 message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, self._clock()
             )
+            target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
         except OutriderError as error:
             sink(to_failure(message.sequence_id, error))
             self._flush()
@@ -313,6 +315,7 @@ def compute(
             if scheduled.target.wants_prompt_logprobs:
                 report_prompt(scheduled, logits[scheduled.first_logit :][: scheduled.num_logits])
         verified = verifier.verify(logits, [scheduled for scheduled in step if scheduled.samples])
+        runner.keep_paths([path for window in verified if (path := kept_path(window)) is not None])
     except Exception:
         require_device(runner.model.device)
         raise
@@ -324,6 +327,15 @@ def compute(
         verify_us=verify_us, sample_us=step_us - verify_us, num_rows=num_rows, num_sequences=len(step)
     )
     return ComputedStep(step, verified, started_ns, started, ended, timings)
+
+
+def kept_path(verified: VerifiedWindow) -> KeptPath | None:
+    """What stays of a tree; None of a chain, which lies where it has to."""
+    scheduled = verified.scheduled
+    if not verified.path:
+        return None
+    first_row = scheduled.first_row + scheduled.committed - scheduled.start
+    return KeptPath(scheduled.target.sequence.block_table, scheduled.committed, first_row, verified.path)
 
 
 def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, load: Load) -> Commit:
@@ -363,7 +375,8 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
 def drafted_and_accepted(verified: VerifiedWindow) -> tuple[int, int]:
     """What a window says of the draft. A plain token tests a held one, too, where a token holds by being the target's
     own; to be asked before the window is committed."""
-    target, num_drafted = verified.scheduled.target, len(verified.scheduled.window.ids)
+    target, window = verified.scheduled.target, verified.scheduled.window
+    num_drafted = max(depths_of(window.parents)) if window.parents else len(window.ids)
     if not num_drafted and not target.rejects:
         held = target.chains.window(1).ids
         return len(held), int(held == verified.ids[:1])

@@ -35,6 +35,7 @@ class VerifiedWindow:
     stop_token_id: int | None = None
     invalid: bool = False  # a row that mattered held NaN, +inf or no allowed token: an error, never a token
     logprobs: tuple[RowLogprobs, ...] = ()
+    path: tuple[int, ...] = ()  # of a tree the nodes that hold
 
 
 def verified_windows(
@@ -43,37 +44,48 @@ def verified_windows(
     accepted: Tensor,  # [n] int64
     next_ids: Tensor,  # [n] int64: the target's own token after them; -1: none
     invalid: Tensor,  # [rows] bool, or 0 and 1
+    held: Tensor | None = None,  # [drafted] bool: which drafted tokens hold, where there are trees
 ) -> list[VerifiedWindow]:
     """What was judged, by window."""
     verified: list[VerifiedWindow] = []
-    reported: list[tuple[int, range]] = []  # which window, and the rows of its tokens
+    reported: list[tuple[int, Sequence[int]]] = []  # which window, and the rows of its tokens
     first_row, flags = 0, invalid.tolist()
+    first_draft, holds = 0, [] if held is None else held.tolist()
     for scheduled, num_accepted, next_id in zip(windows, accepted.tolist(), next_ids.tolist(), strict=True):
         num_rows = scheduled.num_verify_rows
         judged = len(scheduled.window.ids) if scheduled.target.by_block else 0  # rows that count in any case
-        used = flags[first_row : first_row + min(max(num_accepted + 1, judged), num_rows)]
-        if any(used) or (next_id < 0 and num_accepted < num_rows):
+        rows: Sequence[int] = range(first_row, first_row + min(max(num_accepted + 1, judged), num_rows))
+        path: tuple[int, ...] = ()
+        if scheduled.window.parents:
+            path = tuple(node for node in range(len(scheduled.window.ids)) if holds[first_draft + node])
+            rows = [first_row, *(first_row + 1 + node for node in path)]
+        if any(flags[row] for row in rows) or (next_id < 0 and num_accepted < num_rows):
             verified.append(VerifiedWindow(scheduled, num_accepted, invalid=True))
         else:
-            window = _up_to_stop(scheduled, num_accepted, (next_id,) if next_id >= 0 else ())
+            window = _up_to_stop(scheduled, num_accepted, path, (next_id,) if next_id >= 0 else ())
             if window.ids and scheduled.target.open.sampling.logprobs is not None:
-                reported.append((len(verified), range(first_row, first_row + len(window.ids))))
+                reported.append((len(verified), rows[: len(window.ids)]))
             verified.append(window)
         first_row += num_rows
+        first_draft += len(scheduled.window.ids)
     return _with_logprobs(verified, reported, logits) if reported else verified
 
 
-def _up_to_stop(scheduled: ScheduledSequence, num_accepted: int, own: tuple[int, ...]) -> VerifiedWindow:
-    """The accepted tokens, then the target's own: plain without a draft, bonus after a full window, else recovered."""
-    target, drafted = scheduled.target, scheduled.window.ids
-    ids = drafted[:num_accepted] + own
-    origin = TokenOrigin.BONUS if num_accepted == len(drafted) else TokenOrigin.RECOVERED
+def _up_to_stop(
+    scheduled: ScheduledSequence, num_accepted: int, path: tuple[int, ...], own: tuple[int, ...]
+) -> VerifiedWindow:
+    """The accepted tokens, then the target's own: plain without a draft, bonus after a full window or at a tree's leaf,
+    else recovered."""
+    target, drafted, parents = scheduled.target, scheduled.window.ids, scheduled.window.parents
+    ids = (tuple(drafted[node] for node in path) if parents else drafted[:num_accepted]) + own
+    is_whole = (path[-1] + 1 if path else 0) not in parents if parents else num_accepted == len(drafted)
+    origin = TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED
     origins = (TokenOrigin.ACCEPTED,) * num_accepted + (origin if drafted else TokenOrigin.PLAIN,) * len(own)
     num_output = scheduled.committed - target.prompt_len
     length, reason, stop_id = find_stop(
         ids, target.open.sampling, target.eos_ids, num_output, target.tokens_left_at(scheduled.committed)
     )
-    return VerifiedWindow(scheduled, num_accepted, ids[:length], origins[:length], reason, stop_id)
+    return VerifiedWindow(scheduled, num_accepted, ids[:length], origins[:length], reason, stop_id, path=path)
 
 
 def find_stop(
@@ -93,10 +105,10 @@ def find_stop(
 
 
 def _with_logprobs(
-    windows: list[VerifiedWindow], reported: Sequence[tuple[int, range]], logits: Tensor
+    windows: list[VerifiedWindow], reported: Sequence[tuple[int, Sequence[int]]], logits: Tensor
 ) -> list[VerifiedWindow]:
     """Adds what is asked of the committed tokens, together for all that ask for values of the same kind."""
-    by_mode: dict[str, list[tuple[int, range]]] = {}
+    by_mode: dict[str, list[tuple[int, Sequence[int]]]] = {}
     for index, rows in reported:
         mode = windows[index].scheduled.target.open.sampling.logprobs_mode.value
         by_mode.setdefault(mode, []).append((index, rows))

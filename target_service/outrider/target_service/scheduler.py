@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import KVCacheManager
-from outrider.engine.sampler import SamplingRows
+from outrider.engine.sampler import SamplingRows, is_numeric_only
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.token_tree import MOST_NODES, depths_of, path_to
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
 from outrider.target_service.goodput import Goodput, GoodputRequest
 from outrider.target_service.sequence import SequenceKey, TargetSequence
@@ -32,6 +33,7 @@ class ScheduledSequence:
     takes_next: bool  # draws a token after the window: bonus, plain, or where a drafted one is refused
     num_logits: int  # rows from the end that want logits
     first_logit: int = 0  # place of the first of these among those of all sequences of the step
+    first_row: int = 0  # place of the first row among those of all sequences of the step
 
     @property
     def end(self) -> int:
@@ -55,10 +57,18 @@ class ScheduledSequence:
         return range(end - self.num_verify_rows, end)
 
     @property
-    def sampling_rows(self) -> SamplingRows:
+    def sampling_rows(self) -> list[SamplingRows]:
         """The sampling state at every one of them."""
-        drafted = self.window.ids
-        return SamplingRows(self.target.sampler, drafted if self.takes_next else drafted[:-1])
+        drafted, parents, sampler = self.window.ids, self.window.parents, self.target.sampler
+        if not parents or is_numeric_only(sampler):
+            return [SamplingRows(sampler, drafted if self.takes_next else drafted[:-1])]
+        paths = [[drafted[node] for node in path_to(parents, node)] for node in range(-1, len(parents))]
+        return [SamplingRows(sampler, path, first=len(path)) for path in paths]
+
+    @property
+    def row_depths(self) -> Sequence[int]:
+        """How many drafted tokens each of them follows."""
+        return [0, *depths_of(self.window.parents)] if self.window.parents else range(self.num_verify_rows)
 
     @property
     def num_further(self) -> int:
@@ -92,7 +102,7 @@ class ScheduledSequence:
         """The rows as the runner takes them; the sequence's tokens include the window by then."""
         sequence = self.target.sequence
         ids = sequence.tokens[self.start : self.end]
-        return BatchEntry(ids, self.start, sequence.block_table, self.num_logits)
+        return BatchEntry(ids, self.start, sequence.block_table, self.num_logits, self.window.parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
                 limit = shares.limits.get(target.key, self.max_window)
                 scheduled = self._enter(target, rows, limit, step) if rows > 0 else None
                 if scheduled is not None:
-                    step.append(replace(scheduled, first_logit=num_logits))
+                    step.append(replace(scheduled, first_logit=num_logits, first_row=self.max_rows - budget))
                     num_logits += scheduled.num_logits
                     budget -= scheduled.num_rows
                     left[is_prompt] -= scheduled.num_rows
@@ -275,9 +285,11 @@ class TargetScheduler(Scheduler[TargetSequence]):
                 target, target.committed, start, budget, EMPTY_WINDOW, False, budget if wants_prompt else 0
             )
         room = min(target.until - target.committed, target.tokens_left)
-        window = target.chains.window(min(target.max_window, max_window, room, budget - missing))
+        limit = min(target.max_window, max_window, room, budget - missing)
+        window = target.chains.window(limit, most_rows=MOST_NODES + 1 - missing, depth=room - 1)
         num_drafted = len(window.ids)
         takes_next = room > num_drafted and not (num_drafted > 0 and window.goes_on and target.rejects)
+        takes_next = takes_next or bool(window.parents)  # a tree leaves room for it
         # Without a bonus the last drafted token's row is not needed: it is computed with the next step.
         num_rows = missing + num_drafted - (0 if takes_next else 1)
         num_logits = num_rows if wants_prompt else num_rows - missing + 1

@@ -20,7 +20,14 @@ from outrider.engine.sampler import assemble
 from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import greedy_choice, logits_to_probs
 from outrider.kernels.types import DraftWeights, PackedEntries, RowSampling, Windows
-from outrider.kernels.verify.reference import accept, accept_uniforms, coupled_accept, coupled_choice, draw
+from outrider.kernels.verify.reference import (
+    accept,
+    accept_uniforms,
+    coupled_accept,
+    coupled_accept_tree,
+    coupled_choice,
+    draw,
+)
 from outrider.target_service.outputs import VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
@@ -76,6 +83,10 @@ class VerifyBatch(Protocol):
         """The drafted tokens of all."""
 
     @property
+    def parents(self) -> Tensor | None:  # [drafted] int64
+        """Of each of them, where there are trees, the row of its window that judges it."""
+
+    @property
     def draft_weights(self) -> DraftWeights | PackedEntries:
         """What they were drawn from."""
 
@@ -89,7 +100,8 @@ class VerifyBatch(Protocol):
         """What draws a bonus token, or else a recovered one, from each of these rows, [n] each -> [n, 4] int64."""
 
 
-VerifyResult = tuple[Tensor, Tensor, Tensor]  # accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool
+# Accepted [n] int64, next id or -1 [n] int64, invalid [rows] bool; where there are trees, what holds, [drafted] bool.
+VerifyResult = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyResult:  # logits: [rows, vocab] float32
@@ -97,6 +109,7 @@ def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyRe
     operation costs: a pass leaves the processor's caches full of weights."""
     own: list[Tensor] = []  # [rows] each: the target's own tokens, which drafted ones must equal
     judged: list[tuple[Tensor, Tensor]] = []  # accepted and next ids, [n] each
+    held = None
     if VerifyRule.GREEDY in batch.rules:
         ids, invalid = greedy_choice(logits, sampling)  # [rows] each
         own.append(ids.masked_fill(invalid, -1))
@@ -107,10 +120,16 @@ def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyRe
         if max(batch.rules) >= VerifyRule.REJECTION:
             judged.append(_judge_by_rejection(probs, batch))
     if own:
-        ids, is_plain = _either(batch.greedy_rows, own), batch.is_plain
-        judged.append((torch.zeros_like(ids), ids) if is_plain else coupled_accept(ids, batch.windows, batch.draft_ids))
+        ids = _either(batch.greedy_rows, own)
+        if batch.is_plain:
+            judged.append((torch.zeros_like(ids), ids))
+        elif batch.parents is None:
+            judged.append(coupled_accept(ids, batch.windows, batch.draft_ids))
+        else:
+            *found, held = coupled_accept_tree(ids, batch.windows, batch.draft_ids, batch.parents)
+            judged.append((found[0], found[1]))
     accepted, next_ids = (_either(batch.rejecting, parts) for parts in zip(*judged, strict=True))
-    return accepted, next_ids, invalid
+    return accepted, next_ids, invalid, held
 
 
 def _judge_by_rejection(probs: Tensor, batch: VerifyBatch) -> tuple[Tensor, Tensor]:
@@ -158,7 +177,7 @@ class HostVerifier:
             groups.setdefault(rule_of(member.target), []).append(member)
         verified: list[VerifiedWindow] = []
         for rule, members in groups.items():
-            chosen, rows = rows_of(members, logits), [member.sampling_rows for member in members]
+            chosen, rows = rows_of(members, logits), [rows for member in members for rows in member.sampling_rows]
             sampling = assemble(rows, for_argmax=rule is VerifyRule.GREEDY)
             judged = judge(chosen, sampling, HostBatch(rule, members, self._noise, self._words))
             verified += verified_windows(chosen, members, *judged)
@@ -204,6 +223,10 @@ class HostBatch:
         return draft_ids_of(self._members)
 
     @property
+    def parents(self) -> Tensor | None:
+        return parents_of(self._members)
+
+    @property
     def draft_weights(self) -> DraftWeights:
         return DraftWeights.of([vector for member in self._members for vector in weights_of(member)])
 
@@ -223,11 +246,15 @@ class HostBatch:
 
 def _spans(members: Sequence[ScheduledSequence]) -> list[RandomRange]:
     """The positions of the rows of every window: of the tokens that are judged or drawn."""
-    return [
-        RandomRange(m.target.window_key(m.committed), m.target.random_ahead, m.committed, rows, m.committed + rows)
-        for m in members
-        for rows in (m.num_verify_rows,)
-    ]
+    spans: list[RandomRange] = []
+    for member in members:
+        key, ahead, first = member.target.window_key(member.committed), member.target.random_ahead, member.committed
+        rows = member.num_verify_rows
+        if member.window.parents:  # rows that stand in one place have the same
+            spans += [RandomRange(key, ahead, first + depth, 1, first + rows) for depth in member.row_depths]
+        else:
+            spans.append(RandomRange(key, ahead, first, rows, first + rows))
+    return spans
 
 
 def rows_of(windows: Sequence[ScheduledSequence], logits: Tensor) -> Tensor:
@@ -244,6 +271,14 @@ def layout_of(windows: Sequence[ScheduledSequence]) -> Windows:
 def draft_ids_of(windows: Sequence[ScheduledSequence]) -> Tensor:
     """The drafted tokens of all, [drafted] int64."""
     return torch.tensor([token for window in windows for token in window.window.ids], dtype=torch.int64)
+
+
+def parents_of(windows: Sequence[ScheduledSequence]) -> Tensor | None:
+    """Of every drafted token the row of its window that judges it, [drafted] int64; None where there is no tree."""
+    if not any(window.window.parents for window in windows):
+        return None
+    parents = [row for w in windows for row in w.window.parents or range(len(w.window.ids))]
+    return torch.tensor(parents, dtype=torch.int64)
 
 
 def weights_of(scheduled: ScheduledSequence) -> list[tuple[bytes, bytes] | None]:
