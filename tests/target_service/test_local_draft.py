@@ -4,23 +4,26 @@ there for every token; and a head that must be right is."""
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engines import COUPLED, VOCAB, TargetHarness, opened, tiny_model
-from support.heads import LAYOUTS, perfect_head, random_head
+from support.heads import LAYOUTS, METHODS, perfect_head, random_head
 from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.loader import LoadedModel
+from outrider.engine.token_tree import TokenTree, path_to
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.sampling_params import TokenOrigin
 from outrider.target_service import local_draft
-from outrider.target_service.draft_buffer import ChainBuffer
+from outrider.target_service.draft_buffer import ChainBuffer, Window
+from outrider.target_service.outputs import ComputedStep
 
 SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}
 
@@ -32,6 +35,12 @@ def models() -> tuple[Any, LoadedModel]:
 
 @pytest.fixture(params=LAYOUTS)
 def head(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> Head:
+    return random_head(request.param, tmp_path, *models)
+
+
+@pytest.fixture(params=METHODS)
+def grower(request: pytest.FixtureRequest, models: tuple[Any, LoadedModel], tmp_path: Path) -> Head:
+    """One that drafts trees."""
     return random_head(request.param, tmp_path, *models)
 
 
@@ -90,23 +99,90 @@ def test_drafts_follow_the_processors(models: Any, head: Head, monkeypatch: pyte
         assert drafted[request.sequence_id] <= set(request.sampling.allowed_token_ids or range(VOCAB))
 
 
-def test_batch_and_chunks_and_preemption_and_prefixes_change_nothing(models: Any, head: Head) -> None:
+TREE = TokenTree.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1)]")
+
+
+@pytest.mark.parametrize("k", [9, 4])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, SAMPLED, {**SAMPLED, "temperature": 0.7, "repetition_penalty": 1.4}],
+    ids=["greedy", "coupled", "p"],
+)
+def test_trees_leave_the_targets_own_output(models: Any, grower: Head, k: int, sampling: dict[str, Any]) -> None:
+    loaded, prompt, tree = models[1], prompt_of(k, 13 + k), TREE
+    options = {"max_tokens": 40, "seed": 78, **sampling}
+    plain = TargetHarness.of(loaded).decode_plain(1, opened(1, prompt, **options))
+    harness = TargetHarness.of(loaded, head=grower, tree=tree)
+    harness.send(asked(1, prompt, grower, **options), Credit(1, 1 << 20, k))
+    harness.run()
+    assert harness.output(1) == plain
+    drafted = [commit.num_drafted for commit in harness.commits(1)]
+    assert drafted[0] == 0 and max(drafted) == min(k, len(tree)) and all(drafted[1:-1])
+
+
+def test_nodes_are_the_likeliest_tokens_of_their_paths(models: Any, grower: Head) -> None:
+    """A tree's first path is the chain, and no two nodes are the same."""
+    loaded, prompt = models[1], prompt_of(5)
+
+    def windows(**options: Any) -> list[Window]:
+        harness = TargetHarness.of(loaded, head=grower, **options)
+        seen: list[Window] = []
+        harness.engine._on_step = lambda step: seen.extend(one.window for one in step.scheduled)
+        harness.send(asked(1, prompt, grower, max_tokens=12), Credit(1, 1 << 20, 9))
+        harness.run()
+        return seen
+
+    depth = 3
+    tree = TokenTree.of([path for length in range(1, depth + 1) for path in product(range(2), repeat=length)][:9])
+    (_, chain, *_), (_, grown, *_) = windows(), windows(tree=tree)
+    ids, parents = grown.ids, grown.parents
+    first = [path_to(parents, node) for node in range(len(ids))]
+    ranks = {node: tree.ranks[node] for node in range(len(ids))}
+    likeliest = [ids[path[-1]] for path in first if not any(ranks[node] for node in path)]
+    assert likeliest == list(chain.ids[: len(likeliest)]) and len(likeliest) >= min(2, depth)
+    siblings = [(parent, token) for parent, token in zip(parents, ids, strict=True)]
+    assert len(set(siblings)) == len(siblings) == len(tree)
+
+
+def test_a_tree_that_cannot_be_drafted_is_refused(models: Any, tmp_path: Path) -> None:
+    at_once = random_head("p-eagle", tmp_path / "at once", *models)
+    with pytest.raises(ValueError, match="drafts all tokens in one pass, which makes chains alone"):
+        TargetHarness.of(models[1], head=at_once, tree=TREE)
+    head = random_head("medusa", tmp_path, *models)
+    deep = TokenTree.of([(0,) * depth for depth in range(1, head.most_tokens + 2)])
+    with pytest.raises(ValueError, match=f"speculative_token_tree: is {deep.depth} tokens deep; medusa drafts"):
+        TargetHarness.of(models[1], head=head, tree=deep)
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
+def test_batch_and_chunks_and_preemption_and_prefixes_change_nothing(
+    models: Any, head: Head, tree: TokenTree | None
+) -> None:
     loaded = models[1]
+    if tree is not None and head.mask is not None:
+        pytest.skip("it drafts chains alone")
     requests = [
         asked(n, prompt_of(n % 3, 5 + 5 * n), head, max_tokens=20, temperature=float(n % 2), acceptance=COUPLED, seed=n)
         for n in range(1, 11)
     ]
     alone = {r.sequence_id: TargetHarness.of(loaded).decode_plain(r.sequence_id, r) for r in requests}
-    harness = TargetHarness.of(loaded, num_blocks=14, max_rows=24, head=head)
+    harness = TargetHarness.of(loaded, num_blocks=14, max_rows=24, head=head, tree=tree)
     for request in requests:
-        harness.send(request, Credit(request.sequence_id, 1 << 20, 1 + request.sequence_id % 4))
+        harness.send(
+            request, Credit(request.sequence_id, 1 << 20, 1 + request.sequence_id % 4 * (1 if tree is None else 3))
+        )
     harness.run()
     assert {r.sequence_id: harness.output(r.sequence_id) for r in requests} == alone
     assert harness.engine.cache.pool.num_free == 14
 
 
-def test_rows_have_the_states_before_their_tokens(models: Any, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree", [None, TokenTree.of([(0,), (1,), (2,)])], ids=["chains", "trees"])
+def test_rows_have_the_states_before_their_tokens(
+    models: Any, head: Head, tree: TokenTree | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a chunk or a found block ends; every token but the first has its row, whoever computed it."""
+    if tree is not None and head.mask is not None:
+        pytest.skip("it drafts chains alone")
     hf, loaded = models
     texts = {n: [*prompt_of(8, 33), *prompt_of(n, 1 + 9 * n)] for n in range(3)}
     seen: list[tuple[list[int], list[int], list[int], torch.Tensor]] = []  # text, places, tokens and features
@@ -120,7 +196,7 @@ def test_rows_have_the_states_before_their_tokens(models: Any, head: Head, monke
         return first(self, batch, features, cache)
 
     monkeypatch.setattr(type(head), "first", watched)
-    harness = TargetHarness.of(loaded, max_rows=13, head=head)
+    harness = TargetHarness.of(loaded, max_rows=13, head=head, tree=tree)
     for number, prompt in texts.items():
         harness.send(asked(number, prompt, head, max_tokens=24), Credit(number, 1 << 20, 3))
         harness.run()
@@ -231,3 +307,34 @@ def test_a_head_that_must_be_right_is(transparent: Any, tmp_path: Path, k: int, 
         commits = harness.commits(number)
         assert all(commit.num_accepted == commit.num_drafted for commit in commits), number
         assert sum(commit.num_drafted for commit in commits) > 30 * k // (k + 3)
+
+
+def test_nodes_follow_their_own_paths(transparent: Any, tmp_path: Path) -> None:
+    """Of a head that must be right, also what follows wrong tokens is what the target would say there."""
+    hf, loaded = transparent
+    tree = TokenTree.parse(
+        "[(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (2, 0), (0, 0, 0), (1, 0, 0), (1, 0, 1), (1, 1, 0)]"
+    )
+    head = perfect_head(tmp_path, hf, loaded)
+    harness = TargetHarness.of(loaded, max_rows=24, head=head, tree=tree)
+    windows: list[tuple[list[int], tuple[int, ...]]] = []
+
+    def watch(step: ComputedStep) -> None:
+        for one in step.scheduled:
+            windows.append((one.target.sequence.tokens[: one.committed], one.window.ids))
+
+    harness.engine._on_step = watch
+    prompt = prompt_of(9, 37)
+    harness.send(asked(1, prompt, head, max_tokens=30), Credit(1, 1 << 20, len(tree)))
+    harness.run()
+    assert harness.output(1) == TargetHarness.of(loaded).decode_plain(1, opened(1, prompt, max_tokens=30))
+    depths = [commit.num_accepted for commit in harness.commits(1)]
+    assert depths[1:-1] == [3] * (len(depths) - 2)
+    whole = [(before, ids) for before, ids in windows if len(ids) == len(tree)]
+    assert len(whole) > 3
+    for before, ids in whole:
+        for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
+            path = [ids[at] for at in path_to(tree.parents, parent - 1)]
+            with torch.inference_mode():
+                logits = hf(torch.tensor([[*before, *path]])).logits[0, -1]
+            assert ids[node] == int(logits.topk(3).indices[rank])

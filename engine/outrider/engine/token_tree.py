@@ -138,6 +138,18 @@ class TokenTree:
             found = list(nodes)
             yield range(found[0], found[-1] + 1)
 
+    @property
+    def depth(self) -> int:
+        """How many tokens its longest path has."""
+        return max(depths_of(self.parents))
+
+    def cut(self, count: int) -> TokenTree:
+        """The likeliest nodes, at most `count`, at least 1: those on whose paths the ranks add up to least."""
+        if count >= len(self):
+            return self
+        paths = [tuple(self.ranks[at] for at in path_to(self.parents, node)) for node in range(len(self))]
+        return TokenTree.of(sorted(paths, key=lambda path: (sum(path), len(path)))[:count])
+
     def children(self, node: int) -> list[int]:
         """Those of a node, or of the root, -1."""
         return [child for child, parent in enumerate(self.parents) if parent == node + 1]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
-from outrider.engine.token_tree import KeptPath, depths_of
+from outrider.engine.token_tree import KeptPath, TokenTree, depths_of
 from outrider.engine.worker import DeviceLost, require_device
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head
@@ -64,6 +64,7 @@ class TargetEngine:
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[ComputedStep], None] | None = None,
         head: Head | None = None,
+        tree: TokenTree | None = None,  # what it drafts where trees are verified
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -78,7 +79,7 @@ class TargetEngine:
         self.scheduler = TargetScheduler(self.cache, max_rows, limits.max_window, cut_windows)
         self.verifier = verifier_of(runner, limits.vocab_size)
         drawer = Drawer(limits.vocab_size, runner.model.device)
-        self.local_draft = None if head is None else LocalDraft(head, runner, self.cache, drawer)
+        self.local_draft = None if head is None else LocalDraft(head, runner, self.cache, drawer, tree)
         self._batching_delay = BatchingDelay()
         self.threads: ThreadSplit | None = None  # where the number is not given
 

@@ -9,8 +9,8 @@ last place of every block are kept beside it: whoever finds the block goes on fr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -22,9 +22,11 @@ from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.random import RandomAhead, RandomRange
 from outrider.engine.sampler import SamplingRows
+from outrider.engine.token_tree import TokenTree
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head, MaskRow
+from outrider.proposers.tree import GrowingTree
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.scheduler import ScheduledSequence
@@ -44,6 +46,7 @@ class _Line:
     keeps: bool  # what the head computes has places in the cache
     number: int = 0  # of the chain
     drawn: list[DraftedToken] = field(default_factory=list)
+    tree: GrowingTree | None = None  # of which they are tokens to come; None: a chain
     ahead: RandomAhead = field(default_factory=RandomAhead)  # for what is drawn by weights
 
     @property
@@ -96,10 +99,52 @@ class _Line:
         """Rows of tokens that are not known, where all are drafted in one pass."""
         return max(0, self.count - 1)
 
+    def level_entries(self, tree: GrowingTree) -> list[BatchEntry]:
+        """The rows of a tree's last level, which want logits; with places, behind those of all other nodes, since rows
+        see those of their own pass."""
+        if not self.keeps:
+            return [_alone(tree.ids[node]) for node in tree.level]
+        table, level = self.target.sequence.block_table, len(tree.level)
+        return [BatchEntry(tuple(tree.ids), self.length, table, level, tuple(tree.parents))]
+
     def next_entry(self) -> BatchEntry:
         """The row of the last token drawn."""
         token_id, place = self.drawn[-1].token_id, self.length + len(self.drawn) - 1
         return BatchEntry([token_id], place, self.target.sequence.block_table, 1) if self.keeps else _alone(token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fork:
+    """What may follow a node of a line's tree."""
+
+    line: _Line
+    tree: GrowingTree
+    node: int
+
+    @property
+    def draft_sampling(self) -> DraftSampling:
+        """As the line's."""
+        return self.line.draft_sampling
+
+    @property
+    def num_top_tokens(self) -> int:
+        """Beside the one that is drawn."""
+        return self.tree.num_wanted(self.node) - 1
+
+    @property
+    def wants_confidence(self) -> bool:
+        """It is not."""
+        return False
+
+    def span(self) -> RandomRange:
+        """Nodes in one place have the same."""
+        span = self.line.span()
+        return replace(span, first=span.first + len(self.tree.path(self.node)))
+
+    def sampling_rows(self) -> SamplingRows:
+        """The row after the node, processed as if its path were committed."""
+        path = self.tree.path(self.node)
+        return SamplingRows(self.line.target.sampler, path, first=len(path))
 
 
 def _alone(token_id: int) -> BatchEntry:
@@ -110,9 +155,18 @@ def _alone(token_id: int) -> BatchEntry:
 class LocalDraft:
     """One head and its cache. Called from the device thread, after a step was committed."""
 
-    def __init__(self, head: Head, runner: ModelRunner, cache: KVCacheManager, drawer: Drawer) -> None:
+    def __init__(
+        self,
+        head: Head,
+        runner: ModelRunner,
+        cache: KVCacheManager,
+        drawer: Drawer,
+        tree: TokenTree | None = None,  # what it drafts for greedy and coupled sequences; None: chains
+    ) -> None:
+        """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
         model = runner.model
-        self.head = head
+        check_tree(tree, head, model.takes_trees)
+        self.head, self.tree = head, tree
         self.num_steps = self.num_drafted = 0  # since the start: steps that it was behind, and tokens drawn
         self.seconds = 0.0  # that they took
         self._runner, self._manager, self._drawer = runner, cache, drawer
@@ -159,10 +213,11 @@ class LocalDraft:
 
     def _hold(self, line: _Line, draft_us: int) -> None:
         """The sequence has the chain that was drawn, if one was."""
-        if line.drawn:
-            line.target.chains.add(_piece(line))
+        piece = _piece(line)
+        if piece.ids:
+            line.target.chains.add(piece)
             line.target.head_chain = HeadChain(line.number, draft_us)
-            self.num_drafted += len(line.drawn)
+            self.num_drafted += len(piece.ids)
 
     def _lines(self, step: ComputedStep) -> Iterator[_Line]:
         """Sequences that live on, with the rows whose position before is certain."""
@@ -178,7 +233,10 @@ class LocalDraft:
             else:
                 end, count = self._reserved(target, end, count)
                 line = _Line(target, scheduled, offset, self._first(scheduled), end, count, True, target.next_chain)
-            target.next_chain += count > 0
+            if count > 0:
+                target.next_chain += 1
+                if self.tree is not None and target.chains.takes_trees:
+                    line.tree = GrowingTree(self.tree.cut(count))
             yield line
 
     def _first(self, scheduled: ScheduledSequence) -> int:
@@ -193,7 +251,8 @@ class LocalDraft:
         if target.open.method != self.head.name or target.chains.live() is not None or not target.wants_tokens:
             return 0
         room = min(target.until - target.committed, target.tokens_left)
-        return min(target.max_window, self.head.most_tokens, room)
+        most = len(self.tree) if self.tree is not None and target.chains.takes_trees else self.head.most_tokens
+        return min(target.max_window, most, room)
 
     def _reserved(self, target: TargetSequence, end: int, count: int) -> tuple[int, int]:
         """The end of the rows and the number of tokens that there are blocks for. The place of the last token drawn is
@@ -238,7 +297,7 @@ class LocalDraft:
         return features
 
     def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:
-        """One pass a depth, for all that draw so deep."""
+        """One pass a depth, for all that draw so deep; for trees others than for chains."""
         if self.head.mask is not None:
             self._draft_at_once(lines, states, self.head.mask)
             return
@@ -246,7 +305,14 @@ class LocalDraft:
         entries = [line.first_entry() for line in lines]
         batch = build_batch(entries, size, device)
         logits, state = self.head.first(batch, self._features(lines, states), self._cache)
-        going = [line for line in lines if line.count]
+        wanting = [line for line in lines if line.count]  # by row of logits
+        trees = [(index, line) for index, line in enumerate(wanting) if line.tree is not None]
+        if trees:
+            self._draft_trees(dict(trees), logits, state)
+        chains = [index for index, line in enumerate(wanting) if line.tree is None]
+        if trees and chains:
+            logits, state = logits[chains], state[chains]
+        going = [wanting[index] for index in chains]
         depth = 0
         while going:
             kept = [index for index, token in enumerate(self._drawer.draw(logits, going)) if _take(going[index], token)]
@@ -254,6 +320,30 @@ class LocalDraft:
             if going:
                 batch = build_batch([line.next_entry() for line in going], size, device)
                 logits, state = self.head.next(depth, batch, state[torch.tensor(kept, device=device)], self._cache)
+
+    def _draft_trees(self, lines: Mapping[int, _Line], logits: Tensor, state: Tensor) -> None:
+        """One pass a level; by row of `logits`, [rows, vocab], and `state`, [rows, width], the lines whose roots they
+        are."""
+        size, device = self._runner.block_size, state.device
+        forks = {row: _Fork(line, line.tree, -1) for row, line in lines.items() if line.tree is not None}
+        before: dict[int, Tensor] = {}  # by line the states behind which its nodes so far stand, [nodes, width]
+        depth = 0
+        while forks:
+            grown = _grow(forks, self._drawer.draw(logits[list(forks)], list(forks.values())))
+            entries: list[BatchEntry] = []
+            states: list[Tensor] = []
+            forks, row, depth = {}, 0, depth + 1
+            for line, tree, above in grown:
+                fresh = state[torch.tensor(above, device=device)]  # [nodes of the level, width]
+                if line.keeps:
+                    before[id(line)] = fresh = torch.cat([*([before[id(line)]] if depth > 1 else []), fresh])
+                states.append(fresh)
+                entries += line.level_entries(tree)
+                forks |= {row + tree.level.index(node): _Fork(line, tree, node) for node in tree.branching()}
+                row += len(tree.level)
+            if forks:
+                batch = build_batch(entries, size, device)
+                logits, state = self.head.next(depth, batch, torch.cat(states), self._cache)
 
     def _draft_at_once(self, lines: Sequence[_Line], states: Tensor, mask: MaskRow) -> None:
         """One pass for all depths."""
@@ -279,8 +369,45 @@ def _take(line: _Line, token: DraftedToken | None) -> bool:
     return len(line.drawn) < line.count
 
 
+def check_tree(tree: TokenTree | None, head: Head, takes_trees: bool) -> None:
+    """Raises ValueError for a tree that the head cannot draft, or the model not verify."""
+    problem = None
+    if tree is not None and not takes_trees:
+        problem = "this target's model verifies chains alone"
+    elif tree is not None and head.mask is not None:
+        problem = f"this {head.name} head drafts all tokens in one pass, which makes chains alone"
+    elif tree is not None and tree.depth > head.most_tokens:
+        problem = f"is {tree.depth} tokens deep; {head.name} drafts {head.most_tokens} in a row here"
+    if problem is not None:
+        raise ValueError(f"speculative_token_tree: {problem}")
+
+
+def _grow(
+    forks: Mapping[int, _Fork], drawn: Sequence[DraftedToken | None]
+) -> list[tuple[_Line, GrowingTree, list[int]]]:
+    """Adds a level to every tree of the forks, which are given by row. Returns those that branch on, and of each node
+    of the level the row that it follows."""
+    found: dict[int, dict[int, Sequence[int]]] = {}
+    row_of: dict[tuple[int, int], int] = {}
+    for (row, fork), token in zip(forks.items(), drawn, strict=True):
+        candidates = found.setdefault(id(fork.tree), {})
+        if token is not None:
+            candidates[fork.node] = (token.token_id, *token.top_tokens)
+        row_of[id(fork.tree), fork.node] = row
+    grown: list[tuple[_Line, GrowingTree, list[int]]] = []
+    for line, tree in {id(fork.tree): (fork.line, fork.tree) for fork in forks.values()}.values():
+        tree.grow(found[id(tree)])
+        if tree.branching():
+            grown.append((line, tree, [row_of[id(tree), tree.parents[node] - 1] for node in tree.level]))
+    return grown
+
+
 def _piece(line: _Line) -> DraftTokens:
-    """The chain, as if it had come from a draft."""
+    """The chain or tree, as if it had come from a draft."""
+    if line.tree is not None:
+        ids, parents = tuple(line.tree.ids), tuple(line.tree.parents)
+        parents = () if parents == tuple(range(len(parents))) else parents
+        return DraftTokens(line.target.open.sequence_id, line.number, line.length, ids, parents=parents)
     weights = tuple(TokenWeights(token.ids, token.weights) if token.ids else None for token in line.drawn)
     return DraftTokens(
         line.target.open.sequence_id,

@@ -59,8 +59,9 @@ class Head(Protocol):
         logits of the token behind, [logit rows, vocab] float32, and the state, [logit rows, width]."""
 
     def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """The rows of drafted tokens, one of each sequence: the `depth`-th drafted one from 1 on; state: [rows, width],
-        of the row before. Returns the same of the token behind."""
+        """The rows of drafted tokens: the `depth`-th drafted one from 1 on; state: [rows, width], of the row before.
+        Behind a tree's nodes that are computed again stand those of that depth, which want logits. Returns the same of
+        the token behind."""
 
 
 def bytes_beside_block(head: Head | None, dtype: torch.dtype, block_size: int = BLOCK_SIZE) -> int:

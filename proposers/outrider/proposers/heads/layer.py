@@ -68,7 +68,7 @@ class LayerHead(ABC):
 
     def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Shapes: `Head.next`."""
-        return self.leave(self._pass(batch, state, cache))
+        return self.leave(self._pass(batch, state, cache)[batch.logit_rows])
 
     def _pass(self, batch: Batch, state: Tensor, cache: KVCache) -> Tensor:  # [rows, width] -> [rows, hidden]
         positions = batch.positions - 1
@@ -80,6 +80,7 @@ class LayerHead(ABC):
             heads_per_kv_head=self.config.num_heads // self.config.num_kv_heads,
             dtype=state.dtype,
             sliding_window=self.config.sliding_windows[0],
+            parents=batch.parents,
             max_model_len=self.config.max_model_len,
             first_key=1,
         )
