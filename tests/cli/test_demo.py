@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.heads import random_head_of
 from support.services import END_S, Trio, children_of, needs_proc, outrider, succeed, wait_gone
 
 from outrider.cli.local_services import ServiceFailed, Services
+from outrider.pairs import pair_path
 from outrider.proposers.registry import METHODS
 
 START_S = 120
@@ -94,6 +96,28 @@ def test_every_method(method: str, tmp_path: Path) -> None:
     flags = ["--plain", "--no-expand", "--max-tokens", "40", "--trace-file", trace]
     said = succeed("demo", "--method", method, *flags)
     assert re.search(r"tokens +40 \(", said) and "tokens per round" in said
+
+
+def test_a_head_without_a_draft(tmp_path: Path) -> None:
+    head = str(random_head_of(pair_path().target, "eagle3", tmp_path / "head"))
+    flags = ["--plain", "--max-tokens", "24", "--trace-file", str(tmp_path / "trace.jsonl")]
+    said = succeed("demo", "--head", head, *flags, "--compare-tokens", "8", "--repeats", "1")
+    assert "starting target and gateway" in said and said.count("tokens per round") == 2
+    assert re.search(r"same tokens +yes", said)
+
+
+@pytest.mark.parametrize("method", pair_path().heads)
+def test_every_head_of_the_pair(method: str, tmp_path: Path) -> None:
+    said = succeed(
+        "demo", "--method", method, "--plain", "--no-expand", "--max-tokens", "40", "--trace-file",
+        str(tmp_path / "trace.jsonl"),
+    )  # fmt: skip
+    assert re.search(r"acceptance +[1-9]", said) and "starting target and gateway" in said
+
+
+def test_a_head_that_the_pair_has_not_is_one_line() -> None:
+    done = outrider("demo", "--method", "eagle")
+    assert done.returncode == 1 and "the embedded pair 'python' has no head 'eagle'; there are: " in done.stderr
 
 
 def test_an_unknown_method_is_refused_before_anything_starts() -> None:

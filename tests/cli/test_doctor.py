@@ -27,7 +27,7 @@ from outrider.cli.diagnosis import NOTE, PROBLEM, Finding, Limits, diagnose
 from outrider.cli.doctor import DoctorSettings, report
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.servicer import GenerationServicer
-from outrider.rpc.messages import DraftInfo, DraftVocabulary, Failure, TargetInfo
+from outrider.rpc.messages import DraftInfo, DraftMethod, DraftVocabulary, Failure, TargetInfo
 from outrider.rpc.sampling_params import BASELINE
 
 FAR = Limits(max_round_trip_ms=10_000)  # a busy machine's loopback is no finding
@@ -223,6 +223,21 @@ async def test_a_draft_without_a_model_may_accept_little() -> None:
     lookup = ToyDraft(rule=off_by_one, info=a_draft(vocab_size=0, digest="").info)
     _, found = await examined(Toys(drafts=[lookup], gateway_draft=lookup))
     assert found == []
+
+
+async def test_a_target_that_drafts_itself_needs_no_draft() -> None:
+    """Its head is judged as a draft is, alone and beside one."""
+    target = a_target()
+    target.info = replace(target.info, methods=(DraftMethod("eagle3", needs_features=True, can_run_ahead=False),))
+    seen, found = await examined(Toys([target], [], gateway_draft=None))
+    assert found == []
+    lines = list(report(seen, found, DoctorSettings(plain=True, width=100)))
+    assert any("target" in line and "drafts by its eagle3" in line for line in lines)
+    assert any(line.startswith("probe of target") and "by its eagle3: 32 tokens" in line for line in lines)
+    _, found = await examined(Toys([target], [], gateway_draft=None), replace(FAR, min_acceptance=0.99))
+    assert [one.check for one in found] == ["acceptance"] * 2
+    seen, _ = await examined(Toys([target]))
+    assert [(bool(probe.draft), probe.head) for probe in seen.pair_probes] == [(True, ""), (False, "eagle3")]
 
 
 async def test_a_target_that_refuses_is_seen_at_both_places() -> None:

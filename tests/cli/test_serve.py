@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.heads import random_head_of
 from support.services import children_of, needs_proc, outrider, succeed, wait_gone
 
 from outrider.cli.local_services import ServiceFailed
@@ -42,7 +44,7 @@ def serving(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str],
             lines = []
             for line in process.stdout:
                 lines.append(line.rstrip("\n"))
-                if lines[-1] == READY:
+                if lines[-1].startswith("Ctrl-C ends"):
                     break
             yield process, lines
         finally:
@@ -121,6 +123,35 @@ def test_ngram_needs_no_model_and_a_dead_draft_ends_nothing(tmp_path: Path) -> N
         assert process.stdout is not None
         assert "the draft was ended by SIGKILL" in process.stdout.readline()
         assert succeed("generate", "--gateway", gateway, "def f():", "--max-tokens", "4")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 0
+        assert not wait_gone(children)
+
+
+@needs_proc
+def test_a_head_is_served_by_two_processes(tmp_path: Path) -> None:
+    head = random_head_of(pair_path().target, "mlp_speculator", tmp_path / "head")
+    with serving("--head", str(head), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", cwd=tmp_path) as (
+        process,
+        lines,
+    ):
+        assert lines[-1] == "Ctrl-C ends both." and f"beside the target by the head in {head}" in "".join(lines), lines
+        answer = json.loads(
+            succeed(
+                "generate",
+                "--gateway",
+                address_after(lines, "gateway listens on"),
+                "def f():",
+                "--max-tokens=8",
+                "--json",
+            )
+        )
+        assert answer["speculation"]["method"] == "mlp_speculator" and answer["speculation"]["num_draft_tokens"] > 0
+        with urllib.request.urlopen(f"{address_after(lines, '  OpenAI')}/models", timeout=60) as reply:
+            said = json.loads(reply.read())["data"][0]["speculation"]
+        assert (said["methods"], said["draft"]) == (["mlp_speculator"], None)
+        children = children_of(process.pid)
+        assert len(children) == 2
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 0
         assert not wait_gone(children)

@@ -33,6 +33,10 @@ class DemoSettings(LocalSettings):
     temperature: float = Field(0.0, ge=0, le=100, description="0 is greedy")
     seed: int = Field(0, ge=0, description="of the sampling, above temperature 0")
     method: MethodNames = "draft_model"
+    head: Path | None = Field(
+        None,
+        description="folder of a head that drafts beside the target, instead of a draft (--method eagle3: the pair's)",
+    )
     num_draft_tokens: int = Field(4, ge=1, le=32, description="tokens drafted a round")
     expand: bool = Field(True, description="compare with plain decoding, on a target that is made large")
     compare_tokens: int = Field(64, ge=2, le=900, description="tokens of each completion of the comparison")
@@ -50,7 +54,7 @@ class DemoSettings(LocalSettings):
 
     def served(self) -> ServeSettings:
         """The services of the demo."""
-        names = ("pair", "method", "threads", "num_draft_tokens", "trace_file", "start_timeout")
+        names = ("pair", "method", "head", "threads", "num_draft_tokens", "trace_file", "start_timeout")
         return ServeSettings(listen=LOOPBACK, **{name: getattr(self, name) for name in names})
 
 

@@ -81,10 +81,12 @@ class GatewayProbe:
 
 @dataclass(frozen=True, slots=True)
 class PairProbe:
-    """The known prompt at a target and a draft, by a loop that runs here; without a draft it decodes plainly."""
+    """The known prompt at a target and a draft, by a loop that runs here; without a draft the target's head drafts, if
+    it has one."""
 
     target: str
     draft: str  # empty: none
+    head: str = ""  # the method that the target drafts by itself, where there is no draft
     rounds: tuple[Round, ...] = ()
     problem: str = ""
     lost_draft: str = ""  # why the draft was given up
@@ -103,7 +105,13 @@ class PairProbe:
         return tally
 
     def __str__(self) -> str:
-        return f"target {self.target}" + (f" with draft {self.draft}" if self.draft else "")
+        by = f" with draft {self.draft}" if self.draft else f" by its {self.head}" if self.head else ""
+        return f"target {self.target}{by}"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything does."""
+        return bool(self.draft or self.head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,20 +271,22 @@ async def _answer(client: Client, given: Given, **how: Any) -> Answer:
 def _pairs(
     targets: Sequence[Peer[TargetInfo]], drafts: Sequence[Peer[DraftInfo]]
 ) -> list[tuple[Peer[TargetInfo], Peer[DraftInfo] | None]]:
-    """Each target and each draft that answers, at least once."""
+    """Each target and each draft that answers, at least once; and beside drafts each target that has a head alone."""
     there = [peer for peer in targets if peer.info is not None]
     beside: list[Peer[DraftInfo] | None] = [peer for peer in drafts if peer.info is not None]
     if not there:
         return []
     count = max(len(there), len(beside))
-    return list(zip(islice(cycle(there), count), islice(cycle(beside or [None]), count), strict=True))
+    alone = [peer for peer in there if beside and peer.info is not None and peer.info.methods]
+    pairs = zip(islice(cycle(there), count), islice(cycle(beside or [None]), count), strict=True)
+    return [*pairs, *((peer, None) for peer in alone)]
 
 
 async def probe_pair(target: str, draft: str, prompt_ids: tuple[int, ...], given: Given) -> PairProbe:
     """The known prompt at the services of two addresses, the draft's empty for none."""
     rounds: list[Round] = []
     lost: list[str] = []
-    problem = ""
+    problem = head = ""
     try:
         async with AsyncExitStack() as stack, asyncio.timeout(given.timeout_s):
             targets = await stack.enter_async_context(RemoteTargets([target]))
@@ -288,14 +298,17 @@ async def probe_pair(target: str, draft: str, prompt_ids: tuple[int, ...], given
             ids = prompt_ids or tuple(range(1, min(9, model.vocab_size)))
             most = max(1, min(TOKENS, model.max_model_len - len(ids)))
             sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
-            opened = Open(0, ids, sampling, tokenizer_fingerprint=model.tokenizer_fingerprint)
-            k = min(given.num_draft_tokens, targets.info.max_window) if drafts is not None else 0
+            head = targets.info.methods[0].name if drafts is None and targets.info.methods else ""
+            opened = Open(0, ids, sampling, tokenizer_fingerprint=model.tokenizer_fingerprint, method=head)
+            k = min(given.num_draft_tokens, targets.info.max_window) if drafts is not None or head else 0
             policy = Policy(k, patience_ms=PATIENCE_MS)
-            async for item in speculate(drafts, targets, opened, policy, on_draft_stop=lost.append):
+            async for item in speculate(
+                drafts, targets, opened, policy, at_target=bool(head), on_draft_stop=lost.append
+            ):
                 if isinstance(item, Round):
                     rounds.append(item)
     except TimeoutError:
         problem = f"the known prompt is not completed within {given.timeout_s:g} s"
     except OutriderError as error:
         problem = f"the known prompt is refused: {error.message}"
-    return PairProbe(target, draft, tuple(rounds), problem, lost[0] if lost else "")
+    return PairProbe(target, draft, head, tuple(rounds), problem, lost[0] if lost else "")

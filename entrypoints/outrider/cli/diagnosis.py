@@ -217,18 +217,18 @@ def _round_trips(seen: Deployment, limits: Limits) -> Iterator[Finding]:
 def _gateways(seen: Deployment, min_acceptance: float) -> Iterator[Finding]:
     """What clients get."""
     for gateway in seen.gateways:
-        if gateway.info is not None and gateway.info.draft is None:
+        if gateway.info is not None and gateway.info.draft is None and not gateway.info.methods:
             level = PROBLEM if seen.drafts else NOTE
             yield Finding(level, "draft", str(gateway), "uses no draft: everything is decoded plainly")
-    drafts = {peer.address: peer.info.draft for peer in seen.gateways if peer.info is not None}
+    infos = {peer.address: peer.info for peer in seen.gateways if peer.info is not None}
     targets = {peer.address: peer.info.target for peer in seen.gateways if peer.info is not None}
     for probe in seen.gateway_probes:
         subject = f"gateway {probe.address}"
         if probe.problem:
             yield Finding(PROBLEM, "probe", subject, probe.problem)
-        draft = drafts.get(probe.address)
-        if probe.drafted is not None and draft is not None:
-            stats, judged = probe.drafted.stats, draft.vocab_size > 0
+        info = infos[probe.address]
+        if probe.drafted is not None and (info.draft is not None or info.methods):  # else of the target's head
+            stats, judged = probe.drafted.stats, info.draft is None or info.draft.vocab_size > 0
             yield from _acceptance(
                 subject, stats.num_draft_tokens, stats.num_accepted_tokens, min_acceptance if judged else 0.0
             )
@@ -241,8 +241,8 @@ def _generated(seen: Deployment, min_acceptance: float) -> Iterator[Finding]:
     for probe in seen.pair_probes:
         if probe.problem:
             yield Finding(PROBLEM, "probe", str(probe), probe.problem)
-        elif probe.draft:
-            tally, judged = probe.tally, seen.is_text and models[probe.draft].vocab_size > 0
+        elif probe.drafts:
+            tally, judged = probe.tally, seen.is_text and (not probe.draft or models[probe.draft].vocab_size > 0)
             yield from _acceptance(
                 str(probe), tally.num_draft_tokens, tally.num_accepted_tokens, min_acceptance if judged else 0.0,
                 probe.lost_draft,
@@ -294,6 +294,8 @@ def _agree(probes: Sequence[PairProbe], models: dict[str, ModelInfo]) -> Iterato
 def _not_looked_at(seen: Deployment) -> Iterator[Finding]:
     """What no address was given for."""
     missing = {"--gateway": seen.gateways, "--target": seen.targets, "--draft": seen.drafts}
+    if any(peer.info is not None and peer.info.methods for peer in seen.targets):
+        del missing["--draft"]  # they draft themselves
     flags = [flag for flag, peers in missing.items() if not peers]
     if flags:
         message = f"without {' and '.join(flags)}: what these would show was not checked"

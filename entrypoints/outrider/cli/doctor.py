@@ -133,7 +133,8 @@ def _what(info: Any) -> str:
         return ""
     release = info.version or "of an unknown release"
     if isinstance(info, TargetInfo | DraftInfo):
-        return f"{release}, {_model(info.model)}"
+        heads = [method.name for method in info.methods] if isinstance(info, TargetInfo) else []
+        return f"{release}, {_model(info.model)}" + (f", drafts by its {', '.join(heads)}" if heads else "")
     how = ", ".join(info.methods) or "no draft"
     return f"{release}, {info.target.name}, {how}, {info.num_draft_tokens} drafted tokens a round"
 
@@ -215,6 +216,7 @@ def _probe_json(probe: PairProbe) -> dict[str, Any]:
     return {
         "target": probe.target,
         "draft": probe.draft,
+        "head": probe.head,
         "problem": probe.problem,
         "token_ids": probe.token_ids,
         "num_draft_tokens": tally.num_draft_tokens,
