@@ -29,6 +29,7 @@ from outrider.proposers import drawing
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.drawing import DrawnVocabulary
 from outrider.proposers.vocabulary_map import VocabularyMap
+from outrider.target_service import local_draft
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -270,6 +271,20 @@ def weights_are_not_those_drawn_from(patch: Patch) -> None:
                 chain.weights[index] = replace(found, weights=struct.pack(f"<{len(weights)}I", *weights[::-1]))
 
     patch.setattr(engine, "readmit", wrong)
+
+
+def a_head_s_weights_are_in_another_order(patch: Patch) -> None:
+    """The tokens of a head's chain are judged by other weights than they were drawn from."""
+    piece = local_draft._piece
+
+    def wrong(line: Any) -> Any:
+        whole = piece(line)
+        weights = [memoryview(found.weights).cast("I").tolist()[::-1] for found in whole.weights]
+        packed = [struct.pack(f"<{len(numbers)}I", *numbers) for numbers in weights]
+        entries = zip(whole.weights, packed, strict=True)
+        return replace(whole, weights=tuple(replace(found, weights=numbers) for found, numbers in entries))
+
+    patch.setattr(local_draft, "_piece", wrong)
 
 
 def mapped_noise_is_indexed_by_own_ids(patch: Patch) -> None:

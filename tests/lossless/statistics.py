@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from support.environment import SEED
+from support.heads import save_guess
 from support.models import letters_backend, tiny_hf_model
 
 from outrider.cli.local_services import Services
@@ -60,6 +61,7 @@ class Setting:
     prompt: tuple[int, ...] = (3, 1, 4, 1, 5)
     k: int = 2
     depth: int = 3  # tokens of every sequence: at the first two a draft is judged, the third may be a bonus
+    at_target: bool = False  # a head beside the target drafts, from the second token on
     windows_ahead: int = 0  # drafted during the verification
     max_branches: int = 0
     cut_windows: bool = False  # the target verifies fewer drafted tokens where that pays
@@ -120,6 +122,9 @@ MAPPED_COUPLED = Setting(
     long=TOKENS_5K,
 )
 PARD = Setting("pard", draft="parallel", method="pard", k=3, depth=4, short=750, long=TOKENS_20K)
+HEAD = Setting("head", method="eagle", at_target=True, depth=4, short=1_250, long=TOKENS_20K)
+HEAD_BY_BLOCK = replace(HEAD, name="head, block", acceptance=BLOCK)
+HEAD_COUPLED = replace(HEAD, name="head, all, coupled", sampling=ALL, acceptance=COUPLED)
 CHAINS = Setting("chains", k=3, depth=4, windows_ahead=1, short=750)
 RELOADS = Setting("reloads", k=3, depth=4, reloads=True, short=TOKENS_3K, long=TOKENS_20K)
 RELOADS_BY_BLOCK = replace(RELOADS, name="reloads, block", acceptance=BLOCK)
@@ -138,6 +143,9 @@ SHORT = [
     Setting("prediction", method="prediction", prediction=(13, 15, *EVERY_TOKEN), long=TOKENS_20K),
     CHAINS,
     PARD,
+    HEAD,
+    HEAD_BY_BLOCK,
+    HEAD_COUPLED,
     TEMPERATURE_1_COUPLED,
     BY_BLOCK,
     IN_TURN,
@@ -154,6 +162,7 @@ LONG = [
     replace(IN_TURN, name="in turn, chains", k=3, depth=4, windows_ahead=1),
     replace(IN_TURN, name="in turn, all, coupled", sampling=ALL, acceptance=COUPLED, windows_ahead=1, max_branches=2),
     replace(PARD, name="pard, all, block", sampling=ALL, acceptance=BLOCK),
+    replace(HEAD, name="head, all, block", sampling=ALL, acceptance=BLOCK),
     replace(PARD, name="pard, coupled", acceptance=COUPLED, windows_ahead=1, max_branches=2),
 ]
 WIDE = Setting("wide", draft="half", k=1, depth=2, short=2_048, long=40_960)
@@ -181,18 +190,24 @@ OTHER_VOCABULARIES = {"mapped": "token", "reencoded": "string"}  # the second on
 @dataclass(frozen=True)
 class Pair:
     """The target's weights in transformers, its folder, and the addresses of the services. `cutting` is a target that
-    verifies fewer drafted tokens than there are where that pays."""
+    verifies fewer drafted tokens than there are where that pays; beside `with_head` a head drafts."""
 
     hf: Any
     folder: Path
     target: str
     cutting: str | None
+    with_head: str | None
     drafts: dict[str, str]
 
 
 @contextmanager
 def serving(
-    folder: Path, drafts: tuple[str, ...], scale: float = LOGIT_SCALE, cutting: bool = False, **shape: int
+    folder: Path,
+    drafts: tuple[str, ...],
+    scale: float = LOGIT_SCALE,
+    cutting: bool = False,
+    head: bool = False,
+    **shape: int,
 ) -> Iterator[Pair]:
     """One process each, until the end of the block."""
     hf = tiny_hf_model("llama", MODEL_SEED, **shape)
@@ -215,6 +230,9 @@ def serving(
         started = {"target": services.start("target", [*_arguments("target", folder / "target"), "--no-cut-windows"])}
         if cutting:
             started["cutting"] = services.start("cutting", _arguments("target", folder / "target"))
+        if head:
+            beside = ["--head", str(save_guess(folder / "head", hf)), "--no-cut-windows"]
+            started["with_head"] = services.start("with_head", [*_arguments("target", folder / "target"), *beside])
         lookup = ["--prompt-lookup-min", "1", "--prompt-lookup-max", "3"]
         lookup += ["--suffix-decoding-min-token-prob", "0", "--suffix-decoding-max-spec-factor", "9"]
         levels = {name: ["--vocabulary-level", level] for name, level in OTHER_VOCABULARIES.items()}
@@ -230,7 +248,14 @@ def serving(
         for service in started.values():
             services.wait(service, START_S)
         addresses = {name: service.address for name, service in started.items()}
-        yield Pair(hf, folder / "target", addresses.pop("target"), addresses.pop("cutting", None), addresses)
+        yield Pair(
+            hf,
+            folder / "target",
+            addresses.pop("target"),
+            addresses.pop("cutting", None),
+            addresses.pop("with_head", None),
+            addresses,
+        )
 
 
 def _arguments(command: str, model: Path) -> list[str]:
@@ -238,10 +263,10 @@ def _arguments(command: str, model: Path) -> list[str]:
 
 
 @asynccontextmanager
-async def target_in_process(model: Path) -> AsyncIterator[str]:
+async def target_in_process(model: Path, head: Path | None = None) -> AsyncIterator[str]:
     """The address of a target that can be harmed."""
     settings = TargetSettings(
-        model=model, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, cut_windows=False
+        model=model, head=head, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, cut_windows=False
     )
     service = build(settings, load(settings))
     await service.server.start()
@@ -363,9 +388,12 @@ async def draw(setting: Setting, target: str, draft: str, seeds: range, tokenize
     rows: dict[int, list[Row]] = {}
     by_method = Counter[str]()
     remaining = iter(seeds)
-    async with RemoteTargets([target]) as targets, RemoteDrafts([draft], offer=offer) as drafts:
+    async with AsyncExitStack() as stack:
+        targets = await stack.enter_async_context(RemoteTargets([target]))
+        drafts = None if setting.at_target else await stack.enter_async_context(RemoteDrafts([draft], offer=offer))
         await asyncio.wait_for(targets.wait_admitted(), START_S)
-        await asyncio.wait_for(drafts.wait_attempted(), START_S)
+        if drafts is not None:
+            await asyncio.wait_for(drafts.wait_attempted(), START_S)
 
         async def draw_some() -> None:
             for seed in remaining:
@@ -380,7 +408,7 @@ async def draw(setting: Setting, target: str, draft: str, seeds: range, tokenize
 
 
 async def _draw_one(
-    setting: Setting, drafts: RemoteDrafts, targets: RemoteTargets, seed: int, by_method: Counter[str]
+    setting: Setting, drafts: RemoteDrafts | None, targets: RemoteTargets, seed: int, by_method: Counter[str]
 ) -> list[Row]:
     """A process that gets no time for seconds loses its streams. That depends on no token, and a seed that is drawn
     again gives the same ones."""
@@ -399,10 +427,19 @@ async def _draw_one(
     )
     failures = 0
     while True:
-        if not (targets.usable and drafts.usable):
-            await asyncio.wait_for(asyncio.gather(targets.wait_usable(), drafts.wait_usable()), 30)
+        peers = [peer for peer in (targets, drafts) if peer is not None]
+        if not all(peer.usable for peer in peers):
+            await asyncio.wait_for(asyncio.gather(*(peer.wait_usable() for peer in peers)), 30)
         request = replace(request, tokenizer_fingerprint=targets.info.model.tokenizer_fingerprint)
-        rounds = speculate(drafts, DraftedFirst(targets), request, setting.policy, on_draft_stop=_raise_unavailable)
+        judging = targets if drafts is None else DraftedFirst(targets)
+        rounds = speculate(
+            drafts,
+            judging,
+            request,
+            setting.policy,
+            at_target=setting.at_target,
+            on_draft_stop=_raise_unavailable,
+        )
         try:
             found: list[Row] = []
             async for closed in rounds:

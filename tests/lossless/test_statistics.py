@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from lossless.mutants import (
     Mutation,
+    a_head_s_weights_are_in_another_order,
     a_lookup_replaces_what_was_drawn,
     bonus_of_the_row_before,
     coupling_lets_one_more_stay,
@@ -32,6 +33,8 @@ from lossless.mutants import (
 from lossless.statistics import (
     BONUS,
     BY_BLOCK,
+    HEAD,
+    HEAD_BY_BLOCK,
     IN_TURN,
     LONG,
     MAPPED,
@@ -155,7 +158,7 @@ LEAST_P_BY_CHANCE = 1e-7  # where clocks have a say, every run is a new chance t
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, prove: bool) -> Iterator[Pair]:
     drafts = ("opposite", "tempered", "mapped", "reencoded", "parallel")
-    with serving(tmp_path_factory.mktemp("narrow"), drafts, cutting=prove, vocab_size=VOCAB) as running:
+    with serving(tmp_path_factory.mktemp("narrow"), drafts, cutting=prove, head=True, vocab_size=VOCAB) as running:
         yield running
 
 
@@ -167,12 +170,13 @@ async def draw_from(pair: Pair, target: str, setting: Setting, num_sequences: in
 
 async def check(pair: Pair, setting: Setting, num_sequences: int) -> None:
     """Draws, and compares with the laws; no bug hides behind a path that was not taken."""
-    target = pair.cutting if setting.cut_windows else pair.target
+    target = pair.with_head if setting.at_target else pair.cutting if setting.cut_windows else pair.target
     assert target is not None
     draws, found = await draw_from(pair, target, setting, num_sequences)
     print(f"{setting.name}: {draws.tokens.size} tokens, least p of {len(found)}: {min(found.values()):.2g}")
     assert draws.tokens.shape == (num_sequences, setting.depth)
-    assert draws.drafted[:, 0].mean() == 1.0 or (setting.cut_windows and draws.drafted.mean() > 0.5)
+    first = int(setting.at_target)  # before the first token a head has read nothing
+    assert draws.drafted[:, first].mean() == 1.0 or (setting.cut_windows and draws.drafted.mean() > 0.5)
     assert draws.share(TokenOrigin.ACCEPTED) > 0.03 and draws.share(TokenOrigin.RECOVERED) > 0.03
     assert setting.windows_ahead or draws.share(TokenOrigin.BONUS) > (0.2 if setting is BONUS else 0.0)
     assert set(draws.by_method) == (set(setting.method.split(",")) if "," in setting.method else set()), "had no turn"
@@ -266,6 +270,17 @@ async def test_mutants_are_found(
     async with target_in_process(pair.folder) as target:
         _, found = await draw_from(pair, target, setting, num_sequences)
     print(f"{mutation.__name__}: {min(found.values()):.2g}")
+    assert min(found.values()) < LEAST_P, found
+
+
+@pytest.mark.parametrize("setting", [HEAD, HEAD_BY_BLOCK], ids=lambda setting: setting.name)
+async def test_a_head_whose_weights_are_others_is_found(
+    pair: Pair, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_head_s_weights_are_in_another_order(monkeypatch)
+    async with target_in_process(pair.folder, pair.folder.parent / "head") as target:
+        _, found = await draw_from(pair, target, setting, 300)
+    print(f"a_head_s_weights_are_in_another_order: {min(found.values()):.2g}")
     assert min(found.values()) < LEAST_P, found
 
 

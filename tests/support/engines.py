@@ -258,6 +258,7 @@ def opened(sequence_id: int, prompt: Sequence[int], **sampling: Any) -> Open:
         "suspect",
         "salt",
         "model_digest",
+        "first_chain",
         "method",
     }
     own = {name: sampling.pop(name) for name in names & sampling.keys()}

@@ -84,6 +84,15 @@ def perfect_head(folder: Path, hf: Any, loaded: LoadedModel) -> Head:
     return load_head(folder, target_weights(hf, loaded), loaded.model.dtype, loaded.model.device)
 
 
+def save_guess(folder: Path, hf: Any, seed: int = 0) -> Path:
+    """EAGLE's that says of a token nearly what the target said of the one before: it is often right, and often not."""
+    config, shapes = _eagle(hf.config)
+    generator, hidden = torch.Generator().manual_seed(seed), hf.config.hidden_size
+    tensors = {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors["fc.weight"][:, hidden:] += torch.eye(hidden)
+    return save_head(folder, config, tensors)
+
+
 Shapes = dict[str, tuple[int, ...]]
 
 

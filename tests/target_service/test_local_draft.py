@@ -20,9 +20,10 @@ from outrider.engine.loader import LoadedModel
 from outrider.engine.token_tree import TokenTree, path_to
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import TokenOrigin
+from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
 from outrider.target_service import local_draft
 from outrider.target_service.draft_buffer import ChainBuffer, Window
+from outrider.target_service.local_draft import LocalDraft
 from outrider.target_service.outputs import ComputedStep
 
 SAMPLED = {"temperature": 1.0, "acceptance": COUPLED}
@@ -152,6 +153,38 @@ def test_a_tree_that_cannot_be_drafted_is_refused(models: Any, tmp_path: Path) -
     deep = TokenTree.of([(0,) * depth for depth in range(1, head.most_tokens + 2)])
     with pytest.raises(ValueError, match=f"speculative_token_tree: is {deep.depth} tokens deep; medusa drafts"):
         TargetHarness.of(models[1], head=head, tree=deep)
+
+
+@pytest.mark.parametrize("acceptance", [AcceptanceRule.REJECTION, AcceptanceRule.BLOCK])
+def test_chains_of_blocks_have_random_words_of_their_own(
+    models: Any, head: Head, acceptance: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And weights, but where drafts shall be one-hot. The numbers of chains go on where another target's end."""
+    draws: dict[int, set[int]] = {}  # by chain
+    add = ChainBuffer.add
+
+    def watched(self: ChainBuffer, piece: DraftTokens) -> None:
+        assert len(piece.weights) == len(piece.ids)
+        (line,) = [line for line in lines if line.number == piece.chain]
+        draws.setdefault(piece.chain, set()).add(line.draft_sampling.key.draw)
+        add(self, piece)
+
+    lines: list[Any] = []
+    draft = LocalDraft._draft
+
+    def noted(self: LocalDraft, found: Any, states: torch.Tensor) -> None:
+        lines[:] = found
+        draft(self, found, states)
+
+    monkeypatch.setattr(ChainBuffer, "add", watched)
+    monkeypatch.setattr(LocalDraft, "_draft", noted)
+    harness = TargetHarness.of(models[1], head=head)
+    options = {"temperature": 1.0, "acceptance": acceptance, "first_chain": 7, "max_tokens": 20}
+    harness.send(asked(1, prompt_of(1), head, **options), Credit(1, 1 << 20, 3))
+    harness.run()
+    assert min(draws) == 7 and len(draws) > 4
+    words = [draw for found in draws.values() for draw in found]
+    assert len(set(words)) == (len(draws) if acceptance == AcceptanceRule.BLOCK else 1)
 
 
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
