@@ -27,7 +27,7 @@ DRAFT: dict[str, Any] = {"method": "draft_model", "model": "x"}
 SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
 # Values that are right, of fields that take no number.
 RIGHT: dict[str, Any] = {
-    "speculative_token_tree": "[(0,), (0, 0)]", "rejection_sample_method": "fly",
+    "rejection_sample_method": "fly",
     "synthetic_acceptance_rates": [0.9, 0.8, 0.7, 0.6, 0.5], "synthetic_acceptance_length": 2.5, "fly_window_size": 3,
     "fly_entropy_top_k": 3,
 }  # fmt: skip
@@ -90,6 +90,8 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
         (DRAFT | {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True}, "does not go with"),
         ({"speculative_token_tree": "(0,"}, "list of tuples"),
         ({"speculative_token_tree": "[0, 1]"}, "list of tuples"),
+        (DRAFT | {"speculative_token_tree": "[(0, 0)]"}, r"has \(0, 0\) without \(0,\)"),
+        ({"speculative_token_tree": "[(0,), (1,)]", "rejection_sample_method": "block"}, "is for chains"),
         ({"num_speculative_tokens_per_batch_size": [(2, 4, 1)]}, "must start at a batch size of 1"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 5), (4, 8, 1)]}, "overlaps"),
         ({"num_speculative_tokens_per_batch_size": [(1, 4, 6)]}, "0 to num_speculative_tokens"),
@@ -98,6 +100,18 @@ def test_lookup_bounds_copy_one_another(given: dict[str, int], expected: tuple[i
 def test_values_that_cannot_be(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         config(**given)
+
+
+def test_trees() -> None:
+    tree = "[(0,), (1,), (0, 0)]"
+    eagle = SpeculativeConfig(method="eagle", model="x", speculative_token_tree=tree)
+    assert eagle.num_speculative_tokens == 3 and eagle.tree is not None
+    eagle.require_supported()
+    chain = SpeculativeConfig(method="draft_model", model="x", speculative_token_tree="[(0,), (0, 0)]")
+    assert chain.num_speculative_tokens == 2 and chain.tree is None
+    chain.require_supported()
+    with pytest.raises(Unsupported, match="is a tree, and method draft_model drafts chains"):
+        SpeculativeConfig(method="draft_model", model="x", speculative_token_tree=tree).require_supported()
 
 
 def test_unknown_keys_say_what_was_meant() -> None:

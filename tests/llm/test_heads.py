@@ -73,6 +73,33 @@ def test_no_token_changes(layout: str, tiny_pair: TinyPair, head_of: Callable[[s
     assert sum(found["num_accepted_tokens_per_pos"].values) == found["num_accepted_tokens"].value
 
 
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "medusa"])
+def test_trees_change_no_token(
+    layout: str, tiny_pair: TinyPair, head_of: Callable[[str], Path], plainly: list[Any]
+) -> None:
+    prompts = prompts_of(6, seed=1)
+    greedy = SamplingParams(temperature=0, max_tokens=32)
+    speculative = {"num_speculative_tokens": None, "speculative_token_tree": TREE}
+    with started(tiny_pair, head_of(layout), speculative=speculative) as made:
+        assert ids_of(made.generate(prompts, greedy, **QUIET)) == [greedy_ids(tiny_pair, p, 32) for p in prompts]
+        assert told(made) == plainly
+        unseeded = SamplingParams(temperature=0.9, max_tokens=32)
+        before = metrics_of(made)["num_draft_tokens"].value, metrics_of(made)["num_drafts"].value
+        made.generate(prompts, unseeded, **QUIET)
+        after = metrics_of(made)["num_draft_tokens"].value, metrics_of(made)["num_drafts"].value
+    assert after[0] - before[0] > 4 * (after[1] - before[1]) > 0, "sampled requests have trees, too"
+
+
+def test_a_tree_that_the_head_cannot_draft(tiny_pair: TinyPair, head_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="speculative_token_tree: this eagle3 head drafts all tokens in one pass"):
+        started(tiny_pair, head_of("p-eagle"), speculative={"speculative_token_tree": TREE})
+    with pytest.raises(NotImplementedError, match="is a tree, and method draft_model drafts chains"):
+        started(tiny_pair, tiny_pair.draft, speculative={"speculative_token_tree": TREE})
+
+
 def test_auto_turns_a_head_off_that_is_never_right(tiny_pair: TinyPair, head_of: Callable[[str], Path]) -> None:
     prompt, params = prompts_of(1, seed=2)[0], SamplingParams(temperature=0, max_tokens=200)
     options: dict[str, Any] = {"mode": "auto", "per_request_spec_decode_metrics": "detailed"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, opened, ti
 from outrider.engine.loader import LoadedModel
 from outrider.rpc.messages import Credit, DraftTokens, Open
 from outrider.rpc.sampling_params import TokenOrigin
+from outrider.target_service.settings import TargetSettings
 
 MOST = 14  # nodes
 
@@ -158,3 +160,12 @@ def test_under_rejection_a_tree_is_dropped(models: Any) -> None:
     harness.send(request, DraftTokens(1, 4, 20, (5, 6), parents=(0, 0)))
     assert [commit.dropped for commit in harness.commits(1)] == [(4,)]
     assert harness.engine.scheduler.sequences[1, 1].chains.live() is None
+
+
+def test_settings() -> None:
+    settings = TargetSettings(model=Path("x"), head=Path("y"), speculative_token_tree="[(0,), (1,)]")
+    assert settings.tree is not None and settings.tree.parents == (0, 0)
+    with pytest.raises(ValueError, match="is for a head; give --head DIR"):
+        TargetSettings(model=Path("x"), speculative_token_tree="[(0,)]")
+    with pytest.raises(ValueError, match="allowed: a list of tuples"):
+        TargetSettings(model=Path("x"), head=Path("y"), speculative_token_tree="0")

@@ -3,7 +3,6 @@ others are."""
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
 import warnings
@@ -15,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from outrider.engine.token_tree import TokenTree
 from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.llm.validation import (
     CONFIG,
@@ -24,7 +24,6 @@ from outrider.llm.validation import (
     Unsupported,
     fixed_fields,
     integer,
-    is_int,
     must_be,
     one_of,
     plain_errors,
@@ -138,12 +137,7 @@ def _model(value: object) -> object:
 
 def _token_tree(text: str) -> str:
     """A list of paths, each a tuple of child numbers."""
-    try:
-        paths = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        paths = None
-    if not isinstance(paths, list) or not all(isinstance(path, tuple) and all(map(is_int, path)) for path in paths):
-        raise ValueError(f"speculative_token_tree must be a list of tuples, got {text!r}")
+    TokenTree.parse(text)
     return text
 
 
@@ -184,9 +178,7 @@ class SpeculativeConfig:
     draft_lm_head_quantization: Annotated[Any, Only(None, why="drafts are computed in float32 or bfloat16")] = None
     revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
     code_revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
-    speculative_token_tree: Annotated[
-        Annotated[str, AfterValidator(_token_tree)] | None, Only(None, why="drafts are chains")
-    ] = None
+    speculative_token_tree: Annotated[str, AfterValidator(_token_tree)] | None = None
     suffix_decoding_max_tree_depth: Annotated[Integer, integer(1)] = 24
     suffix_decoding_max_cached_requests: Annotated[Integer, integer(0)] = 10000
     suffix_decoding_max_spec_factor: Annotated[Number, Field(ge=0, description="a number of at least 0")] = 1.0
@@ -257,6 +249,12 @@ class SpeculativeConfig:
         return self.method if self.method is not None and self.method in HEADS else ""
 
     @property
+    def tree(self) -> TokenTree | None:
+        """What heads draft in place of chains; None where it is a chain."""
+        tree = None if self.speculative_token_tree is None else TokenTree.parse(self.speculative_token_tree)
+        return None if tree is None or tree.is_chain else tree
+
+    @property
     def drafts_by_model(self) -> bool:
         """Whether any of the methods is a draft model's."""
         return not self.head and needs_model(self.methods)
@@ -289,6 +287,15 @@ class SpeculativeConfig:
         require_fixed(fixed_fields(type(self)), vars(self), "speculative_config[{!r}]")
         if self.draft_tensor_parallel_size not in (None, 1):
             raise ValueError("draft_tensor_parallel_size must be 1 or the target's, 1")
+        if self.is_method_given:
+            self._require_tree()
+
+    def _require_tree(self) -> None:
+        if self.tree is not None and not self.head:
+            raise Unsupported(
+                f"speculative_config['speculative_token_tree'] is a tree, and method {self.method} drafts chains; "
+                f"allowed: a chain, or one of {', '.join(sorted(HEADS))}"
+            )
 
     def located(self, target: Path, trust_remote_code: bool = False) -> SpeculativeConfig:
         """With the folder in place of a hub id, and what is said there: the method, where it was not given, and how
@@ -304,6 +311,7 @@ class SpeculativeConfig:
         config = replace(self, model=folder, method=found or self.method)
         if config.num_speculative_tokens is None:
             raise ValueError(NO_K)
+        config._require_tree()
         return config
 
     def _method(self) -> str:
@@ -335,6 +343,8 @@ class SpeculativeConfig:
         """k. Some methods have one of their own; heads say in their config.json how many tokens they predict (k is that
         many, or a multiple)."""
         k = self.num_speculative_tokens
+        if self.speculative_token_tree is not None:
+            return k or len(TokenTree.parse(self.speculative_token_tree))
         if self.method == "suffix" and k is None:
             k = min(self.suffix_decoding_max_tree_depth, MAX_DRAFT_TOKENS)
         said = _checkpoint(self.model) if self.head or self.method in MISSING else {}
@@ -360,6 +370,8 @@ class SpeculativeConfig:
     def _check_together(self) -> None:
         """Fields that need or exclude one another. Raises ValueError."""
         k = self.num_speculative_tokens
+        if self.tree is not None and self.rejection_sample_method == "block":
+            raise ValueError("rejection_sample_method='block' is for chains; speculative_token_tree is a tree")
         if self.use_heterogeneous_vocab:
             if not self.drafts_by_model:
                 raise ValueError("use_heterogeneous_vocab is for draft models")

@@ -56,6 +56,7 @@ from outrider.rpc.messages import (
     TargetEvent,
     TargetInfo,
 )
+from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.telemetry import StepTracer
@@ -310,6 +311,8 @@ def start_local(
     folder = _folder(speculation)
     has_head = speculation is not None and bool(speculation.head)
     settings = _target_settings(arguments, arguments.model, device, k, folder if has_head else None)
+    if has_head and speculation is not None and speculation.tree is not None:
+        settings = settings.model_copy(update={"speculative_token_tree": speculation.speculative_token_tree})
     by_tokens = None if speculation is None or folder is not None else _local_drafter(arguments, speculation)
     try:
         loaded = load_target(settings)
@@ -356,7 +359,9 @@ def start_local(
     options = SpeculationOptions()
     if speculation is not None:
         options = SpeculationOptions(
-            acceptance=acceptance_of(speculation.rejection_sample_method),
+            acceptance=AcceptanceRule.COUPLED  # trees are not for rejection
+            if speculation.tree is not None
+            else acceptance_of(speculation.rejection_sample_method),
             greedy_draft=speculation.draft_sample_method == "greedy",
             draft_confidence=speculation.draft_confidence,
         )

@@ -32,6 +32,7 @@ from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.telemetry import StepTracer
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
+from outrider.target_service.local_draft import check_tree
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.profile import StepProfile, thread_split
 from outrider.target_service.sequence import TargetLimits
@@ -109,6 +110,7 @@ def new_engine(
         flush=flush,
         on_step=partial(tell_all, watchers) if watchers else None,
         head=head,
+        tree=settings.tree,
     )
 
 
@@ -164,6 +166,7 @@ def load_head(settings: TargetSettings, loaded: LoadedModel) -> Head | None:
         weights = target_weights(settings.model, loaded.model, settings.expand)
         head = heads.load_head(settings.head, weights, loaded.model.dtype, loaded.model.device)
         check_taps(head.taps, len(loaded.model.layers))
+        check_tree(settings.tree, head, loaded.model.takes_trees)
     except ValueError as error:
         raise UnsupportedModel(f"head (--head {settings.head}) does not fit the model: {error}") from error
     log.info("%s drafts beside the model, from layers %s", head.name, ", ".join(map(str, head.taps)))

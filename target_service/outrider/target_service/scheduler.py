@@ -73,8 +73,10 @@ class ScheduledSequence:
     @property
     def num_further(self) -> int:
         """Rows that a shorter window would save at most. In rejection mode one drafted token always stays: a cut then
-        puts tokens off and gives up none. A sequence's first window is whole: it shows what its draft is worth."""
+        puts tokens off and gives up none. A sequence's first window is whole: it shows what its draft is worth. So are
+        trees, of which acceptance by position does not say what a node is worth."""
         stays = not self.target.acceptance.tested or (self.target.rejects and len(self.window.ids) == 1)
+        stays = stays or bool(self.window.parents)
         return 0 if stays else self.num_verify_rows - 1
 
     def goodput_request(self) -> GoodputRequest:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
+from outrider.engine.token_tree import TokenTree
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics
+
+
+def checked_tree(text: str) -> str:
+    """The same. Raises ValueError for what is no tree."""
+    TokenTree.parse(text)
+    return text
 
 
 class TargetSettings(ServerSettings, ModelSettings):
@@ -22,6 +29,11 @@ class TargetSettings(ServerSettings, ModelSettings):
         None,
         description="folder of a head that drafts beside the model, or its hub id: EAGLE, EAGLE-3, MTP, MLP speculator "
         "or Medusa (of a model with MTP layers: the model's own)",
+    )
+    speculative_token_tree: Annotated[str, AfterValidator(checked_tree)] | None = Field(
+        None,
+        description='what the head drafts for greedy and coupled requests in place of chains: paths as "[(0,), (1,), '
+        '(0, 0)]", whose numbers are ranks among the likeliest tokens',
     )
     prefix_cache: bool = Field(True, description="reuse the blocks of known prompts")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
@@ -38,3 +50,14 @@ class TargetSettings(ServerSettings, ModelSettings):
     expand: bool = Field(
         False, description="compute the same function by a network of about 300M parameters (Llama; for demonstrations)"
     )
+
+    @property
+    def tree(self) -> TokenTree | None:
+        """What the head drafts; None: chains."""
+        return None if self.speculative_token_tree is None else TokenTree.parse(self.speculative_token_tree)
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> Self:
+        if self.speculative_token_tree is not None and self.head is None:
+            raise ValueError("speculative_token_tree (--speculative-token-tree) is for a head; give --head DIR, too")
+        return self
