@@ -9,12 +9,18 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.engine.batch import BatchEntry, build_batch
+from outrider.engine.kv_cache import KVCache
 from outrider.pairs import PairPaths, pair_path
 from outrider.pairs.expansion import expand_llama, write_expanded
+from outrider.proposers.heads.head import TargetWeights
+from outrider.proposers.heads.loading import load_head
 
 # A part of sched.py, one of the library's files that no training saw.
 HELD_OUT = Path(__file__).parent / "data" / "held_out_sched.txt"
 PAIR_BYTES = 28_000_000
+HEAD_BYTES = 20_000_000
+HEADS = ("eagle3", "mlp_speculator", "medusa", "mtp")
 TARGET_LOSS = 3.3  # nats per token
 TURN_TOKENS = ["<|user|>", "<|assistant|>"]
 SMALL_EXPANSION = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4}
@@ -54,6 +60,37 @@ def test_pair_is_small_and_complete(pair: PairPaths) -> None:
         assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
         assert AutoConfig.from_pretrained(folder).vocab_size == 4096 + (folder == pair.pard)  # and the mask
     assert AutoConfig.from_pretrained(pair.pard).pard_token == 4096
+
+
+def test_heads_are_small_and_complete(pair: PairPaths) -> None:
+    assert set(pair.heads) == set(HEADS)
+    folders = pair.heads.values()
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) <= HEAD_BYTES
+    for folder in folders:
+        assert all(weight.dtype == torch.bfloat16 for weight in load_file(folder / "model.safetensors").values())
+    with pytest.raises(ValueError, match="has no head 'eagle'; there are: eagle3, medusa, mlp_speculator, mtp"):
+        pair.head_by("eagle")
+
+
+@pytest.mark.parametrize("method", HEADS)
+@torch.no_grad()
+def test_a_head_often_says_what_the_target_says(pair: PairPaths, held_out_ids: torch.Tensor, method: str) -> None:
+    """A token after the next, on text that no training saw."""
+    model, (ids,) = load(pair.target), held_out_ids[:, :256].tolist()
+    found = model(held_out_ids[:, :256], output_hidden_states=True)
+    shared = model.get_input_embeddings().weight
+    target = TargetWeights(shared, shared, model.config.num_hidden_layers, 1024)
+    head = load_head(pair.head_by(method), target, torch.float32, torch.device("cpu"))
+    assert head.name == method and head.most_tokens >= 4
+    features = torch.stack([found.hidden_states[layer][0, :-1] for layer in head.taps], dim=1)
+    cache = KVCache.allocate(head.layers, 17, torch.float32, "cpu", 16)
+    rows = build_batch([BatchEntry(ids[1:], 1, range(17), len(ids) - 1)], 16)
+    logits, _ = head.first(rows, features, cache)
+    agreed = logits.argmax(-1) == found.logits[0, 1:].argmax(-1)
+    assert agreed[8:].float().mean() > LEAST_AGREEMENT[method]
+
+
+LEAST_AGREEMENT = {"eagle3": 0.4, "mlp_speculator": 0.25, "medusa": 0.1, "mtp": 0.4}
 
 
 def test_both_models_share_one_tokenizer(pair: PairPaths) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from outrider.engine import checkpoint
 from outrider.engine.loader import LoadedModel, load_model
+from outrider.engine.models.weights import text_model_state
 from outrider.proposers.heads.eagle import default_taps
 from outrider.proposers.heads.head import TargetWeights
+from outrider.proposers.heads.target import target_weights
 from outrider.training.distill import DistillWeights
 from outrider.training.drafts import (
     HELD_OUT,
@@ -39,6 +41,7 @@ from outrider.training.model import bfloat16_products
 from outrider.training.parallel import chosen_ends, window_loss
 from outrider.training.train import train
 
+NORM = "model.norm.weight"
 HeadMethod = Literal["eagle3", "medusa", "mlp", "mtp"]
 NUM_TOKENS: Mapping[HeadMethod, int] = {"eagle3": 5, "medusa": 4, "mlp": 4, "mtp": 4}
 SAME_AS_TARGET = (
@@ -82,16 +85,13 @@ class HeadTarget:
 
     @classmethod
     def read(cls, folder: Path, loaded: LoadedModel) -> HeadTarget:
-        """Raises ValueError for a checkpoint of other names than Llama's."""
-        state = checkpoint.read_tensors(checkpoint.weight_files(folder))
-        names = ("model.embed_tokens.weight", "model.norm.weight")
-        absent = [name for name in names if name not in state]
-        if absent:
-            raise ValueError(f"{folder} has no tensor {absent[0]}; a head takes the target's embeddings from there")
-        embeddings, norm = (state[name].float() for name in names)
-        output = state.get("lm_head.weight", embeddings).float()
-        weights = TargetWeights(embeddings, output, len(loaded.model.layers), loaded.max_model_len)
-        return cls(checkpoint.read_config(folder), weights, norm)
+        """Raises UnsupportedModel, and ValueError for a checkpoint whose last norm has another name than Llama's."""
+        norm = text_model_state(checkpoint.read_tensors(checkpoint.weight_files(folder))).get(NORM)
+        if norm is None:
+            raise ValueError(f"{folder} has no tensor {NORM}, which a head begins with")
+        found = target_weights(folder, loaded.model)
+        weights = replace(found, embeddings=found.embeddings.float(), output=found.output.float())
+        return cls(checkpoint.read_config(folder), weights, norm.float())
 
 
 def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[Acceptance]:
