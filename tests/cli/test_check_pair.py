@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from support.heads import random_head_of
 from support.models import save_tiny, save_words, train_byte_level
 from support.services import outrider, succeed
 
@@ -128,3 +130,25 @@ def test_the_embedded_pair(repository: Path) -> None:
 )
 def test_tokens_per_round(acceptance: list[float], tokens: int, expected: float) -> None:
     assert tokens_per_round(acceptance, tokens) == pytest.approx(expected)
+
+
+def test_a_head_beside_its_target(tmp_path: Path, text: Path) -> None:
+    """Random weights are hardly ever right; one for another width is no pair."""
+    target = checkpoint(tmp_path / "target")
+    head = str(random_head_of(target, "eagle3", tmp_path / "head"))
+    arguments = ("check-pair", "--target", str(target), "--head", head)
+    assert "give --text FILE" in succeed(*arguments)
+    out = succeed(*arguments, "--text", str(text), "--num-draft-tokens", "3")
+    assert re.search(
+        r"head +eagle3, from layers 0, 1, 2 of the target; it drafts one after the other, at most 128", out
+    )
+    assert re.search(r"read +16 places of the text", out)
+    for name in ("greedy", "at temperature 1"):
+        assert re.search(
+            rf"acceptance +0\.\d+.* {name} \(by position, of those tested\); [12]\.\d+ tokens a round", out
+        ), out
+    wide = random_head_of(pair_path().target, "medusa", tmp_path / "wide")
+    done = outrider("check-pair", "--target", str(target), "--head", str(wide))
+    assert done.returncode == 1 and f"head (--head {wide}) does not fit the model" in done.stderr
+    done = outrider(*arguments, "--draft", str(target))
+    assert done.returncode == 2 and "give --draft DIR, or --head DIR" in done.stderr
