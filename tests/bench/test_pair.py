@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.bench import Measured, run_bench, texts_of
+from support.heads import random_head_of
 from support.services import START_S
 
 from outrider.bench.figures import draw_pair, write_figure
@@ -31,13 +32,14 @@ from outrider.client import SpeculationStats
 from outrider.pairs import pair_path
 from outrider.rpc.sampling_params import AcceptanceRule
 
-WAYS = {"outrider plain", "outrider rejection"}
+WAYS = {"outrider plain", "outrider rejection", "outrider head"}
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """What --quick prints, and its result."""
-    smaller = ("--modes", "plain,rejection,coupled", "--floor-passes", "1", "--no-transformers")
+    """What --quick prints, and its result; with a head of random weights beside."""
+    head = random_head_of(pair_path().target, "medusa", tmp_path_factory.mktemp("head"))
+    smaller = ("--modes", "plain,rejection,coupled", "--floor-passes", "1", "--no-transformers", "--head", str(head))
     return run_bench(tmp_path_factory.mktemp("bench"), "--quick", *smaller)
 
 
@@ -50,6 +52,7 @@ def test_quick_measures_every_way(quick: Measured) -> None:
     assert len(drafted["tested"]) == 4 and drafted["share_of_floor"]["median"] > 0
     assert drafted["round_ms"].keys() == {"total", "draft", "wire", "queue", "verify", "sample", "gateway", "rows"}
     assert drafted["round_ms"]["rows"] == 5
+    assert len(greedy["ways"]["outrider head"]["tested"]) == 4  # where its rounds' time goes is not looked at
     assert drafted["rows"]["median"] in (4, 5)  # the last windows are short
     assert greedy["ways"]["outrider plain"]["rows"]["median"] == 1
     assert greedy["ratios"]["outrider rejection / outrider plain"]["median"] > 0

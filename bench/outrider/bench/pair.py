@@ -26,6 +26,7 @@ from outrider.bench.pair_report import describe_block, last_result, moved, rende
 from outrider.bench.processes import (
     ServiceAddresses,
     start_floor,
+    start_head,
     start_peer,
     start_services,
     start_transformers,
@@ -37,6 +38,7 @@ from outrider.bench.worker import BenchWorker
 from outrider.cli.local_services import Folders, Services
 from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.planner.policy import Policy
+from outrider.rpc.hub import locate
 from outrider.rpc.sampling_params import AcceptanceRule
 
 BenchMode = Literal["plain", "rejection", "coupled", "chains", "branches", "auto"]
@@ -65,6 +67,9 @@ class BenchSettings(PairSettings):
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], BeforeValidator(split_ids)] = Field(
         (0.0, 1.0), min_length=1, description="temperatures, as in 0,1"
     )
+    head: Path | None = Field(
+        None, description="folder or hub id of a head: the same target with it beside, as a way of its own"
+    )
     modes: Annotated[tuple[BenchMode, ...], BeforeValidator(split_ids)] = Field(
         ("plain", "rejection", "coupled", "auto"), description="ours, as in auto,branches (rejection, coupled: in turn)"
     )
@@ -85,6 +90,11 @@ class BenchSettings(PairSettings):
         False,
         description="does it run? Where nothing else is said, one stream, one repeat, the small target; stores nothing",
     )
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether the target is made large."""
+        return self.expand and self.target is None
 
     def effective(self) -> BenchSettings:
         """With what --quick stands for."""
@@ -160,6 +170,8 @@ def run(settings: BenchSettings) -> Json:
         fleet = start_services(services, folders, settings.num_draft_tokens, settings.start_timeout)
         backends = [*our_backends(runner, fleet.gateway, settings), *peers]
         runner.run(wait_for_draft(fleet.gateway, settings.start_timeout))
+        if settings.head is not None:
+            backends.append(_start_head(services, runner, settings, locate(settings.head)))
         result = new_result(machine, _setup(settings, pair, len(prompts[0]))) | {"blocks": []}
         for cell in [Cell(batch, temperature) for batch in settings.batches for temperature in settings.temperatures]:
             note(title(asdict(cell)))
@@ -175,6 +187,15 @@ def our_backends(runner: asyncio.Runner, address: str, settings: BenchSettings) 
         GatewayBackend(f"outrider {mode}", runner, address, 0 if mode == "plain" else k, *OUR_MODES[mode])
         for mode in settings.modes
     ]
+
+
+def _start_head(services: Services, runner: asyncio.Runner, settings: BenchSettings, head: Path) -> GatewayBackend:
+    """Drafting in turn, by the target itself. An expansion is made in memory there: a head reads the first channels of
+    what is known to be one."""
+    folders, k = settings.checkpoints()[0], settings.num_draft_tokens
+    address = start_head(services, folders.target, head, settings.is_expanded, k, settings.start_timeout)
+    runner.run(wait_for_draft(address, settings.start_timeout, with_draft=False))
+    return GatewayBackend("outrider head", runner, address, k)
 
 
 def start_peers(stack: ExitStack, settings: BenchSettings, folders: Folders) -> Iterator[BenchBackend]:
@@ -224,7 +245,7 @@ def _block(
     fitting = [backend for backend in backends if backend.fits(cell)]
     block = measure_cell(settings, cell, fitting, floor, prompts)
     for backend in fitting:
-        if isinstance(backend, GatewayBackend) and backend.mode == "sequential":
+        if isinstance(backend, GatewayBackend) and backend.mode == "sequential" and backend.address == fleet.gateway:
             measured = measure_rounds(
                 fleet,
                 cell,
@@ -242,7 +263,7 @@ def _folders(settings: BenchSettings, stack: ExitStack) -> tuple[Folders, str]:
     """The checkpoints, and what to call them. The expansion is written to a folder that ends with the bench, because
     peers load folders."""
     folders, name = settings.checkpoints()
-    if not settings.expand or settings.target is not None:
+    if not settings.is_expanded:
         return folders, name
     from outrider.pairs.expansion import write_expanded
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.worker import BenchWorker, BenchWorkerFailed, on_cores
-from outrider.cli.local_services import LOOPBACK, POLL_S, Folders, Service, Services, has_draft
+from outrider.cli.local_services import LOOPBACK, POLL_S, Folders, Service, Services, has_peers
 from outrider.client import Client
 from outrider.rpc.settings import usable_cores
 
@@ -40,16 +40,30 @@ def start_services(services: Services, folders: Folders, num_draft_tokens: int, 
     return ServiceAddresses(target.address, draft.address, gateway.address)
 
 
+def start_head(
+    services: Services, target: Path, head: Path, expand: bool, num_draft_tokens: int, timeout_s: float
+) -> str:
+    """Starts a target with a head, of a checkpoint or of its expansion, and a gateway; the gateway's address."""
+    own = start_target(services, target, "--head", str(head), *(["--expand"] if expand else []))
+    services.wait(own, timeout_s)
+    gateway = _start(
+        services, "gateway", "--target", own.address, "--tokenizer", str(target),
+        "--num-draft-tokens", str(num_draft_tokens), "--mode", "sequential",
+    )  # fmt: skip
+    return services.wait(gateway, timeout_s)
+
+
 def start_target(services: Services, folder: Path, *more: str, cores: Sequence[int] = ()) -> Service:
     """A target; it does not listen yet. It keeps no prompts: nobody else does between runs."""
     with on_cores(cores):
         return _start(services, "target", "--model", str(folder), "--no-prefix-cache", *more)
 
 
-async def wait_for_draft(address: str, timeout_s: float) -> None:
-    """Returns when the gateway has found both. Raises TimeoutError. On the caller's loop, as readiness's is not."""
+async def wait_for_draft(address: str, timeout_s: float, with_draft: bool = True) -> None:
+    """Returns when the gateway has found both; a target is enough where there is no draft. Raises TimeoutError. On the
+    caller's loop, as readiness's is not."""
     async with asyncio.timeout(timeout_s), Client(address) as client:
-        while not await has_draft(client):  # noqa: ASYNC110  # the event is in another process
+        while not await has_peers(client, with_draft):  # noqa: ASYNC110  # the event is in another process
             await asyncio.sleep(POLL_S)
 
 

@@ -178,11 +178,6 @@ async def _wait(address: str, end: float, check: Callable[[], None], with_draft:
             await asyncio.sleep(POLL_S)
 
 
-async def has_draft(client: Client) -> bool:
-    """Whether the gateway has found its peers."""
-    return await has_peers(client, with_draft=True)
-
-
 async def has_peers(client: Client, with_draft: bool) -> bool:
     """Whether the gateway has found its target, and its draft if it has one."""
     try:
