@@ -24,8 +24,9 @@ LAYOUTS = (*METHODS, "p-eagle")
 
 def target_weights(hf: Any, loaded: LoadedModel) -> TargetWeights:
     """Of the transformers model that the target was built from."""
-    embeddings, output = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
-    return TargetWeights(embeddings.detach(), output.detach(), len(loaded.model.layers), loaded.max_model_len)
+    modules = hf.get_input_embeddings(), hf.get_output_embeddings()
+    embeddings, output = (module.weight.detach().to(loaded.model.device) for module in modules)
+    return TargetWeights(embeddings, output, len(loaded.model.layers), loaded.max_model_len)
 
 
 def save_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -38,12 +39,12 @@ def save_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Ten
     return folder
 
 
-def random_head(method: str, folder: Path, hf: Any, loaded: LoadedModel, seed: int = 0) -> Head:
+def random_head(method: str, folder: Path, hf: Any, loaded: LoadedModel, seed: int = 0, scale: float = 0.2) -> Head:
     """As small as the target."""
     weights = target_weights(hf, loaded)
     config, shapes = SHAPES[method](hf.config)
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_head(folder, config, tensors)
     return load_head(folder, weights, loaded.model.dtype, loaded.model.device)
 

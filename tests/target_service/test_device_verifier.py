@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.devices import PretendedDevice, Replayed, gpu
 from support.engines import BLOCK, COUPLED, REJECTION, VOCAB, TargetHarness, opened
+from support.heads import random_head
 from support.kernels import interpreter
 from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
@@ -144,3 +146,37 @@ def test_trees_beside_chains(checkpoint: Any, on_host: LoadedModel, gpu: Pretend
         number: plain[number] for number in (1, 2, 5)
     }
     assert sum(c.num_accepted for number in (1, 2, 5) for c in expected[number]) > 2
+
+
+HEAD_REQUESTS = {"greedy": PLAIN["greedy"], "coupled": PLAIN["coupled"], "block": PLAIN["block, cut"]}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mlp_speculator", "medusa", "p-eagle"))],
+)
+def test_a_head_drafts_on_the_device_what_it_drafts_on_the_host(
+    gpu: PretendedDevice | None, layout: str, tmp_path: Path
+) -> None:
+    """From the states that a captured step leaves, or one with prompts, which is not captured."""
+    sizes = {**SMALLEST, "num_hidden_layers": 2}
+    hf = tiny_hf_model("llama", **sizes)
+    commits: list[dict[int, list[Commit]]] = []
+    for device in ("cpu", "cuda"):
+        loaded = build_decoder(tiny_config("llama", **sizes), tiny_state(hf), dtype="float32", device=device)
+        harness = TargetHarness.of(loaded, head=random_head(layout, tmp_path, hf, loaded))
+        runner = harness.engine._runner
+        if device == "cuda":
+            runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
+            harness.engine.verifier = verifier_of(runner, VOCAB)
+        requests = [
+            replace(request, method="eagle3" if layout == "p-eagle" else layout)
+            for request in requests_of(HEAD_REQUESTS)
+        ]
+        for request in requests:
+            harness.send(request, Credit(request.sequence_id, 1 << 20, 1))
+        harness.run()
+        commits.append({request.sequence_id: harness.commits(request.sequence_id) for request in requests})
+    check_equal(commits[1], commits[0])
+    drafted = [commit.num_drafted for found in commits[1].values() for commit in found]
+    assert sum(drafted) > len(HEAD_REQUESTS)

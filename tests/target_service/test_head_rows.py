@@ -18,6 +18,7 @@ from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Close, Credit, Open
+from outrider.target_service.goodput import Goodput
 from outrider.target_service.sequence import TargetSequence
 
 LAYERS = ("eagle3", "p-eagle", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("eagle", "mtp")))
@@ -135,6 +136,36 @@ def test_a_block_that_the_head_has_to_wait_for(models: Any, head: Head, k: int) 
     checked.run()
     assert checked.harness.output(2) == alone(models[1], asked(2, prompt_of(2, 30), head, max_tokens=20))
     assert checked.harness.engine.scheduler.num_preempted == 1 and checked.num_checked > 4
+
+
+def test_windows_that_are_cut(models: Any, head: Head) -> None:
+    """What a cut leaves of a chain is the next window, for which nothing was drafted: its time is told once."""
+    loaded, checked = models[1], Checked(models, head)
+    checked.harness.engine.scheduler.goodput = Goodput(((1, 100), (4, 1_000), (64, 64_000)))
+    requests = [
+        asked(number, prompt_of(number), head, max_tokens=24, temperature=float(number % 2), acceptance=COUPLED)
+        for number in range(1, 5)
+    ]
+    for request in requests:
+        checked.harness.send(request, Credit(request.sequence_id, FAR, 6))
+    checked.run()
+    assert [checked.harness.output(r.sequence_id) for r in requests] == [alone(loaded, r) for r in requests]
+    assert checked.harness.engine.scheduler.num_rows_cut > 0
+    for request in requests:
+        told: dict[int | None, list[bool]] = {}
+        for commit in checked.harness.commits(request.sequence_id):
+            told.setdefault(commit.chain, []).append(commit.timings.draft_us > 0)
+        assert not any(told.pop(None)) and all(took == [True] + [False] * (len(took) - 1) for took in told.values())
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "medusa", "p-eagle"])
+def test_a_head_whose_numbers_are_none_drafts_nothing(models: Any, layout: str, tmp_path: Path) -> None:
+    broken = random_head(layout, tmp_path, *models, scale=float("nan"))
+    harness = TargetHarness.of(models[1], head=broken)
+    harness.send(asked(1, prompt_of(1), broken, max_tokens=12), Credit(1, FAR, 4))
+    harness.run()
+    assert harness.output(1) == alone(models[1], asked(1, prompt_of(1), broken, max_tokens=12))
+    assert {commit.num_drafted for commit in harness.commits(1)} == {0}
 
 
 def test_others_in_the_step(models: Any, head: Head) -> None:

@@ -351,7 +351,8 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
     cache.publish(sequence, len(sequence))
     target.sampler.append(verified.ids)
     target.chains.advance()
-    target.head_chain = None
+    if scheduled.window.ids:
+        target.head_chain = None
     target.last_commit = target.ready_since = step.ended
     if scheduled.committed == target.prompt_len + len(target.open.output_ids):
         target.patience_spent = False  # the first token waited for no draft; from here on patience counts
