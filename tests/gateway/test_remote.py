@@ -31,7 +31,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import MAX_FAILURES
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from outrider.rpc.messages import Commit, Credit, DraftInfo, Failure, TargetInfo
+from outrider.rpc.messages import Commit, Credit, DraftInfo, DraftMethod, Failure, TargetInfo
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.stream import StreamConfig
 
@@ -95,6 +95,25 @@ async def test_a_request_goes_where_all_that_it_sets_is_known() -> None:
         for salt in salts:
             assert await generate(drafts, targets, request(8, salt=salt)) == expected(PROMPT, 8)
         assert older.opens and len(draft.opens) == 12
+
+
+async def test_a_sequence_goes_where_the_head_is_that_it_asks_for() -> None:
+    """As long as it is there; what any of the targets has is offered."""
+    head = DraftMethod("eagle3", needs_features=True, can_run_ahead=False)
+    without, having = (TargetServicer(ToyTarget(info=replace(target_info(), methods=own))) for own in ((), (head,)))
+    async with (
+        serving(without) as one,
+        serving(having) as two,
+        RemoteTargets([one.address, two.address], stream_config=QUICK) as targets,
+    ):
+        await asyncio.wait_for(targets.wait_admitted(), 30)
+        await until(lambda: targets.info.methods == (head,))
+        asked = [request(9, completion=number, method="eagle3") for number in range(6)]
+        assert await asyncio.gather(*(generate(None, targets, one) for one in asked)) == [expected(PROMPT, 9)] * 6
+        assert (len(without.opens), len(having.opens)) == (0, 6)
+        await two.stop()
+        assert await generate(None, targets, request(9, method="eagle3")) == expected(PROMPT, 9)
+        assert len(without.opens) == 1
 
 
 async def test_a_server_that_was_not_there_yet() -> None:

@@ -25,6 +25,7 @@ from outrider.rpc.messages import (
     Commit,
     DraftEvent,
     DraftInfo,
+    DraftMethod,
     DraftTokens,
     Open,
     Reloaded,
@@ -96,13 +97,15 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         super().__init__(addresses, TARGET_SERVICE, check, stream_config, lookup)
         self.on_model: Callable[[], None] = lambda: None
         self._info: TargetInfo | None = None
+        self._methods: tuple[DraftMethod, ...] = ()
 
     @property
     def info(self) -> TargetInfo:
-        """What a target of the present model says of itself. Unavailable before one is chosen."""
+        """What a target of the present model says of itself, with the heads that any of them has. Unavailable before
+        one is chosen."""
         if self._info is None:
             raise Unavailable("no target has answered yet", reason="NO_TARGET", retry_after_ms=1000)
-        return self._info
+        return self._info if self._info.methods == self._methods else replace(self._info, methods=self._methods)
 
     @property
     def usable(self) -> bool:
@@ -118,8 +121,8 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         refused_by: Sequence[VerifierLink] = (),
     ) -> VerifierLink | None:
         """Starts a sequence: a fork beside its parent, any other where its prompt sends it among the targets of its
-        model, and of those among the ones that compute `like` the target before, if there are any. Targets that fail
-        again and again come last."""
+        model, and of those among the ones that compute `like` the target before, if there are any, and that have the
+        head that is asked for. Targets that fail again and again come last."""
         asked = [replica for replica in self.replicas if any(replica.opened(link) for link in refused_by)]
         able = [replica for replica in self._able(request) if replica not in asked]
         models = {replica: replica.info.model for replica in able if replica.info is not None}
@@ -131,7 +134,8 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
                     return replica.open(request, on_event, fork_of)
         sound = allowed_by_breaker(fitting) or fitting
         equal = [replica for replica in sound if models[replica].arithmetic == like]
-        chosen = self._place(request, equal or sound)
+        heads = [replica for replica in equal or sound if _offers(replica.info, request.named_methods)]
+        chosen = self._place(request, heads or equal or sound)
         return None if chosen is None else chosen.open(request, on_event)
 
     @property
@@ -154,6 +158,8 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         digest = choose_model(self._digest, answers)
         usable = [replica.info for replica in self.replicas if replica.usable and replica.info is not None]
         fitting = [info for info in usable if info.model.digest == digest]
+        if fitting:
+            self._methods = tuple(dict.fromkeys(method for info in fitting for method in info.methods))
         if not fitting or self._info in fitting:
             return
         before, self._info = self._digest, fitting[0]
@@ -205,7 +211,7 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         return None if chosen is None else chosen.open(request, on_event)
 
 
-def _offers(info: DraftInfo | None, methods: Sequence[str]) -> bool:
-    """Whether a draft has these methods; every one has its default."""
+def _offers(info: DraftInfo | TargetInfo | None, methods: Sequence[str]) -> bool:
+    """Whether a draft or a target has these methods; every one has its default."""
     known = () if info is None else [method.name for method in info.methods]
     return all(method in known for method in methods)
