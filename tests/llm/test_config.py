@@ -110,8 +110,9 @@ def test_trees() -> None:
     chain = SpeculativeConfig(method="draft_model", model="x", speculative_token_tree="[(0,), (0, 0)]")
     assert chain.num_speculative_tokens == 2 and chain.tree is None
     chain.require_supported()
-    with pytest.raises(Unsupported, match="is a tree, and method draft_model drafts chains"):
-        SpeculativeConfig(method="draft_model", model="x", speculative_token_tree=tree).require_supported()
+    SpeculativeConfig(method="draft_model", model="x", speculative_token_tree=tree).require_supported()
+    with pytest.raises(Unsupported, match="is a tree, and method pard drafts chains"):
+        SpeculativeConfig(method="pard", model="x", speculative_token_tree=tree).require_supported()
 
 
 def test_unknown_keys_say_what_was_meant() -> None:

@@ -93,11 +93,23 @@ def test_trees_change_no_token(
     assert after[0] - before[0] > 4 * (after[1] - before[1]) > 0, "sampled requests have trees, too"
 
 
+def test_trees_of_a_draft_model_change_no_token(tiny_pair: TinyPair, plainly: list[Any]) -> None:
+    prompts = prompts_of(6, seed=1)
+    greedy = SamplingParams(temperature=0, max_tokens=32)
+    speculative = {"num_speculative_tokens": None, "speculative_token_tree": TREE}
+    with started(tiny_pair, tiny_pair.draft, speculative=speculative) as made:
+        assert ids_of(made.generate(prompts, greedy, **QUIET)) == [greedy_ids(tiny_pair, p, 32) for p in prompts]
+        assert told(made) == plainly
+        found = metrics_of(made)
+    assert found["num_draft_tokens"].value > 4 * found["num_drafts"].value > 0
+    assert found["num_accepted_tokens"].value > 0
+
+
 def test_a_tree_that_the_head_cannot_draft(tiny_pair: TinyPair, head_of: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="speculative_token_tree: this eagle3 head drafts all tokens in one pass"):
         started(tiny_pair, head_of("p-eagle"), speculative={"speculative_token_tree": TREE})
-    with pytest.raises(NotImplementedError, match="is a tree, and method draft_model drafts chains"):
-        started(tiny_pair, tiny_pair.draft, speculative={"speculative_token_tree": TREE})
+    with pytest.raises(NotImplementedError, match="is a tree, and method pard drafts chains"):
+        started(tiny_pair, tiny_pair.draft, speculative={"speculative_token_tree": TREE, "method": "pard"})
 
 
 def test_auto_turns_a_head_off_that_is_never_right(tiny_pair: TinyPair, head_of: Callable[[str], Path]) -> None:

@@ -21,6 +21,7 @@ from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.random import RandomKey
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
+from outrider.engine.token_tree import TokenTree
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import draft_sample, greedy_choice, logits_to_probs
 from outrider.kernels.verify.reference import coupled_choice
@@ -72,12 +73,15 @@ class DraftHarness:
         batch_invariant: bool = True,
         more: Sequence[TokenProposer] = (),
         mappings: Sequence[PairMap] = (),
+        tree: TokenTree | None = None,
         **options: Any,
     ) -> None:
         self.loaded = tiny_draft(max_model_len, batch_invariant)
         joined = [JoinedVocabulary(mapping, mapping) for mapping in mappings]
         by_target = {vocabulary.mapping.target.fingerprint: vocabulary for vocabulary in joined}
-        self.method = build_model_method(self.loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=by_target)
+        self.method = build_model_method(
+            self.loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=by_target, tree=tree
+        )
         methods = make_methods([self.method, NgramProposer(2, 4), *more])
         self.engine = DraftEngine(methods, flush=self._flush, **options)
         self.events: list[DraftEvent] = []

@@ -13,6 +13,7 @@ from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelSta
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SamplingLike, SequenceSampler
+from outrider.engine.token_tree import TokenTree
 from outrider.planner.method_choice import MethodChoice, MethodRates
 from outrider.proposers.base import Lookup, SequenceContext, TokenProposer
 from outrider.proposers.draft_model import DraftModelProposer
@@ -43,6 +44,7 @@ class ModelMethod:
     cache: KVCacheManager
     eos_token_ids: tuple[int, ...] = ()
     vocabularies: dict[str, JoinedVocabulary] = field(default_factory=dict)  # by the fingerprint of a target's
+    tree: TokenTree | None = None  # what it drafts for greedy and coupled requests in place of chains
 
     @property
     def name(self) -> str:
@@ -93,6 +95,9 @@ def build_sequence(
         capacity = with_model.capacity
         text = _text(tokens, request.salt, with_model, mapping)
         model = _model_state(request, prompt_ids, with_model, mapping)
+        rejects = request.acceptance != AcceptanceRule.COUPLED and not request.sampling.greedy
+        if not by_turns and mapping is None and not rejects:
+            model = replace(model, tree=with_model.tree)
     context = SequenceContext(len(prompt_ids), request.salt, request.prediction)
     return DraftSequence(
         key=key,
@@ -132,6 +137,7 @@ def readmit(draft: DraftSequence, method: ModelMethod) -> None:
     prompt_ids, output_ids = tokens[: draft.prompt_len], tokens[draft.prompt_len : draft.committed]
     sampler = _sampler(state.sampler.params, prompt_ids, output_ids, method, mapping)
     draft.model = _state_of(sampler, replace(state.draft_sampling, ahead=RandomAhead()), method)
+    draft.model = replace(draft.model, tree=state.tree)
     draft.limits.capacity = method.capacity
 
 

@@ -23,6 +23,7 @@ from outrider.engine.batch import StepLimits
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import RunnerOptions, build_runner
+from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import Worker, set_switch_interval
 from outrider.proposers.base import LearningProposer, TokenProposer
 from outrider.proposers.reencoding import JoinedVocabulary
@@ -147,7 +148,7 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
     vocabularies = join_all(settings.target_tokenizer, folder, settings.vocabulary_level)
 
     def build() -> tuple[ModelMethod, ModelInfo]:
-        method = build_model_method(loaded, options, model_method(settings), vocabularies)
+        method = build_model_method(loaded, options, model_method(settings), vocabularies, settings.tree)
         return method, model_info(settings, loaded, method)
 
     return build
@@ -181,9 +182,12 @@ def build_model_method(
     options: RunnerOptions,
     name: str = "draft_model",
     vocabularies: dict[str, JoinedVocabulary] | None = None,
+    tree: TokenTree | None = None,
 ) -> ModelMethod:
     """The model over a cache of its own; `vocabularies` are those of `join_all`. Raises ValueError for a
     model that cannot draft by that method."""
+    if tree is not None and not loaded.model.takes_trees:
+        raise ValueError("speculative_token_tree: this draft's model computes chains alone; leave it out")
     runner = build_runner(loaded.model, options)
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
     return ModelMethod(
@@ -191,6 +195,7 @@ def build_model_method(
         cache,
         loaded.eos_token_ids,
         {} if vocabularies is None else vocabularies,
+        tree,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,12 @@ from outrider.draft_service.scheduler import LONG_PREFILL, BranchPlanner, Branch
 from outrider.draft_service.sequence import DraftSequence, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
+from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import require_device
 from outrider.planner.method_choice import MethodRates
 from outrider.proposers.base import LearningProposer, teach
-from outrider.proposers.draft_rows import DraftRows
+from outrider.proposers.draft_rows import DraftedToken, DraftRows
+from outrider.proposers.tree import GrowingTree
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
 from outrider.rpc.messages import (
     Close,
@@ -159,7 +161,7 @@ class DraftEngine:
         """Between two steps, drafts with another model of the same tokenizer. What is open gives up its blocks and goes
         on; returns how many sequences do. Raises what a first pass of it raises, before anything has changed."""
         probe(method.proposer.runner, method.cache.pool)
-        method = replace(method, vocabularies=self.model.vocabularies)
+        method = replace(method, vocabularies=self.model.vocabularies, tree=self.model.tree)
         drafts = [draft for draft in self._sequences.values() if draft.model is not None]
         for draft in drafts:
             self.scheduler.release(draft)
@@ -246,9 +248,11 @@ class DraftEngine:
         lines += [(draft, branch, branch.num_uncomputed) for draft, branch in branch_steps]
         rows = [row for draft, line, num_rows in lines if (row := draft.rows(line, num_rows)) is not None]
         draws = [row.draws for row in rows]
+        trees = [draft.tree for draft, _ in steps]
         lengths = [len(row.sequence) for row in rows]
-        counts = self._tokens_at_once(model, rows, steps, branch_steps)
+        counts = [1] * len(rows) if any(trees) else self._tokens_at_once(model, rows, steps, branch_steps)
         drafted = model.proposer.run(rows, counts)
+        grown = self._grow(model, rows, drafted, {i: tree for i, tree in enumerate(trees) if tree is not None})
         duration_us = (time.perf_counter_ns() - started) // 1000
         if self._observer is not None:
             self._observer.on_passes(1 if model.proposer.parallel else counts[0], len(rows), duration_us * 1e-6)
@@ -258,6 +262,8 @@ class DraftEngine:
             goes_on = len(line.sequence) >= length + count and not draft.ends_behind(line, tokens)
             line.ended = drew and not goes_on
             line.note(tokens)
+        for index, tree in grown.items():
+            steps[index][0].hold_tree(tree, duration_us)
         for draft, _ in steps:
             draft.chain.draft_us += duration_us
             # Less one: the last committed token may have to be computed again, so its block stays writable.
@@ -270,6 +276,31 @@ class DraftEngine:
                 time.time_ns() - 1000 * duration_us,
                 lambda: {BATCH_ROWS: sum(rows for _, rows in steps), BATCH_SEQUENCES: len(steps)},
             )
+
+    def _grow(
+        self,
+        model: ModelMethod,
+        rows: Sequence[DraftRows],
+        drafted: list[list[DraftedToken]],
+        shapes: Mapping[int, TokenTree],
+    ) -> dict[int, GrowingTree]:
+        """By row the trees, as far as there are blocks. The rows have drawn what stands first, which becomes a node and
+        no chain's token."""
+        grown: dict[int, GrowingTree] = {}
+        roots: list[DraftedToken] = []
+        for index, shape in shapes.items():
+            row = rows[index]
+            length = row.text.num_own(row.num_committed)
+            missing = self.cache.blocks_for(length + len(shape)) - len(row.sequence.block_table)
+            if drafted[index] and missing <= self.cache.pool.num_free:
+                self.cache.extend(row.sequence, num_tokens=length + len(shape))
+                row.text.truncate(row.num_committed, self.cache)
+                grown[index] = GrowingTree(shape)
+                roots += drafted[index]
+                drafted[index] = []
+        if grown:
+            model.proposer.grow([rows[index] for index in grown], roots, list(grown.values()))
+        return grown
 
     def _tokens_at_once(
         self,

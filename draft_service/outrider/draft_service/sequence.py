@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
+from outrider.engine.token_tree import TokenTree
 from outrider.planner.method_choice import MethodChoice, Offer
 from outrider.proposers.base import Lookup, SequenceContext
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftRule, DraftSampling
 from outrider.proposers.draft_text import DraftText
+from outrider.proposers.tree import GrowingTree
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Commit, Credit, DraftEvent, DraftTokens
 
@@ -38,6 +40,7 @@ class ModelState:
     draft_sampling: DraftSampling
     method: str = "draft_model"
     vocab_size: int = 2**32  # ids of the target below it can be computed
+    tree: TokenTree | None = None  # what is drafted in place of chains
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class DraftSequence:
     admitted: bool = False  # has looked into the prefix cache since it last held no blocks
     finished: bool = False  # the target commits nothing more
     released: bool = False
+    _tree: DraftTokens | None = None  # that is unsent
     _last_chain: int = field(init=False)  # the highest number given
     _chain_survived: bool = False  # the last commit left the chain alive
     _idle_at: int = -1  # the committed length at which an empty piece was sent
@@ -156,7 +160,7 @@ class DraftSequence:
     @property
     def num_top_tokens(self) -> int:
         """How many other tokens are noted at each position. A guess under rejection is hardly ever right."""
-        branching = self.limits.max_branches and self.text.can_branch and self.model is not None
+        branching = self.limits.max_branches and self.text.can_branch and self.model is not None and not self.model.tree
         return min(MAX_TOP_TOKENS, self.limits.max_branches) if branching and not self._weighs else 0
 
     @property
@@ -169,6 +173,22 @@ class DraftSequence:
         """Whether it is asked to, has something to branch from, and did not just have to make room for others."""
         asked = self.num_top_tokens > 0 and self.limits.piece_len > 0
         return asked and not self.finished and self.branches.evicted_at != self.committed
+
+    @property
+    def tree(self) -> TokenTree | None:
+        """What to draft behind the committed tokens now, if it is a tree: as large as a window, and no deeper than the
+        credit or the context."""
+        if self.model is None or self.model.tree is None or len(self.text) > self.committed or not self.wants_tokens:
+            return None
+        count = min(self.limits.piece_len, self.limit - self.committed, self.limits.capacity - len(self.sequence))
+        return self.model.tree.cut(count)
+
+    def hold_tree(self, tree: GrowingTree, draft_us: int) -> None:
+        """A tree was drafted: it leaves as a whole, and nothing more is drafted before the next commit."""
+        chain = self.chain
+        chain.ended, self._idle_at = True, self.committed
+        ids, parents = tuple(tree.ids), tuple(tree.parents)
+        self._tree = DraftTokens(self.key[1], chain.number, self.committed, ids, parents=parents, draft_us=draft_us)
 
     def end_of(self, branch: Branch) -> int:
         """Where a branch rests until it is chosen."""
@@ -184,7 +204,9 @@ class DraftSequence:
         if self.model is None:
             return None
         sampler, draft_sampling = self.model.sampler, self.model.draft_sampling.of_chain(chain.number, chain.start)
-        return DraftRows(chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, self.num_top_tokens)
+        tree = self.tree if chain is self.chain else None
+        num_top = self.num_top_tokens if tree is None else GrowingTree(tree).num_wanted(-1) - 1
+        return DraftRows(chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, num_top)
 
     def ends_behind(self, chain: Chain, drafted: Sequence[DraftedToken]) -> bool:
         """Whether a chain, or a branch, ends with what was just drawn, since what follows would hardly hold.
@@ -226,6 +248,9 @@ class DraftSequence:
             raise FailedPrecondition(message, reason="COMMIT_GAP")
         new = commit.ids[self.committed - commit.position :]
         self._judge_method(commit, new)
+        if self.model is not None and self.model.tree is not None and commit.dropped:
+            self.model = replace(self.model, tree=None)  # this target takes none
+        self._tree = None if new else self._tree
         self.branches.observe(self.chain, commit, new)
         agreed = _common_prefix(new, self.text.tokens[self.committed :])
         branch = self.branches.matching(self.committed, new) if agreed < len(new) else None
@@ -250,6 +275,9 @@ class DraftSequence:
         """The pieces that are due: full ones, and the rest when nothing more will come without another message. Of the
         branches those for the verification under way."""
         sequence_id, piece_len, limit = self.key[1], self.limits.piece_len, self.limit
+        if self._tree is not None and not self.finished:
+            tree, self._tree = self._tree, None
+            yield tree
         while unsent := 0 if self.finished else max(0, min(self.chain.num_unsent, limit - self.chain.sent)):
             if unsent < piece_len and self.wants_passes and not self._awaited:
                 break

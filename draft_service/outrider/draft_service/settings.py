@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from outrider.engine.token_tree import TokenTree
 from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model, split_methods
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings
 
@@ -31,6 +32,11 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     quantization: Literal["int8"] | None = Field(
         None, description="round the model's weights to 8 bits: on a CPU, where they are read faster (as they are)"
     )
+    speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = Field(
+        None,
+        description="what draft_model drafts for greedy and coupled requests in place of chains: paths as "
+        '"[(0,), (1,), (0, 0)]", whose numbers are ranks among the likeliest tokens',
+    )
     target_tokenizer: list[Path] = Field(
         default_factory=list,
         description="folder of a target's checkpoint or tokenizer, or its hub id: a model of another vocabulary then "
@@ -39,6 +45,11 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     allow_reload: bool = Field(
         False, description="other weights may be put in the model's place while it serves: outrider reload"
     )
+
+    @property
+    def tree(self) -> TokenTree | None:
+        """What the model drafts; None: chains."""
+        return None if self.speculative_token_tree is None else TokenTree.parse(self.speculative_token_tree)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -54,6 +65,8 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
             raise ValueError("give --model DIR, or --method ngram, which needs no model")
         if self.allow_reload and self.model is None:
             raise ValueError("allow_reload (--allow-reload) is for a draft with a model; give --model DIR, too")
+        if self.speculative_token_tree is not None and self.methods != ("draft_model",):
+            raise ValueError("speculative_token_tree is drafted by --method draft_model alone; leave it out")
         if self.quantization is not None and self.model is None:
             raise ValueError(f"quantization is {self.quantization}, and there is no model: give --model DIR")
         return self

@@ -106,6 +106,12 @@ class TokenTree:
             )
         return cls.of(paths)
 
+    @staticmethod
+    def checked(text: str) -> str:
+        """The same text, for settings. Raises ValueError."""
+        TokenTree.parse(text)
+        return text
+
     @classmethod
     def of(cls, paths: Sequence[tuple[int, ...]]) -> Self:
         """Of paths in any order. Raises ValueError."""

@@ -135,12 +135,6 @@ def _model(value: object) -> object:
     return value
 
 
-def _token_tree(text: str) -> str:
-    """A list of paths, each a tuple of child numbers."""
-    TokenTree.parse(text)
-    return text
-
-
 RULES = {None: AcceptanceRule.AUTO, "standard": AcceptanceRule.AUTO, "block": AcceptanceRule.BLOCK}
 
 
@@ -178,7 +172,7 @@ class SpeculativeConfig:
     draft_lm_head_quantization: Annotated[Any, Only(None, why="drafts are computed in float32 or bfloat16")] = None
     revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
     code_revision: Annotated[Any, Only(None, why="models are folders: give the folder of that revision")] = None
-    speculative_token_tree: Annotated[str, AfterValidator(_token_tree)] | None = None
+    speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = None
     suffix_decoding_max_tree_depth: Annotated[Integer, integer(1)] = 24
     suffix_decoding_max_cached_requests: Annotated[Integer, integer(0)] = 10000
     suffix_decoding_max_spec_factor: Annotated[Number, Field(ge=0, description="a number of at least 0")] = 1.0
@@ -250,7 +244,7 @@ class SpeculativeConfig:
 
     @property
     def tree(self) -> TokenTree | None:
-        """What heads draft in place of chains; None where it is a chain."""
+        """What is drafted in place of chains; None where it is a chain."""
         tree = None if self.speculative_token_tree is None else TokenTree.parse(self.speculative_token_tree)
         return None if tree is None or tree.is_chain else tree
 
@@ -291,10 +285,10 @@ class SpeculativeConfig:
             self._require_tree()
 
     def _require_tree(self) -> None:
-        if self.tree is not None and not self.head:
+        if self.tree is not None and not self.head and self.method != "draft_model":
             raise Unsupported(
                 f"speculative_config['speculative_token_tree'] is a tree, and method {self.method} drafts chains; "
-                f"allowed: a chain, or one of {', '.join(sorted(HEADS))}"
+                f"allowed: a chain, or one of draft_model, {', '.join(sorted(HEADS))}"
             )
 
     def located(self, target: Path, trust_remote_code: bool = False) -> SpeculativeConfig:

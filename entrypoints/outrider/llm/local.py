@@ -227,7 +227,7 @@ class LocalDraft(LocalService):
         level, folder = settings.vocabulary_level, settings.model
         vocabularies = join_all(settings.target_tokenizer, folder, level) if folder is not None else {}
         options = draft_options(settings).beside_another()
-        method = build_model_method(loaded, options, model_method(settings), vocabularies)
+        method = build_model_method(loaded, options, model_method(settings), vocabularies, settings.tree)
         others = lookups or {}
         drafting = [others.get(name, method) for name in settings.methods] if others else [method]
         defaults = tuple(one.name for one in drafting) if others else ()
@@ -403,6 +403,9 @@ def _draft_settings(
         {
             "model": folder,
             "method": "draft_model" if speculation is None else speculation.method,
+            "speculative_token_tree": None
+            if speculation is None or speculation.tree is None
+            else speculation.speculative_token_tree,
             "allow_code": arguments.allow_code,
             "target_tokenizer": targets,
             "device": device,

@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 
 import torch
 
+from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.kernels.sampling.reference import (
@@ -21,6 +22,7 @@ from outrider.kernels.sampling.reference import (
 from outrider.proposers.device_draft import MOST_PASSES, DeviceChains
 from outrider.proposers.draft_rows import DraftedToken, DraftRows, DraftSampling
 from outrider.proposers.drawing import Drawer
+from outrider.proposers.tree import Fork, GrowingTree, grow
 
 
 class DraftModelProposer:
@@ -60,6 +62,28 @@ class DraftModelProposer:
         drawn = iter(self._drawer.draw(logits, [row for row in rows if row.draws]))
         drafted = [next(drawn) if row.draws else None for row in rows]
         return [_advance(row, token) for row, token in zip(rows, drafted, strict=True)]
+
+    @torch.inference_mode()
+    def grow(self, rows: Sequence[DraftRows], roots: Sequence[DraftedToken], trees: Sequence[GrowingTree]) -> None:
+        """Of sequences that have just drawn `roots` behind their committed tokens, `rows`: grows a tree of each, one
+        forward a level. Their blocks hold as many tokens as the tree has nodes, and nothing of it stays computed."""
+        sequence_of = {id(tree): row.sequence for tree, row in zip(trees, rows, strict=True)}
+        forks = {
+            index: Fork(tree, -1, row.sampler, row.draft_sampling, row.position, row.limit)
+            for index, (tree, row) in enumerate(zip(trees, rows, strict=True))
+        }
+        drawn: Sequence[DraftedToken | None] = roots
+        while grown := grow(forks, drawn):
+            entries: list[BatchEntry] = []
+            forks, num_rows = {}, 0
+            for one in grown:
+                tree, sequence = one.tree, sequence_of[id(one.tree)]
+                parts = tuple(tree.ids), len(sequence), sequence.block_table, len(tree.level), tuple(tree.parents)
+                entries.append(BatchEntry(*parts))
+                forks |= one.forks(num_rows)
+                num_rows += len(tree.level)
+            logits = self.runner.forward(entries)  # [nodes of the level, vocab]
+            drawn = self._drawer.draw(logits[list(forks)], list(forks.values()))
 
     @torch.inference_mode()
     def prepare(self, draft_sampling: DraftSampling, first: int, end: int) -> bool:

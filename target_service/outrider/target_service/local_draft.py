@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -26,7 +26,7 @@ from outrider.engine.token_tree import TokenTree
 from outrider.proposers.draft_rows import DraftedToken, DraftRule, DraftSampling
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head, MaskRow
-from outrider.proposers.tree import GrowingTree
+from outrider.proposers.tree import Fork, GrowingTree, grow
 from outrider.rpc.messages import DraftTokens, TokenWeights
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.scheduler import ScheduledSequence
@@ -99,6 +99,11 @@ class _Line:
         """Rows of tokens that are not known, where all are drafted in one pass."""
         return max(0, self.count - 1)
 
+    def fork(self, tree: GrowingTree) -> Fork:
+        """At the root."""
+        limit = self.length + self.count + 1
+        return Fork(tree, -1, self.target.sampler, self.draft_sampling, self.length, limit)
+
     def level_entries(self, tree: GrowingTree) -> list[BatchEntry]:
         """The rows of a tree's last level, which want logits; with places, behind those of all other nodes, since rows
         see those of their own pass."""
@@ -111,40 +116,6 @@ class _Line:
         """The row of the last token drawn."""
         token_id, place = self.drawn[-1].token_id, self.length + len(self.drawn) - 1
         return BatchEntry([token_id], place, self.target.sequence.block_table, 1) if self.keeps else _alone(token_id)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fork:
-    """What may follow a node of a line's tree."""
-
-    line: _Line
-    tree: GrowingTree
-    node: int
-
-    @property
-    def draft_sampling(self) -> DraftSampling:
-        """As the line's."""
-        return self.line.draft_sampling
-
-    @property
-    def num_top_tokens(self) -> int:
-        """Beside the one that is drawn."""
-        return self.tree.num_wanted(self.node) - 1
-
-    @property
-    def wants_confidence(self) -> bool:
-        """It is not."""
-        return False
-
-    def span(self) -> RandomRange:
-        """Nodes in one place have the same."""
-        span = self.line.span()
-        return replace(span, first=span.first + len(self.tree.path(self.node)))
-
-    def sampling_rows(self) -> SamplingRows:
-        """The row after the node, processed as if its path were committed."""
-        path = self.tree.path(self.node)
-        return SamplingRows(self.line.target.sampler, path, first=len(path))
 
 
 def _alone(token_id: int) -> BatchEntry:
@@ -325,22 +296,24 @@ class LocalDraft:
         """One pass a level; by row of `logits`, [rows, vocab], and `state`, [rows, width], the lines whose roots they
         are."""
         size, device = self._runner.block_size, state.device
-        forks = {row: _Fork(line, line.tree, -1) for row, line in lines.items() if line.tree is not None}
-        before: dict[int, Tensor] = {}  # by line the states behind which its nodes so far stand, [nodes, width]
+        forks = {row: line.fork(line.tree) for row, line in lines.items() if line.tree is not None}
+        line_of = {id(line.tree): line for line in lines.values()}
+        before: dict[int, Tensor] = {}  # by tree the states behind which its nodes so far stand, [nodes, width]
         depth = 0
         while forks:
-            grown = _grow(forks, self._drawer.draw(logits[list(forks)], list(forks.values())))
+            grown = grow(forks, self._drawer.draw(logits[list(forks)], list(forks.values())))
             entries: list[BatchEntry] = []
             states: list[Tensor] = []
             forks, row, depth = {}, 0, depth + 1
-            for line, tree, above in grown:
-                fresh = state[torch.tensor(above, device=device)]  # [nodes of the level, width]
+            for one in grown:
+                line, key = line_of[id(one.tree)], id(one.tree)
+                fresh = state[torch.tensor(one.rows, device=device)]  # [nodes of the level, width]
                 if line.keeps:
-                    before[id(line)] = fresh = torch.cat([*([before[id(line)]] if depth > 1 else []), fresh])
+                    before[key] = fresh = torch.cat([before[key], fresh]) if depth > 1 else fresh
                 states.append(fresh)
-                entries += line.level_entries(tree)
-                forks |= {row + tree.level.index(node): _Fork(line, tree, node) for node in tree.branching()}
-                row += len(tree.level)
+                entries += line.level_entries(one.tree)
+                forks |= one.forks(row)
+                row += len(one.tree.level)
             if forks:
                 batch = build_batch(entries, size, device)
                 logits, state = self.head.next(depth, batch, torch.cat(states), self._cache)
@@ -380,26 +353,6 @@ def check_tree(tree: TokenTree | None, head: Head, takes_trees: bool) -> None:
         problem = f"is {tree.depth} tokens deep; {head.name} drafts {head.most_tokens} in a row here"
     if problem is not None:
         raise ValueError(f"speculative_token_tree: {problem}")
-
-
-def _grow(
-    forks: Mapping[int, _Fork], drawn: Sequence[DraftedToken | None]
-) -> list[tuple[_Line, GrowingTree, list[int]]]:
-    """Adds a level to every tree of the forks, which are given by row. Returns those that branch on, and of each node
-    of the level the row that it follows."""
-    found: dict[int, dict[int, Sequence[int]]] = {}
-    row_of: dict[tuple[int, int], int] = {}
-    for (row, fork), token in zip(forks.items(), drawn, strict=True):
-        candidates = found.setdefault(id(fork.tree), {})
-        if token is not None:
-            candidates[fork.node] = (token.token_id, *token.top_tokens)
-        row_of[id(fork.tree), fork.node] = row
-    grown: list[tuple[_Line, GrowingTree, list[int]]] = []
-    for line, tree in {id(fork.tree): (fork.line, fork.tree) for fork in forks.values()}.values():
-        tree.grow(found[id(tree)])
-        if tree.branching():
-            grown.append((line, tree, [row_of[id(tree), tree.parents[node] - 1] for node in tree.level]))
-    return grown
 
 
 def _piece(line: _Line) -> DraftTokens:

@@ -12,12 +12,6 @@ from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics
 
 
-def checked_tree(text: str) -> str:
-    """The same. Raises ValueError for what is no tree."""
-    TokenTree.parse(text)
-    return text
-
-
 class TargetSettings(ServerSettings, ModelSettings):
     """What a target service is told at start, besides what all services are."""
 
@@ -30,7 +24,7 @@ class TargetSettings(ServerSettings, ModelSettings):
         description="folder of a head that drafts beside the model, or its hub id: EAGLE, EAGLE-3, MTP, MLP speculator "
         "or Medusa (of a model with MTP layers: the model's own)",
     )
-    speculative_token_tree: Annotated[str, AfterValidator(checked_tree)] | None = Field(
+    speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = Field(
         None,
         description='what the head drafts for greedy and coupled requests in place of chains: paths as "[(0,), (1,), '
         '(0, 0)]", whose numbers are ranks among the likeliest tokens',
