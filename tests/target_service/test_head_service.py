@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterable
 from functools import partial
@@ -13,12 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.engines import COUPLED, VOCAB, opened
+from support.fakes import until
 from support.heads import METHODS, SHAPES, save_head
 from support.models import save_tiny, tiny_hf_model
 
 from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.models.base import UnsupportedModel
+from outrider.gateway.peers.remote import RemoteTargets
+from outrider.gateway.speculation.loop import speculate
 from outrider.pairs.expansion import expand_llama
+from outrider.planner.policy import Policy, Round
 from outrider.proposers.heads.head import bytes_beside_block
 from outrider.rpc.channel import connect
 from outrider.rpc.codec import TARGET_INFO, TARGET_STREAM
@@ -108,6 +113,44 @@ async def test_the_service_offers_its_head_and_says_what_drafting_took(
 async def test_a_target_without_a_head_offers_none_and_decodes_plainly(folder: Path) -> None:
     info, commits = await served(settings_of(folder, None), [opened(1, range(3, 20), max_tokens=4, method="eagle")])
     assert info.methods == () and [commit.num_drafted for commit in commits[1]] == [0] * 4
+
+
+@pytest.mark.parametrize("second", ["the same head", "none"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "acceptance": COUPLED}], ids=["greedy", "coupled"])
+async def test_a_target_that_ends_gives_way_to_another(
+    sampling: dict[str, Any], second: str, folder: Path, tmp_path: Path
+) -> None:
+    """In mid-request, as the gateway's loop has it: what comes is the same, and the other's head drafts."""
+    head = saved_head("eagle3", tmp_path)
+    settings = [settings_of(folder, one) for one in (head, head if second == "the same head" else None)]
+    services = [build(one, load(one)) for one in settings]
+    for service in services:
+        await service.server.start()
+    found: list[Commit] = []
+    try:
+        async with RemoteTargets([service.server.address for service in services]) as targets:
+            first = targets.replicas[0]
+            await until(lambda: all(replica.usable for replica in targets.replicas), 60)
+            for start in itertools.count(3):  # a prompt's beginning says which target is asked first
+                request = opened(1, range(start, start + 30), max_tokens=60, ignore_eos=True, seed=9, method="eagle3",
+                                 **sampling)  # fmt: skip
+                rounds = speculate(None, targets, request, Policy(4, 0), at_target=True)
+                found = [closed.commit for closed in [await anext(rounds)] if isinstance(closed, Round)]
+                if first.links:
+                    break
+                await rounds.aclose()
+            async for closed in rounds:
+                assert isinstance(closed, Round)
+                found.append(closed.commit)
+                if len(found) == 3:
+                    await services[0].stop()
+    finally:
+        for service in services:
+            await service.stop()
+    _, plain = await served(settings_of(folder, None), [request])
+    assert tokens(found) == tokens(plain[1])
+    assert all(commit.num_drafted for commit in found[1:3])
+    assert any(commit.num_drafted for commit in found[-4:]) == (second == "the same head")
 
 
 def test_the_head_counts_in_the_size_of_the_cache(folder: Path, tmp_path: Path) -> None:
