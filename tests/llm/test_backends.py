@@ -14,11 +14,12 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fakes import ToyDraft, ToyTarget, expected
+from support.fakes import ToyDraft, ToyTarget, expected, target_info
 from support.gateways import over_grpc
 from support.models import train_byte_level
 from support.pairs import CHAT, TinyPair, greedy_ids
@@ -32,8 +33,10 @@ from outrider.llm import LLM, SamplingParams, Unsupported
 from outrider.llm.backends import speculation_options
 from outrider.llm.local import LocalBackend
 from outrider.rpc.errors import Unavailable
+from outrider.rpc.messages import DraftMethod
 from outrider.rpc.sampling_params import AcceptanceRule
 
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
 NINE_GREEDY = SamplingParams(temperature=0, max_tokens=9)
 
 
@@ -116,6 +119,28 @@ async def test_what_a_request_can_say(tmp_path: Path) -> None:
     assert target.opens[0].priority == 7
     with pytest.raises(Unavailable):
         await asyncio.to_thread(LLM, gateway="127.0.0.1:1")
+
+
+async def test_a_targets_head_is_asked_for_by_name(tmp_path: Path) -> None:
+    """Beside a draft, which is the default; a head that no target has is refused by name."""
+    head = (DraftMethod("eagle3", needs_features=True, can_run_ahead=False),)
+    target = ToyTarget(info=replace(target_info(), methods=head))
+
+    def use(address: str) -> None:
+        config = {"method": "eagle3", "num_speculative_tokens": 3}
+        with LLM(gateway=address, speculative_config=config) as made:
+            (output,) = made.generate([[11, 12, 13]], NINE_GREEDY, use_tqdm=False)
+            assert output.outputs[0].token_ids == expected([11, 12, 13], 9)
+            assert {metric.name: getattr(metric, "value", 0) for metric in made.get_metrics()}[DRAFTED] > 0
+        with (
+            LLM(gateway=address, speculative_config=config | {"method": "medusa"}) as made,
+            pytest.raises(ValueError, match=r"'medusa', a head that the target does not have; allowed: .*eagle3"),
+        ):
+            made.generate([[11, 12, 13]], NINE_GREEDY, use_tqdm=False)
+
+    async with gateway(tmp_path, target) as address:
+        await asyncio.to_thread(use, address)
+    assert [opened.method for opened in target.opens] == ["eagle3"]
 
 
 async def test_more_prompts_than_the_gateway_queues(tmp_path: Path) -> None:
