@@ -62,6 +62,7 @@ PRINTED = {
     "logprobs_and_metrics.py": r"Token 49: [\s\S]*num_drafts: [1-9][\s\S]*per_pos: \[\d+, \d+, \d+\]",
     "progress_bar.py": r"Generated 20 outputs\nTotal tokens: [12]\d\d\d",
     "old_keywords.py": r"Draft model: 'The future of', Generated text: '.+'\nN-grams: .+",
+    "eagle3.py": r"Generated: [\s\S]*Generated: [\s\S]*Mean acceptance length: [1-4]\.\d\d\n",
     "suffix_decoding.py": r"Generated: [\s\S]*Generated: [\s\S]*accepted_tokens: [1-9]",
     "chat.py": r"# user: a function that adds two numbers\n",
 }
