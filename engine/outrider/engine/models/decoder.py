@@ -41,6 +41,7 @@ class Embedding:
         return hidden if self._scale is None else hidden.mul_(self._scale)
 
 
+Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
 KEEP_PLAIN_BYTES = 2 << 30  # up to this size the weights are kept in a second layout, for steps of one or two rows
 
 
@@ -51,10 +52,10 @@ class Block:
         self,
         config: DecoderConfig,
         *,
-        qkv: Linear,
-        output: Linear,
-        gate_up: Linear,
-        down: Linear,
+        qkv: Product,
+        output: Product,
+        gate_up: Product,
+        down: Product,
         post_norm: Tensor,  # [hidden]: before the feed-forward
         output_norm: Tensor | None = None,  # [hidden]: of attention's output, before it is added
         down_norm: Tensor | None = None,  # [hidden]: of the feed-forward's

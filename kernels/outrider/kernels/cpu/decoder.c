@@ -373,3 +373,27 @@ void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float
         if (decoder->head.kind == TILES) tiles_end();
     }
 }
+
+/* Floats that `matrix_product` needs as scratch. */
+int64_t matrix_scratch(const Matrix *matrix, int64_t rows, int64_t threads) {
+    return placed_size(matrix->inputs, rows) + threads * own_scratch(rows, 0);
+}
+
+static void place_rows(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, float *out) {
+    for (CLAIM(row, rows)) place(matrix, rows, row, 0, matrix->inputs, x + row * matrix->inputs, out);
+    meet(thread);
+}
+
+/* One product by itself. x: [rows][inputs]; out: [rows][outputs]. */
+void matrix_product(const Matrix *matrix, const float *x, int64_t rows, float *out, float *scratch, int64_t threads) {
+    Team team = {0};
+    float *placed = scratch + threads * own_scratch(rows, 0);
+#pragma omp parallel num_threads((int)(threads < MOST_THREADS ? threads : MOST_THREADS))
+    {
+        Thread thread = join(&team, rows, 0, scratch);
+        if (matrix->kind == TILES) tiles_begin();
+        place_rows(&thread, matrix, x, rows, placed);
+        product(&thread, matrix, placed, rows, 0, out, matrix);
+        if (matrix->kind == TILES) tiles_end();
+    }
+}

@@ -49,7 +49,9 @@ class Kind(IntEnum):
 _NUMBERS = {Kind.FLOATS: torch.float32, Kind.HALVES: torch.int16, Kind.TILES: torch.int16, Kind.BYTES: torch.int8}
 
 
-class _Matrix(Structure):
+class Matrix(Structure):
+    """A weight as the kernels read it."""
+
     _fields_ = (
         *((name, c_void_p) for name in ("panels", "bias", "scales")),
         *((name, c_int64) for name in ("outputs", "inputs", "kind")),
@@ -58,7 +60,7 @@ class _Matrix(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("qkv", "output", "gate", "up", "down")),
+        *((name, Matrix) for name in ("qkv", "output", "gate", "up", "down")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "output_norm", "down_norm", "qk_norm")),
         ("cos", c_void_p), ("sin", c_void_p),
         ("window", c_int64),
@@ -71,7 +73,7 @@ class _Decoder(Structure):
         ("gate_is_gelu", c_int64), *((name, c_float) for name in ("eps", "scale", "softcap", "logit_softcap")),
         ("layers", POINTER(_Layer)),
         ("embeddings", c_void_p), ("num_embeddings", c_int64), ("embeddings_are_half", c_int64),
-        ("embedding_scale", c_float), ("norm", c_void_p), ("head", _Matrix),
+        ("embedding_scale", c_float), ("norm", c_void_p), ("head", Matrix),
     )  # fmt: skip
 
 
@@ -240,11 +242,11 @@ class CpuDecoder:
             layer.window or 0,
         )
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
         scales = row_scales(weight) if self.kind is Kind.BYTES else None
         panels = pack(weight, self.kind, scales)
         pointers = map(self._pointer, (panels, bias, scales))
-        return _Matrix(*pointers, weight.shape[0], weight.shape[1], self.kind)
+        return Matrix(*pointers, weight.shape[0], weight.shape[1], self.kind)
 
     def _pointer(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

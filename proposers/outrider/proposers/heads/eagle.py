@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.engine.models.base import WrongCheckpoint
@@ -37,19 +36,19 @@ class EagleHead(LayerHead):
             raise WrongCheckpoint(f"hidden_size: is {config.get('hidden_size')}; allowed: the target's, {hidden}")
         super().__init__(layer_config(config, target), reader, target, LAYER, hidden)
         self.taps = target.taps([target.num_layers])
-        self._fc = reader.tensor((hidden, 2 * hidden), "fc.weight", "model.fc.weight", "fusion_fc.weight")
+        weight = reader.tensor((hidden, 2 * hidden), "fc.weight", "model.fc.weight", "fusion_fc.weight")
         biases = [name for name in ("fc.bias", "model.fc.bias", "fusion_fc.bias") if name in reader]
-        self._fc_bias = reader.tensor((hidden,), *biases) if biases else None
-        self._output = target.output
+        self._fc = reader.product(weight, reader.tensor((hidden,), *biases) if biases else None)
+        self._output = reader.product(target.output)
 
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: `LayerHead.enter`."""
-        joined = F.linear(torch.cat([embedded, state], dim=-1), self._fc, self._fc_bias)  # [rows, hidden]
+        joined = self._fc(torch.cat([embedded, state], dim=-1))  # [rows, hidden]
         return joined, joined
 
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: `LayerHead.leave`."""
-        return F.linear(hidden, self._output).float(), hidden
+        return self._output(hidden).float(), hidden
 
 
 class Eagle3Head(LayerHead):
@@ -73,7 +72,7 @@ class Eagle3Head(LayerHead):
         elif hidden != of_target:
             raise WrongCheckpoint(f"hidden_size: is {hidden}, without embeddings; allowed: the target's, {of_target}")
         width = len(self.taps) * of_target
-        self._fc = reader.tensor((hidden, width), "fc.weight", "model.fc.weight")
+        self._fc = reader.product(reader.tensor((hidden, width), "fc.weight", "model.fc.weight"))
         self._whole_norm = reader.tensor((width,), "input_norm.weight") if own.get("norm_before_fc") else None
         self._tap_norms = [
             reader.tensor((of_target,), f"fc_norm.{index}.weight", f"model.fc_norm.{index}.weight")
@@ -89,7 +88,7 @@ class Eagle3Head(LayerHead):
         self._norm = reader.tensor((hidden,), "norm.weight", "model.norm.weight")
         self._vocab_size = len(target.output)
         num_outputs = int(config.get("draft_vocab_size") or self._vocab_size)
-        self._head = reader.tensor((num_outputs, hidden), "lm_head.weight")
+        self._head = reader.product(reader.tensor((num_outputs, hidden), "lm_head.weight"))
         self.mask = self._read_mask(own, reader, of_target)
         self._ids = None  # [outputs]: the target's, where they are fewer
         if num_outputs < self._vocab_size:
@@ -117,7 +116,7 @@ class Eagle3Head(LayerHead):
             joined = features.flatten(1)  # [rows, taps * of target]
         if self._whole_norm is not None:
             joined = self.norm(joined, self._whole_norm)
-        return F.linear(joined, self._fc)
+        return self._fc(joined)
 
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: `LayerHead.enter`."""
@@ -128,7 +127,7 @@ class Eagle3Head(LayerHead):
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: `LayerHead.leave`."""
         normed = self.norm(hidden, self._norm)
-        logits = F.linear(normed, self._head).float()  # [rows, outputs]
+        logits = self._head(normed).float()  # [rows, outputs]
         if self._ids is not None:
             whole = logits.new_full((len(logits), self._vocab_size), float("-inf"))
             logits = whole.index_copy_(1, self._ids, logits)

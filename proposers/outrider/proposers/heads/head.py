@@ -16,6 +16,9 @@ from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape, bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.models.base import WrongCheckpoint
+from outrider.engine.models.decoder import Product
+from outrider.kernels.cpu.linear import CpuLinear, can_multiply
+from outrider.kernels.layers.reference import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,14 @@ class HeadReader:
     def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._state, self.dtype, self.device = state, dtype, device
         self._read: dict[str, Tensor] = {}
+        self._products: dict[int, tuple[Tensor, Product]] = {}  # by what was told apart while it lives
+
+    def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:  # [out, in] and [out]
+        """By the C kernels where they take it, which read bfloat16 numbers as such; one for each weight."""
+        if id(weight) not in self._products:
+            made: Product = CpuLinear(weight, bias) if can_multiply(weight) else Linear(weight, bias)
+            self._products[id(weight)] = weight, made
+        return self._products[id(weight)][1]
 
     def __contains__(self, name: str) -> bool:
         return name in self._state

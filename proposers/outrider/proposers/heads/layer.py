@@ -18,10 +18,10 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
-from outrider.engine.models.decoder import Block
+from outrider.engine.models.decoder import Block, Product
 from outrider.engine.models.decoder_config import DecoderConfig, parse_config, rotary_tables
 from outrider.kernels.attention.plan import plan_attention
-from outrider.kernels.layers.reference import Linear, add_rms_norm, rms_norm
+from outrider.kernels.layers.reference import add_rms_norm, rms_norm
 from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights
 
 MOST_TOKENS = 128  # a draft may be as long as a window
@@ -130,12 +130,12 @@ def _block(config: DecoderConfig, reader: HeadReader, prefixes: tuple[str, ...],
     def named(name: str) -> tuple[str, ...]:
         return tuple(prefix + name for prefix in prefixes)
 
-    def linear(columns: int, *parts: tuple[str, int]) -> Linear:
+    def linear(columns: int, *parts: tuple[str, int]) -> Product:
         """Of parts (name, rows), on top of one another."""
         weight = torch.cat([reader.tensor((rows, columns), *named(f"{part}.weight")) for part, rows in parts])
         has_bias = any(name in reader for name in named(f"{parts[0][0]}.bias"))
         bias = [reader.tensor((rows,), *named(f"{part}.bias")) for part, rows in parts] if has_bias else []
-        return Linear(weight, torch.cat(bias) if bias else None)
+        return reader.product(weight, torch.cat(bias) if bias else None)
 
     qk_norm = None
     if config.family.qk_norm:

@@ -16,6 +16,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
+from outrider.engine.models.decoder import Product
 from outrider.proposers.heads.head import HeadReader, TargetWeights, check_ids
 
 
@@ -67,7 +68,8 @@ class MedusaHead:
         if config.num_outputs < config.vocab_size:
             self._token_map = reader.tensor((config.num_outputs,), "token_map").long()
             check_ids("token_map", self._token_map, config.vocab_size)
-        self._outputs = [self._output(config, reader, target, head) for head in range(config.num_heads)]
+        outputs = [self._output(config, reader, target, head) for head in range(config.num_heads)]
+        self._outputs = [reader.product(output) for output in outputs]
 
     def _output(self, config: MedusaConfig, reader: HeadReader, target: TargetWeights, head: int) -> Tensor:
         """[outputs, hidden]"""
@@ -84,21 +86,21 @@ class MedusaHead:
     def next(self, depth: int, batch: Batch, state: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """What is drafted before plays no part. Shapes: `Head.next`."""
         hidden = state
-        for weight, bias in self._blocks[depth]:
-            hidden = hidden + F.silu(F.linear(hidden, weight, bias))
-        logits = F.linear(hidden, self._outputs[depth]).float()  # [rows, outputs]
+        for block in self._blocks[depth]:
+            hidden = hidden + F.silu(block(hidden))
+        logits = self._outputs[depth](hidden).float()  # [rows, outputs]
         if self._token_map is None:
             return logits, state
         whole = logits.new_full((len(logits), self._vocab_size), float("-inf"))
         return whole.index_copy_(1, self._token_map, logits), state
 
 
-def _layers(config: MedusaConfig, reader: HeadReader, head: int) -> list[tuple[Tensor, Tensor | None]]:
-    """Of one head: weight [hidden, hidden] and bias [hidden], where it has one, of every residual block."""
-    found: list[tuple[Tensor, Tensor | None]] = []
+def _layers(config: MedusaConfig, reader: HeadReader, head: int) -> list[Product]:
+    """Of one head: what every residual block adds, before its activation."""
+    found: list[Product] = []
     for layer in range(config.num_layers):
         names = (f"blocks.{head}.layers.{layer}", f"{head}.{layer}.linear")
         biases = [f"{name}.bias" for name in names if f"{name}.bias" in reader]
         weight = reader.tensor((config.hidden_size, config.hidden_size), *(f"{name}.weight" for name in names))
-        found.append((weight, reader.tensor((config.hidden_size,), *biases) if biases else None))
+        found.append(reader.product(weight, reader.tensor((config.hidden_size,), *biases) if biases else None))
     return found

@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.models.base import WrongCheckpoint
+from outrider.engine.models.decoder import Product
 from outrider.proposers.heads.head import HeadReader, TargetWeights
 
 NORM_EPS = 1e-6
@@ -67,10 +68,10 @@ class _Stage:
     """One head."""
 
     embeddings: Tensor  # [vocab, inner]
-    projection: Tensor  # [inner, hidden or inner]
+    projection: Product  # [inner, hidden or inner]
     norm: Tensor  # [inner]
     norm_bias: Tensor  # [inner]
-    output: Tensor  # [vocab, inner]
+    output: Product  # [vocab, inner]
 
 
 class MlpSpeculatorHead:
@@ -100,9 +101,9 @@ class MlpSpeculatorHead:
 
     def _stage(self, depth: int, token_ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         stage = self._stages[depth]
-        mixed = F.linear(state, stage.projection) + self._token_weight * F.embedding(token_ids, stage.embeddings)
+        mixed = stage.projection(state) + self._token_weight * F.embedding(token_ids, stage.embeddings)
         state = F.gelu(normed(mixed) * stage.norm + stage.norm_bias)  # [rows, inner]
-        return F.linear(state, stage.output).float(), state
+        return stage.output(state).float(), state
 
 
 def _stage(config: MlpConfig, reader: HeadReader, index: int) -> _Stage:
@@ -120,10 +121,10 @@ def _stage(config: MlpConfig, reader: HeadReader, index: int) -> _Stage:
     )
     return _Stage(
         read((vocab, inner), "emb", "weight"),
-        projection,
+        reader.product(projection),
         read((inner,), "ln", "weight"),
         read((inner,), "ln", "bias"),
-        read((vocab, inner), "head", "weight"),
+        reader.product(read((vocab, inner), "head", "weight")),
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.proposers.heads.head import HeadReader, TargetWeights
@@ -28,21 +27,21 @@ class MtpHead(LayerHead):
         super().__init__(layer_config(layer, target), reader, target, LAYER, hidden)
         self.taps = target.taps([target.num_layers])
         prefix = LAYER[0]
-        self._projection = reader.tensor((hidden, 2 * hidden), f"{prefix}input_proj.weight")
+        self._projection = reader.product(reader.tensor((hidden, 2 * hidden), f"{prefix}input_proj.weight"))
         self._token_norm, self._state_norm, self._input_norm, self._last_norm = (
             reader.tensor((hidden,), f"{prefix}{name}.weight")
             for name in ("token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm")
         )
-        self._output = target.output
+        self._output = reader.product(target.output)
 
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The first token of a text counts as nothing, as in training. Shapes: `LayerHead.enter`."""
         embedded = embedded.masked_fill((positions == 0)[:, None], 0.0)
         joined = torch.cat([self.norm(state, self._state_norm), self.norm(embedded, self._token_norm)], dim=-1)
-        residual = F.linear(joined, self._projection)  # [rows, hidden]
+        residual = self._projection(joined)  # [rows, hidden]
         return self.norm(residual, self._input_norm), residual
 
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: `LayerHead.leave`."""
         normed = self.norm(hidden, self._last_norm)
-        return F.linear(normed, self._output).float(), normed
+        return self._output(normed).float(), normed
