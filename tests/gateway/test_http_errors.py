@@ -71,7 +71,7 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
         {"speculation": {"acceptance": "no"}},
     ),
     (
-        "speculation.method: is 'medusa', which the draft does not know; allowed: draft_model",
+        "speculation.method: is 'medusa', a head that the target does not have; allowed: draft_model",
         {"speculation": {"method": "medusa"}},
     ),
     ("logit_bias[-1]: is for no token id; allowed: token ids, 0 to 399", {"logit_bias": {"-1": 1}}),

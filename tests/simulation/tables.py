@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.engine.batch import BatchEntry
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
+from outrider.engine.token_tree import KeptPath
 from outrider.kernels.random.reference import as_int64, exponential_noise
 from outrider.kernels.sampling.reference import DEFAULT_MASS, MAX_ENTRIES, integer_weights, logits_to_probs
 from outrider.rpc.messages import Open, TokenWeights
@@ -78,11 +79,19 @@ class TableRunner:
     def __init__(self, table: Table, num_blocks: int) -> None:
         self.table = table
         self.model = SimpleNamespace(
-            device=torch.device("cpu"), dtype=torch.float32, vocab_size=table.vocab_size, max_model_len=MAX_LEN
+            takes_trees=False,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            vocab_size=table.vocab_size,
+            max_model_len=MAX_LEN,
         )
         self.num_forwards = self.num_rows = 0
         self.fails_next = False
         self._slots: list[int | None] = [None] * (num_blocks * BLOCK_SIZE)
+
+    def keep_paths(self, paths: Sequence[KeptPath]) -> None:
+        """There are no trees."""
+        assert not paths
 
     def forward(self, entries: Sequence[BatchEntry]) -> Tensor:
         """Logits are [rows that want them, vocab]."""

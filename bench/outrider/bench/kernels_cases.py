@@ -114,6 +114,8 @@ WITHOUT_ROW = {
     "cpu.reason": "words of an error",
     "cpu.variants": "a list, once",
     "cpu.can_run": "a question, once at load; the pass itself is measured by `outrider bench`",
+    "cpu.can_multiply": "a question, once at load",
+    "cpu.CpuLinear": "a product of the C pass alone, for heads: `outrider compare` has their time a round",
     "cpu.is_bfloat16": "once, at load",
     "cpu.kind_for": "a question, once at load",
     "cpu.pack": "once, at load",
