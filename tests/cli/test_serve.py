@@ -25,6 +25,8 @@ from outrider.cli.serve import Running, ServeSettings, watch
 from outrider.cli.terminal import Painter, parse
 from outrider.client import SyncClient
 from outrider.pairs import PairPaths, pair_path
+from outrider.rpc.settings import parse_settings
+from outrider.target_service.settings import TargetSettings
 
 END_S = 15
 READY = "Ctrl-C ends all three."
@@ -216,6 +218,11 @@ def test_an_address_in_use_is_one_line_before_any_model_is_loaded() -> None:
         (("large", "--method", "eagle3"), 2, "give --head DIR, the folder of the eagle3 head"),
         (("large", "--head", "x", "--method", "pard"), 2, "give --draft DIR"),
         (("--method", "eagle"), 1, "the embedded pair 'python' has no head 'eagle'; there are: "),
+        (
+            ("--draft", "ngram", "--speculative-token-tree", "[(0,)]"),
+            2,
+            "by a head or by draft_model alone; leave it out",
+        ),
         (("--head", "nowhere"), 1, "nowhere is no folder of a checkpoint: it has no config.json"),
         (("--listen", "nowhere"), 1, '"host:port"'),
         (("--drfat", "ngram"), 2, "unknown flag --drfat: did you mean --draft?"),
@@ -251,6 +258,20 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
     ]  # fmt: skip
 
 
+def test_the_target_may_be_on_vllm() -> None:
+    """Its flags go to the target as they are; without its engine they are refused before anything starts."""
+    args = '{"enable_expert_parallel": true}'
+    given = settings(
+        "large", "--draft", "small", "--engine", "vllm", "--tensor-parallel-size", "2", "--engine-args", args
+    )
+    assert given.target_arguments()[4:] == ["--engine=vllm", "--tensor-parallel-size=2", f"--engine-args={args}"]
+    target = parse_settings(TargetSettings, given.target_arguments()[1:], "target", "")
+    assert (target.engine, target.tensor_parallel_size) == ("vllm", 2)
+    assert target.engine_args == {"enable_expert_parallel": True}
+    done = outrider("serve", "large", "--draft", "small", "--tensor-parallel-size", "2")
+    assert done.returncode == 2 and "give --engine vllm, too" in done.stderr
+
+
 def test_all_services_log_as_serve_is_told() -> None:
     given = settings("large", "--draft", "small", "--log-format", "json")
     started = given.target_arguments(), given.draft_arguments(), given.gateway_arguments("t:1", "d:2")
@@ -276,6 +297,11 @@ def test_a_head_drafts_without_a_draft_service(monkeypatch: pytest.MonkeyPatch) 
     ):
         assert both.has_draft and "--head=head" in both.target_arguments()
     assert settings("large", "--method", "mtp").head_folder == Path("large")
+    tree = ("--speculative-token-tree", "[(0,), (1,)]")
+    of_head, of_draft = settings("large", "--head", "head", *tree), settings("large", "--draft", "small", *tree)
+    assert "--speculative-token-tree=[(0,), (1,)]" in of_head.target_arguments()
+    assert "--speculative-token-tree=[(0,), (1,)]" in of_draft.draft_arguments()
+    assert not any("tree" in argument for argument in of_draft.target_arguments())
     embedded = settings("--head", "head")
     assert not embedded.has_draft and embedded.draft_folder is None
     monkeypatch.setattr(PairPaths, "heads", {"medusa": Path("shipped")})

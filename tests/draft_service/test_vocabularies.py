@@ -19,11 +19,12 @@ from outrider.draft_service import vocabularies
 from outrider.draft_service.boot import start
 from outrider.draft_service.settings import DraftSettings
 from outrider.draft_service.trial import check
-from outrider.gateway.peers.handshake import check_pair, vocabulary_for
+from outrider.gateway.peers.handshake import vocabulary_for
 from outrider.gateway.peers.remote import RemoteDrafts
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.channel import connect
 from outrider.rpc.messages import Credit, DraftInfo, DraftTokens, ModelInfo, Open
+from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.vocabulary import TokenizerFile
 from outrider.v1 import draft_pb2, draft_pb2_grpc

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,10 +28,11 @@ from outrider.engine.batch import (
 from outrider.engine.cuda_graphs import CapturedSteps, CudaGraphs
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
+from outrider.engine.token_tree import CHAIN
 
 LIMITS = [
     StepLimits(512, 256, 33), StepLimits(512, 8, 33), StepLimits(16, 4, 5), StepLimits(512, 1, 1),
-    StepLimits(512, 3, 129), StepLimits(7, 256, 2),
+    StepLimits(512, 3, 129), StepLimits(7, 256, 2), StepLimits(16, 4, 5, trees=True),
 ]  # fmt: skip
 
 
@@ -49,8 +49,9 @@ def test_every_step_within_the_limits_has_the_smallest_bucket_that_holds_it(limi
             lengths = [1] * len(lengths)
         if sum(lengths) > min(limits.max_rows, ROWS[-1]):
             continue
-        bucket = choose_bucket(limits, sum(lengths), len(lengths), max(lengths))
-        assert bucket in buckets
+        has_trees = limits.trees and max(lengths) > 1 and generator.random() < 0.5
+        bucket = choose_bucket(limits, sum(lengths), len(lengths), max(lengths), has_trees)
+        assert bucket in buckets and bucket.trees == has_trees
         used.add(bucket)
         assert bucket.rows >= sum(lengths) and bucket.sequences >= len(lengths) >= bucket.sequences // 2
         assert bucket.max_query_len >= max(lengths)
@@ -63,6 +64,7 @@ def test_what_has_no_bucket() -> None:
     assert choose_bucket(limits, 34, 1, 34) is None  # a prompt's chunk
     assert choose_bucket(limits, 257, 8, 33) is None  # too many rows
     assert choose_bucket(limits, 9, 9, 1) is None  # too many sequences
+    assert choose_bucket(limits, 9, 7, 3, trees=True) is None  # none are expected
     assert choose_bucket(limits, 8, 8, 1) == Bucket(8, 8, 1)
     assert choose_bucket(limits, 9, 7, 3) == Bucket(16, 8, 33)
 
@@ -89,6 +91,18 @@ def test_a_buffer_holds_the_step_and_its_padding() -> None:
     assert batch.max_query_len == 5 and host[-9:].tolist() == [77] * 9
 
 
+def test_a_buffer_for_trees_holds_their_parents() -> None:
+    bucket = Bucket(8, 4, 5, trees=True)
+    host, device = (torch.full((buffer_size(bucket, 2),), poison, dtype=torch.int32) for poison in (77, -77))
+    buffer = StepBuffer(bucket, 2, host, device)
+    entries = [BatchEntry([7, 8], 3, [5, 2], 1), BatchEntry([9, 10, 11], 0, [4], 3, parents=(0, 0))]
+    used = buffer.write(PackedRows.of(entries, 4), [entry.block_table for entry in entries])
+    device[:used] = host[:used]
+    assert buffer.batch.parents is not None
+    assert buffer.batch.parents.tolist() == [CHAIN, CHAIN, -1, 0, 0, *[CHAIN] * 3]
+    assert buffer.batch.positions.tolist() == [3, 4, 0, 1, 1, 0, 0, 0]
+
+
 @pytest.mark.parametrize("sequences", [1, 2, 3, 8])
 def test_parts_keep_the_alignment_that_kernels_are_compiled_for(sequences: int) -> None:
     bucket = Bucket(7, sequences, 3)
@@ -109,7 +123,7 @@ SIZE = SMALLEST | {"vocab_size": 61, "max_position_embeddings": 320}
 NUM_BLOCKS = 64
 POISON = NUM_BLOCKS - 1  # as a block it is one of NaN, as a slot it lies in block 3, as a row or position in no step
 NUM_SEQUENCES = 6
-REPLAYED_LIMITS = StepLimits(max_rows=24, max_sequences=NUM_SEQUENCES, max_query_len=5)
+REPLAYED_LIMITS = StepLimits(max_rows=24, max_sequences=NUM_SEQUENCES, max_query_len=5, trees=True)
 
 
 def make_runner(device: torch.device | str, *, batch_invariant: bool = False) -> ModelRunner:
@@ -124,8 +138,9 @@ def make_runner(device: torch.device | str, *, batch_invariant: bool = False) ->
 class Text:
     """Sequences in blocks of their own, of which steps of random windows are taken."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, trees: bool = False) -> None:
         self._random = random.Random(seed)
+        self._trees = trees
         blocks = self._random.sample([block for block in range(POISON) if block != 3], 8 * NUM_SEQUENCES)
         self._tables = [blocks[8 * index : 8 * index + 8] for index in range(NUM_SEQUENCES)]
         self._ids = [[self._random.randrange(61) for _ in range(128)] for _ in range(NUM_SEQUENCES)]
@@ -148,8 +163,10 @@ class Text:
 
     def _entry(self, index: int, start: int, end: int) -> BatchEntry:
         self._computed[index] = end
-        ids = self._ids[index][start:end]
-        return BatchEntry(ids, start, self._tables[index], self._random.randint(0, len(ids)))
+        ids, parents = self._ids[index][start:end], []
+        if self._trees and start and self._random.random() < 0.7:
+            parents = [self._random.randint(0, node) for node in range(len(ids) - 1)]
+        return BatchEntry(ids, start, self._tables[index], self._random.randint(0, len(ids)), parents)
 
 
 class Captured:
@@ -188,13 +205,6 @@ class Captured:
         self.steps.logits.fill_(torch.nan)
 
 
-@pytest.fixture(scope="module")
-def reference() -> Iterator[ModelRunner]:
-    """PyTorch's forms on the CPU."""
-    with cpu_kernels("pytorch"):
-        yield make_runner("cpu")
-
-
 def check_cache(ours_of: ModelRunner, reference: ModelRunner) -> None:
     """Every slot, so that whatever padding stored would show."""
     for ours, theirs in zip(
@@ -203,12 +213,15 @@ def check_cache(ours_of: ModelRunner, reference: ModelRunner) -> None:
         torch.testing.assert_close(ours.cpu(), theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @torch.inference_mode()
 def test_replays_are_the_eager_pass(
-    reference: ModelRunner, triton_everywhere: torch.device, monkeypatch: pytest.MonkeyPatch, prove: bool
+    trees: bool, triton_everywhere: torch.device, monkeypatch: pytest.MonkeyPatch, prove: bool
 ) -> None:
     num_steps = 30 if prove else 12
-    captured, texts = Captured(triton_everywhere), [Text(0), Text(0)]
+    with cpu_kernels("pytorch"):
+        reference = make_runner("cpu")
+    captured, texts = Captured(triton_everywhere), [Text(0, trees), Text(0, trees)]
     captured.wait()
     check_cache(captured.runner, reference)  # capturing stored nothing
     prompts = [text.prompts() for text in texts]
@@ -217,6 +230,7 @@ def test_replays_are_the_eager_pass(
     steps = [(texts[0].windows(), texts[1].windows()) for _ in range(num_steps)]
     found = [captured.run(ours) for ours, _ in steps]
     captured.wait()
+    assert any(entry.parents for step, _ in steps for entry in step) == trees
     if isinstance(captured.device, Replayed):
         assert captured.device.replayed == num_steps
     monkeypatch.undo()

@@ -37,7 +37,6 @@ from outrider.gateway import engine as gateway_engine
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.serving import extension_shape, join
 from outrider.gateway.metered import MeteredEngine
-from outrider.gateway.peers.handshake import check_pair
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest
 from outrider.gateway.servicer import encode_delta
@@ -49,6 +48,7 @@ from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, Unavailable
 from outrider.rpc.messages import Commit, DraftInfo, TargetInfo
+from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import Server
 

@@ -57,6 +57,17 @@ def test_an_image_fits_its_manifest(service: str) -> None:
     assert {port["containerPort"] for port in workload.container["ports"]} <= set(map(int, exposed[1].split()))
 
 
+def test_vllms_image_is_the_targets_with_a_compiler() -> None:
+    plain, other = ((IMAGES / f"{name}.Dockerfile").read_text(encoding="utf-8") for name in ("target", "target-vllm"))
+    (workload,) = [found for found in Overlay("vllm-tp").workloads if found.role == "target"]
+    assert workload.container["image"].startswith("outrider-target-vllm:") and "-t outrider-target-vllm " in other
+    assert "/layers.sh target-vllm /wheelhouse /app" in other and "slim" not in "".join(
+        re.findall("^ARG.*", other, re.M)
+    )
+    last = plain[plain.index("COPY --from=layers") :]
+    assert other[other.index("COPY --from=layers") :] == last
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The layers of each service, from a wheelhouse of the project's own wheel: the others' are installed here."""

@@ -9,17 +9,27 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 from support.manifests import KUBERNETES, OVERLAYS, RENDERED, Manifest, Overlay
 
 VERSIONS = ("1.32", "1.34", "1.37")
 CUSTOM = ("keda.sh/", "monitoring.coreos.com/", "gateway.networking.k8s.io/")
+LEADER_WORKER_SET = "leaderworkerset.x-k8s.io/"
 MODULES = KUBERNETES.parent / "build/k8s/node_modules"
 
 
 def is_custom(manifest: Manifest) -> bool:
     return bool(manifest["apiVersion"].startswith(CUSTOM))
+
+
+def native_parts(manifest: Manifest) -> list[Manifest]:
+    """What of a manifest Kubernetes' own schemas describe: all of it, the pods of a LeaderWorkerSet, or nothing."""
+    if manifest["apiVersion"].startswith(LEADER_WORKER_SET):
+        group, head = manifest["spec"]["leaderWorkerTemplate"], {"apiVersion": "v1", "kind": "PodTemplate"}
+        return [head | {"template": group[name]} for name in ("leaderTemplate", "workerTemplate")]
+    return [] if is_custom(manifest) else [manifest]
 
 
 def test_every_overlay_is_rendered() -> None:
@@ -36,7 +46,7 @@ def test_what_is_committed_is_what_kustomize_renders(name: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_knows_every_field(version: str) -> None:
-    everything = [manifest for name in OVERLAYS for manifest in Overlay(name).manifests if not is_custom(manifest)]
+    everything = [one for name in OVERLAYS for manifest in Overlay(name).manifests for one in native_parts(manifest)]
     for manifest in {json.dumps(manifest): manifest for manifest in everything}.values():  # overlays share most
         kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -46,6 +56,29 @@ def test_a_wrong_field_is_found() -> None:
     manifest["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["periodSecond"] = 1
     with pytest.raises(kubernetes_validate.ValidationError, match="periodSecond"):
         kubernetes_validate.validate(manifest, VERSIONS[0], strict=True)
+
+
+def test_a_leader_worker_set_fits_its_schema() -> None:
+    schema = json.loads(Path(__file__).with_name("leaderworkerset.json").read_text(encoding="utf-8"))
+    (manifest,) = Overlay("vllm-hosts").of("LeaderWorkerSet")
+    jsonschema.validate(manifest, schema)
+    for path in (("leaderWorkerTemplate", "Size"), ("startupPolicy",), ("rolloutStrategy", "maxSurge")):
+        wrong = copy.deepcopy(manifest)
+        place = wrong["spec"] if len(path) == 1 else wrong["spec"][path[0]]
+        place[path[-1]] = "Leader"
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    del manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    with pytest.raises(jsonschema.ValidationError, match="workerTemplate"):
+        jsonschema.validate(manifest, schema)
+
+
+def test_a_wrong_field_of_a_leaders_pod_is_found() -> None:
+    (manifest,) = copy.deepcopy(Overlay("vllm-hosts").of("LeaderWorkerSet"))
+    leader, _ = native_parts(manifest)
+    leader["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        kubernetes_validate.validate(leader, VERSIONS[0], strict=True)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import yaml
-from support.manifests import KUBERNETES, OVERLAYS, Manifest, Overlay, Workload
+from support.manifests import KUBERNETES, LEADER, OVERLAYS, Manifest, Overlay, Workload
 from support.metrics import sample_names
 
 from outrider.draft_service.settings import DraftSettings
@@ -30,7 +31,7 @@ SERVICES = {
     "gateway": generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
 }
 PROJECT = tomllib.loads((KUBERNETES.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-DNS, ANYONE = "kube-system", "anyone"
+DNS, ANYONE, ANY_PORT = "kube-system", "anyone", 0
 Edge = tuple[str, str, int]  # from, to, port
 
 
@@ -124,6 +125,43 @@ def test_resources_are_requested_as_they_are_limited(workload: Workload) -> None
     assert not uses_gpu or tolerated == {"nvidia.com/gpu"}
 
 
+@pytest.mark.parametrize("name", ["vllm-tp", "vllm-hosts"])
+def test_vllm_has_the_gpus_that_share_the_model(name: str) -> None:
+    targets = [workload for workload in Overlay(name).workloads if workload.role.startswith("target")]
+    gpus = {int(workload.container["resources"]["limits"]["nvidia.com/gpu"]) for workload in targets}
+    settings = load_settings(TargetSettings, environ=targets[0].environment)
+    assert settings.engine == "vllm" and gpus == {
+        settings.tensor_parallel_size // settings.engine_args.get("nnodes", 1)
+    }
+    for workload in targets:
+        shared = {volume["name"]: volume.get("emptyDir", {}).get("medium") for volume in workload.pod["volumes"]}
+        (mount,) = [one for one in workload.container["volumeMounts"] if one["mountPath"] == "/dev/shm"]
+        assert shared[mount["name"]] == "Memory" and workload.environment["HOME"] == "/tmp"
+
+
+def test_the_nodes_of_a_target_differ_by_their_rank() -> None:
+    leader, worker = hosts_of(Overlay("vllm-hosts"))
+    first, further = (load_settings(TargetSettings, environ=one.environment) for one in (leader, worker))
+    assert (leader.role, first.node_rank) == ("target", 0) and (worker.role, further.node_rank) == ("target-worker", 1)
+    address = {"nnodes": 2, "master_addr": LEADER}
+    assert first.engine_args == address | {"node_rank": 0}
+    assert further == first.model_copy(update={"engine_args": address | {"node_rank": 1}})
+    served = {"ports", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe"}
+    assert leader.container.keys() - worker.container.keys() == served
+    assert {name: value for name, value in leader.container.items() if name not in served} == worker.container
+
+
+def test_a_set_of_hosts_leaves_names_and_scaling_whole() -> None:
+    overlay, (leader, worker) = Overlay("vllm-hosts"), hosts_of(Overlay("vllm-hosts"))
+    name = leader.manifest["metadata"]["name"]
+    assert not [service for service in overlay.of("Service") if service["metadata"]["name"] == name], "it makes its own"
+    assert LEADER.startswith(f"{name}-0.{name}.")
+    scaled = overlay.named("ScaledObject", "outrider-target")["spec"]["scaleTargetRef"]
+    assert scaled == {"apiVersion": leader.manifest["apiVersion"], "kind": "LeaderWorkerSet", "name": name}
+    assert not [one for one in overlay.workloads if one.role == "target" and one.manifest["kind"] == "Deployment"]
+    assert worker.pod["terminationGracePeriodSeconds"] == leader.pod["terminationGracePeriodSeconds"], "it ends last"
+
+
 @pytest.mark.parametrize("name", ["prod", "prod-hpa"])
 def test_draft_and_target_have_pools_of_their_own(name: str) -> None:
     pools = {workload.role: workload.pod.get("nodeSelector") for workload in Overlay(name).workloads}
@@ -133,7 +171,8 @@ def test_draft_and_target_have_pools_of_their_own(name: str) -> None:
 def test_a_pod_counts_once(workload: Workload) -> None:
     """By its labels it belongs to one Deployment, one Service and one disruption budget."""
     overlay, spec = workload.overlay, workload.manifest["spec"]
-    assert [found.role for found in overlay.selected(spec["selector"])] == [workload.role]
+    if "selector" in spec:  # a LeaderWorkerSet knows its pods by labels of its own
+        assert [found.role for found in overlay.selected(spec["selector"])] == [workload.role]
     for kind in ("Service", "PodDisruptionBudget"):
         manifest = overlay.named(kind, f"outrider-{workload.role}")
         selector = manifest["spec"]["selector"]
@@ -169,7 +208,8 @@ def test_everything_has_the_overlays_namespace_and_the_projects_label(overlay: O
 
 def test_images_are_of_this_version(workload: Workload) -> None:
     name, _, tag = workload.container["image"].partition(":")
-    assert name == f"outrider-{workload.role}"
+    engine = getattr(settings_of(workload), "engine", "outrider")
+    assert name == f"outrider-{workload.role}{'-vllm' if engine == 'vllm' else ''}"
     assert tag == ("dev" if workload.overlay.name == "cpu-dev" else PROJECT["version"])
 
 
@@ -182,6 +222,11 @@ def peers_of(overlay: Overlay, peers: list[Manifest]) -> Iterator[str]:
             yield from (workload.role for workload in overlay.selected(peer["podSelector"]))
 
 
+def hosts_of(overlay: Overlay) -> list[Workload]:
+    """What shares a model over several nodes."""
+    return [workload for workload in overlay.workloads if workload.manifest["kind"] == "LeaderWorkerSet"]
+
+
 def allowed_edges(overlay: Overlay, direction: str) -> set[Edge]:
     """Of all policies; "ingress" or "egress"."""
     side = "from" if direction == "ingress" else "to"
@@ -190,8 +235,12 @@ def allowed_edges(overlay: Overlay, direction: str) -> set[Edge]:
         for workload in overlay.selected(policy["spec"]["podSelector"]):
             for rule in policy["spec"].get(direction, ()):
                 for peer in peers_of(overlay, rule[side]) if side in rule else (ANYONE,):
-                    for port in rule["ports"]:
-                        if direction == "ingress":
+                    for port in rule.get("ports", ({"port": ANY_PORT},)):
+                        if port["port"] == ANY_PORT:
+                            edges.add((peer, workload.role, ANY_PORT))
+                        elif port["port"] == "metrics" and workload.role == "target-worker":
+                            continue  # it has none
+                        elif direction == "ingress":
                             edges.add((peer, workload.role, workload.port(port["port"])))
                         else:
                             edges.add((workload.role, peer, int(port["port"])))
@@ -214,8 +263,12 @@ def used_edges(overlay: Overlay) -> set[Edge]:
                 edges |= {("gateway", name[1], port_of(address)), ("gateway", DNS, 53)}
             public = overlay.named("Service", "outrider-gateway")["spec"]["ports"]
             edges |= {(ANYONE, "gateway", port["port"]) for port in public}
+    for one, other in product(hosts_of(overlay), repeat=2):  # vLLM's queues and NCCL choose their ports
+        edges |= {(one.role, other.role, ANY_PORT), (one.role, DNS, 53)}
     for monitor in overlay.of("PodMonitor"):
         for workload in overlay.selected(monitor["spec"]["selector"]):
+            if workload.role == "target-worker":
+                continue
             for endpoint in monitor["spec"]["podMetricsEndpoints"]:
                 edges.add(("monitoring", workload.role, workload.port(endpoint["port"])))
     return edges
@@ -225,9 +278,9 @@ def test_allowed_edges_are_those_that_are_used(overlay: Overlay) -> None:
     denied = overlay.named("NetworkPolicy", "outrider-default-deny")["spec"]
     assert len(overlay.selected(denied["podSelector"])) == len(overlay.workloads)
     assert denied["policyTypes"] == ["Ingress", "Egress"] and not {"ingress", "egress"} & denied.keys()
-    used = used_edges(overlay)
-    assert allowed_edges(overlay, "ingress") == {edge for edge in used if edge[1] in SETTINGS}
-    assert allowed_edges(overlay, "egress") == {edge for edge in used if edge[0] in SETTINGS}
+    used, roles = used_edges(overlay), {workload.role for workload in overlay.workloads}
+    assert allowed_edges(overlay, "ingress") == {edge for edge in used if edge[1] in roles}
+    assert allowed_edges(overlay, "egress") == {edge for edge in used if edge[0] in roles}
     assert {("gateway", "target", 50051), ("gateway", "draft", 50052)} <= used
 
 

@@ -492,6 +492,9 @@ def exact_law(logits: Array, prompt: Sequence[int], output: Sequence[int], sampl
     law /= law.sum()
     law[law < sampling.min_p * law.max()] = 0
     law /= law.sum()
+    if sampling.top_k > 0:
+        law[np.argsort(-law, kind="stable")[sampling.top_k :]] = 0
+        law /= law.sum()
     if sampling.top_p < 1:
         descending = np.argsort(-law, kind="stable")
         num_kept = int(np.searchsorted(np.cumsum(law[descending]), sampling.top_p)) + 1

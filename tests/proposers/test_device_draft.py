@@ -59,7 +59,7 @@ def lines_of(events: list[DraftEvent]) -> dict[int, dict[int, Line]]:
 def play(requests: list[Open], branches: int) -> tuple[DraftHarness, dict[int, dict[int, Line]], dict[int, list[int]]]:
     """Some sequences side by side: windows, one that holds with a token after it, and one that is refused. Returns what
     they drafted, and what was committed."""
-    draft, start = DraftHarness(num_blocks=48), len(PROMPT) + 1
+    draft, start = DraftHarness(num_blocks=48, watched=False), len(PROMPT) + 1
     events = draft.run(*requests, *(credit(request.sequence_id, start + 6, 3, branches) for request in requests))
     committed = {request.sequence_id: [*request.prompt_ids] for request in requests}
     for number, tokens in committed.items():

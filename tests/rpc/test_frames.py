@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -247,10 +248,14 @@ def test_the_draft_hears_of_finished_sequences_without_losing_them() -> None:
     packer.push(Commit(1, 4, (5,), finish_reason=FinishReason.STOP))
     packer.push(Credit(1, 9, 4))
     assert len(packer.next_frame() or []) == 3
-    for size in (4, 100_000):  # nothing of it is lost, whatever was sent before the Close
-        packer.push(new_open(size, size))
-        packer.push(Commit(size, size, (5,), finish_reason=FinishReason.STOP))
-        packer.push(Close(size))
+    for size, passed_on in itertools.product((4, 100_000), (False, True)):  # nothing is lost, whatever was sent before
+        number, finish = size + passed_on, Commit(size + passed_on, size, (5,), finish_reason=FinishReason.STOP)
+        packer.push(new_open(number, size))
+        if passed_on:
+            packer.push_commands(number, [finish])
+        else:
+            packer.push(finish)
+        packer.push(Close(number))
         entries = [entry for frame in iter(packer.next_frame, None) for entry in frame]
         kinds = [entry.WhichOneof(DRAFT_STREAM.commands.oneof) for entry in entries]
         assert kinds[0] == "open" and kinds[-2:] == ["commit", "close"] and not packer.vanished

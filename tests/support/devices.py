@@ -173,7 +173,10 @@ class PretendedDevice(TorchFunctionMode):
 
 def _is_view(name: str, args: tuple[Any, ...]) -> bool:
     """Whether nothing is launched for it."""
-    return name in VIEWS or (name == "__getitem__" and not any(True for _ in _tensors(args[1])))
+    if name != "__getitem__":
+        return name in VIEWS
+    places = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return not any(isinstance(place, list | Tensor) for place in places)
 
 
 def _to_plain(value: Any) -> Any:

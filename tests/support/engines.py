@@ -74,6 +74,7 @@ class DraftHarness:
         more: Sequence[TokenProposer] = (),
         mappings: Sequence[PairMap] = (),
         tree: TokenTree | None = None,
+        watched: bool = True,
         **options: Any,
     ) -> None:
         self.loaded = tiny_draft(max_model_len, batch_invariant)
@@ -90,7 +91,8 @@ class DraftHarness:
         self.computed: list[tuple[int, ...]] = []
         self._slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self._forward = self.method.proposer.runner.forward
-        self.method.proposer.runner.forward = self._watch  # type: ignore[method-assign]
+        if watched:  # else chains are drawn on a device, where nobody sees what they compute
+            self.method.proposer.runner.forward = self._watch  # type: ignore[method-assign]
         branch_planner = self.engine._branch_planner
         assert branch_planner is not None
         self._copy_blocks, branch_planner._copy_blocks = branch_planner._copy_blocks, self._copy

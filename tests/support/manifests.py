@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import yaml
 KUBERNETES = Path(__file__).parents[2] / "k8s"
 RENDERED = KUBERNETES / "rendered"
 OVERLAYS = sorted(path.parent.name for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
+
+LEADER = "outrider-target-hosts-0.outrider-target-hosts.outrider"  # as a LeaderWorkerSet's controller says it
 
 Manifest = dict[str, Any]
 
@@ -24,25 +27,27 @@ def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Workload:
-    """A Deployment of one container."""
+    """Pods of one container: a Deployment's, or the leaders or the workers of a LeaderWorkerSet."""
 
     manifest: Manifest
     overlay: Overlay
+    template: Manifest  # of its pods
+    variables: Mapping[str, str] = field(default_factory=dict)  # what the cluster puts before the container's own
 
     @property
     def role(self) -> str:
-        """target, draft or gateway."""
+        """target, draft or gateway; target-worker, which serves nobody."""
         return str(self.labels["app.kubernetes.io/component"])
 
     @property
     def labels(self) -> dict[str, str]:
         """Of its pods."""
-        return dict(self.manifest["spec"]["template"]["metadata"]["labels"])
+        return dict(self.template["metadata"]["labels"])
 
     @property
     def pod(self) -> Manifest:
         """The pods' spec."""
-        return dict(self.manifest["spec"]["template"]["spec"])
+        return dict(self.template["spec"])
 
     @property
     def container(self) -> Manifest:
@@ -53,10 +58,12 @@ class Workload:
     @property
     def environment(self) -> dict[str, str]:
         """Every variable, those of config maps too. What the cluster fills in has no value here."""
-        found: dict[str, str] = {}
+        found = dict(self.variables)
         for source in self.container.get("envFrom", ()):
             found |= self.overlay.named("ConfigMap", source["configMapRef"]["name"])["data"]
-        return found | {entry["name"]: entry.get("value", "") for entry in self.container["env"]}
+        for entry in self.container["env"]:
+            found[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda name: found[name[1]], entry.get("value", ""))
+        return found
 
     def port(self, port: int | str) -> int:
         """The number of a container's port, given by number or name. KeyError for one that it does not have."""
@@ -87,9 +94,16 @@ class Overlay:
 
     @property
     def workloads(self) -> list[Workload]:
-        """All Deployments."""
-        return [Workload(manifest, self) for manifest in self.of("Deployment")]
+        """All Deployments, and of each LeaderWorkerSet its leader and the first of its workers."""
+        found = [Workload(manifest, self, manifest["spec"]["template"]) for manifest in self.of("Deployment")]
+        for manifest in self.of("LeaderWorkerSet"):
+            group = manifest["spec"]["leaderWorkerTemplate"]
+            for index, template in enumerate(("leaderTemplate", "workerTemplate")):
+                variables = {"LWS_LEADER_ADDRESS": LEADER, "LWS_GROUP_SIZE": str(group["size"])}
+                variables["LWS_WORKER_INDEX"] = str(index)
+                found.append(Workload(manifest, self, group[template], variables))
+        return found
 
     def selected(self, selector: Mapping[str, Any]) -> list[Workload]:
-        """The Deployments whose pods a selector fits."""
+        """Those of them whose pods a selector fits."""
         return [workload for workload in self.workloads if selects(selector, workload.labels)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client.parser import text_string_to_metric_families
 from support.engines import DraftHarness, TargetHarness, tiny_model
@@ -14,6 +15,7 @@ from outrider.gateway.metered import MeteredEngine
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.metrics import Metrics
 from outrider.target_service.metrics import TargetMetrics
+from outrider.target_service.observed import stats_of
 
 MODEL = ModelInfo("tiny", "d" * 64, 97, 256, engine="outrider", kernels="c-avx2", dtype="float32")
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -49,7 +51,7 @@ def declared() -> dict[str, str]:
     """Every series of the three services that is ours, as the text format names it, and its type."""
     target, draft = TargetMetrics(), DraftMetrics(("draft_model", "ngram"))
     loaded = tiny_model()[1]
-    target.attach(TargetHarness.of(loaded).engine, Idle(), MODEL)
+    target.attach(partial(stats_of, TargetHarness.of(loaded).engine), Idle(), MODEL)
     draft.attach(DraftHarness().engine, Idle(), MODEL)
     gateway = MeteredEngine(toy_tokenizer(), ToyTarget(), ToyDraft()).metrics
     found: dict[str, str] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -41,8 +40,8 @@ from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeigh
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.rpc.telemetry import StepTracer
 from outrider.target_service import outputs
-from outrider.target_service.boot import trace_step
 from outrider.target_service.goodput import Goodput
+from outrider.target_service.observed import observed, trace_step
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +396,7 @@ def test_steps_link_to_their_requests() -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = StepTracer(provider.get_tracer("test"))
-    harness = TargetHarness.of(tiny_model()[1], on_step=partial(trace_step, tracer))
+    harness = TargetHarness.of(tiny_model()[1], on_step=lambda step: trace_step(tracer, observed(step)))
     parents = [f"00-{n:032x}-{n:016x}-01" for n in (7, 8)]
     for number, parent in enumerate(parents, start=1):
         request = opened(number, [5, 6, 7], max_tokens=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from support.engines import TargetHarness, opened, tiny_model
@@ -9,9 +10,9 @@ from support.metrics import MODEL, Idle, scraped
 
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.messages import Close, Credit, DraftTokens
-from outrider.target_service.boot import new_metrics
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.metrics import TargetMetrics
+from outrider.target_service.observed import new_metrics, observed, stats_of
 from outrider.target_service.settings import TargetSettings
 
 SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -22,8 +23,10 @@ class Metered:
 
     def __init__(self, num_blocks: int = 64, vllm_names: bool = False) -> None:
         self.metrics = TargetMetrics()
-        self.harness = TargetHarness.of(tiny_model()[1], num_blocks, on_step=self.metrics.add_step)
-        self.metrics.attach(self.harness.engine, Idle(), MODEL, vllm_names)
+        self.harness = TargetHarness.of(
+            tiny_model()[1], num_blocks, on_step=lambda step: self.metrics.add_step(observed(step))
+        )
+        self.metrics.attach(partial(stats_of, self.harness.engine), Idle(), MODEL, vllm_names)
 
     def read(self, name: str, **labels: str) -> float:
         return scraped(self.metrics)[name, tuple(sorted(labels.items()))]

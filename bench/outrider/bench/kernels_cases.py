@@ -109,6 +109,7 @@ WITHOUT_ROW = {
     "batch_invariant.by_row_tiles": "a part of the batch-invariant Linear on a CPU",
     "batch_invariant.padded_tiles": "a part of by_row_tiles",
     "verify.first_argmax": "a part of greedy_choice",
+    "verify.check_weights": "a part of accept",
     "cpu.compile_library": "once, where the package is built",
     "cpu.find_compiler": "once, where the package is built",
     "cpu.reason": "words of an error",

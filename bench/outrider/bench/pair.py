@@ -160,7 +160,7 @@ def run(settings: BenchSettings) -> Json:
     machine = describe()
     with ExitStack() as stack:
         stack.enter_context(CoreSpinner(settings.keep_awake))
-        folders, pair = _folders(settings, stack)
+        folders, pair = checkpoint_folders(settings, settings.is_expanded, stack)
         prompts = read_prompts(load_tokenizer(folders.target, "--target"), settings.prompts, max(settings.batches))
         services = stack.enter_context(Services())
         runner = stack.enter_context(asyncio.Runner())  # one loop for all: gRPC does not like to change it
@@ -259,11 +259,11 @@ def _block(
     return block
 
 
-def _folders(settings: BenchSettings, stack: ExitStack) -> tuple[Folders, str]:
+def checkpoint_folders(settings: PairSettings, is_expanded: bool, stack: ExitStack) -> tuple[Folders, str]:
     """The checkpoints, and what to call them. The expansion is written to a folder that ends with the bench, because
     peers load folders."""
     folders, name = settings.checkpoints()
-    if not settings.is_expanded:
+    if not is_expanded:
         return folders, name
     from outrider.pairs.expansion import write_expanded
 

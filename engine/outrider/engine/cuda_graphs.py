@@ -100,9 +100,8 @@ class CapturedSteps:
     def run(self, entries: Sequence[BatchEntry]) -> Tensor | None:  # [rows that want logits, vocab] float32
         """One step, or None if no graph holds it. The logits hold until the next step."""
         lengths = [len(entry.token_ids) for entry in entries]
-        bucket = choose_bucket(self._limits, sum(lengths), len(entries), max(lengths))
-        if any(entry.parents for entry in entries):  # masks of trees are made anew for every step
-            return None
+        trees = any(entry.parents for entry in entries)
+        bucket = choose_bucket(self._limits, sum(lengths), len(entries), max(lengths), trees)
         if bucket is None or bucket not in self._replays:
             return None
         buffer, replay = self._replays[bucket]

@@ -44,6 +44,7 @@ class Agreement:
     draft_len: int
     matches: list[float] = field(default_factory=list)  # 1 where both have the same argmax, else 0
     overlaps: list[float] = field(default_factory=list)  # sum of min(target_probs, draft_probs)
+    one_hots: list[float] = field(default_factory=list)  # the target's probability of the draft's argmax
     target_loss: float = 0.0
     draft_losses: list[float] = field(default_factory=list)  # of the tokens that the draft has
 
@@ -94,6 +95,7 @@ def _read_window(
         shared = min(target.shape[1], draft.shape[1])  # padded vocabularies may differ
         result.matches += (target.argmax(-1) == draft.argmax(-1)).float().tolist()
         result.overlaps += torch.minimum(target[:, :shared], draft[:, :shared]).sum(-1).tolist()
+        result.one_hots += target.gather(1, draft[:, :shared].argmax(-1, keepdim=True))[:, 0].tolist()
         chosen = following[start : start + len(target), None]
         result.target_loss -= float(target.gather(1, chosen).log().sum())
         likelihood = draft.gather(1, chosen)  # [rows, 1]
@@ -115,7 +117,7 @@ def _ask_reencoded(
     if joined.greedy in ways:
         result.matches = matches
     if joined.sampled in ways:
-        result.overlaps = taken
+        result.overlaps = result.one_hots = taken
 
 
 def _drafted(loaded: LoadedModel, ids: Sequence[int], joined: JoinedVocabulary) -> dict[int, int | None]:
@@ -163,13 +165,15 @@ def _starts(ids: Sequence[int]) -> range:
 
 def describe(result: Agreement, num_draft_tokens: int) -> list[str]:
     """The comparison of the models, a line each."""
-    greedy, sampled = result.matches, result.overlaps
+    greedy, sampled, one_hot = result.matches, result.overlaps, result.one_hots
     return [
         f"vocabularies  {result.target_vocab} and {result.draft_vocab} logits",
         f"context       {result.target_len} and {result.draft_len} tokens",
         f"read          {len(greedy)} positions of the text",
         f"loss          {result.target_loss:.3f} and {mean(result.draft_losses):.3f} nats a token",
         f"acceptance    {mean(greedy):.3f} greedy (same argmax), {mean(sampled):.3f} at temperature 1 (overlap)",
+        f"one-hot       {mean(one_hot):.3f} at temperature 1 where the draft's likeliest token goes without weights: "
+        f"these bring {mean(sampled) - mean(one_hot):+.3f}",
         f"tokens/round  {tokens_per_round(greedy, num_draft_tokens):.2f} greedy, "
         f"{tokens_per_round(sampled, num_draft_tokens):.2f} at temperature 1 "
         f"(estimates for {num_draft_tokens} drafted tokens, on this text and not on the target's own)",

@@ -15,13 +15,14 @@ from pydantic import Field
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.peers.handshake import check_pair, check_tokenizer
+from outrider.gateway.peers.handshake import check_tokenizer
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.logs import setup_logging
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
+from outrider.rpc.pair import check_pair
 from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
 from outrider.rpc.settings import Address, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing

@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from outrider.cli.deployment import SERVING, Deployment, GatewayProbe, PairProbe, Peer
-from outrider.gateway.peers.handshake import check_pair
 from outrider.gateway.peers.replicas import PROTOCOL_MAJOR
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import Arithmetic, DraftInfo, ModelInfo, TargetInfo
+from outrider.rpc.pair import check_pair
 
 PROBLEM: Literal["problem"] = "problem"
 NOTE: Literal["note"] = "note"
@@ -125,9 +125,9 @@ def _arithmetic(targets: Sequence[Peer[TargetInfo]]) -> Iterator[Finding]:
 
 
 def _kernels(seen: Deployment) -> Iterator[Finding]:
-    """PyTorch's own kernels are the fallback of everything."""
+    """PyTorch's own kernels are the fallback of everything, but for vLLM, which brings its own."""
     for peer, model in _models(seen):
-        if not model.kernels.startswith("torch-"):
+        if not model.kernels.startswith("torch-") or model.engine.startswith("vllm-"):
             continue
         if model.device.startswith("cpu") and model.engine.startswith("outrider"):
             why = "no C compiler, other types than float32, or sizes that are no multiple of 16: its log says which"

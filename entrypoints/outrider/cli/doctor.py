@@ -143,7 +143,8 @@ def _model(model: ModelInfo) -> str:
     if not model.digest:
         return f"{model.name}, without weights"
     invariant = ", batch-invariant" if model.batch_invariant else ""
-    return f"{model.name} {model.digest[:12]}, {model.dtype} on {model.device} by {model.kernels}{invariant}"
+    engine = f"{model.engine}, " if model.engine else ""
+    return f"{model.name} {model.digest[:12]}, {model.dtype} on {model.device} by {engine}{model.kernels}{invariant}"
 
 
 def _gateway_probe(probe: GatewayProbe) -> Iterator[str]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from outrider.gateway.peers.handshake import check_pair
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round, SpeculationTally
@@ -16,6 +15,7 @@ from outrider.planner.sizing import StepCosts
 from outrider.planner.virtual_services import MAX_ROWS
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Open
+from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 ANSWER_S = 10.0  # until which both services must have answered

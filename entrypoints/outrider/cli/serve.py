@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from outrider.cli.local_services import (
     GRACE_S,
@@ -25,6 +25,7 @@ from outrider.cli.local_services import (
     wait_for_peers,
 )
 from outrider.cli.terminal import Advance, Painter, fail, make_painter, parse, steps
+from outrider.engine.token_tree import TokenTree
 from outrider.pairs import pair_path
 from outrider.proposers.registry import (
     HEADS,
@@ -40,12 +41,13 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.server import require_free
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.target_service.settings import EngineSettings
 
 MTP = "mtp"  # its layers may be in the target's own checkpoint
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 
 
-class ServeSettings(LocalSettings, MethodSettings):
+class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
     """Which models, where they run, and where clients come in."""
 
     section: ClassVar[str] = "serve"
@@ -64,6 +66,11 @@ class ServeSettings(LocalSettings, MethodSettings):
         description="folder or hub id of a head's checkpoint: the target itself drafts by it, and without --draft "
         "there is no draft service (a --method of these alone: the embedded pair's; mtp: the target's own): "
         + ", ".join(HEADS),
+    )
+    speculative_token_tree: Annotated[str, AfterValidator(TokenTree.checked)] | None = Field(
+        None,
+        description="what the head, or else the draft's model, drafts for greedy and coupled requests in place of "
+        'chains: paths as "[(0,), (1,), (0, 0)]", whose numbers are ranks among the likeliest tokens',
     )
     pair: str = Field("python", description="the embedded pair, where no target is given")
     listen: str = Field("127.0.0.1:50050", description="address of the gateway, for gRPC clients")
@@ -107,6 +114,8 @@ class ServeSettings(LocalSettings, MethodSettings):
             raise ValueError(f"give --head DIR, the folder of the {self.method} head")
         if self.target is None and self.draft and not self._draft_is_methods:
             raise ValueError("give a target with this draft, as in `outrider serve TARGET --draft DRAFT`")
+        if self.speculative_token_tree is not None and self.head_folder is None and self.drafts_by != "draft_model":
+            raise ValueError("speculative_token_tree is drafted by a head or by draft_model alone; leave it out")
         if self.target is not None and not self.draft and not without_model:
             raise ValueError("give --draft DIR, or --draft ngram, which needs no model, or --head DIR")
         return self
@@ -174,6 +183,7 @@ class ServeSettings(LocalSettings, MethodSettings):
         flags = {
             "model": self.target_folder,
             "head": self.head_folder,
+            "speculative-token-tree": self.speculative_token_tree if self.head_folder is not None else None,
             "name": self.model_name or None,
             "dtype": self.dtype,
             "device": self.device,
@@ -183,6 +193,7 @@ class ServeSettings(LocalSettings, MethodSettings):
             "max-logprobs": self.max_logprobs,
             "batch-invariant": self.batch_invariant,
             "trust-remote-code": self.trust_remote_code,
+            **self.of_engine(),
         }
         return ["target", *self._common(LOOPBACK, 1), *_flags(flags)]
 
@@ -191,6 +202,7 @@ class ServeSettings(LocalSettings, MethodSettings):
         flags = {
             "method": None if self.drafts_by == "draft_model" else self.drafts_by,
             **self.of_methods(),
+            "speculative-token-tree": self.speculative_token_tree if self.head_folder is None else None,
             "model": self.draft_folder,
             "target-tokenizer": self._mapped_target,
             "dtype": self.dtype,

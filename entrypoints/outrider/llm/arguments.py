@@ -46,12 +46,10 @@ FIXED: Fixed = {
     "task": ((None, "auto", "generate"), EMBEDS),
     "tokenizer_mode": (("auto", "hf"), "the checkpoint's tokenizer.json is used"),
     "skip_tokenizer_init": ((False,), "text is made here: a tokenizer is needed"),
-    "tensor_parallel_size": ((1,), ONE_DEVICE),
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
     "data_parallel_size": ((1,), ONE_DEVICE),
     "enable_expert_parallel": ((False,), ONE_DEVICE),
     "distributed_executor_backend": ((None, "uni"), ONE_DEVICE),
-    "quantization": ((None,), "a target's weights are as they are; a draft's: speculative_config['quantization']"),
     "revision": ((None,), "a part of the model's hub id: org/name@revision"),
     "code_revision": ((None,), "code is of the model's revision"),
     "tokenizer_revision": ((None,), "a part of the tokenizer's hub id: org/name@revision"),
@@ -169,6 +167,10 @@ class EngineArguments:
     ] = None
     disable_log_stats: FlagOrDefault = False
     per_request_spec_decode_metrics: Annotated[str, one_of(("none", "summary", "detailed")), OrDefault] = "none"
+    engine: Annotated[str, one_of(("auto", "outrider", "vllm")), OrDefault] = "auto"  # whose runs the target; auto:
+    # vLLM's where ours cannot
+    tensor_parallel_size: Annotated[Integer, integer(1, or_none=True), OrDefault] = 1  # devices; more than 1 in vLLM
+    quantization: str | None = None  # of the target's weights, in vLLM
     device: str = "auto"
     batch_invariant: FlagOrDefault = False
     mode: Annotated[str | None, one_of(SPECULATION_MODES)] = None  # of the loop: how far the draft runs ahead; None:
@@ -198,12 +200,12 @@ class EngineArguments:
             tokenizer=None if tokenizer is None else locate(tokenizer, weights=False),
         )
 
-    def acceptance_for(self, seed: int | None, configured: AcceptanceRule) -> AcceptanceRule:
+    def acceptance_for(self, seed: int | None, configured: AcceptanceRule, can_couple: bool) -> AcceptanceRule:
         """The rule of a request with this seed of its own; `configured` is what speculative_config says. Coupled tokens
         depend on prompt, seed and target alone; under rejection they also depend on when a draft came, which no seed
-        fixes."""
+        fixes. That is for targets that can couple, unless it was asked for."""
         rule = ACCEPTANCE[self.acceptance] or configured
-        return AcceptanceRule.COUPLED if rule is AcceptanceRule.AUTO and seed is not None else rule
+        return AcceptanceRule.COUPLED if rule is AcceptanceRule.AUTO and seed is not None and can_couple else rule
 
 
 def take_speculation(options: dict[str, Any]) -> SpeculativeConfig | Mapping[str, Any] | None:

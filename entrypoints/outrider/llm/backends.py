@@ -46,6 +46,10 @@ class Backend(Protocol):
     def speculation(self) -> SpeculationOptions:
         """What every request says of speculation."""
 
+    @property
+    def can_couple(self) -> bool:
+        """Whether requests may be accepted by the coupled rule, as far as is known."""
+
     def encode(self, text: str) -> tuple[int, ...] | None:
         """A prompt's ids; None where the gateway makes them."""
 
@@ -206,6 +210,11 @@ class AttachedBackend:
     num_draft_tokens: int
     speculation: SpeculationOptions
     _room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
+
+    @property
+    def can_couple(self) -> bool:
+        """A target on vLLM cannot."""
+        return not self.info.engine.startswith("vllm-")
 
     def encode(self, text: str) -> None:
         """The gateway's own tokenizer does."""

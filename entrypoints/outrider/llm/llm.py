@@ -87,7 +87,8 @@ class JobMaker:
             sampling=seeded(sampling, arguments.seed, number),
             max_tokens_given=False,  # as in vLLM a completion ends where the context does
             speculation=replace(
-                backend.speculation, acceptance=arguments.acceptance_for(params.seed, backend.speculation.acceptance)
+                backend.speculation,
+                acceptance=arguments.acceptance_for(params.seed, backend.speculation.acceptance, backend.can_couple),
             ),
             request_id=str(number),
             n=params.n,
@@ -280,6 +281,8 @@ class LLM:
 
     def _start(self, speculation: SpeculativeConfig | None) -> tuple[Backend, Statistics]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: two models share the cores
+        # Whether there is a GPU is asked without a context, which processes that vLLM forks could not use.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         from outrider.llm.local import start_local  # torch comes with it: not for who only asks a gateway
 
         arguments, k = self.arguments, 0

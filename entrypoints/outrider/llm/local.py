@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,15 +26,17 @@ from outrider.draft_service.engine import DraftEngineCommand as DraftCommand
 from outrider.draft_service.settings import DraftSettings
 from outrider.draft_service.vocabularies import join_all
 from outrider.engine.batch import ROWS
+from outrider.engine.checkpoint import read_config
 from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import sampling_bytes
-from outrider.engine.models.base import UnsupportedModel
+from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.engine.worker import DeviceStopped, Worker, set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.peers.handshake import check_pair, check_tokenizer
+from outrider.gateway.peers.handshake import check_tokenizer
 from outrider.gateway.peers.local_drafts import LocalDrafter
+from outrider.gateway.prediction import NUM_DRAFT_TOKENS
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.speculation.backends import Drafter, Lost, VerifierLink
 from outrider.gateway.speculation.schedule import ScheduledDrafter
@@ -39,6 +44,16 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.backends import LoopThread
 from outrider.llm.config import SpeculativeConfig, acceptance_of
+from outrider.llm.engine_choice import (
+    INSTALL,
+    OURS,
+    VLLM,
+    beyond_ours,
+    choose_engine,
+    has_vllm,
+    require_vllm_can,
+    vllms_own,
+)
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.head import Head, bytes_beside_block
 from outrider.proposers.registry import make_proposer, method_of, needs_model
@@ -56,6 +71,7 @@ from outrider.rpc.messages import (
     TargetEvent,
     TargetInfo,
 )
+from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import AcceptanceRule
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
@@ -66,13 +82,17 @@ from outrider.target_service.boot import load as load_target
 from outrider.target_service.engine import TargetEngineCommand as TargetCommand
 from outrider.target_service.profile import thread_split
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.vllm.assembly import SPECULATIVE, start_engine
+from outrider.target_service.vllm.engine import VllmEngine
 
 log = logging.getLogger(__name__)
 
 STREAM = 1  # each engine has one caller
 WATCH_S = 1.0  # how often a device thread is looked after
-CPU_CACHE_BYTES = 512 << 20  # of both caches where there is no GPU
+CPU_CACHE_BYTES = 512 << 20  # of both caches where there is no GPU; beside vLLM of each
+CACHE_BESIDE_VLLM = 256 << 20  # of a draft on the GPU of a vLLM, which takes its share first
 WORKING_SHARE = 0.05  # of a GPU's memory: activations, beside weights and caches
+STOP_S = 30.0
 UNBOUNDED = 2**31 - 1
 
 
@@ -102,9 +122,10 @@ class LocalLink:
 
 
 class LocalService:
-    """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread."""
+    """One engine's sequences, seen from the event loop. `take` and `flush` are called on the device thread; vLLM's
+    engine has none, and calls them on the loop."""
 
-    thread: Worker[Any]  # that owns the model
+    thread: Worker[Any] | VllmEngine  # that owns the model
     info: TargetInfo | DraftInfo  # what a service over the engine would say of itself
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -155,9 +176,12 @@ class LocalService:
                 self._loop.call_soon_threadsafe(self._deliver, events)
 
     def stop(self) -> None:
-        """Ends the device thread. Called from any thread."""
+        """Ends the device thread, or vLLM's processes. Called from any thread."""
         self._watch.cancel()
-        self.thread.stop(timeout=30.0)
+        if isinstance(self.thread, Worker):
+            self.thread.stop(timeout=STOP_S)
+        else:
+            self.thread.stop()
 
     def _deliver(self, events: Sequence[Any]) -> None:
         for event in events:
@@ -180,8 +204,33 @@ class LocalService:
             link.on_event(Lost(reason))
 
 
-class LocalTarget(LocalService):
+class LocalVerifier(LocalService, ABC):
     """A Verifier over a target engine in this process."""
+
+    info: TargetInfo
+
+    def open(
+        self,
+        request: Open,
+        on_event: Callable[[TargetEvent | Lost], None],
+        fork_of: VerifierLink | None = None,
+        like: Arithmetic | None = None,
+        refused_by: Sequence[VerifierLink] = (),
+    ) -> LocalLink | None:
+        """Starts a sequence, or a fork of one that is open."""
+        return None if refused_by else self.start(request, on_event, fork_of)
+
+    @abstractmethod
+    def cache_usage(self) -> float:
+        """The share of its cache that is in use."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix. Called from any thread but the loop's."""
+
+
+class LocalTarget(LocalVerifier):
+    """Over our own engine."""
 
     def __init__(
         self, settings: TargetSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop, head: Head | None = None
@@ -200,16 +249,52 @@ class LocalTarget(LocalService):
         self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
 
-    def open(
-        self,
-        request: Open,
-        on_event: Callable[[TargetEvent | Lost], None],
-        fork_of: VerifierLink | None = None,
-        like: Arithmetic | None = None,
-        refused_by: Sequence[VerifierLink] = (),
-    ) -> LocalLink | None:
-        """Starts a sequence, or a fork of one that is open."""
-        return None if refused_by else self.start(request, on_event, fork_of)
+    def cache_usage(self) -> float:
+        """The share of its cache that is in use."""
+        pool = self.engine.cache.pool
+        return 1 - pool.num_free / pool.num_blocks
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix."""
+        self.thread.call(self.engine.cache.pool.clear_cache).result()
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Processes that are spawned import the caller's script, and would run it where nothing guards it; vLLM's need
+    nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class VllmTarget(LocalVerifier):
+    """Over vLLM, whose processes are this one's children."""
+
+    def __init__(self, engine: VllmEngine, info: TargetInfo, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.engine, self._own_loop = engine, loop
+        self.thread: VllmEngine = engine
+        self.info: TargetInfo = info
+
+    @classmethod
+    async def started(cls, settings: TargetSettings) -> VllmTarget:
+        """Starts vLLM, which loads the model. Raises what `start_engine` raises."""
+        with without_main():
+            engine, info = await start_engine(settings, lambda: target.flush())
+        target = cls(engine, info, asyncio.get_running_loop())
+        return target
+
+    def cache_usage(self) -> float:
+        """The share of its cache that was in use after the last step."""
+        return 1 - self.engine.load().free_blocks / self.engine.limits.num_blocks
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix."""
+        asyncio.run_coroutine_threadsafe(self.engine.reset_prefix_cache(), self._own_loop).result()
 
 
 class LocalDraft(LocalService):
@@ -263,11 +348,16 @@ class LocalBackend:
     engine: GenerationEngine
     tokenizer: Tokenizer
     info: ModelInfo
-    target: LocalTarget
+    target: LocalVerifier
     services: tuple[LocalService, ...]  # the target, and the draft if it is a model
     num_draft_tokens: int
     speculation: SpeculationOptions
     by_tokens: LocalDrafter | None = None  # the draft, if it is no model
+
+    @property
+    def can_couple(self) -> bool:
+        """Whether requests may be accepted by the coupled rule."""
+        return "acceptance.coupled" in self.target.info.capabilities
 
     def encode(self, text: str) -> tuple[int, ...]:
         """A prompt's ids."""
@@ -279,12 +369,11 @@ class LocalBackend:
 
     def cache_usage(self) -> float:
         """The share of the target's cache that is in use."""
-        pool = self.target.engine.cache.pool
-        return 1 - pool.num_free / pool.num_blocks
+        return self.target.cache_usage()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix of the target."""
-        self.target.thread.call(self.target.engine.cache.pool.clear_cache).result()
+        self.target.reset_prefix_cache()
 
     def close(self) -> None:
         """Ends the loop, then the device threads."""
@@ -295,6 +384,16 @@ class LocalBackend:
             self.by_tokens.close()
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedPair:
+    """A target that runs, and the draft model that will, with as many blocks as it may take."""
+
+    target: LocalVerifier
+    longest: int  # sequence that the target's model takes, whatever its cache holds
+    draft: LoadedModel | None
+    num_draft_blocks: int | None
+
+
 def start_local(
     runtime: LoopThread,
     arguments: EngineArguments,
@@ -303,36 +402,27 @@ def start_local(
     num_running: Callable[[], int],
 ) -> LocalBackend:
     """Loads and starts; at most `k` tokens are drafted. Raises ValueError for a pair that is none."""
-    if arguments.model is None:
+    model = arguments.model
+    if model is None:
         raise ValueError("there is no model to load")
     set_switch_interval()
     device = _device(arguments.device)
-    tokenizer = Tokenizer.load(arguments.tokenizer or arguments.model)
+    tokenizer = Tokenizer.load(arguments.tokenizer or model)
     folder = _folder(speculation)
-    has_head = speculation is not None and bool(speculation.head)
-    settings = _target_settings(arguments, arguments.model, device, k, folder if has_head else None)
-    if has_head and speculation is not None and speculation.tree is not None:
-        settings = settings.model_copy(update={"speculative_token_tree": speculation.speculative_token_tree})
     by_tokens = None if speculation is None or folder is not None else _local_drafter(arguments, speculation)
     try:
-        loaded = load_target(settings)
-        head = _load_head(settings, loaded, speculation)
-        draft = _load_draft(arguments, speculation, folder, device, loaded.max_model_len)
+        pair = _load_pair(runtime, arguments, model, speculation, device, k)
     except UnsupportedModel as error:
         raise ValueError(str(error)) from error
-    if settings.num_blocks is None:
-        sampling = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (loaded, draft) if model is not None)
-        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments, head)
-        settings = settings.model_copy(update={"num_blocks": num_blocks})
-    target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop, head))
+    target, draft = pair.target, pair.draft
     services: list[LocalService] = [target]
     try:
         _warn(check_tokenizer(tokenizer, target.info.model))
-        _warn(_shorter(target.info.model.max_model_len, loaded.max_model_len))
+        _warn(_shorter(target.info.model.max_model_len, pair.longest))
         drafter: Drafter | None = None
         if draft is not None and folder is not None:
-            targets = [source for source in (arguments.tokenizer or arguments.model,) if has_tokenizer(source, folder)]
-            draft_settings = _draft_settings(arguments, speculation, folder, device, settings.num_blocks, targets)
+            targets = [source for source in (arguments.tokenizer or model,) if has_tokenizer(source, folder)]
+            draft_settings = _draft_settings(arguments, speculation, folder, device, pair.num_draft_blocks, targets)
             lookups = {} if speculation is None else _lookups(arguments, speculation)
             drafter = local = runtime.call(lambda: LocalDraft(draft_settings, draft, runtime.loop, lookups))
             services.append(local)
@@ -368,27 +458,123 @@ def start_local(
     return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options, by_tokens)
 
 
-def _target_settings(arguments: EngineArguments, model: Path, device: str, k: int, head: Path | None) -> TargetSettings:
+def _load_pair(
+    runtime: LoopThread,
+    arguments: EngineArguments,
+    model: Path,
+    speculation: SpeculativeConfig | None,
+    device: str,
+    k: int,
+) -> LoadedPair:
+    """On our engine, or on vLLM, by its arguments, the checkpoint, or since ours refuses it. Raises UnsupportedModel,
+    Unsupported."""
+    reason = beyond_ours(arguments, read_config(model))
+    if choose_engine(arguments, reason, has_vllm()) == OURS:
+        settings = _target_settings(arguments, model, device, k, speculation)
+        try:
+            loaded = load_target(settings)
+        except UnsupportedModel as error:
+            is_settings_fault = arguments.batch_invariant or arguments.dtype != "auto"
+            if isinstance(error, WrongCheckpoint) or is_settings_fault or arguments.engine == OURS:
+                raise
+            reason = str(error)
+            if not has_vllm():
+                raise UnsupportedModel(f"{reason}; vLLM may run it: {INSTALL}") from error
+        else:
+            return _start_ours(runtime, arguments, settings, loaded, speculation, device)
+    if arguments.engine == "auto":
+        log.warning("the target runs on vLLM: %s", reason)
+    require_vllm_can(arguments, speculation)
+    target = runtime.run(VllmTarget.started(_vllm_settings(arguments, model, device, k, speculation)))
+    try:
+        longest = target.info.model.max_model_len
+        draft = _load_draft(arguments, speculation, _folder(speculation), device, longest)
+        num_blocks = None
+        if draft is not None:
+            memory = arguments.kv_cache_memory_bytes or (CPU_CACHE_BYTES if device == "cpu" else CACHE_BESIDE_VLLM)
+            num_blocks = max(1, memory // bytes_per_block(draft.model.layers, draft.model.dtype))
+            num_blocks = min(num_blocks, arguments.max_num_seqs * -(-longest // BLOCK_SIZE))
+    except BaseException:
+        target.stop()
+        raise
+    return LoadedPair(target, longest, draft, num_blocks)
+
+
+def _start_ours(
+    runtime: LoopThread,
+    arguments: EngineArguments,
+    settings: TargetSettings,
+    loaded: LoadedModel,
+    speculation: SpeculativeConfig | None,
+    device: str,
+) -> LoadedPair:
+    """Beside the target's weights come the draft's, or the head's; both caches share what is left."""
+    head = _load_head(settings, loaded, speculation)
+    draft = _load_draft(arguments, speculation, _folder(speculation), device, loaded.max_model_len)
+    if settings.num_blocks is None:
+        sampling = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (loaded, draft) if model is not None)
+        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments, head)
+        settings = settings.model_copy(update={"num_blocks": num_blocks})
+    target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop, head))
+    return LoadedPair(target, loaded.max_model_len, draft, settings.num_blocks)
+
+
+def _target_settings(
+    arguments: EngineArguments, model: Path, device: str, k: int, speculation: SpeculativeConfig | None
+) -> TargetSettings:
+    has_head = speculation is not None and bool(speculation.head)
+    tree = None if speculation is None or not has_head or speculation.tree is None else speculation
     return TargetSettings.model_validate(
         {
-            "model": model,
-            "head": head,
-            "dtype": arguments.dtype,
-            "device": device,
+            **_any_settings(arguments, model, device),
+            "head": _folder(speculation) if has_head else None,
+            "speculative_token_tree": None if tree is None else tree.speculative_token_tree,
             "threads": arguments.threads,
-            "max_model_len": arguments.max_model_len,
-            "num_blocks": arguments.num_gpu_blocks_override,
-            "prefix_cache": arguments.enable_prefix_caching is not False,
             "batch_invariant": arguments.batch_invariant,
             "max_rows": arguments.max_num_batched_tokens,
             "max_window": max(32, k),
-            "max_logprobs": arguments.max_logprobs,
-            "max_sequences": arguments.max_num_seqs * MAX_N,
-            "trust_remote_code": arguments.trust_remote_code,
-            "name": arguments.served_model_name or "",
-            "cuda_graphs": not arguments.enforce_eager,
         }
     )
+
+
+def _vllm_settings(
+    arguments: EngineArguments, model: Path, device: str, k: int, speculation: SpeculativeConfig | None
+) -> TargetSettings:
+    """vLLM keeps room for a whole window in every step: it is no longer than what is drafted."""
+    given: dict[str, Any] = {
+        "max_num_seqs": arguments.max_num_seqs,  # the others wait
+        "quantization": arguments.quantization,
+        "kv_cache_memory_bytes": arguments.kv_cache_memory_bytes,
+    }
+    if speculation is not None and speculation.head:
+        given[SPECULATIVE] = vllms_own(speculation)
+    return TargetSettings.model_validate(
+        {
+            **_any_settings(arguments, model, device),
+            "engine": VLLM,
+            "tensor_parallel_size": arguments.tensor_parallel_size,
+            "engine_args": {name: value for name, value in given.items() if value is not None},
+            "gpu_memory_utilization": arguments.gpu_memory_utilization,
+            "max_window": max(NUM_DRAFT_TOKENS, k),
+        }
+    )
+
+
+def _any_settings(arguments: EngineArguments, model: Path, device: str) -> dict[str, Any]:
+    """Of a target on either engine."""
+    return {
+        "model": model,
+        "dtype": arguments.dtype,
+        "device": device,
+        "max_model_len": arguments.max_model_len,
+        "num_blocks": arguments.num_gpu_blocks_override,
+        "prefix_cache": arguments.enable_prefix_caching is not False,
+        "max_logprobs": arguments.max_logprobs,
+        "max_sequences": arguments.max_num_seqs * MAX_N,
+        "trust_remote_code": arguments.trust_remote_code,
+        "name": arguments.served_model_name or "",
+        "cuda_graphs": not arguments.enforce_eager,
+    }
 
 
 def _draft_settings(

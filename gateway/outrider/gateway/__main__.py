@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.addresses import Addresses
-from outrider.gateway.peers.handshake import check_pair, check_tokenizer, vocabulary_for
+from outrider.gateway.peers.handshake import check_tokenizer, vocabulary_for
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.moving import MovingDrafts
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
@@ -40,6 +40,7 @@ from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderErr
 from outrider.rpc.hub import ModelNotFound, locate
 from outrider.rpc.logs import setup_logging
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS, DraftInfo, TargetInfo
+from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
 from outrider.rpc.settings import Address, ServerSettings, VllmMetrics, parse_settings

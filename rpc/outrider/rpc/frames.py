@@ -208,12 +208,13 @@ class FramePacker:
             return
         lane = self._lanes.get(sequence_id)
         for message in messages:
-            entry = self._direction.encode(message, sequence_id)
-            size = self._checked_size(message, entry)
+            size = self._checked_size(message, entry := self._direction.encode(message, sequence_id))
             if lane is None:
                 self._append_urgent(sequence_id, entry, size)
             else:
                 lane.append(entry)
+            if is_last(message):  # as in `push`: the draft learns from it, whatever follows
+                self._finished.add(sequence_id)
 
     def next_frame(self) -> list[Any] | None:
         """The entries of the next frame; None if nothing waits."""
@@ -251,8 +252,7 @@ class FramePacker:
             self._append(sequence_id, item)
 
     def _push_close(self, message: Close) -> None:
-        sequence_id = message.sequence_id
-        state = self._table.state(sequence_id)
+        sequence_id, state = message.sequence_id, self._table.state(message.sequence_id)
         if state is SequenceState.UNKNOWN:
             raise ValueError(f"sequence {sequence_id} was never opened")
         if not self._table.close(sequence_id):

@@ -20,6 +20,8 @@ async def serve(settings: TargetSettings) -> None:
     """Loads, serves, drains."""
     from outrider.target_service import boot  # torch, once the environment is set
 
+    if settings.node_rank:
+        return await boot.join(settings)
     await engine_service.serve_engine("target", settings, lambda: boot.start(settings))
 
 

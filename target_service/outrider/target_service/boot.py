@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,14 +30,14 @@ from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.telemetry import StepTracer
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.local_draft import check_tree
-from outrider.target_service.outputs import ComputedStep
+from outrider.target_service.observed import new_metrics, own_step_watcher, stats_of
 from outrider.target_service.profile import StepProfile, thread_split
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.vllm import assembly, node
 
 if TYPE_CHECKING:
     from outrider.target_service.metrics import TargetMetrics
@@ -47,12 +47,19 @@ log = logging.getLogger(__name__)
 TargetService = EngineService[TargetEngine]
 
 
-async def start(settings: TargetSettings) -> TargetService:
+async def start(settings: TargetSettings) -> EngineService[Any]:
     """Loads the model and binds the server."""
+    if settings.engine == "vllm":
+        return await assembly.start(await asyncio.to_thread(located, settings))
     set_switch_interval()
     torch.set_num_threads(settings.threads or usable_threads())
     settings = await asyncio.to_thread(located, settings)
     return build(settings, await asyncio.to_thread(load, settings))
+
+
+async def join(settings: TargetSettings) -> None:
+    """Computes for a target whose server is another host's, until that ends."""
+    await node.serve(await asyncio.to_thread(located, settings))
 
 
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
@@ -72,20 +79,11 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     info = info_of(settings, loaded, limits, costs, head)
     servicer = TargetServicer(thread, outboxes, info, engine.load)
     if metrics is not None:
-        metrics.attach(engine, thread, info.model, settings.vllm_metrics)
+        metrics.attach(partial(stats_of, engine), thread, info.model, settings.vllm_metrics)
     log.info(
         "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
     )
     return build_service(settings, engine, thread, servicer, metrics)
-
-
-def new_metrics(settings: TargetSettings) -> TargetMetrics | None:
-    """What counts, where somebody asks for it; nothing of metrics is imported elsewhere."""
-    if not settings.metrics:
-        return None
-    from outrider.target_service.metrics import TargetMetrics
-
-    return TargetMetrics()
 
 
 def new_engine(
@@ -97,10 +95,6 @@ def new_engine(
     head: Head | None = None,
 ) -> TargetEngine:
     """An engine by the settings, traced if tracing is on. The runner taps what the head reads."""
-    tracer = StepTracer.if_enabled("outrider.target")
-    watchers: list[Callable[[ComputedStep], None]] = []
-    watchers += [partial(trace_step, tracer)] if tracer is not None else []
-    watchers += [metrics.add_step] if metrics is not None else []
     return TargetEngine(
         runner,
         limits,
@@ -108,32 +102,9 @@ def new_engine(
         max_rows=settings.max_rows,
         cut_windows=settings.cut_windows,
         flush=flush,
-        on_step=partial(tell_all, watchers) if watchers else None,
+        on_step=own_step_watcher(metrics),
         head=head,
         tree=settings.tree,
-    )
-
-
-def tell_all(watchers: Sequence[Callable[[ComputedStep], None]], step: ComputedStep) -> None:
-    """Called on the device thread after each step."""
-    for watch in watchers:
-        watch(step)
-
-
-def trace_step(tracer: StepTracer, step: ComputedStep) -> None:
-    """Called on the device thread after each step."""
-    headers = [scheduled.target.open.traceparent for scheduled in step.scheduled]
-    tracer.record(
-        "outrider.verify_step",
-        headers,
-        step.started_ns,
-        lambda: {
-            "outrider.step.rows": step.timings.num_rows,
-            "outrider.step.sequences": len(step.scheduled),
-            "outrider.step.drafted": sum(len(scheduled.window.ids) for scheduled in step.scheduled),
-            "outrider.step.accepted": sum(window.num_accepted for window in step.verified),
-            "outrider.step.draft_us": max(scheduled.draft_us for scheduled in step.scheduled),
-        },
     )
 
 
@@ -186,7 +157,7 @@ def new_runner(settings: TargetSettings, loaded: LoadedModel, head: Head | None 
 def runner_options(settings: TargetSettings) -> RunnerOptions:
     """What the runner is told: a window's rows are its drafted tokens and the token before them."""
     return RunnerOptions(
-        StepLimits(settings.max_rows, settings.max_sequences, settings.max_window + 1),
+        StepLimits(settings.max_rows, settings.max_sequences, settings.max_window + 1, settings.tree is not None),
         num_blocks=settings.num_blocks,
         cache_bytes=settings.cache_bytes,
         default_cache_bytes=512 << 20,

@@ -1,15 +1,15 @@
-"""A target's time series, for Prometheus. Most are read from the engine at the scrape; what only a step knows is
-counted on the device thread, once a step. Imported only where metrics are asked for."""
+"""A target's time series, for Prometheus, whichever engine runs it. Most are read from the engine at the scrape; what
+only a step knows is counted on the device thread, once a step. Imported only where metrics are asked for."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.metrics import PARTS_S, EngineState, Metrics, VllmCollector, exemplar_of
 from outrider.rpc.servicer import EngineThread
-from outrider.target_service.engine import TargetEngine
-from outrider.target_service.outputs import ComputedStep
+from outrider.target_service.observed import EngineStats, ObservedStep
 
 MAX_ROWS_LABEL = 4096  # steps of more rows share the last label
 STEPS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -26,34 +26,31 @@ class TargetMetrics(Metrics):
         self._num_prompt_rows = self._num_verify_rows = 0
         self._busy_s = 0.0
 
-    def attach(self, engine: TargetEngine, thread: EngineThread, model: ModelInfo, vllm_names: bool = False) -> None:
+    def attach(
+        self, stats: Callable[[], EngineStats], thread: EngineThread, model: ModelInfo, vllm_names: bool = False
+    ) -> None:
         """The series that are read from the engine, once the thread runs it."""
-        started, pool, scheduler = time.monotonic(), engine.cache.pool, engine.scheduler
-        draft = engine.local_draft
-
-        def usage() -> float:
-            return 1 - pool.num_free / pool.num_blocks
+        started = time.monotonic()
 
         def idle_s() -> float:
-            busy_s = self._busy_s + (draft.seconds if draft else 0.0)
+            busy_s = self._busy_s + stats().head_seconds
             return max(0.0, time.monotonic() - started - busy_s - thread.step_age_s())
 
         def state() -> EngineState:
-            load, blocks = engine.load(), (engine.cache.block_size, pool.num_blocks)
-            return EngineState(model.name, load.running, load.waiting, usage(), *blocks)
+            now = stats()
+            blocks = now.cache_usage, now.block_size, now.num_blocks
+            return EngineState(model.name, now.load.running, now.load.waiting, *blocks)
 
         self.model_info(model)
-        self.gauge("num_requests_running", "Sequences that a step may take", lambda: engine.load().running)
-        self.gauge("num_requests_waiting", "Sequences that wait for blocks", lambda: engine.load().waiting)
-        self.gauge("num_requests_open", "Sequences that are open", lambda: len(scheduler.sequences))
-        self.gauge("kv_cache_usage_perc", "Blocks in use over all, 0 to 1", usage)
-        self.gauge("cache_blocks", "Blocks of the key-value cache", lambda: pool.num_blocks)
-        self.gauge("cache_block_size_tokens", "Tokens of a block", lambda: engine.cache.block_size)
-        self.read_counter(
-            "prefix_cache_queries", "Tokens looked up in the prefix cache", lambda: scheduler.num_looked_up
-        )
-        self.read_counter("prefix_cache_hits", "Tokens found in the prefix cache", lambda: scheduler.num_found)
-        self.read_counter("num_preemptions", "Sequences that gave up their blocks", lambda: scheduler.num_preempted)
+        self.gauge("num_requests_running", "Sequences that a step may take", lambda: stats().load.running)
+        self.gauge("num_requests_waiting", "Sequences that wait for blocks", lambda: stats().load.waiting)
+        self.gauge("num_requests_open", "Sequences that are open", lambda: stats().num_open)
+        self.gauge("kv_cache_usage_perc", "Blocks in use over all, 0 to 1", lambda: stats().cache_usage)
+        self.gauge("cache_blocks", "Blocks of the key-value cache", lambda: stats().num_blocks)
+        self.gauge("cache_block_size_tokens", "Tokens of a block", lambda: stats().block_size)
+        self.read_counter("prefix_cache_queries", "Tokens looked up in the prefix cache", lambda: stats().num_looked_up)
+        self.read_counter("prefix_cache_hits", "Tokens found in the prefix cache", lambda: stats().num_found)
+        self.read_counter("num_preemptions", "Sequences that gave up their blocks", lambda: stats().num_preempted)
         self.read_counters(
             "step_rows",
             "Rows computed, of prompts and to verify windows or decode plain tokens",
@@ -61,27 +58,21 @@ class TargetMetrics(Metrics):
             lambda: {"prompt": self._num_prompt_rows, "verify": self._num_verify_rows},
         )
         self.read_counter(
-            "rows_cut", "Drafted tokens put off, as a row would not have paid", lambda: scheduler.num_rows_cut
+            "rows_cut", "Drafted tokens put off, as a row would not have paid", lambda: stats().num_rows_cut
         )
         self.read_counter("device_idle_seconds", "Time in which no step and no head ran", idle_s)
-        self.read_counter(
-            "head_steps", "Steps that the head beside the model was behind", lambda: draft.num_steps if draft else 0
-        )
-        self.read_counter("head_seconds", "Time that the head took", lambda: draft.seconds if draft else 0.0)
-        self.read_counter("head_draft_tokens", "Tokens that it drafted", lambda: draft.num_drafted if draft else 0)
+        self.read_counter("head_steps", "Steps that the head beside the model was behind", lambda: stats().head_steps)
+        self.read_counter("head_seconds", "Time that the head took", lambda: stats().head_seconds)
+        self.read_counter("head_draft_tokens", "Tokens that it drafted", lambda: stats().head_drafted)
         if vllm_names:
             self.registry.register(VllmCollector(state))
 
-    def add_step(self, step: ComputedStep) -> None:
+    def add_step(self, step: ObservedStep) -> None:
         """What a step computed, before it is committed."""
-        num_rows, num_verify_rows = 0, 0
-        exemplar = None
-        for scheduled in step.scheduled:
-            num_rows += scheduled.num_rows
-            num_verify_rows += scheduled.num_verify_rows
-            exemplar = exemplar or exemplar_of(scheduled.target.open.traceparent)
-            if scheduled.samples:
-                self._queue.observe(max(0.0, step.started - scheduled.target.ready_since))
+        num_rows, num_verify_rows = step.timings.num_rows, step.num_verify_rows
+        exemplar = next(filter(None, map(exemplar_of, step.traceparents)), None)
+        for wait_s in step.waits:
+            self._queue.observe(wait_s)
         self._num_verify_rows += num_verify_rows
         self._num_prompt_rows += num_rows - num_verify_rows
         self._busy_s += step.seconds

@@ -199,8 +199,8 @@ def admit(
 ) -> TargetSequence:
     """Makes the sequence. A child takes its parent's prompt ids at once. Raises an OutriderError that says why it is
     not taken."""
-    whole = _with_prompt(message, parent)
-    _check(whole, limits)
+    whole = with_prompt(message, None if parent is None else parent.open)
+    check_open(whole, limits)
     sampler = _sampler(whole, limits)
     sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt)
     return TargetSequence(
@@ -230,20 +230,20 @@ def _sampler(message: Open, limits: TargetLimits) -> SequenceSampler:
         raise InvalidArgument(str(error)) from error
 
 
-def _with_prompt(message: Open, parent: TargetSequence | None) -> Open:
+def with_prompt(message: Open, parent: Open | None) -> Open:
+    """The same with its prompt, which a fork takes from its parent. Raises Unavailable where that is gone."""
     if message.fork_of is None:
         return message
     if parent is None:
         raise Unavailable("the sequence to fork is gone; open with the whole prompt", reason="PARENT_GONE")
-    return replace(message, prompt_ids=parent.open.prompt_ids, fork_of=None)
+    return replace(message, prompt_ids=parent.prompt_ids, fork_of=None)
 
 
-def _check(message: Open, limits: TargetLimits) -> None:
+def check_open(message: Open, limits: TargetLimits) -> None:
+    """What holds for every engine. Raises an OutriderError that says why the sequence is not taken."""
     if message.model_digest not in ("", limits.model_digest):  # the gateway took this target for another
-        raise Unavailable(
-            f"the sequence is of model {message.model_digest[:12]}, this target serves {limits.model_digest[:12]}",
-            reason=OTHER_MODEL,
-        )
+        text = f"the sequence is of model {message.model_digest[:12]}, this target serves {limits.model_digest[:12]}"
+        raise Unavailable(text, reason=OTHER_MODEL)
     validate_open(message, limits.vocab_size, limits.max_model_len, limits.max_logprobs)
     validate_length(len(message.prompt_ids), message.sampling.max_tokens, limits.max_model_len, "open.sampling.")
     if len(message.output_ids) >= message.sampling.max_tokens:

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from outrider.engine.token_tree import TokenTree
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics
 
+OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand")  # no engine but ours has them
 
-class TargetSettings(ServerSettings, ModelSettings):
+
+def parse_arguments(given: object) -> object:
+    """A flag's JSON. Raises ValueError."""
+    return json.loads(given) if isinstance(given, str) else given
+
+
+class EngineSettings(BaseModel):
+    """Whose engine runs the model: of a target service, and of what starts one."""
+
+    engine: Literal["outrider", "vllm"] = Field(
+        "outrider",
+        description="whose engine runs the model; vllm, for several GPUs, quantised weights and mixtures of experts, "
+        "needs outrider[vllm]",
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share the model; more than 1 with engine vllm")
+    engine_args: Annotated[dict[str, Any], BeforeValidator(parse_arguments)] = Field(
+        {}, description="arguments of vLLM's engine by its names, as a JSON object; they come before the settings here"
+    )
+
+    @model_validator(mode="after")
+    def _check_vllms_own(self) -> Self:
+        if self.engine != "vllm":
+            for name in ("tensor_parallel_size", "engine_args"):
+                if getattr(self, name) != EngineSettings.model_fields[name].default:
+                    raise ValueError(f"{name} (--{name.replace('_', '-')}) is for engine vllm; give --engine vllm, too")
+        return self
+
+    def of_engine(self) -> dict[str, Any]:
+        """What was set, by the flags' names, for a target that is started with the same."""
+        given = {name: getattr(self, name) for name in EngineSettings.model_fields if name in self.model_fields_set}
+        return {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
+
+
+class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     """What a target service is told at start, besides what all services are."""
 
     section: ClassVar[str] = "target"
@@ -50,8 +85,21 @@ class TargetSettings(ServerSettings, ModelSettings):
         """What the head drafts; None: chains."""
         return None if self.speculative_token_tree is None else TokenTree.parse(self.speculative_token_tree)
 
+    @property
+    def node_rank(self) -> int:
+        """Which host this is of a target that spans several; the first, 0, has the server."""
+        return int(self.engine_args.get("node_rank", 0))
+
     @model_validator(mode="after")
     def _check_tree(self) -> Self:
         if self.speculative_token_tree is not None and self.head is None:
             raise ValueError("speculative_token_tree (--speculative-token-tree) is for a head; give --head DIR, too")
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        fields = type(self).model_fields
+        if self.engine == "vllm":
+            for name in (name for name in OWN_ONLY if getattr(self, name) != fields[name].default):
+                raise ValueError(f"{name} (--{name.replace('_', '-')}) is for engine outrider; leave it out")
         return self

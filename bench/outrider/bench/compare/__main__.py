@@ -26,6 +26,7 @@ from outrider.pairs import pair_path
 from outrider.proposers.registry import CHOICES, HEADS, METHODS, check_method, list_problem, method_of
 from outrider.rpc.hub import locate
 from outrider.rpc.settings import ServiceSettings
+from outrider.target_service.settings import EngineSettings
 
 ALL = "all"
 CompareMode = Literal["sequential", "chains", "branches", "auto"]
@@ -37,7 +38,7 @@ DESCRIPTION = (
 )
 
 
-class CompareSettings(ServiceSettings):
+class CompareSettings(ServiceSettings, EngineSettings):
     """What is compared, on what."""
 
     section: ClassVar[str] = "compare"
@@ -85,6 +86,12 @@ class CompareSettings(ServiceSettings):
         return names
 
     @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.engine == "vllm" and (self.in_process or self.expand):
+            raise ValueError("in_process and expand (--in-process, --expand) are for engine outrider; leave them out")
+        return self
+
+    @model_validator(mode="after")
     def _check_drafts(self) -> Self:
         for name in self.drafts:
             if not method_of(_check(name)).needs_model:
@@ -118,7 +125,7 @@ class CompareSettings(ServiceSettings):
     def served(self) -> list[tuple[Method, ServeSettings]]:
         """The services of every method. Raises ValueError where one lacks its model."""
         where = {"pair": self.pair} if self.pair else {"target": locate(self.target)}
-        common = {**where, "threads": self.threads, "start_timeout": self.start_timeout}
+        common = {**where, **self.of_engine(), "threads": self.threads, "start_timeout": self.start_timeout}
         return [(method, services_of(common, method, self._draft_of(method))) for method in self.chosen]
 
     def _draft_of(self, method: Method) -> str:

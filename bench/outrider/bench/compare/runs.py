@@ -16,7 +16,6 @@ from outrider.bench.compare.requests import CompareRequest
 from outrider.cli.local_services import LOOPBACK, Services
 from outrider.cli.serve import ServeSettings
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.peers.handshake import check_pair
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest, SpeculationOptions
@@ -25,6 +24,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.local import LocalTarget
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import HEADS, TOKEN_METHODS, make_proposer
+from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.settings import parse_settings
 from outrider.target_service.boot import load as load_target

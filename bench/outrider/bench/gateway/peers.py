@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class TargetSequence:
         )
 
 
-class ScriptedPeer(Generic[S]):
+class ScriptedPeer(ABC, Generic[S]):
     """The sequences of all streams of a peer."""
 
     _sequences: dict[tuple[PeerStream, int], S]
@@ -163,8 +164,9 @@ class ScriptedPeer(Generic[S]):
         finally:
             self._sequences = {key: found for key, found in self._sequences.items() if key[0] is not stream}
 
+    @abstractmethod
     def _take(self, stream: PeerStream, message: Any) -> None:
-        raise NotImplementedError
+        """Applies one message of a stream."""
 
 
 class ScriptedTarget(ScriptedPeer[TargetSequence], target_pb2_grpc.TargetServiceServicer):

@@ -235,6 +235,7 @@ class Decoder:
                 max_query_len=batch.max_query_len,
                 sliding_window=sliding_window,
                 batch_invariant=self.batch_invariant,
+                parents=batch.parents,
                 max_model_len=self.max_model_len,
             )
         return plan_attention(

@@ -70,7 +70,7 @@ def accept(
     if isinstance(draft_weights, PackedEntries):
         draft_weights = draft_weights.unpacked()
     vocab_size = target_probs.shape[1]
-    usable, drafted_weight, total_weight = _check_weights(draft_weights, draft_ids, vocab_size)
+    usable, drafted_weight, total_weight = check_weights(draft_weights, draft_ids, vocab_size)
     inside = (draft_ids >= 0) & (draft_ids < vocab_size)  # [drafted]
     token_probs = target_probs[windows.row_of_draft, draft_ids.clamp(0, vocab_size - 1)].double() * inside  # [drafted]
     masses, scale = token_probs * total_weight, total_weight  # [drafted] each
@@ -179,7 +179,7 @@ def _refused_drafts(windows: Windows, num_accepted: Tensor) -> Tensor:
     return (windows.draft_starts + num_accepted)[num_accepted < windows.num_drafted]
 
 
-def _check_weights(draft_weights: DraftWeights, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def check_weights(draft_weights: DraftWeights, draft_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which drafted tokens have usable weights, [drafted] bool; the drafted id's weight and the total, float64 each.
 
     Both are 1 where the weights cannot be used: that is the one-hot law.

@@ -1,0 +1,135 @@
+"""What metrics and traces see of an engine, ours or vLLM's: its steps, and its state at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from outrider.rpc.messages import Load, StepTimings
+from outrider.rpc.telemetry import StepTracer
+from outrider.target_service.settings import TargetSettings
+
+if TYPE_CHECKING:
+    from outrider.target_service.engine import TargetEngine
+    from outrider.target_service.metrics import TargetMetrics
+    from outrider.target_service.outputs import ComputedStep
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """One step."""
+
+    started_ns: int  # by the wall clock
+    seconds: float  # from its start to what was verified
+    timings: StepTimings  # with its rows and sequences
+    num_verify_rows: int  # that judge windows or give the next token; the others belong to prompts
+    num_drafted: int
+    num_accepted: int
+    traceparents: Sequence[str]  # of the sequences in it
+    draft_us: int = 0  # what a head beside the model took for the windows
+    waits: Sequence[float] = ()  # for how many seconds sequences could have run before, where that is known
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """State and running totals. What an engine does not have stays 0."""
+
+    load: Load
+    num_open: int  # sequences
+    num_blocks: int
+    block_size: int  # tokens
+    num_free: int  # blocks
+    num_looked_up: int = 0  # tokens, in the prefix cache
+    num_found: int = 0
+    num_preempted: int = 0
+    num_rows_cut: int = 0
+    head_steps: int = 0
+    head_seconds: float = 0.0
+    head_drafted: int = 0
+
+    @property
+    def cache_usage(self) -> float:
+        """Blocks in use over all, 0 to 1."""
+        return 1 - self.num_free / self.num_blocks
+
+
+def observed(step: ComputedStep) -> ObservedStep:
+    """A step of our engine."""
+    took = [scheduled.target for scheduled in step.scheduled if scheduled.samples]
+    return ObservedStep(
+        step.started_ns,
+        step.seconds,
+        step.timings,
+        num_verify_rows=sum(scheduled.num_verify_rows for scheduled in step.scheduled),
+        num_drafted=sum(len(scheduled.window.ids) for scheduled in step.scheduled),
+        num_accepted=sum(window.num_accepted for window in step.verified),
+        traceparents=[scheduled.target.open.traceparent for scheduled in step.scheduled],
+        draft_us=max(scheduled.draft_us for scheduled in step.scheduled),
+        waits=[max(0.0, step.started - target.ready_since) for target in took],
+    )
+
+
+def stats_of(engine: TargetEngine) -> EngineStats:
+    """The state of our engine; from any thread."""
+    pool, scheduler, draft = engine.cache.pool, engine.scheduler, engine.local_draft
+    return EngineStats(
+        engine.load(),
+        num_open=len(scheduler.sequences),
+        num_blocks=pool.num_blocks,
+        block_size=engine.cache.block_size,
+        num_free=pool.num_free,
+        num_looked_up=scheduler.num_looked_up,
+        num_found=scheduler.num_found,
+        num_preempted=scheduler.num_preempted,
+        num_rows_cut=scheduler.num_rows_cut,
+        head_steps=draft.num_steps if draft else 0,
+        head_seconds=draft.seconds if draft else 0.0,
+        head_drafted=draft.num_drafted if draft else 0,
+    )
+
+
+def new_metrics(settings: TargetSettings) -> TargetMetrics | None:
+    """What counts, where somebody asks for it; nothing of metrics is imported elsewhere."""
+    if not settings.metrics:
+        return None
+    from outrider.target_service.metrics import TargetMetrics
+
+    return TargetMetrics()
+
+
+def step_watcher(metrics: TargetMetrics | None) -> Callable[[ObservedStep], None] | None:
+    """Traces steps if tracing is on, and counts them; None where nobody does either."""
+    tracer = StepTracer.if_enabled("outrider.target")
+    watchers: list[Callable[[ObservedStep], None]] = []
+    watchers += [partial(trace_step, tracer)] if tracer is not None else []
+    watchers += [metrics.add_step] if metrics is not None else []
+    return partial(_tell_all, watchers) if watchers else None
+
+
+def own_step_watcher(metrics: TargetMetrics | None) -> Callable[[ComputedStep], None] | None:
+    """The same, of our engine's steps."""
+    watch = step_watcher(metrics)
+    return None if watch is None else lambda step: watch(observed(step))
+
+
+def _tell_all(watchers: Sequence[Callable[[ObservedStep], None]], step: ObservedStep) -> None:
+    for watch in watchers:
+        watch(step)
+
+
+def trace_step(tracer: StepTracer, step: ObservedStep) -> None:
+    """A span of a step that has just ended."""
+    tracer.record(
+        "outrider.verify_step",
+        step.traceparents,
+        step.started_ns,
+        lambda: {
+            "outrider.step.rows": step.timings.num_rows,
+            "outrider.step.sequences": step.timings.num_sequences,
+            "outrider.step.drafted": step.num_drafted,
+            "outrider.step.accepted": step.num_accepted,
+            "outrider.step.draft_us": step.draft_us,
+        },
+    )

@@ -1,0 +1,222 @@
+"""Puts a target service on vLLM together: engine arguments, processes, the link to its scheduler, servicer, server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.engine import checkpoint
+from outrider.engine.models.base import UnsupportedModel
+from outrider.rpc.engine_service import EngineService, build_service
+from outrider.rpc.engine_service import info_of as model_info_of
+from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.messages import DraftMethod, TargetInfo
+from outrider.rpc.stream import Outboxes
+from outrider.target_service.observed import ObservedStep, new_metrics, step_watcher
+from outrider.target_service.sequence import TargetLimits
+from outrider.target_service.servicer import TargetServicer
+from outrider.target_service.settings import TargetSettings
+from outrider.target_service.vllm.engine import VllmEngine
+from outrider.target_service.vllm.requests import VLLM_CAPABILITIES
+from outrider.target_service.vllm.self_drafting import SelfDraftingEngine
+from outrider.vllm.link import EngineLink
+
+log = logging.getLogger(__name__)
+
+SPECULATIVE = "speculative_config"  # of vLLM's engine arguments
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"  # of its ranks to cores
+LEAST_CACHE_BYTES = 512 << 20  # on a CPU, where nothing else is said
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a service tells of the model that vLLM loads, as LoadedModel says it of ours."""
+
+    digest: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_sampling: dict[str, float]
+    dtype: str
+
+    @property
+    def engine(self) -> str:
+        """Whose layers compute it, with the version."""
+        return f"vllm-{vllm_version()}"
+
+    @property
+    def kernels(self) -> str:
+        """They come with vLLM and PyTorch."""
+        return f"torch-{torch.__version__}"
+
+
+async def start(settings: TargetSettings) -> EngineService[VllmEngine]:
+    """Starts the engine and binds the server. Raises what `start_engine` raises."""
+    outboxes, metrics = Outboxes(asyncio.get_running_loop()), new_metrics(settings)
+    engine, info = await start_engine(settings, outboxes.flush, step_watcher(metrics))
+    servicer = TargetServicer(engine, outboxes, info, engine.load)
+    if metrics is not None:
+        metrics.attach(engine.stats, engine, info.model, settings.vllm_metrics)
+    return build_service(settings, engine, engine, servicer, metrics)
+
+
+async def start_engine(
+    settings: TargetSettings, flush: Callable[[], None], on_step: Callable[[ObservedStep], None] | None = None
+) -> tuple[VllmEngine, TargetInfo]:
+    """Starts vLLM's processes, which load the model; `flush` is called after each step, `on_step` is told of those that
+    our scheduler plans. Raises FailedPrecondition where vLLM is not installed, UnsupportedModel for what it refuses."""
+    vllm_version()
+    link = None if drafts_itself(settings) else EngineLink()
+    if settings.device == "cpu" and settings.tensor_parallel_size > 1:
+        os.environ.setdefault(BINDING, "nobind")  # else vLLM wants a memory node for each rank
+    if link is not None:
+        os.environ.update(link.environment)
+        use_first_runner()
+    try:
+        made: list[Any] = []  # and not the future's result, which outlives its use
+        await asyncio.to_thread(lambda: made.append(new_llm(settings)))
+        llm = made.pop()
+        await first_step(llm)
+    except (ValueError, RuntimeError) as error:
+        if link is not None:
+            link.close()
+        raise UnsupportedModel(f"vLLM does not start: {error}") from error
+    loaded = await asyncio.to_thread(read_checkpoint, settings, llm.vllm_config)
+    limits = limits_of(settings, loaded, llm.vllm_config)
+    info = info_of(settings, loaded, limits)
+    if link is not None:
+        return VllmEngine(llm, link, limits, flush=flush, on_step=on_step), info
+    own = llm.vllm_config.speculative_config
+    info = replace(info, methods=(DraftMethod(own.method, needs_features=True, can_run_ahead=False),))
+    return SelfDraftingEngine(llm, limits, own.num_speculative_tokens, flush=flush), info
+
+
+async def first_step(llm: Any) -> None:
+    """A token, before anybody is served: what a model's kernels refuse shows here, and no earlier. Raises ValueError;
+    vLLM's processes have then ended."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    try:
+        async for _ in llm.generate({"prompt_token_ids": [0]}, params, "outrider-first-step"):
+            pass
+    except Exception as error:
+        llm.shutdown()
+        raise ValueError(f"its first step fails, see its log: {error}") from error
+
+
+def drafts_itself(settings: TargetSettings) -> bool:
+    """Whether vLLM is told to draft, as by a head that reads hidden states, and not our scheduler."""
+    return SPECULATIVE in settings.engine_args
+
+
+def use_first_runner() -> None:
+    """Of vLLM's two model runners; the other one reads drafts from the device."""
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
+def vllm_version() -> str:
+    """Of the library that is installed, whatever it was built for. Raises FailedPrecondition."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    raise FailedPrecondition("engine vllm needs vLLM; install outrider[vllm]", reason="NO_VLLM")
+
+
+def new_llm(settings: TargetSettings) -> Any:
+    """vLLM's AsyncLLM; returns when its processes have loaded the model. Raises ValueError or RuntimeError."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+
+
+def engine_args(settings: TargetSettings) -> dict[str, Any]:
+    """vLLM's engine arguments by ours; what `--engine-args` says comes before, but for what the link stands on."""
+    on_cpu = settings.device == "cpu"
+    cache_bytes = settings.cache_bytes or (LEAST_CACHE_BYTES if on_cpu else None)
+    given = {
+        "model": str(settings.model),
+        "dtype": "float32" if on_cpu and settings.dtype == "auto" else settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "trust_remote_code": settings.trust_remote_code,
+        "max_num_seqs": settings.max_sequences,
+        "max_logprobs": settings.max_logprobs,
+        "enable_prefix_caching": settings.prefix_cache,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cache_bytes,
+        "num_gpu_blocks_override": settings.num_blocks,
+        "enforce_eager": on_cpu or not settings.cuda_graphs,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        # On a CPU a request with a seed raises in a chunk that is not its prompt's last.
+        "enable_chunked_prefill": not on_cpu,
+        **settings.engine_args,
+    }
+    priority = {"scheduling_policy": "priority"}
+    linked: dict[str, Any] = {
+        "scheduler_cls": "outrider.vllm.DraftScheduler",
+        "worker_cls": "outrider.vllm.Worker",
+        "async_scheduling": False,
+        SPECULATIVE: {
+            "method": "custom_class",
+            "model": "outrider.vllm.NoDraft",
+            "num_speculative_tokens": max(1, settings.max_window),
+        },
+    }
+    counted = {"per_request_spec_decode_metrics": "summary"}
+    said = {name: value for name, value in given.items() if value is not None} | priority
+    return said | (counted if drafts_itself(settings) else linked)
+
+
+def read_checkpoint(settings: TargetSettings, vllm_config: Any) -> Checkpoint:
+    """What its folder says of the model, and vLLM of how it runs. Raises UnsupportedModel."""
+    folder = Path(settings.model)
+    config = checkpoint.read_config(folder)
+    generation = checkpoint.read_json(folder / "generation_config.json")
+    with checkpoint.checkpoint_digest(folder, checkpoint.weight_files(folder)) as weights_digest:
+        digest = checkpoint.model_digest(config, weights_digest())
+    model = vllm_config.model_config
+    return Checkpoint(
+        digest=digest,
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        eos_token_ids=checkpoint.eos_ids(config, generation),
+        default_sampling=checkpoint.default_sampling(generation),
+        dtype=str(model.quantization or str(model.dtype).removeprefix("torch.")),
+    )
+
+
+def limits_of(settings: TargetSettings, loaded: Checkpoint, vllm_config: Any) -> TargetLimits:
+    """What the engine may hold."""
+    cache = vllm_config.cache_config
+    return TargetLimits(
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        eos_ids=loaded.eos_token_ids,
+        num_blocks=cache.num_gpu_blocks,
+        block_size=cache.block_size,
+        max_window=max(1, settings.max_window),
+        max_sequences=settings.max_sequences,
+        max_logprobs=settings.max_logprobs,
+        untrusted_draft=settings.untrusted_draft,
+        model_digest=loaded.digest,
+    )
+
+
+def info_of(settings: TargetSettings, loaded: Checkpoint, limits: TargetLimits) -> TargetInfo:
+    """What GetTargetInfo answers."""
+    room = limits.num_blocks, limits.block_size
+    model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
+    return TargetInfo(model, limits.max_window, capabilities=VLLM_CAPABILITIES, version=metadata.version("outrider"))

@@ -1,0 +1,348 @@
+"""vLLM behind Verify: commands in, requests to its engine, commits out as its scheduler says them over the link.
+
+Everything here belongs to the event loop; the device belongs to vLLM's own processes. It stands where our own engine
+and its thread stand together: see TargetEngine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from outrider.engine.worker import DeviceStopped
+from outrider.rpc.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+)
+from outrider.rpc.logs import of
+from outrider.rpc.messages import (
+    Close,
+    Closed,
+    Commit,
+    Credit,
+    DraftTokens,
+    Failure,
+    Load,
+    Open,
+    TargetCommand,
+    TargetEvent,
+    to_failure,
+)
+from outrider.rpc.servicer import Detach
+from outrider.target_service.engine import TargetEngineCommand
+from outrider.target_service.observed import EngineStats, ObservedStep
+from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
+from outrider.target_service.vllm.requests import check_request, prompt_of, sampling_of
+from outrider.vllm.link import LinkCommand, LinkEvent, Stepping
+from outrider.vllm.source import StepReport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class VllmSequence:
+    """One sequence, which is a request of vLLM's from its first credit on."""
+
+    key: SequenceKey
+    number: int  # among all of this engine: the link's sequence id
+    open: Open  # with its prompt, also of a fork
+    sink: Sink
+    request: asyncio.Task[None] | None = None
+    deadline: asyncio.TimerHandle | None = None
+
+
+class Link(Protocol):
+    """What the engine needs of an EngineLink."""
+
+    on_event: Callable[[LinkEvent], None]
+    on_end: Callable[[], None]
+
+    def send(self, commands: Sequence[LinkCommand]) -> None:
+        """To the scheduler. Raises OSError once it is gone."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class VllmEngine:
+    """`llm` is vLLM's AsyncLLM. `flush` is called after each step with answers, `on_step` is told of each."""
+
+    is_streamed = False  # whether tokens come with vLLM's own outputs
+
+    def __init__(
+        self,
+        llm: Any,
+        link: Link,
+        limits: TargetLimits,
+        *,
+        flush: Callable[[], None] = lambda: None,
+        on_step: Callable[[ObservedStep], None] | None = None,
+    ) -> None:
+        self.limits = limits
+        self.ended: Future[None] = Future()
+        self._llm, self._link = llm, link
+        self._flush = flush
+        self._on_step = on_step
+        self._loop = asyncio.get_running_loop()
+        self._sequences: dict[SequenceKey, VllmSequence] = {}
+        self._by_number: dict[int, VllmSequence] = {}
+        self._numbers = itertools.count(1)
+        self._load = Load(free_blocks=limits.num_blocks)
+        self._step_started: float | None = None
+        self._num_looked_up = self._num_found = self._num_preempted = 0
+        link.on_event, link.on_end = self._on_link_event, self._on_link_end
+
+    # What the servicer and the process ask for.
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes commands."""
+        return not self.ended.done()
+
+    def step_age_s(self) -> float:
+        """For how long the step under way has run; 0 between steps."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
+
+    def load(self) -> Load:
+        """The present load; what waits for its first step counts as waiting."""
+        waiting = sum(one.request is not None for one in self._sequences.values()) - self._load.running
+        return replace(self._load, waiting=max(0, waiting))
+
+    def stats(self) -> EngineStats:
+        """What metrics read; from any thread."""
+        return EngineStats(
+            self.load(),
+            num_open=len(self._sequences),
+            num_blocks=self.limits.num_blocks,
+            block_size=self.limits.block_size,
+            num_free=self._load.free_blocks,
+            num_looked_up=self._num_looked_up,
+            num_found=self._num_found,
+            num_preempted=self._num_preempted,
+        )
+
+    def submit(self, command: TargetEngineCommand) -> None:
+        """Applies one command. Raises DeviceStopped once the engine has ended."""
+        if not self.is_alive:
+            raise DeviceStopped("vLLM's engine has ended")
+        if isinstance(command, Detach):
+            for sequence in [one for one in self._sequences.values() if one.key[0] == command.stream]:
+                self._remove(sequence)
+            return
+        for message in command.messages:
+            try:
+                self._apply(command.stream, message, command.sink)
+            except Exception:
+                log.exception("a %s of sequence %d failed", type(message).__name__, message.sequence_id)
+                failed = Internal("a message failed in the engine; see the log", reason="COMMAND_FAILED")
+                self._refuse((command.stream, message.sequence_id), command.sink, failed)
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Runs a function at once."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix."""
+        await self._llm.reset_prefix_cache()
+
+    def probe(self) -> None:
+        """A sign of life. Raises where vLLM's engine is dead."""
+        if self._llm is None or self._llm.errored:
+            raise RuntimeError("vLLM's engine has ended")
+
+    def stop(self) -> None:
+        """Ends vLLM's processes."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+        self._link.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown()
+            del llm
+            gc.collect()  # it is in cycles, and would end itself again as the interpreter's last act
+
+    # What the gateways say.
+
+    def _apply(self, stream: int, message: TargetCommand, sink: Sink) -> None:
+        key = (stream, message.sequence_id)
+        if isinstance(message, Open):
+            try:
+                self._open(key, message, sink)
+            except OutriderError as error:
+                self._refuse(key, sink, error)
+            return
+        sequence = self._sequences.get(key)
+        if isinstance(message, Close):
+            if sequence is not None:
+                self._remove(sequence)
+            sink(Closed(message.sequence_id))
+            self._flush()
+        elif sequence is not None:  # else it finished or failed before this arrived
+            if isinstance(message, DraftTokens) and self.limits.untrusted_draft:
+                message = replace(message, weights=())
+            self._send(replace(message, sequence_id=sequence.number))
+            if isinstance(message, Credit) and sequence.request is None and message.until > committed_at(sequence.open):
+                sequence.request = self._loop.create_task(self._run(sequence))
+
+    def _open(self, key: SequenceKey, message: Open, sink: Sink) -> None:
+        if len(self._sequences) >= self.limits.max_sequences:
+            text = f"{self.limits.max_sequences} sequences are open already"
+            raise ResourceExhausted(text, reason="BUSY", retry_after_ms=1000)
+        parent = self._sequences.get((key[0], message.fork_of)) if message.fork_of is not None else None
+        whole = with_prompt(message, None if parent is None else parent.open)
+        check_request(whole, self.limits)
+        sequence = VllmSequence(key, next(self._numbers), whole, sink)
+        if whole.timeout_ms:
+            late = DeadlineExceeded("the request's time ran out", reason="DEADLINE")
+            sequence.deadline = self._loop.call_later(whole.timeout_ms / 1000, self._fail, sequence, late)
+        self._sequences[key] = self._by_number[sequence.number] = sequence
+
+    async def _run(self, sequence: VllmSequence) -> None:
+        """The request's life in vLLM; its tokens come over the link."""
+        message = sequence.open
+        try:
+            params = sampling_of(message, self.limits.eos_ids, sequence.number, self.is_streamed)
+            made = self._llm.generate(
+                prompt_of(message), params, f"outrider-{sequence.number}", priority=message.priority
+            )
+            async for answer in made:
+                reason = answer.outputs[0].finish_reason
+                if reason in ("abort", "error"):
+                    self._fail(sequence, Internal("vLLM ended the request; see its log", reason="STEP_FAILED"))
+                else:
+                    self._answered(sequence, answer)
+        except ValueError as error:
+            self._fail(sequence, InvalidArgument(f"vLLM refuses the request: {error}"))
+        except Exception as error:
+            if self._llm is None or self._llm.errored:
+                self._end(error)
+            else:
+                log.exception("sequence %d failed in vLLM", message.sequence_id, extra=of(message))
+                self._fail(sequence, Internal("the request failed in vLLM; see the log", reason="STEP_FAILED"))
+
+    def _answered(self, sequence: VllmSequence, answer: Any) -> None:
+        """vLLM's own output of the whole request: it has left over the link already."""
+
+    # What vLLM's scheduler says.
+
+    def _on_link_event(self, event: LinkEvent) -> None:
+        """From the link's thread."""
+        with suppress(RuntimeError):  # the loop has ended: there is nobody to tell
+            self._loop.call_soon_threadsafe(self._take, event)
+
+    def _on_link_end(self) -> None:
+        """From the link's thread: the scheduler's process is gone."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end, None)
+
+    def _take(self, event: LinkEvent) -> None:
+        if isinstance(event, Stepping):
+            self._step_started = time.monotonic()
+            return
+        events: Sequence[TargetEvent] = (event,) if isinstance(event, Commit) else event.events
+        if isinstance(event, StepReport):
+            self._step_started, self._load, self._num_preempted = None, event.load, event.num_preempted
+            if self._on_step is not None:
+                self._on_step(self._observed(event))
+        for one in events:
+            sequence = self._by_number.get(one.sequence_id)
+            if sequence is not None:
+                self._hand_on(sequence, one, self._load)  # as the step left it
+        self._flush()
+
+    def _observed(self, report: StepReport) -> ObservedStep:
+        commits = [event for event in report.events if isinstance(event, Commit)]
+        known = (self._by_number.get(commit.sequence_id) for commit in commits)
+        return ObservedStep(
+            report.started_ns,
+            report.seconds,
+            report.timings,
+            num_verify_rows=sum(commit.num_drafted + 1 for commit in commits),
+            num_drafted=sum(commit.num_drafted for commit in commits),
+            num_accepted=sum(commit.num_accepted for commit in commits),
+            traceparents=[sequence.open.traceparent for sequence in known if sequence is not None],
+        )
+
+    def _hand_on(self, sequence: VllmSequence, event: TargetEvent, load: Load) -> None:
+        """An event of the scheduler's, whose sequence has another id on its stream."""
+        own = sequence.open.sequence_id
+        if not isinstance(event, Commit):
+            if isinstance(event, Failure):
+                self._remove(sequence)
+            sequence.sink(replace(event, sequence_id=own))
+            return
+        event.sequence_id, event.load = own, load
+        if event.ids and event.position == committed_at(sequence.open):
+            self._num_looked_up += event.position
+            self._num_found += event.num_cached_ids
+        if event.stop_token_id not in sequence.open.sampling.stop_token_ids:
+            event.stop_token_id = None  # an end of sequence
+        sequence.sink(event)
+        if event.finish_reason is not None:
+            self._remove(sequence, has_finished=True)
+
+    # How sequences end.
+
+    def _fail(self, sequence: VllmSequence, error: OutriderError) -> None:
+        if sequence.key in self._sequences:
+            self._remove(sequence)
+            sequence.sink(to_failure(sequence.open.sequence_id, error))
+            self._flush()
+
+    def _refuse(self, key: SequenceKey, sink: Sink, error: OutriderError) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            self._remove(sequence)
+        sink(to_failure(key[1], error))
+        self._flush()
+
+    def _remove(self, sequence: VllmSequence, has_finished: bool = False) -> None:
+        """Forgets a sequence; vLLM aborts what it has not finished."""
+        if self._sequences.pop(sequence.key, None) is None:
+            return
+        del self._by_number[sequence.number]
+        self._send(Close(sequence.number))
+        if sequence.deadline is not None:
+            sequence.deadline.cancel()
+        if sequence.request is not None and not has_finished:
+            sequence.request.cancel()
+
+    def _send(self, command: Any) -> None:
+        try:
+            self._link.send([command])
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """vLLM's engine is gone, and this process with it: the gateways open elsewhere."""
+        if self.ended.done():
+            return
+        self.ended.set_exception(RuntimeError("vLLM's engine has ended; see its log"))
+        log.error("vLLM's engine has ended", exc_info=error)
+        gone = Unavailable("vLLM's engine has ended", reason="DEVICE_DEAD")
+        for sequence in list(self._sequences.values()):
+            self._sequences.pop(sequence.key)
+            sequence.sink(to_failure(sequence.open.sequence_id, gone))
+        self._flush()
+
+
+def committed_at(message: Open) -> int:
+    """The committed length that a sequence opens with."""
+    return len(message.prompt_ids) + len(message.output_ids)

@@ -1,0 +1,138 @@
+"""vLLM that drafts for itself, by its own `speculative_config`: methods that read hidden states, which no other process
+has. Nothing drives its scheduler, so there is no link: what a request's steps committed comes with its outputs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.rpc.messages import (
+    Close,
+    Commit,
+    Credit,
+    Open,
+    PositionLogprobs,
+    PromptLogprobs,
+    StepTimings,
+    TokenLogprob,
+)
+from outrider.rpc.sampling_params import FinishReason
+from outrider.target_service.sequence import TargetLimits
+from outrider.target_service.vllm.engine import VllmEngine, VllmSequence, committed_at
+from outrider.vllm.link import LinkEvent
+from outrider.vllm.outputs import origins_of
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.STOP}
+
+
+class Unlinked:
+    """In the link's place: drafts and closes go nowhere."""
+
+    on_event: Callable[[LinkEvent], None]
+    on_end: Callable[[], None]
+
+    def send(self, commands: Sequence[Any]) -> None:
+        """Nobody takes them."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a sequence's steps have committed, and what of it has no credit yet."""
+
+    committed: int  # tokens, with those that are held
+    until: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    last: float = field(default_factory=time.monotonic)
+    held: deque[Commit] = field(default_factory=deque)
+
+
+class SelfDraftingEngine(VllmEngine):
+    """`k` is how many tokens vLLM drafts a step."""
+
+    is_streamed = True
+
+    def __init__(self, llm: Any, limits: TargetLimits, k: int, *, flush: Callable[[], None] = lambda: None) -> None:
+        super().__init__(llm, Unlinked(), limits, flush=flush)
+        self._k = k
+        self._progress: dict[int, Progress] = {}  # by the sequences' numbers
+
+    def _send(self, command: Any) -> None:
+        """A credit lets out what was computed; vLLM itself knows none, and computes on."""
+        if isinstance(command, Close):
+            self._progress.pop(command.sequence_id, None)
+        elif isinstance(command, Credit):
+            sequence = self._by_number[command.sequence_id]
+            progress = self._progress_of(sequence)
+            progress.until = max(progress.until, command.until)
+            self._let_out(sequence, progress)
+
+    def _progress_of(self, sequence: VllmSequence) -> Progress:
+        return self._progress.setdefault(sequence.number, Progress(committed_at(sequence.open)))
+
+    def _answered(self, sequence: VllmSequence, answer: Any) -> None:
+        """What one step, or several in a row, gave a request."""
+        if sequence.key not in self._sequences:
+            return
+        progress, output, own = self._progress_of(sequence), answer.outputs[0], sequence.open.sequence_id
+        if answer.prompt_logprobs and progress.committed == committed_at(sequence.open):
+            told = zip(prompt_of(sequence.open), answer.prompt_logprobs, strict=True)
+            rows = tuple(position_of(token, row) if row else () for token, row in told)
+            sequence.sink(PromptLogprobs(own, 0, rows))
+        ids = tuple(output.token_ids)
+        rows = tuple(position_of(token, row) for token, row in zip(ids, output.logprobs or (), strict=False))
+        drafted, accepted = self._counts(sequence, progress, output, len(ids))
+        now = time.monotonic()
+        commit = Commit(
+            sequence_id=own,
+            position=progress.committed,
+            ids=ids,
+            origins=origins_of(len(ids), drafted, accepted),
+            num_drafted=drafted,
+            num_accepted=accepted,
+            logprobs=rows,
+            finish_reason=FINISH_REASONS.get(output.finish_reason),
+            stop_token_id=output.stop_reason if isinstance(output.stop_reason, int) else None,
+            timings=StepTimings(verify_us=round((now - progress.last) * 1e6), num_rows=drafted + 1),
+            num_cached_ids=answer.num_cached_tokens or 0,
+        )
+        progress.last, progress.committed = now, progress.committed + len(ids)
+        progress.num_drafted += drafted
+        progress.num_accepted += accepted
+        progress.held.append(commit)
+        self._let_out(sequence, progress)
+
+    def _counts(self, sequence: VllmSequence, progress: Progress, output: Any, num_ids: int) -> tuple[int, int]:
+        """Drafted and accepted tokens of a step: all but one of its tokens were drafted. At the end vLLM says the
+        request's sums, to which the last step's make them up, also where outputs came together or a stop cut one."""
+        if output.spec_decode_metrics is not None:
+            said = output.spec_decode_metrics
+            accepted = sum(count * times for count, times in enumerate(said.histogram))
+            accepted = max(0, accepted - progress.num_accepted)
+            return max(accepted, said.num_draft_tokens - progress.num_drafted), accepted
+        if progress.committed == committed_at(sequence.open):
+            return 0, 0  # the prompt's own step
+        return max(self._k, num_ids - 1), max(0, num_ids - 1)
+
+    def _let_out(self, sequence: VllmSequence, progress: Progress) -> None:
+        """A step's tokens leave together, at most k past the credit."""
+        while progress.held and (progress.held[0].position < progress.until or not progress.held[0].ids):
+            self._hand_on(sequence, progress.held.popleft(), self.load())
+        self._flush()
+
+
+def prompt_of(message: Open) -> tuple[int, ...]:
+    """What vLLM got as the prompt."""
+    return message.prompt_ids + message.output_ids
+
+
+def position_of(token: int, row: Any) -> PositionLogprobs:
+    """vLLM's dict of a position, the chosen token first."""
+    others = [TokenLogprob(other, one.logprob, one.rank) for other, one in row.items() if other != token]
+    return (TokenLogprob(token, row[token].logprob, row[token].rank), *sorted(others, key=lambda one: one.rank))

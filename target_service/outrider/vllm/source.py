@@ -1,0 +1,66 @@
+"""Where drafts come from, as the scheduler sees it: from a service that drives it over a link, or from draft services
+that it asks by itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outrider.rpc.messages import Load, StepTimings, TargetEvent
+from outrider.vllm.rows import DraftedRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step computed."""
+
+    started_ns: int  # wall clock
+    seconds: float
+    timings: StepTimings  # of the step; the queue's time is not known
+    events: Sequence[TargetEvent]  # what it committed of rows, by their sequence ids
+    load: Load
+    num_preempted: int = 0  # times so far that a request gave up its blocks
+
+
+class DraftSource(Protocol):
+    """All methods belong to the engine's thread, and none of them may block but `wait`."""
+
+    def opened(self, request: Any) -> DraftedRow | None:
+        """The row of a vLLM request that was added; None where nobody drafts for it."""
+
+    def closed(self, row: DraftedRow) -> None:
+        """It ended, or was aborted."""
+
+    def take(self, rows: Mapping[int, DraftedRow]) -> None:
+        """Gives what has come to the rows that it is for, by their sequence ids."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when something has come, or after so long."""
+
+    def stepping(self, started: float) -> None:
+        """A step begins."""
+
+    def committed(self, report: StepReport) -> None:
+        """A step has ended."""
+
+    def close(self) -> None:
+        """The engine ends."""
+
+
+LINK = "OUTRIDER_LINK"  # environment of the engine's process: where the service that drives it listens
+DRAFT = "OUTRIDER_DRAFT"  # or: where draft services listen, separated by commas
+
+
+def source_of(vllm_config: Any) -> DraftSource:
+    """What the environment says. Raises ValueError where it says nothing."""
+    if address := os.environ.get(LINK):
+        from outrider.vllm.link import LinkedService
+
+        return LinkedService(address, vllm_config)
+    if addresses := os.environ.get(DRAFT):
+        from outrider.vllm.draft_client import draft_client
+
+        return draft_client(addresses, vllm_config)
+    raise ValueError(f"neither {DRAFT} is set, to the addresses of draft services, nor {LINK}, by `outrider target`")

@@ -1,0 +1,24 @@
+"""docs/vllm.md: its table says of every capability what the two engines say of themselves."""
+
+from __future__ import annotations
+
+import re
+
+from test_layout import REPOSITORY
+
+from outrider.rpc.sampling_params import CAPABILITIES
+from outrider.target_service.vllm.requests import MISSING, VLLM_CAPABILITIES
+
+PAGE = (REPOSITORY / "docs/vllm.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+
+
+def test_the_table_says_what_the_engines_say() -> None:
+    said: dict[str, tuple[bool, bool]] = {}
+    for what, ours, vllms in ROW.findall(PAGE):
+        for name in re.findall(r"`((?:sampling|acceptance)\.\w+)`", what):
+            assert name not in said, name
+            said[name] = ours.startswith("yes"), vllms.startswith("yes")
+    assert said == {name: (name in CAPABILITIES, name in VLLM_CAPABILITIES) for name in {*CAPABILITIES, *MISSING}}, (
+        "docs/vllm.md"
+    )

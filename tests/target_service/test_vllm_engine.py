@@ -1,0 +1,143 @@
+"""vLLM's engine as the servicer sees it, with neither vLLM nor a link: what its scheduler reports goes to the sinks, to
+metrics and to traces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.engines import opened
+from support.metrics import MODEL, scraped
+
+from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, Load, Open, StepTimings
+from outrider.rpc.servicer import Deliver
+from outrider.target_service.metrics import TargetMetrics
+from outrider.target_service.observed import ObservedStep
+from outrider.target_service.sequence import TargetLimits
+from outrider.target_service.vllm.engine import VllmEngine
+from outrider.vllm.source import StepReport
+
+STREAM = 1
+HEADER = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+class FakeLink:
+    """Keeps what would go to the scheduler."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.on_event: Any = None
+        self.on_end: Any = None
+
+    def send(self, commands: Sequence[Any]) -> None:
+        self.sent += commands
+
+    def close(self) -> None:
+        pass
+
+
+class FakeLlm:
+    """Takes no request."""
+
+    errored = False
+
+
+class Harness:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.link, self.events = FakeLink(), list[Any]()
+        self.steps: list[ObservedStep] = []
+        self.metrics = TargetMetrics()
+        limits = TargetLimits(97, 512, (2,), num_blocks=8, block_size=16)
+        self.engine = VllmEngine(FakeLlm(), self.link, limits, on_step=self._watch)
+        self.metrics.attach(self.engine.stats, self.engine, MODEL)
+
+        async def never(sequence: Any) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(self.engine, "_run", never)
+
+    def _watch(self, step: ObservedStep) -> None:
+        self.steps.append(step)
+        self.metrics.add_step(step)
+
+    def send(self, *messages: Any) -> None:
+        self.engine.submit(Deliver(STREAM, messages, self.events.append))
+
+    async def report(self, *events: Any, num_rows: int, num_preempted: int = 0) -> None:
+        timings, load = StepTimings(verify_us=2000, num_rows=num_rows, num_sequences=len(events)), Load(1, 0, 5)
+        self.link.on_event(StepReport(17, 0.002, timings, events, load, num_preempted))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(monkeypatch)
+
+
+def traced(number: int, count: int) -> Open:
+    request = opened(number, range(10, 10 + count))
+    return replace(request, traceparent=HEADER)
+
+
+async def test_steps_are_counted_and_traced(harness: Harness) -> None:
+    harness.send(traced(7, 40), Credit(7, 100, 4))
+    await harness.report(Commit(1, 40, (11,), num_cached_ids=32), num_rows=8)
+    await harness.report(Commit(1, 41, (12, 13), num_drafted=3, num_accepted=1, num_cached_ids=32), num_rows=4)
+
+    assert [one.sequence_id for one in harness.events] == [7, 7]  # its own id on its stream
+    first, second = harness.steps
+    assert list(first.traceparents) == [HEADER]
+    assert (first.started_ns, first.seconds) == (17, 0.002)
+    assert (second.num_drafted, second.num_accepted, second.num_verify_rows) == (3, 1, 4)
+    read = {(name, labels): value for (name, labels), value in scraped(harness.metrics).items()}
+    assert read["target_step_rows_total", (("kind", "prompt"),)] == 7
+    assert read["target_step_rows_total", (("kind", "verify"),)] == 5
+    assert read["target_step_seconds_count", (("rows", "8"),)] == 1
+    assert read["target_prefix_cache_queries_total", ()] == 40
+    assert read["target_prefix_cache_hits_total", ()] == 32
+    assert read["target_num_requests_open", ()] == 1
+    assert read["target_kv_cache_usage_perc", ()] == 1 - 5 / 8
+
+
+async def test_preemptions_are_counted(harness: Harness) -> None:
+    await harness.report(num_rows=1, num_preempted=2)
+    await harness.report(num_rows=1, num_preempted=3)
+    assert scraped(harness.metrics)["target_num_preemptions_total", ()] == 3
+
+
+async def test_messages_go_on_by_the_link_s_numbers(harness: Harness) -> None:
+    harness.send(opened(7, range(5)), Credit(7, 8, 4), DraftTokens(7, 0, 5, (1, 2)), Close(7))
+    assert harness.link.sent == [Credit(1, 8, 4), DraftTokens(1, 0, 5, (1, 2)), Close(1)]
+    assert harness.events == [Closed(7)]
+
+
+async def test_a_commit_without_ids_names_what_was_dropped(harness: Harness) -> None:
+    harness.send(opened(7, range(5)), Credit(7, 8, 4))
+    harness.link.on_event(Commit(1, 5, (), dropped=(3,)))
+    await asyncio.sleep(0)
+    (commit,) = harness.events
+    assert (commit.sequence_id, commit.dropped, commit.ids) == (7, (3,), ())
+    assert not harness.steps
+
+
+async def test_what_fails_in_the_scheduler_ends_its_sequence_alone(harness: Harness) -> None:
+    harness.send(opened(7, range(5)), Credit(7, 8, 4), opened(8, range(5)), Credit(8, 8, 4))
+    await harness.report(Failure(1, 13, "a commit failed", "COMMIT_FAILED"), Commit(2, 5, (11,)), num_rows=2)
+    assert [type(one) for one in harness.events] == [Failure, Commit]
+    assert [one.sequence_id for one in harness.events] == [7, 8]
+    assert harness.engine.stats().num_open == 1
+
+
+async def test_where_the_scheduler_is_gone_the_gateways_open_elsewhere(harness: Harness) -> None:
+    harness.send(opened(7, range(5)), Credit(7, 8, 4))
+    harness.link.on_end()
+    await asyncio.sleep(0)
+    assert [one.reason for one in harness.events] == ["DEVICE_DEAD"]
+    assert not harness.engine.is_alive
+    with pytest.raises(RuntimeError, match="has ended"):
+        harness.send(Close(7))
+    assert isinstance(harness.engine.ended.exception(), RuntimeError)

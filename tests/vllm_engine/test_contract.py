@@ -1,0 +1,314 @@
+"""Every hook of vLLM's that is used exists with the shape that is used: of a release that changes one, this says which,
+before anything else fails. And what is mended in vLLM is still broken: of a release that mended it, our mend goes."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from importlib import import_module
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from packaging.version import Version
+
+from outrider.rpc.messages import TokenWeights
+from outrider.target_service.settings import TargetSettings
+from outrider.target_service.vllm.assembly import engine_args, vllm_version
+from outrider.vllm import mends
+from outrider.vllm.outputs import FINISH_REASONS
+from outrider.vllm.weights import ATTRIBUTE, weights_of
+
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+REQUEST = "vllm.v1.request.Request"
+RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+
+SELF, ONE = object(), object()
+# How each is called, by us or by vLLM what we put in its place.
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    f"{SCHEDULER}.schedule": ((SELF,), {}),
+    f"{SCHEDULER}.update_from_output": ((SELF,), {"scheduler_output": ONE, "model_runner_output": ONE}),
+    f"{SCHEDULER}.add_request": ((SELF, ONE), {}),
+    f"{SCHEDULER}.finish_requests": ((SELF, ONE, ONE), {}),
+    f"{SCHEDULER}.update_draft_token_ids": ((SELF, ONE), {}),
+    f"{SCHEDULER}.get_request_counts": ((SELF,), {}),
+    f"{SCHEDULER}.shutdown": ((SELF,), {}),
+    f"{SCHEDULER}._handle_blocked_waiting_request": ((SELF, ONE), {}),
+    f"{SCHEDULER}._preempt_request": ((SELF, ONE, 0.0), {}),
+    "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": ((SELF,), {}),
+    f"{RUNNER}._get_spec_decode_draft_probs": ((SELF, ONE), {}),
+    "vllm.v1.worker.gpu_worker.Worker.init_device": ((SELF,), {}),
+    "vllm.v1.worker.gpu_worker.Worker.execute_model": ((SELF, ONE), {}),
+    "vllm.v1.engine.async_llm.AsyncLLM.from_engine_args": ((ONE,), {}),
+    "vllm.v1.engine.async_llm.AsyncLLM.generate": ((SELF, {}, ONE, "id"), {"priority": 0}),
+    "vllm.v1.engine.async_llm.AsyncLLM.shutdown": ((SELF,), {}),
+    "vllm.v1.engine.async_llm.AsyncLLM.reset_prefix_cache": ((SELF,), {}),
+    "vllm.engine.arg_utils.AsyncEngineArgs.create_engine_config": ((SELF,), {"headless": True}),
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor": ((ONE,), {"monitor_workers": False}),
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor.shutdown": ((SELF,), {}),
+    "vllm.v1.outputs.DraftTokenIds": ((["id"], [[1]]), {}),
+    "vllm.v1.outputs.LogprobsTensors.tolists": ((SELF,), {}),
+    "vllm.config.model.ModelConfig.get_vocab_size": ((SELF,), {}),
+}
+# What instances are given while they are made, or know by themselves.
+ATTRIBUTES = {
+    SCHEDULER: [
+        "running",
+        "waiting",
+        "kv_holding_waiting",
+        "requests",
+        "current_step",
+        "num_spec_tokens",
+        "block_size",
+        "kv_cache_manager",
+    ],
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": ["block_pool"],
+    REQUEST: [
+        "request_id",
+        "sampling_params",
+        "all_token_ids",
+        "num_prompt_tokens",
+        "num_tokens",
+        "max_tokens",
+        "is_prefill_chunk",
+        "next_decode_eligible_step",
+        "prompt_token_ids",
+        "prompt_embeds",
+        "mm_features",
+        "resumable",
+        "structured_output_request",
+        "priority",
+        "cache_salt",
+        "trace_headers",
+    ],
+    "vllm.v1.worker.gpu_input_batch.InputBatch": ["req_ids", "vocab_size"],
+    RUNNER: ["input_batch", "rejection_sampler"],
+    "vllm.v1.worker.worker_base.WorkerBase": ["model_runner"],
+    "vllm.v1.engine.async_llm.AsyncLLM": ["vllm_config", "errored"],
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor": ["workers"],
+    "vllm.sampling_params.SamplingParams": ["bad_words_token_ids", "all_stop_token_ids"],
+    "vllm.outputs.RequestOutput": ["outputs", "prompt_logprobs", "num_cached_tokens"],
+}
+FIELDS = {
+    "vllm.v1.core.sched.output.SchedulerOutput": [
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "preempted_req_ids",
+    ],
+    "vllm.v1.outputs.ModelRunnerOutput": ["sampled_token_ids", "req_id_to_index"],
+    "vllm.v1.outputs.LogprobsLists": ["logprob_token_ids", "logprobs", "sampled_token_ranks"],
+    "vllm.v1.spec_decode.metadata.SpecDecodeMetadata": ["num_draft_tokens", "draft_token_ids"],
+    "vllm.v1.engine.EngineCoreOutputs": ["outputs"],
+    "vllm.v1.engine.EngineCoreOutput": [
+        "request_id",
+        "new_token_ids",
+        "new_logprobs",
+        "new_prompt_logprobs_tensors",
+        "finish_reason",
+        "stop_reason",
+        "prefill_stats",
+    ],
+    "vllm.outputs.CompletionOutput": [
+        "token_ids",
+        "logprobs",
+        "finish_reason",
+        "stop_reason",
+        "spec_decode_metrics",
+    ],
+    "vllm.v1.metrics.stats.PrefillStats": ["num_cached_tokens"],
+    "vllm.v1.metrics.stats.RequestSpecDecodeMetrics": ["histogram", "num_draft_tokens"],
+    "vllm.config.ParallelConfig": [
+        "worker_cls",
+        "pipeline_parallel_size",
+        "node_rank",
+        "nnodes",
+        "master_addr",
+        "master_port",
+    ],
+    "vllm.config.SchedulerConfig": ["scheduler_cls", "async_scheduling"],
+    "vllm.config.SpeculativeConfig": ["method", "model", "num_speculative_tokens"],
+    "vllm.config.CacheConfig": ["num_gpu_blocks", "block_size"],
+    "vllm.config.ModelConfig": ["model", "tokenizer", "tokenizer_revision", "max_model_len", "quantization", "dtype"],
+    "vllm.sampling_params.SamplingParams": [
+        "temperature",
+        "top_p",
+        "top_k",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "allowed_token_ids",
+        "detokenize",
+        "output_kind",
+        "extra_args",
+        "_bad_words_token_ids",
+    ],
+}
+
+
+def found(name: str) -> Any:
+    """What stands under a dotted name; a failure that names what is gone."""
+    parts, rest = name.split("."), []
+    while True:
+        try:
+            here: Any = import_module(".".join(parts))
+            break
+        except ModuleNotFoundError:
+            rest.insert(0, parts.pop())
+    for part in rest:
+        assert hasattr(here, part), f"{name} is gone: {here!r} has no {part}"
+        here = getattr(here, part)
+    return here
+
+
+def fields_of(kind: Any) -> set[str]:
+    """Of a dataclass, a named tuple or a struct."""
+    if issubclass(kind, msgspec.Struct):
+        return set(kind.__struct_fields__)
+    return set(getattr(kind, "_fields", ())) or set(kind.__dataclass_fields__)
+
+
+def test_the_version_is_one_that_was_read() -> None:
+    assert Version("0.32") <= Version(vllm_version()) < Version("0.34")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_called_like_this(name: str) -> None:
+    args, kwargs = CALLS[name]
+    inspect.signature(found(name)).bind(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner in ATTRIBUTES for name in ATTRIBUTES[owner]])
+def test_it_is_an_attribute(owner: str, name: str) -> None:
+    kind = found(owner)
+    set_somewhere = re.compile(rf"self\.{name}\b\s*(:[^=\n]+)?=[^=]")
+    assert hasattr(kind, name) or any(
+        set_somewhere.search(inspect.getsource(base)) for base in kind.__mro__ if base.__module__.startswith("vllm.")
+    ), f"{owner} has no {name}"
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner in FIELDS for name in FIELDS[owner]])
+def test_it_is_a_field(owner: str, name: str) -> None:
+    assert name in fields_of(found(owner))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("own", [{}, {"speculative_config": {"method": "eagle"}}])
+def test_engine_arguments_have_these_names(device: str, own: dict[str, Any]) -> None:
+    said = {"device": device, "max_model_len": 64, "cache_mb": 64, "num_blocks": 4, "engine_args": own}
+    arguments = engine_args(TargetSettings(model="model", engine="vllm", **said))
+    assert set(arguments) <= fields_of(found("vllm.engine.arg_utils.AsyncEngineArgs"))
+
+
+def test_finish_reasons_have_these_names() -> None:
+    assert set(found("vllm.v1.engine.FinishReason").__members__) == set(FINISH_REASONS)
+
+
+def test_a_proposer_of_a_class_of_ones_own_may_be_asked_for() -> None:
+    assert "custom_class" in str(found("vllm.config.speculative.SpeculativeMethod"))
+
+
+def test_a_row_is_held_by_its_step() -> None:
+    source = inspect.getsource(found(f"{SCHEDULER}.schedule"))
+    assert source.index("self.current_step += 1") < source.index(
+        "self.current_step < request.next_decode_eligible_step"
+    )
+
+
+def test_tokens_of_a_request_are_read_as_they_grow() -> None:
+    params = found("vllm.sampling_params.SamplingParams")(max_tokens=7, extra_args={"outrider": {"sequence_id": 1}})
+    request = found(REQUEST)("id", [5, 6], params, None)
+    tokens = request.all_token_ids
+    request.append_output_token_ids([7])
+    assert list(tokens) == [5, 6, 7] and (request.num_prompt_tokens, request.max_tokens) == (2, 7)
+    assert request.sampling_params.extra_args == {"outrider": {"sequence_id": 1}}
+
+
+def test_what_is_put_beside_a_step_gets_to_the_workers() -> None:
+    step = found("vllm.v1.core.sched.output.SchedulerOutput").make_empty()
+    assert weights_of(step) == {}
+    given = {"id": [None, TokenWeights.of([1], [1])]}
+    setattr(step, ATTRIBUTE, given)
+    assert weights_of(pickle.loads(pickle.dumps(step))) == given
+
+
+def test_the_runner_asks_for_the_probabilities_of_the_drafts() -> None:
+    source = inspect.getsource(found(f"{RUNNER}._sample"))
+    call = r"draft_probs = self\._get_spec_decode_draft_probs\(spec_decode_metadata\)\s+sampler_output = "
+    call += r"self\.rejection_sampler\(\s*spec_decode_metadata,\s*draft_probs,\s*logits,\s*sampling_metadata,?\s*\)"
+    assert re.search(call, source)
+
+
+def test_our_classes_are_vllms() -> None:
+    from outrider.vllm import DraftScheduler, Worker
+
+    assert issubclass(DraftScheduler, found(SCHEDULER))
+    assert issubclass(Worker, found("vllm.v1.worker.gpu_worker.Worker"))
+
+
+# What is mended.
+
+KERNELS = "vllm.utils.cpu_triton_utils"
+END = torch.tensor([2, 3], dtype=torch.int32)  # of two requests' drafted tokens
+
+
+def test_a_plugin_is_loaded_before_kernels_are_registered() -> None:
+    source = inspect.getsource(found("vllm.v1.worker.worker_base.WorkerWrapperBase.init_worker"))
+    plugins, kernels = "load_general_plugins()\n", "register_triton_kernel_overrides()"
+    assert source.index(plugins) < source.index(kernels) < source.index("worker_class")
+    registered = inspect.getsource(found("vllm.platforms.cpu.CpuPlatform.register_triton_kernel_overrides"))
+    for kernel in ("_expand_kernel_impl", "_rejection_random_sample_kernel_impl"):
+        assert f"cpu_tl.{kernel}" in registered
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.75], [3, 0]])
+def test_values_of_drafted_rows_are_still_broken(values: list[float]) -> None:
+    given = torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else torch.int32)
+    right = [values[0] or 1, values[0] or 1, values[1] or 1]
+    broken, mended = given.new_full((3,), 9), given.new_full((3,), 9)
+    found(f"{KERNELS}._expand_kernel_impl")(broken, given, END, 0, 1)
+    mends.expand(mended, given, END, 0, 1)
+    assert broken.tolist() != right
+    assert mended.tolist() == right
+
+
+def judged(kernel: Any, draft_ids: list[int], probs: torch.Tensor | None) -> list[list[int]]:
+    """Two requests of two drafted tokens and one, of which the target would take 3, 3, and 0; the bonus is 7, what is
+    recovered is 5."""
+    output = torch.full((2, 3), -1, dtype=torch.int32)
+    law = torch.eye(4)[[3, 3, 0]]  # [drafted, vocab]
+    bonus, recovered = torch.full((2, 1), 7), torch.full((3,), 5, dtype=torch.int32)
+    uniforms = torch.full((3,), 0.5, dtype=torch.float64)
+    ids = torch.tensor(draft_ids, dtype=torch.int32)
+    kernel(output, END, ids, probs, law, bonus, recovered, uniforms, None, 2, 4, None, probs is None, False)
+    made: list[list[int]] = output.tolist()
+    return made
+
+
+@pytest.mark.parametrize("probs", [None, torch.eye(4)[[3, 3, 3]]])
+def test_rows_that_were_filled_up_are_still_broken(probs: torch.Tensor | None) -> None:
+    broken = found(f"{KERNELS}._rejection_random_sample_kernel_impl")
+    mended = mends.refusing_padding(broken)
+    assert judged(broken, [3, 3, 0], None) == judged(mended, [3, 3, 0], None) == [[3, 3, 7], [0, 7, -1]]
+    assert judged(broken, [3, 3, -1], probs)[1] == [-1, 7, -1]  # it took none, and goes on behind it
+    assert judged(mended, [3, 3, -1], probs)[1] == [5, -1, -1]
+
+
+def test_a_cut_of_no_rows_is_still_broken() -> None:
+    broken = found("vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_only")
+    none = torch.empty(0, 4), torch.empty(0, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="max"):
+        broken(*none)
+    mended = mends.of_any_number(broken)
+    assert mended(*none).shape == (0, 4)
+    law, two = torch.tensor([[0.0, 3.0, 1.0, 2.0]]), torch.tensor([2], dtype=torch.int32)
+    assert mended(law.clone(), two).tolist() == broken(law.clone(), two).tolist()

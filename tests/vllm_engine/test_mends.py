@@ -1,0 +1,58 @@
+"""What is mended acts where drafted rows are judged, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.utils import cpu_triton_utils
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops import topk_topp_sampler
+
+from outrider.vllm import mends
+
+
+@pytest.fixture
+def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own until the end, whatever has run in this process."""
+    for name in ("_expand_kernel_impl", "_rejection_random_sample_kernel_impl"):
+        monkeypatch.setattr(cpu_triton_utils, name, getattr(cpu_triton_utils, name))
+    monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", None)
+    monkeypatch.setattr(topk_topp_sampler, "apply_top_k_only", topk_topp_sampler.apply_top_k_only)
+
+
+@pytest.mark.usefixtures("unmended")
+def test_once_is_enough() -> None:
+    assert mends.apply()
+    judge = cpu_triton_utils._rejection_random_sample_kernel_impl
+    assert not mends.apply()
+    assert cpu_triton_utils._rejection_random_sample_kernel_impl is judge
+
+
+@pytest.mark.usefixtures("unmended")
+@pytest.mark.parametrize(("version", "is_cpu"), [("0.31.0", True), ("0.33.0", True), ("0.32.0", False)])
+def test_other_versions_and_devices_stay_as_they_are(
+    version: str, is_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: is_cpu)
+    assert not mends.apply()
+    assert cpu_triton_utils._expand_kernel_impl is None
+
+
+@pytest.mark.usefixtures("worker_kernels")
+def test_drafted_rows_get_their_requests_values() -> None:
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    temperatures = torch.tensor([0.7, 1.5, 0.0])
+    expanded = rejection_sampler.expand_batch_to_tokens(temperatures, ends, 5, replace_from=0, replace_to=1)
+    torch.testing.assert_close(expanded, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0]), rtol=0, atol=0)
+    top_k = torch.tensor([5, 1, 16], dtype=torch.int32)
+    assert rejection_sampler.expand_batch_to_tokens(top_k, ends, 5).tolist() == [5, 5, 16, 16, 16]
+
+
+@pytest.mark.usefixtures("unmended")
+def test_a_step_without_drafts_may_cut_by_top_k() -> None:
+    assert mends.apply()
+    law, top_k = torch.empty(0, 8), torch.empty(0, dtype=torch.int32)
+    assert topk_topp_sampler.apply_top_k_top_p(law, top_k, None).shape == (0, 8)
