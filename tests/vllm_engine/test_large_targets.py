@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_engine.test_llm import quantised
 from vllm_engine.test_service import START_S, generate, near_ties, start, tokens_of, vllm_arguments
 
-from outrider.cli.local_services import Services
+from outrider.cli.local_services import Services, wait_for_draft
 from outrider.pairs import pair_path
 from outrider.rpc.channel import connect
 from outrider.v1 import generation_pb2_grpc
@@ -76,8 +76,9 @@ async def plain_and_drafted(
             await asyncio.to_thread(services.wait, service, START_S)
         peers = ["--draft", drafts.address, "--target", verifies.address, "--tokenizer", str(target)]
         gateway = start(services, "gateway", "gateway", *peers)
-        await asyncio.to_thread(services.wait, gateway, START_S)
-        async with connect(gateway.address) as channel:
+        address = await asyncio.to_thread(services.wait, gateway, START_S)
+        await asyncio.to_thread(wait_for_draft, address, START_S, services.check)  # two ranks may answer late
+        async with connect(address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             plain = [tokens_of(await generate(stub, prompt, COUNT, k=0)) for prompt in prompts]
             drafted = await asyncio.gather(*(generate(stub, prompt, COUNT) for prompt in prompts))

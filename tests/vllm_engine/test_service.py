@@ -22,7 +22,7 @@ from support.fakes import until
 from support.models import letters_backend, tiny_hf_model
 from support.services import children_of, wait_gone
 
-from outrider.cli.local_services import Service, Services
+from outrider.cli.local_services import Service, Services, wait_for_draft
 from outrider.gateway.peers.remote import RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
@@ -81,7 +81,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
             for name in ("half", "tempered")
         }
         for service in gateways.values():
-            services.wait(service, START_S)
+            wait_for_draft(services.wait(service, START_S), START_S, services.check)
         yield Started(services, folder, hf, target, drafts, gateways)
 
 
