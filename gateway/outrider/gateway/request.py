@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from outrider.gateway.admission import AdmissionCost
+from outrider.gateway.methods import check_method_names, check_methods
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, encoder_after
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import Round, SpeculationTally
-from outrider.proposers.registry import HEADS, list_problem, split_methods
+from outrider.proposers.registry import split_methods
 from outrider.rpc.errors import (
     OTHER_MODEL,
     FailedPrecondition,
@@ -30,7 +31,6 @@ from outrider.rpc.errors import (
 from outrider.rpc.messages import (
     MAX_DRAFT_TOKENS,
     MAX_INT32,
-    MAX_METHODS,
     MAX_N,
     MAX_NAME_CHARS,
     DraftInfo,
@@ -226,7 +226,8 @@ async def prepare(
     model, speculation = target.model, request.speculation
     found = Violations()  # of all parts: a refusal names every field
     check_request(found, request, model.vocab_size)
-    _check_methods(found, request, target, draft)
+    if speculation.named_methods:
+        check_methods(found, request, target, draft)
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
     validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
@@ -271,12 +272,6 @@ async def prepare(
     )
 
 
-def offered(target: TargetInfo, draft: DraftInfo | None) -> tuple[str, ...]:
-    """The methods that a request may name, the default first; the target's own drafts where there is no draft."""
-    known = () if draft is None else draft.methods
-    return tuple(row.name for row in (*known, *target.methods) if row in target.methods or not row.needs_features)
-
-
 def _methods(
     speculation: SpeculationOptions, target: TargetInfo, draft: DraftInfo | None, predicts: bool
 ) -> tuple[str, ...]:
@@ -310,31 +305,13 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
     found.name("request_id", request.request_id, MAX_NAME_CHARS)
     found.text("salt", request.salt, MAX_NAME_CHARS)
     found.text("model_digest", request.model_digest, MAX_NAME_CHARS)
-    _check_method_names(found, speculation.method, speculation.methods)
+    if speculation.method or speculation.methods:
+        check_method_names(found, speculation.method, speculation.methods)
     if speculation.mode and speculation.mode not in SPECULATION_MODES:
         found.add("speculation.mode", f"is {quoted(speculation.mode)}", ", ".join(SPECULATION_MODES))
     found.integer("priority", request.priority, -MAX_INT32 - 1, MAX_INT32)
     for index, ids in enumerate(output_ids[:MAX_N]):
         found.ids(f"output_ids[{index}].ids", ids, vocab_size)
-
-
-def _check_method_names(found: Violations, method: str, methods: tuple[str, ...]) -> None:
-    found.text("speculation.method", method, MAX_METHODS * (MAX_NAME_CHARS + 1))
-    if not found.length("speculation.methods", methods, MAX_METHODS):
-        return
-    for index, name in enumerate(methods):
-        found.text(f"speculation.methods[{index}]", name, MAX_NAME_CHARS, empty=False)
-    if not (method or methods) or not all(isinstance(name, str) and name for name in methods):
-        return
-    split = split_methods(method)
-    if method and methods and split != methods:
-        allowed = f"{quoted(','.join(methods))}, as there, or none"
-        found.add("speculation.method", f"is {quoted(method)} beside speculation.methods", allowed)
-    elif len(split) > MAX_METHODS:
-        found.add("speculation.method", f"names {len(split)} methods", f"at most {MAX_METHODS}")
-    elif problem := list_problem(methods or split):
-        what, _, allowed = problem.partition("; allowed: ")
-        found.add("speculation.methods" if methods else "speculation.method", what, allowed)
 
 
 def no_such_model(name: str, served: str) -> NotFound:
@@ -364,25 +341,6 @@ def _check_capabilities(target: TargetInfo, sampling: SamplingParams, rule: Acce
         field = "speculation.acceptance" if name.startswith("acceptance.") else name
         found.add(field, f"{name} is not supported by this target", "leave it unset")
     found.raise_if_any()
-
-
-def _check_methods(found: Violations, request: GenerationRequest, target: TargetInfo, draft: DraftInfo | None) -> None:
-    speculation, names = request.speculation, request.speculation.named_methods
-    fields = [
-        f"speculation.methods[{index}]" if speculation.methods else "speculation.method" for index in range(len(names))
-    ]
-    if names == (PREDICTION,):  # the gateway itself drafts by it where its draft does not
-        if request.prediction is None:
-            found.add(fields[0], f"is {quoted(PREDICTION)}, and there is no prediction", "with a prediction alone")
-        return
-    known = offered(target, draft)
-    for where, name in zip(fields, names, strict=True):
-        if not isinstance(name, str) or not name or name in known:
-            continue
-        if name in HEADS:
-            found.add(where, f"is {quoted(name)}, a head that the target does not have", ", ".join(known) or "none")
-        elif draft is not None:
-            found.add(where, f"is {quoted(name)}, which the draft does not know", ", ".join(known))
 
 
 async def _prompt_ids(

@@ -9,7 +9,8 @@ from importlib import metadata
 from typing import Any
 
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, offered, written
+from outrider.gateway.methods import offered
+from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.codec import MODEL_INFO, encode_position_logprobs
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling

@@ -45,7 +45,8 @@ from outrider.gateway.http.serving import (
     tally_shape,
 )
 from outrider.gateway.metered import MeteredEngine
-from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model, offered
+from outrider.gateway.methods import offered
+from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
 from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
