@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 from support.fakes import ToyDraft, ToyTarget, until
 from support.gateways import PROMPT, gateway, stream_events
 
@@ -45,9 +46,12 @@ async def test_one_validator_with_grpc() -> None:
                     pass
             answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, field: value})
             error = answer.json()["error"]
-            assert answer.status_code == 400 and error["type"] == "invalid_request_error" and error["code"] is None
+            assert answer.status_code == 400 and error["type"] == "invalid_request_error"
             assert error["param"] == field == raised.value.violations[0].field.removeprefix("sampling.")
-            assert error["message"] == f"{field}: {raised.value.violations[0].problem}"
+            code, problem = error["code"], f"{field}: {raised.value.violations[0].problem}"
+            assert (error["message"] == problem and code is None) or (
+                value == 254 and error["message"].startswith(problem) and code == "context_length_exceeded"
+            )
         assert not served.target.opens
 
 
@@ -116,7 +120,13 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("speculation.draft_confidence", {"speculation": {"draft_confidence": "high"}}),
     ("speculation.mode", {"speculation": {"mode": 3}}),
     ("speculation.num_speculative_tokens", {"speculation": {"num_speculative_tokens": 3}}),
-    ("echo", {"echo": True}),
+    ("echo", {"echo": 1}),
+    ("prompt[1]", {"echo": True, "prompt": [1, 400]}),
+    ("guided_json", {"guided_json": ""}),
+    ("guided_regex", {"guided_regex": 7}),
+    ("guided_choice", {"guided_choice": []}),
+    ("guided_choice", {"guided_choice": ["a"], "response_format": {"type": "json_object"}}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
     ("suffix", {"suffix": "end"}),
     ("best_of", {"best_of": 3}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
@@ -206,6 +216,24 @@ async def test_a_refused_conversation_says_nothing_of_the_server() -> None:
             assert tokenizer.name not in await message([{"role": "user", "content": "x"}])
         finally:
             tokenizer.chat_template = template
+
+
+async def test_what_does_not_fit_says_so_in_openai_s_words() -> None:
+    """Libraries that cut a conversation look for the code, or for the sentence."""
+    long = "the fox " * 400
+    async with gateway() as served, served.openai() as openai, served.client() as client:
+        for body in ({"prompt": long}, {"prompt": [7] * 256}, {"prompt": [7] * 250, "max_tokens": 20}):
+            error = (await client.post("/v1/completions", json=body)).json()["error"]
+            assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+            assert error["message"].endswith(". This model's maximum context length is 256 tokens.")
+        with pytest.raises(BadRequestError) as raised:
+            await openai.chat.completions.create(model="toy", messages=[{"role": "user", "content": long}])
+        assert raised.value.code == "context_length_exceeded" and raised.value.param == "messages"
+        async with Client(served.grpc_address) as other:
+            with pytest.raises(InvalidArgument) as refused:
+                async for _ in other.generate(long):
+                    pass
+            assert refused.value.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import split_methods
 from outrider.rpc.errors import (
     OTHER_MODEL,
+    TOO_LONG,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -348,7 +349,7 @@ async def _prompt_ids(
 ) -> tuple[int, ...]:
     """The prompt, of no use once something was found."""
     try:
-        field, ids = await _encoded(request, tokenizer, model.max_model_len)
+        field, ids = await encoded(request, tokenizer, model.max_model_len)
         keep = sampling.truncate_prompt_tokens
         if isinstance(keep, int) and keep > 0:  # else it has been found
             ids = ids[-keep:]
@@ -359,7 +360,7 @@ async def _prompt_ids(
     return ids
 
 
-async def _encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> tuple[str, tuple[int, ...]]:
+async def encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> tuple[str, tuple[int, ...]]:
     """The input's field and its ids."""
     given = [name for name in ("text", "token_ids", "messages") if getattr(request, name) is not None]
     if len(given) != 1:
@@ -370,11 +371,16 @@ async def _encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_l
         return "text", await _tokenize("text", request.text or "", max_model_len, tokenizer.encode)
     if not request.messages:
         raise _invalid("chat", "is empty; allowed: at least one message")
+    text = rendered(request, tokenizer)
+    return "chat", await _tokenize("chat", text, max_model_len, partial(tokenizer.encode, add_special_tokens=False))
+
+
+def rendered(request: GenerationRequest, tokenizer: Tokenizer) -> str:
+    """A conversation as the text that the model reads."""
     try:
-        text = tokenizer.render_chat(request.messages, request.add_generation_prompt)
+        return tokenizer.render_chat(request.messages or (), request.add_generation_prompt)
     except ValueError as error:
         raise _invalid("chat", str(error)) from error
-    return "chat", await _tokenize("chat", text, max_model_len, partial(tokenizer.encode, add_special_tokens=False))
 
 
 async def _tokenize(
@@ -382,7 +388,7 @@ async def _tokenize(
 ) -> tuple[int, ...]:
     if len(text) > MAX_CHARS_PER_TOKEN * max_model_len:
         allowed = f"a text of at most {max_model_len - 1} tokens"
-        raise _invalid(field, f"has {len(text)} characters; allowed: {allowed}")
+        raise InvalidArgument.of([Violation(field, f"has {len(text)} characters; allowed: {allowed}", TOO_LONG)])
     if len(text) > LONG_TEXT:
         return tuple(await asyncio.to_thread(encode, text))
     return tuple(encode(text))

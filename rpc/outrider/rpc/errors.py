@@ -41,6 +41,7 @@ from grpc_status import rpc_status
 
 DOMAIN = "outrider"
 OTHER_MODEL = "OTHER_MODEL"  # a reason: what was begun with other weights is not continued here
+TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"  # a reason: the prompt, alone or with max_tokens, is more than the context
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 MAX_VIOLATIONS = 16
 
@@ -51,6 +52,7 @@ class Violation:
 
     field: str
     problem: str
+    reason: str = ""  # the error's, where this is the first of its violations
 
     def __str__(self) -> str:
         return f"{self.field}: {self.problem}"
@@ -88,7 +90,7 @@ class InvalidArgument(OutriderError):
         """An error that names the given fields. A hostile request may break thousands of rules, and the answer has to
         fit in a trailer: the first ones do."""
         listed = tuple(violations)[:MAX_VIOLATIONS]
-        return cls("; ".join(map(str, listed)), violations=listed)
+        return cls("; ".join(map(str, listed)), reason=listed[0].reason if listed else "", violations=listed)
 
 
 class ResourceExhausted(OutriderError):
@@ -172,9 +174,9 @@ class Violations:
         self._prefix = prefix
         self._found: list[Violation] = []
 
-    def add(self, field: str, problem: str, allowed: str) -> None:
+    def add(self, field: str, problem: str, allowed: str, reason: str = "") -> None:
         """One violation."""
-        self._found.append(Violation(self._prefix + field, f"{problem}; allowed: {allowed}"))
+        self._found.append(Violation(self._prefix + field, f"{problem}; allowed: {allowed}", reason))
 
     def take(self, error: InvalidArgument) -> None:
         """Takes over what a check that raises has found."""

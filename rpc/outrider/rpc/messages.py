@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from outrider.rpc.errors import OutriderError, Violations, make_error
+from outrider.rpc.errors import TOO_LONG, OutriderError, Violations, make_error
 from outrider.rpc.sampling_params import (
     CAPABILITIES,
     MAX_LOGPROBS,
@@ -340,10 +340,12 @@ def validate_length(prompt_len: int, max_tokens: int, max_model_len: int, prefix
     if prompt_len + max_tokens > max_model_len:
         left = max_model_len - prompt_len
         if left >= 1:
-            found.add("max_tokens", f"is {max_tokens} after a prompt of {prompt_len} tokens", f"at most {left}")
+            found.add(
+                "max_tokens", f"is {max_tokens} after a prompt of {prompt_len} tokens", f"at most {left}", TOO_LONG
+            )
         else:
             found = Violations()
-            found.add("prompt", f"has {prompt_len} tokens", f"at most {max_model_len - 1}")
+            found.add("prompt", f"has {prompt_len} tokens", f"at most {max_model_len - 1}", TOO_LONG)
     found.raise_if_any()
 
 
@@ -358,7 +360,9 @@ def check_prompt(found: Violations, field: str, ids: Sequence[int], vocab_size: 
     """The same, among other checks."""
     if not ids:
         found.add(field, "is empty", f"1 to {max_model_len - 1} token ids")
-    elif found.length(field, ids, max_model_len - 1, "tokens"):
+    elif len(ids) >= max_model_len:
+        found.add(field, f"has {len(ids)} tokens", f"at most {max_model_len - 1}", TOO_LONG)
+    else:
         found.ids(field, ids, vocab_size)
 
 

@@ -44,6 +44,7 @@ from outrider.gateway.http.serving import (
     generate,
     tally_shape,
 )
+from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.methods import offered
 from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
@@ -214,7 +215,7 @@ def build_app(
 ) -> Starlette:
     """The application; `ready` says what readiness answers. An engine that counts nothing has no /metrics; among
     siblings they are those of all."""
-    models = ModelsEndpoint(engine)
+    models, tokens = ModelsEndpoint(engine), TokenizeEndpoints(engine)
 
     async def livez(request: Request) -> Response:
         """200 from a process that answers: nothing would be better after a restart."""
@@ -233,6 +234,8 @@ def build_app(
         Route("/live", LiveEndpoint(engine).stream),
         Route("/v1/completions", endpoint(engine, read_completion, CompletionResponseBuilder), methods=["POST"]),
         Route("/v1/chat/completions", endpoint(engine, read_chat, ChatResponseBuilder), methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.retrieve),
         Route("/livez", livez),

@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted, Violation
+from outrider.rpc.errors import TOO_LONG, InvalidArgument, OutriderError, ResourceExhausted, Violation
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -80,14 +81,19 @@ def invalid(field: str, problem: str) -> InvalidArgument:
     return InvalidArgument.of([Violation(field, problem)])
 
 
-def renamed(error: OutriderError, names: Mapping[str, str]) -> OutriderError:
-    """The error with its fields as HTTP calls them. `names` maps the protocol's names, or what they begin with."""
+def renamed(error: OutriderError, names: Mapping[str, str], max_model_len: int) -> OutriderError:
+    """The error with its fields as HTTP calls them. `names` maps the protocol's names, or what they begin with. What is
+    too long is told in OpenAI's words, too: libraries look for them."""
     violations = error.violations
     if not violations and isinstance(error, InvalidArgument) and (found := _FIELD.match(error.message)):
         violations = (Violation(found[1], error.message[found.end() :]),)  # a target's refusal is text alone
     if not violations:
         return error
-    return InvalidArgument.of(Violation(_rename(item.field, names), item.problem) for item in violations)
+    told = InvalidArgument.of(replace(item, field=_rename(item.field, names)) for item in violations)
+    if told.reason != TOO_LONG:
+        return told
+    message = f"{told.message}. This model's maximum context length is {max_model_len} tokens."
+    return InvalidArgument(message, reason=TOO_LONG, violations=told.violations)
 
 
 def _rename(field: str, names: Mapping[str, str]) -> str:
@@ -106,7 +112,7 @@ def _param(error: OutriderError) -> str | None:
 
 def _code(error: OutriderError) -> str | None:
     if isinstance(error, InvalidArgument):
-        return None
+        return error.reason.lower() if error.reason == TOO_LONG else None
     if http_status(error) == 429:
         return "rate_limit_exceeded"
     return error.reason.lower()

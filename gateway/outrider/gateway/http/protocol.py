@@ -23,6 +23,7 @@ from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.request import GenerationRequest, SpeculationOptions, no_such_model
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import InvalidArgument, OutriderError, Violation, kind, quoted, shown
+from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.sampling_params import (
     DEFAULT_SAMPLING,
     PARAMETERS,
@@ -44,6 +45,9 @@ NAMES = {
     "prediction.text": "prediction.content", "salt": "cache_salt", "model_digest": "system_fingerprint",
     **{name: row.http for name, row in PARAMETERS.items() if row.http},
 }  # fmt: skip
+# Of guided_*: structured_outputs' name and the protocol's.
+_GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
+_deprecated = OnceWarnings("deprecated, use structured_outputs: %s")
 _STRUCTURED = {"structured_output": "structured_outputs", "structured_output.json_schema": "structured_outputs.json"}
 
 
@@ -238,6 +242,10 @@ class OpenAIBody(Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None  # these four are older vLLM's words for structured_outputs
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: list[Any] | None = None
     speculation: Speculation | None = None
     prediction: Prediction | None = None
     return_token_ids: bool = False
@@ -248,15 +256,30 @@ class OpenAIBody(Body):
     system_fingerprint: str = ""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
 
-    echo: Unsupported = None
     prompt_logprobs: Unsupported = None
     use_beam_search: Unsupported = None
     logits_processors: Unsupported = None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
     def names(self) -> dict[str, str]:
-        """NAMES as this body has them: a constraint has two."""
-        return NAMES if self.structured_outputs is None else {**NAMES, **_STRUCTURED}
+        """NAMES as this body has them: a constraint has three."""
+        if self.structured_outputs is not None:
+            return {**NAMES, **_STRUCTURED}
+        kind = next(iter(self._guided), None)
+        if kind is None:
+            return NAMES
+        return {**NAMES, "structured_output": f"guided_{kind}", f"structured_output.{_GUIDED[kind]}": f"guided_{kind}"}
+
+    @property
+    def _guided(self) -> dict[str, Any]:
+        """What older bodies of vLLM say, by structured_outputs' names."""
+        given = {kind: getattr(self, f"guided_{kind}") for kind in _GUIDED}
+        return {kind: value for kind, value in given.items() if value is not None}
 
     def request(self, request: Request | None, engine: GenerationEngine) -> GenerationRequest:
         """All of a request but its prompt; what the endpoints read differently is theirs to set."""
@@ -283,11 +306,23 @@ class OpenAIBody(Body):
         further = self.model_extra or {}
         names = [name for name, row in PARAMETERS.items() if row.http == "" and name in further]
         given = {name: _from_json(name, further[name]) for name in names}
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise invalid("structured_outputs", "is given beside response_format; allowed: one of them")
-        constrains = self.structured_outputs or self.response_format
-        given["structured_output"] = None if constrains is None else constrains.constraint()
+        given["structured_output"] = self._constraint()
         return resolve_sampling(given, defaults)
+
+    def _constraint(self) -> StructuredOutput | None:
+        guided = self._guided
+        if guided:
+            _deprecated.warn(", ".join(f"guided_{kind}" for kind in guided))
+        asked = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+            **{f"guided_{kind}": StructuredOutputs(**{kind: value}) for kind, value in guided.items()},
+        }
+        names = [name for name, one in asked.items() if one is not None]
+        if len(names) > 1:
+            raise invalid(names[1], f"is given beside {names[0]}; allowed: one of them")
+        one = asked[names[0]] if names else None
+        return None if one is None else one.constraint()
 
 
 def _call(request: Request, streams: bool) -> ServerCall:
@@ -384,11 +419,25 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: Any = None
+    echo: bool = False
     best_of: Any = None
     logprobs: Any = None
 
     suffix: Unsupported = None
     prompt_embeds: Unsupported = None
+
+    @property
+    def echoes(self) -> bool:
+        """As asked."""
+        return self.echo
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """What an answer repeats."""
+
+    text: str
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +449,8 @@ class OpenAIRequest:
     model: str
     num_logprobs: int | None  # None: no log probabilities in the answer
     names: tuple[Mapping[str, str], ...]  # by prompt, for errors
+    prompt_only: bool = False  # nothing follows an echoed prompt: the one token that is generated is left out
+    echoed: tuple[EchoedPrompt, ...] = ()  # what answers begin with, by prompt; empty: with the output
 
     @property
     def n(self) -> int:
@@ -416,7 +467,7 @@ _ALLOWED = {  # by pydantic's name of what is wrong
 }  # fmt: skip
 
 
-def _validated(model: type[B], values: Mapping[str, Any]) -> B:
+def validated(model: type[B], values: Mapping[str, Any]) -> B:
     """InvalidArgument, in the validator's words, for a body in another shape."""
     try:
         return model.model_validate(values)
@@ -441,7 +492,7 @@ def _violation(error: ErrorDetails) -> Violation:
 
 def read_chat(values: Mapping[str, Any], request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
     """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
-    body = _validated(ChatBody, values)
+    body = validated(ChatBody, values)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "is given without logprobs; allowed: only with logprobs true")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -465,14 +516,19 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
 
 def read_completion(values: Mapping[str, Any], request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
     """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
-    body = _validated(CompletionBody, values)
+    body = validated(CompletionBody, values)
     if body.best_of not in (None, body.n):
         raise invalid("best_of", "is not n, and choosing among more is not supported; leave it out")
     num_logprobs = 1 if body.logprobs is True else body.logprobs  # vLLM's clients may send true for 1
     common = body.request(request, engine)
+    sampling = replace(common.sampling or DEFAULT_SAMPLING, logprobs=num_logprobs)
+    prompt_only = body.echo and sampling.max_tokens == 0
+    if body.echo:
+        most = 1 if prompt_only else sampling.max_tokens
+        sampling = replace(sampling, prompt_logprobs=num_logprobs, max_tokens=most)
     common = replace(
         common,
-        sampling=replace(common.sampling or DEFAULT_SAMPLING, logprobs=num_logprobs),
+        sampling=sampling,
         max_tokens_given="max_tokens" in (body.model_extra or {}),
     )
     prompts = _prompts(body.prompt, common)
@@ -480,7 +536,7 @@ def read_completion(values: Mapping[str, Any], request: Request | None, engine: 
         raise invalid("prediction", f"is given beside {len(prompts)} prompts; allowed: one prompt")
     places = [""] if len(prompts) == 1 else [f"[{place}]" for place in range(len(prompts))]
     names = [{name: own + place if own == "prompt" else own for name, own in body.names.items()} for place in places]
-    return OpenAIRequest(prompts, body, engine.model_name, num_logprobs, tuple(names))
+    return OpenAIRequest(prompts, body, engine.model_name, num_logprobs, tuple(names), prompt_only)
 
 
 def _prompts(prompt: Any, common: GenerationRequest) -> tuple[GenerationRequest, ...]:

@@ -4,8 +4,6 @@ shapes of chat completions and completions."""
 from __future__ import annotations
 
 import asyncio
-import codecs
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -20,14 +18,14 @@ from starlette.responses import JSONResponse, Response
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.engine import GenerationEngine, merge
 from outrider.gateway.http import sse
+from outrider.gateway.http.echo import echoed, prompt_logprobs, with_prompts
 from outrider.gateway.http.errors import error_body, renamed
-from outrider.gateway.http.protocol import FINGERPRINT, OpenAIRequest, options_of, read_body
+from outrider.gateway.http.protocol import FINGERPRINT, EchoedPrompt, OpenAIRequest, options_of, read_body
+from outrider.gateway.http.token_texts import TextPlace, TokenTexts
 from outrider.gateway.request import GenerationDelta, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
-from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
-from outrider.rpc.messages import PositionLogprobs
 
 
 def endpoint(
@@ -39,6 +37,8 @@ def endpoint(
 
     async def create(request: Request) -> Response:
         openai_request = read(await read_body(request), request, engine)
+        if openai_request.body.echoes:
+            openai_request = await with_prompts(openai_request, engine)
         return await respond(request, engine, openai_request, builder(openai_request, TokenTexts(engine.tokenizer)))
 
     return create
@@ -50,6 +50,8 @@ async def respond(
     """The response. An error before the first token has a status of its own, unless the stream was kept alive before
     it; one after that is an event."""
     deltas, options = generate(engine, openai_request), options_of(request)
+    if openai_request.echoed:
+        deltas = echoed(openai_request, deltas)
     wanted = options.spec_decode_metrics
     recorder = None if wanted == "none" else AnswerRecorder(wanted == "detailed")
     if not openai_request.body.stream:
@@ -120,7 +122,8 @@ async def _one(
             async for delta in deltas:
                 yield replace(delta, index=place * openai_request.n + delta.index) if place else delta
     except OutriderError as error:
-        raise renamed(error, openai_request.names[place]) from error
+        longest = engine.verifier.info.model.max_model_len
+        raise renamed(error, openai_request.names[place], longest) from error
 
 
 async def _whole(
@@ -212,9 +215,6 @@ def _envelope(openai_request: OpenAIRequest, prefix: str, first: GenerationDelta
     }
 
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
-
-
 @dataclass(slots=True)
 class UsageSum:
     """Tokens of a whole answer."""
@@ -259,6 +259,7 @@ def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         origins=tuple(chain.from_iterable(delta.origins for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
 
 
@@ -298,69 +299,6 @@ def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
         "num_rounds_by_mode": tally.rounds_by_mode,
         "by_method": {method: asdict(did) for method, did in tally.by_method.items()},
     }
-
-
-class TextPlace:
-    """A place in a text that grows by tokens, some of which are half a character."""
-
-    def __init__(self) -> None:
-        self.offset = 0  # characters before it
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def advance(self, raw: bytes) -> None:
-        """Steps over a token's bytes."""
-        self.offset += len(self._decode(raw))
-
-
-class TokenTexts:
-    """Tokens as log probabilities name them: their text, or, where they are half a character, their bytes."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes = tokenizer.token_bytes
-
-    def raw(self, token_id: int) -> bytes:
-        """A token's bytes; none for an id without a token."""
-        return (self._bytes[token_id] or b"") if token_id < len(self._bytes) else b""
-
-    def text(self, token_id: int) -> str:
-        """A token's name: no two tokens share one, but for ids without a token."""
-        raw = self.raw(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-    def chat(self, positions: Sequence[PositionLogprobs], count: int) -> dict[str, Any]:
-        """The chat endpoint's form."""
-        content = []
-        for candidates in positions:
-            chosen, *_ = candidates
-            top = sorted(candidates, key=lambda entry: entry.rank)[:count]
-            content.append({
-                **self._entry(chosen.id, chosen.logprob),
-                "top_logprobs": [self._entry(entry.id, entry.logprob) for entry in top],
-            })  # fmt: skip
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": list(self.raw(token_id))}
-
-    def completion(self, positions: Sequence[PositionLogprobs], place: TextPlace, count: int) -> dict[str, Any]:
-        """The completions endpoint's form; `place` is where in the text these tokens begin."""
-        tokens, values, tops, offsets = [], [], [], []
-        for candidates in positions:
-            chosen, *_ = candidates
-            tokens.append(self.text(chosen.id))
-            values.append(finite(chosen.logprob))
-            tops.append({self.text(entry.id): finite(entry.logprob) for entry in candidates} if count else None)
-            offsets.append(place.offset)
-            place.advance(self.raw(chosen.id))
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-
-def finite(logprob: float) -> float:
-    """A value that JSON can hold."""
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
 
 
 class ResponseBuilder(ABC):
@@ -440,10 +378,24 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole completion, or a chunk of it."""
-        count, logprobs = self._openai_request.num_logprobs, None
+        count, logprobs, opens = self._openai_request.num_logprobs, None, delta.index not in self._places
+        place = self._places.setdefault(delta.index, TextPlace())
+        prompt = self._prompt(delta) if opens else None
         if count is not None:
-            place = self._places.setdefault(delta.index, TextPlace())
-            logprobs = self._texts.completion(delta.logprobs, place, count)
-        return {"index": delta.index, "text": delta.text, **self.rest(delta, logprobs)}
+            before = {} if prompt is None else prompt_logprobs(self._texts, prompt, delta.prompt_logprobs, place, count)
+            after = self._texts.completion(delta.logprobs, place, count)
+            logprobs = {name: before.get(name, []) + values for name, values in after.items()}
+        text = delta.text if prompt is None else prompt.text + delta.text
+        return {"index": delta.index, "text": text, **self.rest(delta, logprobs)}
 
     piece = choice
+
+    def is_silent(self, delta: GenerationDelta) -> bool:
+        """Nor is it where the prompt is to be said."""
+        says_prompt = bool(self._openai_request.echoed) and delta.index not in self._places
+        return not says_prompt and super().is_silent(delta)
+
+    def _prompt(self, delta: GenerationDelta) -> EchoedPrompt | None:
+        """What a completion begins with, if it is asked for."""
+        echoed = self._openai_request.echoed
+        return echoed[delta.index // self._openai_request.n] if echoed else None

@@ -1,0 +1,82 @@
+"""POST /tokenize and /detokenize, as vLLM has them: what a prompt or a conversation is to the model, and back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.http.errors import invalid, renamed
+from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
+from outrider.gateway.request import LONG_TEXT, no_such_model, rendered
+from outrider.rpc.errors import OutriderError, Violations
+
+
+class TokenizeBody(Body):
+    """Of a text; of a conversation what belongs to it is read as the chat endpoint reads it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Of token ids."""
+
+    model: str | None = None
+    tokens: list[Any] | None = None
+
+
+class TokenizeEndpoints:
+    """The served model's tokenizer."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+
+    async def tokenize(self, request: Request) -> Response:
+        """Ids, their number, and how many the model takes. A conversation's template has its special tokens in it."""
+        values = await read_body(request)
+        body = validated(TokenizeBody, values)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            given = "neither" if body.prompt is None else "both"
+            raise invalid("prompt", f"{given} of prompt and messages are given; allowed: exactly one of them")
+        text = self._rendered(values) if body.prompt is None else body.prompt
+        adds = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
+        tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
+        if len(text) > LONG_TEXT:
+            ids = await asyncio.to_thread(tokenizer.encode, text, adds)
+        else:
+            ids = tokenizer.encode(text, adds)
+        names = [tokenizer.backend.id_to_token(token) for token in ids] if body.return_token_strs else None
+        answer = {"count": len(ids), "max_model_len": info.model.max_model_len, "tokens": ids, "token_strs": names}
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids, special tokens included."""
+        body = validated(DetokenizeBody, await read_body(request))
+        self._check_model(body.model)
+        if body.tokens is None:
+            raise invalid("tokens", "is missing; allowed: a list of token ids")
+        found = Violations()
+        found.ids("tokens", body.tokens, self._engine.tokenizer.num_tokens)
+        found.raise_if_any()
+        decode = self._engine.tokenizer.decode
+        text = await asyncio.to_thread(decode, body.tokens) if len(body.tokens) > LONG_TEXT else decode(body.tokens)
+        return JSONResponse({"prompt": text})
+
+    def _rendered(self, values: dict[str, Any]) -> str:
+        chat = {name: values[name] for name in values.keys() - {"prompt", "add_special_tokens", "return_token_strs"}}
+        try:
+            return rendered(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer)
+        except OutriderError as error:
+            raise renamed(error, NAMES, self._engine.verifier.info.model.max_model_len) from error
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._engine.model_name:
+            raise no_such_model(name, self._engine.model_name)
