@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outrider.bench.compare.__main__ import CompareSettings
 from outrider.bench.compare.report import shares
 from outrider.bench.compare.requests import CompareRequest, read_requests
 from outrider.bench.compare.runs import Method, Run
+from outrider.bench.figures import METHOD_COLOURS, draw_compare
 from outrider.pairs import pair_path
 from outrider.planner.policy import Round
 from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS
@@ -84,6 +86,17 @@ def test_the_table_and_the_figure(small: tuple[str, dict[str, Any], set[str]]) -
                 assert f"{way['tokens_per_round']['median']:.2f}" in text
                 assert {name, f"{way['tokens_per_round']['median']:.2f}"} <= words
     assert "sequential / plain" in text and "auto / plain" in text and "auto off" in text
+
+
+def test_a_figure_of_every_method(small: tuple[str, dict[str, Any], set[str]]) -> None:
+    """More than there are colours."""
+    result = deepcopy(small[1])
+    names = [f"method {number}" for number in range(2 * len(METHOD_COLOURS))]
+    result["setup"]["methods"] = names
+    for found in result["sets"]:
+        way = found["ways"]["suffix, sequential"]
+        found["ways"] = {f"{name}, {mode}": way for name in names for mode in result["setup"]["modes"]}
+    assert len(draw_compare(result).axes) == 4 * len(result["sets"])
 
 
 @pytest.mark.parametrize("flag", ["in-process", "no-local"])

@@ -58,11 +58,13 @@ class Checked:
         raise RuntimeError("the engine never became idle")
 
     def check(self, target: TargetSequence) -> None:
-        """Every place below `head_end`: all places that the target has, but where blocks were short."""
+        """Every place below `head_end`: all places that the target has, but where blocks were short, and of the block
+        that plain tokens fill."""
         sequence, end = target.sequence, target.head_end
         if end < 2:
             return
-        assert sequence.num_computed_tokens <= end <= sequence.num_computed_tokens + 1
+        num_computed = sequence.num_computed_tokens
+        assert num_computed - num_computed % BLOCK_SIZE <= end <= num_computed + 1
         text = sequence.tokens[:end]
         with torch.inference_mode():
             states = self.hf(torch.tensor([text]), output_hidden_states=True).hidden_states
@@ -99,7 +101,7 @@ def test_chunks_preemption_and_prefixes(models: Any, head: Head, num_blocks: int
             for n in range(1, 6)
         ]  # fmt: skip
         for request in requests:
-            harness.send(request, Credit(request.sequence_id, FAR, 1 + request.sequence_id % 4))
+            harness.send(request, Credit(request.sequence_id, FAR, request.sequence_id % 4))
         checked.run()
         assert [harness.output(r.sequence_id) for r in requests] == [alone(loaded, r) for r in requests]
     assert checked.num_checked > 20 and harness.engine.scheduler.num_found > 0
@@ -198,6 +200,26 @@ def test_credit_that_ends_and_comes_back(models: Any, head: Head) -> None:
     assert checked.harness.output(1) == alone(loaded, asked(2, prompt, head, max_tokens=40))
     assert [max(drafted) > 0 for drafted in windows] == [True, False, False, True, True]
     assert max(windows[-1]) > 4
+
+
+def test_plain_tokens_wait_for_the_end_of_their_block(models: Any, head: Head) -> None:
+    """Off costs next to nothing, and what is drafted afterwards is what it would have been."""
+    loaded, prompt, request = models[1], prompt_of(6, 20), {"max_tokens": 60}
+    checked = Checked(models, head, every=1)
+    local = checked.harness.engine.local_draft
+    assert local is not None
+    checked.harness.send(asked(1, prompt, head, **request), Credit(1, 60, 0))
+    checked.run()
+    assert local.num_steps == 1 + 2, "the prompt, and the two blocks that are full"
+    seen = len(checked.harness.commits(1))
+    checked.harness.send(Credit(1, FAR, 3))
+    checked.run()
+    always = Checked(models, head, every=1)
+    always.harness.send(asked(1, prompt, head, **request), Credit(1, FAR, 3))
+    always.run()
+    assert checked.harness.output(1) == always.harness.output(1) == alone(loaded, asked(2, prompt, head, **request))
+    drafted = [commit.num_drafted for commit in checked.harness.commits(1)[seen:]]
+    assert max(drafted) == 3
 
 
 def test_failover_to_another_target(models: Any, head: Head) -> None:

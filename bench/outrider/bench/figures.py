@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ MODES = {
     "sequential": "#c05621", "chains": "#2f855a", "branches": "#2b6cb0", "auto": "#6b46c1", "colocated": "#b83280",
     "colocated-all": "#b7791f", "plain": "#718096",
 }  # fmt: skip
-METHOD_COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b83280", "#b7791f", "#319795", "#718096")
+METHOD_COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b83280", "#b7791f", "#319795", "#718096", "#9b2c2c")
 STEPS = 80  # of a line
 MOST_POINTS = 400  # of a curve
 OBJECTIVES = {"ttft_ms": "slo_ttft_ms", "tpot_ms": "slo_itl_ms"}
@@ -176,7 +177,7 @@ def draw_compare(result: Json) -> Figure:
     accepted by position, and the speed over plain decoding, a bar a mode."""
     sets, modes = result["sets"], result["setup"]["modes"]
     methods = result["setup"]["methods"]
-    colours = dict(zip(methods, METHOD_COLOURS, strict=False))
+    colours = dict(zip(methods, cycle(METHOD_COLOURS), strict=False))
     figure, panels = _panels(len(sets), 4, 0.7 + 0.5 * len(sets) + 0.22 * len(methods) * len(modes) * len(sets))
     setup = result["setup"]
     _head(figure, f"{setup['target']}: methods of drafting, k={setup['k']}", _where(result))

@@ -4,7 +4,10 @@ After a step the head computes a row for every token whose position before is ce
 keys and values lie in every block that the target's do, and are found with it in the prefix cache. Then it draws, depth
 by depth for all sequences at once, as many tokens as their credit asks for. What they leave in the cache stands in the
 places of the next window, and is computed anew from the target's own states when that was judged. The states at the
-last place of every block are kept beside it: whoever finds the block goes on from them."""
+last place of every block are kept beside it: whoever finds the block goes on from them.
+
+A sequence that is decoded plainly has a row a step, and no use for it yet: such rows wait, with the states that they
+are made of, until a chain is wanted or their block is full, and are then computed in one pass."""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -44,6 +48,7 @@ class _Line:
     end: int  # after its last one
     count: int  # tokens to draw
     keeps: bool  # what the head computes has places in the cache
+    waiting: Tensor | None = None  # states of its first rows where these are of steps before, [rows, taps, hidden]
     number: int = 0  # of the chain
     drawn: list[DraftedToken] = field(default_factory=list)
     tree: GrowingTree | None = None  # of which they are tokens to come; None: a chain
@@ -145,6 +150,7 @@ class LocalDraft:
         self._cache = KVCache.allocate(head.layers, num_blocks, model.dtype, model.device, size)
         shape = (num_blocks if head.layers else 0, len(head.taps), head.hidden_size)
         self._ends = torch.zeros(shape, dtype=model.dtype, device=model.device)  # [blocks, taps, hidden]
+        self._waiting: WeakKeyDictionary[TargetSequence, Tensor] = WeakKeyDictionary()  # of rows from `head_end` on
 
     @torch.inference_mode()
     def run(self, step: ComputedStep) -> None:
@@ -156,6 +162,7 @@ class LocalDraft:
         lines = list(self._lines(step))
         self._keep_ends(lines, states)
         lines = [line for line in lines if line.first < line.end and (self.head.layers or line.count)]  # with rows
+        lines = [line for line in lines if not self._waits(line, states)]
         if not lines:
             return
         try:
@@ -200,15 +207,33 @@ class LocalDraft:
             end = target.sequence.num_computed_tokens + 1
             count = self._count(target) if scheduled.samples else 0
             if not self.head.layers:
-                line = _Line(target, scheduled, offset, end - 1, end, count, False, target.next_chain)
+                line = _Line(target, scheduled, offset, end - 1, end, count, False, number=target.next_chain)
             else:
                 end, count = self._reserved(target, end, count)
-                line = _Line(target, scheduled, offset, self._first(scheduled), end, count, True, target.next_chain)
+                first = self._first(scheduled)
+                line = _Line(target, scheduled, offset, first, end, count, True, number=target.next_chain)
+                self._take_waiting(line)
             if count > 0:
                 target.next_chain += 1
                 if self.tree is not None and target.chains.takes_trees:
                     line.tree = GrowingTree(self.tree.cut(count))
             yield line
+
+    def _take_waiting(self, line: _Line) -> None:
+        """The rows that wait come first. Where its blocks were taken meanwhile, they are none that are wanted."""
+        waiting, begin = self._waiting.pop(line.target, None), line.target.head_end
+        if waiting is not None and begin and begin + len(waiting) == line.first:
+            line.waiting, line.first = waiting, begin
+
+    def _waits(self, line: _Line, states: Tensor) -> bool:
+        """Whether the rows can wait for those of the next step: nothing is drawn, and no block of the cache, which
+        others may find, lacks them."""
+        size = self._runner.block_size
+        num_full = line.target.sequence.num_computed_tokens // size
+        waits = line.keeps and not line.count and line.scheduled.num_rows == 1 and line.first >= num_full * size
+        if waits:
+            self._waiting[line.target], line.target.head_end = self._features([line], states), line.first
+        return waits
 
     def _first(self, scheduled: ScheduledSequence) -> int:
         """The place of the first row to compute: behind those that are there. Where blocks were found, the states at
@@ -257,14 +282,19 @@ class LocalDraft:
         rows: list[int] = []
         found: list[int] = []  # rows of places behind a found block
         blocks: list[int] = []  # that end before them
+        waited: list[tuple[int, Tensor]] = []  # rows of steps before, and where they begin
         for line in lines:
-            if line.first == line.scheduled.start:
+            if line.waiting is not None:
+                waited.append((len(rows), line.waiting))
+            elif line.first == line.scheduled.start:
                 found.append(len(rows))
                 blocks.append(line.target.sequence.block_table[(line.first - 1) // size])
             rows += [max(0, line.offset + place - 1 - line.scheduled.start) for place in range(line.first, line.end)]
         features = states[torch.tensor(rows, device=device)]
         if found:
             features[torch.tensor(found, device=device)] = self._ends[torch.tensor(blocks, device=device)]
+        for start, before in waited:
+            features[start : start + len(before)] = before
         return features
 
     def _draft(self, lines: Sequence[_Line], states: Tensor) -> None:

@@ -42,7 +42,7 @@ Sink = Callable[[TargetEvent], None]
 SequenceKey = tuple[int, int]  # stream number, sequence id
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class TargetSequence:
     """`sequence.tokens` are the committed tokens whenever no step is under way."""
 
