@@ -23,6 +23,7 @@ from outrider.vllm.weights import ATTRIBUTE, weights_of
 
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 REQUEST = "vllm.v1.request.Request"
+GRAMMARS = "vllm.v1.structured_output.StructuredOutputManager"
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
 SELF, ONE = object(), object()
@@ -51,6 +52,12 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "vllm.v1.outputs.DraftTokenIds": ((["id"], [[1]]), {}),
     "vllm.v1.outputs.LogprobsTensors.tolists": ((SELF,), {}),
     "vllm.config.model.ModelConfig.get_vocab_size": ((SELF,), {}),
+    "vllm.sampling_params.StructuredOutputsParams": (
+        (),
+        {"json": "{}", "regex": None, "grammar": None, "choice": None, "json_object": None, "structural_tag": None},
+    ),
+    f"{GRAMMARS}.grammar_init": ((SELF, ONE), {}),
+    "vllm.v1.structured_output.backend_types.StructuredOutputGrammar.accept_tokens": ((SELF, "id", [1]), {}),
 }
 # What instances are given while they are made, or know by themselves.
 ATTRIBUTES = {
@@ -63,7 +70,10 @@ ATTRIBUTES = {
         "num_spec_tokens",
         "block_size",
         "kv_cache_manager",
+        "structured_output_manager",
     ],
+    GRAMMARS: ["executor"],
+    "vllm.v1.structured_output.request.StructuredOutputRequest": ["grammar", "_grammar"],
     "vllm.v1.core.kv_cache_manager.KVCacheManager": ["block_pool"],
     REQUEST: [
         "request_id",
@@ -86,7 +96,7 @@ ATTRIBUTES = {
     "vllm.v1.worker.gpu_input_batch.InputBatch": ["req_ids", "vocab_size"],
     RUNNER: ["input_batch", "rejection_sampler"],
     "vllm.v1.worker.worker_base.WorkerBase": ["model_runner"],
-    "vllm.v1.engine.async_llm.AsyncLLM": ["vllm_config", "errored"],
+    "vllm.v1.engine.async_llm.AsyncLLM": ["vllm_config", "errored", "tokenizer"],
     "vllm.v1.executor.multiproc_executor.MultiprocExecutor": ["workers"],
     "vllm.sampling_params.SamplingParams": ["bad_words_token_ids", "all_stop_token_ids"],
     "vllm.outputs.RequestOutput": ["outputs", "prompt_logprobs", "num_cached_tokens"],
@@ -130,6 +140,7 @@ FIELDS = {
     ],
     "vllm.config.SchedulerConfig": ["scheduler_cls", "async_scheduling"],
     "vllm.config.SpeculativeConfig": ["method", "model", "num_speculative_tokens"],
+    "vllm.config.structured_outputs.StructuredOutputsConfig": ["backend"],
     "vllm.config.CacheConfig": ["num_gpu_blocks", "block_size"],
     "vllm.config.ModelConfig": ["model", "tokenizer", "tokenizer_revision", "max_model_len", "quantization", "dtype"],
     "vllm.sampling_params.SamplingParams": [
@@ -246,6 +257,21 @@ def test_the_runner_asks_for_the_probabilities_of_the_drafts() -> None:
     call = r"draft_probs = self\._get_spec_decode_draft_probs\(spec_decode_metadata\)\s+sampler_output = "
     call += r"self\.rejection_sampler\(\s*spec_decode_metadata,\s*draft_probs,\s*logits,\s*sampling_metadata,?\s*\)"
     assert re.search(call, source)
+
+
+def test_a_grammar_is_being_compiled_when_its_request_comes_to_the_scheduler() -> None:
+    """So that what was generated before can be put behind it, on the same threads."""
+    source = inspect.getsource(found("vllm.v1.engine.core.EngineCore.preprocess_add_request"))
+    assert "self.structured_output_manager.grammar_init(req)" in source
+    source = inspect.getsource(found(f"{GRAMMARS}.grammar_init"))
+    assert "self.executor.submit(self._create_grammar, request)" in source
+    waits = inspect.getsource(found(f"{SCHEDULER}._handle_blocked_waiting_request"))
+    assert "isinstance(struct_output_req.grammar, Exception)" in waits
+
+
+def test_what_vllm_refuses_is_known() -> None:
+    assert not issubclass(found("vllm.exceptions.VLLMServerError"), found("vllm.exceptions.VLLMClientError"))
+    assert issubclass(found("vllm.exceptions.VLLMValidationError"), found("vllm.exceptions.VLLMClientError"))
 
 
 def test_our_classes_are_vllms() -> None:

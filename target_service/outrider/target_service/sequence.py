@@ -201,6 +201,9 @@ def admit(
     not taken."""
     whole = with_prompt(message, None if parent is None else parent.open)
     check_open(whole, limits)
+    if whole.sampling.structured_output is not None:
+        problem = "is not supported by this target; leave it unset"
+        raise InvalidArgument.of([Violation("sampling.structured_output", problem)])
     sampler = _sampler(whole, limits)
     sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt)
     return TargetSequence(
@@ -249,9 +252,6 @@ def check_open(message: Open, limits: TargetLimits) -> None:
     if len(message.output_ids) >= message.sampling.max_tokens:
         problem = f"has {len(message.output_ids)} entries; allowed: fewer than max_tokens"
         raise InvalidArgument.of([Violation("open.output_ids", problem)])
-    if message.sampling.structured_output is not None:
-        problem = "is not supported by this target; leave it unset"
-        raise InvalidArgument.of([Violation("sampling.structured_output", problem)])
     if message.features:
         raise FailedPrecondition("this target sends no hidden states", reason="NO_FEATURES")
     if message.acceptance == AcceptanceRule.AUTO:

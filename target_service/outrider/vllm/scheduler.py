@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.rpc.errors import Internal
 from outrider.rpc.messages import Load, StepTimings, TargetEvent, to_failure
+from outrider.vllm.grammar import continue_grammar
 from outrider.vllm.outputs import commit_of, prompt_logprobs_of
 from outrider.vllm.rows import DraftedRow
 from outrider.vllm.source import DraftSource, StepReport, source_of
@@ -76,6 +77,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
 
     def add_request(self, request: Request) -> None:
         """A new request; its drafts begin."""
+        continue_grammar(request, self.structured_output_manager)
         super().add_request(request)
         if self.requests.get(request.request_id) is not request:
             return  # more of one that is there

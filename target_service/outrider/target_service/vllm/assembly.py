@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,7 @@ from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.engine import VllmEngine
-from outrider.target_service.vllm.requests import VLLM_CAPABILITIES
+from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.target_service.vllm.self_drafting import SelfDraftingEngine
 from outrider.vllm.link import EngineLink
 
@@ -91,12 +91,18 @@ async def start_engine(
         raise UnsupportedModel(f"vLLM does not start: {error}") from error
     loaded = await asyncio.to_thread(read_checkpoint, settings, llm.vllm_config)
     limits = limits_of(settings, loaded, llm.vllm_config)
-    info = info_of(settings, loaded, limits)
+    info = info_of(settings, loaded, limits, has_grammars=has_end(llm.tokenizer, limits.eos_ids))
     if link is not None:
-        return VllmEngine(llm, link, limits, flush=flush, on_step=on_step), info
+        engine = VllmEngine(llm, link, limits, flush=flush, on_step=on_step, capabilities=info.capabilities)
+        return engine, info
     own = llm.vllm_config.speculative_config
     info = replace(info, methods=(DraftMethod(own.method, needs_features=True, can_run_ahead=False),))
     return SelfDraftingEngine(llm, limits, own.num_speculative_tokens, flush=flush), info
+
+
+def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:
+    """Whether vLLM's grammars can end: they do so by the tokenizer's end of sequence, which must be the model's, too."""
+    return tokenizer is not None and tokenizer.eos_token_id in eos_ids
 
 
 async def first_step(llm: Any) -> None:
@@ -158,7 +164,8 @@ def engine_args(settings: TargetSettings) -> dict[str, Any]:
         "kv_cache_memory_bytes": cache_bytes,
         "num_gpu_blocks_override": settings.num_blocks,
         "enforce_eager": on_cpu or not settings.cuda_graphs,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not (Path(settings.model) / "tokenizer.json").is_file(),  # grammars alone need it
+        "structured_outputs_config": {"backend": "guidance"},  # as our engine's: a stream may move between both
         "disable_log_stats": True,
         # On a CPU a request with a seed raises in a chunk that is not its prompt's last.
         "enable_chunked_prefill": not on_cpu,
@@ -215,8 +222,11 @@ def limits_of(settings: TargetSettings, loaded: Checkpoint, vllm_config: Any) ->
     )
 
 
-def info_of(settings: TargetSettings, loaded: Checkpoint, limits: TargetLimits) -> TargetInfo:
+def info_of(
+    settings: TargetSettings, loaded: Checkpoint, limits: TargetLimits, has_grammars: bool = False
+) -> TargetInfo:
     """What GetTargetInfo answers."""
     room = limits.num_blocks, limits.block_size
     model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
-    return TargetInfo(model, limits.max_window, capabilities=VLLM_CAPABILITIES, version=metadata.version("outrider"))
+    capabilities = (*VLLM_CAPABILITIES, GRAMMARS) if has_grammars else VLLM_CAPABILITIES
+    return TargetInfo(model, limits.max_window, capabilities=capabilities, version=metadata.version("outrider"))

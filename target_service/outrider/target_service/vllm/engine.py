@@ -24,6 +24,7 @@ from outrider.rpc.errors import (
     OutriderError,
     ResourceExhausted,
     Unavailable,
+    Violation,
 )
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
@@ -39,11 +40,12 @@ from outrider.rpc.messages import (
     TargetEvent,
     to_failure,
 )
+from outrider.rpc.sampling_params import FinishReason
 from outrider.rpc.servicer import Detach
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.observed import EngineStats, ObservedStep
 from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
-from outrider.target_service.vllm.requests import check_request, prompt_of, sampling_of
+from outrider.target_service.vllm.requests import VLLM_CAPABILITIES, check_request, prompt_of, refusals, sampling_of
 from outrider.vllm.link import LinkCommand, LinkEvent, Stepping
 from outrider.vllm.source import StepReport
 
@@ -88,8 +90,10 @@ class VllmEngine:
         *,
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[ObservedStep], None] | None = None,
+        capabilities: Sequence[str] = VLLM_CAPABILITIES,
     ) -> None:
         self.limits = limits
+        self.capabilities = capabilities
         self.ended: Future[None] = Future()
         self._llm, self._link = llm, link
         self._flush = flush
@@ -207,7 +211,7 @@ class VllmEngine:
             raise ResourceExhausted(text, reason="BUSY", retry_after_ms=1000)
         parent = self._sequences.get((key[0], message.fork_of)) if message.fork_of is not None else None
         whole = with_prompt(message, None if parent is None else parent.open)
-        check_request(whole, self.limits)
+        check_request(whole, self.limits, self.capabilities)
         sequence = VllmSequence(key, next(self._numbers), whole, sink)
         if whole.timeout_ms:
             late = DeadlineExceeded("the request's time ran out", reason="DEADLINE")
@@ -225,12 +229,13 @@ class VllmEngine:
             async for answer in made:
                 reason = answer.outputs[0].finish_reason
                 if reason in ("abort", "error"):
-                    self._fail(sequence, Internal("vLLM ended the request; see its log", reason="STEP_FAILED"))
+                    self._fail(sequence, ended_by_vllm(message))
                 else:
                     self._answered(sequence, answer)
-        except ValueError as error:
-            self._fail(sequence, InvalidArgument(f"vLLM refuses the request: {error}"))
         except Exception as error:
+            if isinstance(error, refusals()):
+                self._fail(sequence, InvalidArgument(f"vLLM refuses the request: {error}"))
+                return
             if self._llm is None or self._llm.errored:
                 self._end(error)
             else:
@@ -288,6 +293,9 @@ class VllmEngine:
                 self._remove(sequence)
             sequence.sink(replace(event, sequence_id=own))
             return
+        if event.finish_reason is FinishReason.ERROR:
+            self._fail(sequence, ended_by_vllm(sequence.open))
+            return
         event.sequence_id, event.load = own, load
         if event.ids and event.position == committed_at(sequence.open):
             self._num_looked_up += event.position
@@ -341,6 +349,15 @@ class VllmEngine:
             self._sequences.pop(sequence.key)
             sequence.sink(to_failure(sequence.open.sequence_id, gone))
         self._flush()
+
+
+def ended_by_vllm(message: Open) -> OutriderError:
+    """Why vLLM ended a request that nobody asked it to end: of those with a grammar, which alone it ends so, that failed
+    to compile, does not fit what was generated before, or grew beyond vLLM's bounds."""
+    if message.sampling.structured_output is None:
+        return Internal("vLLM ended the request; see its log", reason="STEP_FAILED")
+    problem = "is a grammar that vLLM cannot follow, or not from output_ids on; see the target's log"
+    return InvalidArgument.of([Violation("sampling.structured_output", problem)])
 
 
 def committed_at(message: Open) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.rpc.errors import InvalidArgument, Violation
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, SamplingParams, lacking
+from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, SamplingParams, StructuredOutput, lacking
 from outrider.target_service.sequence import TargetLimits, check_open
 from outrider.vllm.link import EXTRA
 
@@ -17,24 +17,30 @@ MISSING = (
     "sampling.min_p",
     "sampling.logit_bias",
     "sampling.logprobs_mode",
-    "sampling.structured_output",
     "acceptance.coupled",
 )
 VLLM_CAPABILITIES = tuple(name for name in BASELINE if name not in MISSING)
+GRAMMARS = "sampling.structured_output"  # where vLLM has read a tokenizer
 ALL_NOISE = 1 << 63  # seeds are below
 
 
-def check_request(message: Open, limits: TargetLimits) -> None:
+def check_request(message: Open, limits: TargetLimits, capabilities: Sequence[str] = VLLM_CAPABILITIES) -> None:
     """Raises an OutriderError that says why a sequence is not taken."""
     check_open(message, limits)
     sampling, found = message.sampling, []
     rule = AcceptanceRule.AUTO if sampling.greedy else message.acceptance
-    for name in lacking(VLLM_CAPABILITIES, sampling, rule):
+    for name in lacking(capabilities, sampling, rule):
         found.append(Violation(name, "is not what this target's engine, vLLM, does; leave it unset"))
     if message.output_ids:
         found += [
             Violation(f"sampling.{name}", "cannot be resumed by this target's engine, vLLM; leave it unset")
             for name in counting_parameters(sampling)
+        ]
+    if sampling.structured_output is not None:
+        found += [
+            Violation(f"sampling.{name}", "is held under no grammar by this target's engine, vLLM; leave it unset")
+            for name in ("min_tokens", "allowed_token_ids", "bad_words_ids")
+            if getattr(sampling, name)  # vLLM would bar the one token that its grammar allows, and end the request
         ]
     if found:
         raise InvalidArgument.of(found)
@@ -59,7 +65,10 @@ def sampling_of(message: Open, eos_ids: Sequence[int], sequence_id: int, is_stre
     from vllm.sampling_params import RequestOutputKind
 
     sampling, before = message.sampling, len(message.output_ids)
-    stops = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)]
+    constraint = sampling.structured_output
+    goes_on = sampling.ignore_eos and constraint is None  # behind a grammar's end nothing is allowed
+    stops = [*sampling.stop_token_ids, *(() if goes_on else eos_ids)]
+    weighs = not sampling.greedy and constraint is None  # a grammar cuts windows by what is drafted
     params = VllmParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -77,11 +86,32 @@ def sampling_of(message: Open, eos_ids: Sequence[int], sequence_id: int, is_stre
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
-        extra_args={EXTRA: {"sequence_id": sequence_id, "weighs": not sampling.greedy}},
+        structured_outputs=None if constraint is None else structured_outputs_of(constraint),
+        extra_args={EXTRA: {"sequence_id": sequence_id, "weighs": weighs, "num_output": before}},
     )
     if sampling.bad_words_ids:
         params._bad_words_token_ids = [list(words) for words in sampling.bad_words_ids]
     return params
+
+
+def structured_outputs_of(constraint: StructuredOutput) -> Any:
+    """vLLM's StructuredOutputsParams."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(
+        json=constraint.json_schema,
+        regex=constraint.regex,
+        grammar=constraint.grammar,
+        choice=None if constraint.choice is None else list(constraint.choice),
+        json_object=constraint.json_object or None,
+    )
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not take."""
+    from vllm.exceptions import VLLMClientError
+
+    return ValueError, VLLMClientError
 
 
 def seed_of(message: Open) -> int:

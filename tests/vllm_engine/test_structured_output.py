@@ -1,0 +1,211 @@
+"""Grammars under vLLM, through the three services: a tiny random checkpoint, whose output is none of its own choice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from support.gateways import save_toy_tokenizer, toy_tokenizer
+from support.models import tiny_hf_model
+from support.services import children_of
+
+from outrider.cli.local_services import LOOPBACK, Service, Services, wait_for_draft
+from outrider.rpc.channel import connect
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc
+
+START_S = 180.0
+VOCAB, EOS = 400, 0
+SHAPE = {"vocab_size": VOCAB, "head_dim": 32, "eos_token_id": EOS}
+PROMPTS = [[11, 12, 13], [70, 80, 90, 100], [5, 6, 5, 6, 5, 6], [200, 300]]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ada", "grace"]},
+        "born": {"type": "integer", "minimum": 1800, "maximum": 1999},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "born", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # else a random model writes spaces for ever
+}
+JSON = {"json_schema": json.dumps(SCHEMA)}
+
+
+@dataclass
+class Started:
+    """The services of the module."""
+
+    services: Services
+    folder: Path
+    target: Service
+    draft: Service
+    gateway: Service
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    folder = tmp_path_factory.mktemp("grammars")
+    for name, layers in (("target", 2), ("half", 1)):
+        hf = tiny_hf_model("llama", 1, num_hidden_layers=layers, **SHAPE)
+        with torch.no_grad():
+            hf.lm_head.weight *= 4
+        hf.save_pretrained(folder / name)
+        save_toy_tokenizer(folder / name)
+    with Services() as services:
+        draft = services.start(
+            "draft", ["draft", "--model", str(folder / "half"), "--threads", "1", "--listen", LOOPBACK]
+        )
+        target = services.start("target", vllm_arguments(folder / "target"))
+        services.wait(draft, START_S)
+        services.wait(target, START_S)
+        yield Started(services, folder, target, draft, gateway(services, folder, draft, target))
+
+
+def vllm_arguments(model: Path) -> list[str]:
+    arguments = ["target", "--engine", "vllm", "--model", str(model), "--num-blocks", "32", "--max-model-len", "128"]
+    return [*arguments, "--engine-args", '{"block_size": 32}', "--listen", LOOPBACK]
+
+
+def gateway(services: Services, folder: Path, draft: Service, *targets: Service) -> Service:
+    peers = [word for target in targets for word in ("--target", target.address)]
+    arguments = ["gateway", "--draft", draft.address, *peers, "--tokenizer", str(folder / "target")]
+    made = services.start("gateway", [*arguments, "--listen", LOOPBACK])
+    wait_for_draft(services.wait(made, START_S), START_S, services.check)
+    return made
+
+
+@pytest.fixture
+async def stub(started: Started) -> AsyncIterator[Any]:
+    channel = connect(started.gateway.address)
+    yield generation_pb2_grpc.GenerationServiceStub(channel)
+    await channel.close()
+
+
+def request(
+    constraint: dict[str, Any], prompt: Sequence[int], k: int = 4, output: Sequence[int] = (), **sampling: Any
+) -> Any:
+    sampling = {"temperature": 0.0, "max_tokens": 100, **sampling}
+    choices = constraint.get("choice")
+    constraint = constraint if choices is None else {"choice": {"values": choices}}
+    made = pb.GenerateRequest(token_ids={"ids": prompt}, sampling={**sampling, "structured_output": constraint})
+    made.speculation.num_draft_tokens, made.speculation.enabled = k, k > 0
+    made.speculation.mode = "sequential" if k else ""
+    if output:
+        made.output_ids.add(ids=output)
+    return made
+
+
+async def generate(stub: Any, *arguments: Any, **sampling: Any) -> list[Any]:
+    call = stub.Generate(request(*arguments, **sampling), timeout=120, wait_for_ready=True)
+    return [response async for response in call]
+
+
+def tokens_of(responses: list[Any]) -> list[int]:
+    return [token for response in responses for token in response.token_ids]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return toy_tokenizer().decode([token for token in ids if token != EOS])
+
+
+def is_valid(ids: Sequence[int]) -> bool:
+    found = json.loads(text_of(ids))
+    return (
+        set(found) == {"name", "born", "tags"}
+        and found["name"] in ("ada", "grace")
+        and 1800 <= found["born"] <= 1999
+        and 2 <= len(found["tags"]) <= 3
+        and all(isinstance(one, bool) for one in found["tags"])
+    )
+
+
+async def test_json_is_valid_and_greedily_the_same_with_and_without_drafts(started: Started, stub: Any) -> None:
+    plain = [tokens_of(await generate(stub, JSON, prompt, 0)) for prompt in PROMPTS]
+    depths = [4, 1, 8, 2]
+    drafted = await asyncio.gather(*(generate(stub, JSON, p, k) for p, k in zip(PROMPTS, depths, strict=True)))
+    assert all(map(is_valid, plain))
+    assert [tokens_of(responses) for responses in drafted] == plain
+    assert {responses[-1].finish_reason for responses in drafted} == {pb.FINISH_REASON_STOP}
+    stats = [responses[-1].speculation for responses in drafted]
+    assert sum(one.num_draft_tokens for one in stats) > 0
+
+
+async def test_drawn_json_is_valid_with_drafts_that_are_one_hot(started: Started, stub: Any) -> None:
+    calls = [generate(stub, JSON, p, k, temperature=1.0, seed=k) for p in PROMPTS for k in (0, 4, 8)]
+    results = await asyncio.gather(*calls)
+    assert all(is_valid(tokens_of(responses)) for responses in results)
+    assert sum(responses[-1].speculation.num_accepted_tokens for responses in results) > 0
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": "[a-f]{3}-[0-9]{2,4}"}, "[a-f]{3}-[0-9]{2,4}"),
+        ({"choice": ["yes", "no", "maybe"]}, "yes|no|maybe"),
+        ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{2,5}/'}, "<[a-z]{2,5}>"),
+    ],
+    ids=["regex", "choice", "grammar"],
+)
+async def test_every_kind_of_constraint_holds(stub: Any, constraint: dict[str, Any], pattern: str) -> None:
+    for k, temperature in ((0, 0.0), (4, 0.0), (4, 1.0)):
+        responses = await generate(stub, constraint, PROMPTS[0], k, temperature=temperature, seed=3)
+        assert re.fullmatch(pattern, text_of(tokens_of(responses)))
+        assert responses[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
+async def test_a_continuation_goes_on_in_mid_json(stub: Any) -> None:
+    whole = tokens_of(await generate(stub, JSON, PROMPTS[0], 0))
+    for at in (1, len(whole) // 2, len(whole) - 2):
+        for k in (0, 4):
+            assert tokens_of(await generate(stub, JSON, PROMPTS[0], k, whole[:at])) == whole[at:]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "output", "sampling", "field"),
+    [
+        ({"json_schema": '{"type": "nothing"}'}, (), {}, ""),
+        ({"json_schema": "{"}, (), {}, ""),
+        ({"regex": "(a"}, (), {}, ""),
+        ({"grammar": "start: nowhere"}, (), {}, ""),
+        ({"regex": "[0-9]+"}, (100, 101), {}, "sampling.structured_output"),
+        ({"regex": "[0-9]+"}, (), {"min_tokens": 4}, "sampling.min_tokens"),
+        ({"regex": "[0-9]+"}, (), {"allowed_token_ids": [5]}, "sampling.allowed_token_ids"),
+    ],
+)
+async def test_a_bad_grammar_costs_its_own_request(
+    stub: Any, constraint: dict[str, Any], output: tuple[int, ...], sampling: dict[str, Any], field: str
+) -> None:
+    others = [asyncio.create_task(generate(stub, JSON, prompt)) for prompt in PROMPTS]
+    with pytest.raises(grpc.aio.AioRpcError, match=field) as refused:
+        await generate(stub, constraint, PROMPTS[0], 4, output, **sampling)
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()
+    assert all(is_valid(tokens_of(responses)) for responses in await asyncio.gather(*others))
+
+
+async def test_where_vllm_dies_in_mid_json_another_vllm_goes_on(started: Started, stub: Any) -> None:
+    whole = [tokens_of(await generate(stub, JSON, prompt)) for prompt in PROMPTS]
+    with Services() as services:
+        first = services.start("first", vllm_arguments(started.folder / "target"))
+        await asyncio.to_thread(services.wait, first, START_S)
+        own = await asyncio.to_thread(gateway, services, started.folder, started.draft, first, started.target)
+        channel = connect(own.address)
+        both = generation_pb2_grpc.GenerationServiceStub(channel)
+        streams = [both.Generate(request(JSON, prompt), timeout=120) for prompt in PROMPTS]
+        begun = [tokens_of([await stream.read()]) for stream in streams]
+        os.kill(first.pid, signal.SIGKILL)
+        for pid in children_of(first.pid):
+            os.kill(pid, signal.SIGKILL)
+        rest = [tokens_of([response async for response in stream]) for stream in streams]
+        assert [one + other for one, other in zip(begun, rest, strict=True)] == whole
+        await channel.close()
