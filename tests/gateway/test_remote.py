@@ -32,7 +32,7 @@ from outrider.gateway.peers.replicas import MAX_FAILURES
 from outrider.gateway.speculation.backends import Lost
 from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Commit, Credit, DraftInfo, DraftMethod, Failure, TargetInfo
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, StructuredOutput
 from outrider.rpc.stream import StreamConfig
 
 
@@ -95,6 +95,26 @@ async def test_a_request_goes_where_all_that_it_sets_is_known() -> None:
         for salt in salts:
             assert await generate(drafts, targets, request(8, salt=salt)) == expected(PROMPT, 8)
         assert older.opens and len(draft.opens) == 12
+
+
+async def test_a_grammar_is_the_targets_to_keep_and_no_draft_lacks_it() -> None:
+    able, older, draft = TargetServicer(ToyTarget()), TargetServicer(ToyTarget()), DraftServicer(ToyDraft())
+    able.toy.info = replace(target_info(), capabilities=(*BASELINE, "sampling.structured_output"))
+    older.toy.info, draft.toy.info = (replace(info(), capabilities=BASELINE) for info in (target_info, draft_info))
+    async with (
+        serving(able) as first,
+        serving(older) as second,
+        serving(draft) as third,
+        RemoteTargets([first.address, second.address], stream_config=QUICK) as targets,
+        RemoteDrafts([third.address], stream_config=QUICK) as drafts,
+    ):
+        await until(lambda: all(replica.usable for replica in (*targets.replicas, *drafts.replicas)))
+        for salt in range(8):
+            wanted = request(8, salt=str(salt))
+            constrained = replace(wanted.sampling, structured_output=StructuredOutput(regex="[a-z]*"))
+            assert await generate(drafts, targets, replace(wanted, sampling=constrained)) == expected(PROMPT, 8)
+        assert len(able.opens) == 8 and not older.opens
+        assert len(draft.opens) == 8
 
 
 async def test_a_sequence_goes_where_the_head_is_that_it_asks_for() -> None:

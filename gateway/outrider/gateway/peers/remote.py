@@ -210,6 +210,10 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         chosen = self._place(request, allowed_by_breaker(able))
         return None if chosen is None else chosen.open(request, on_event)
 
+    def _able(self, request: Open) -> list[Replica[DraftInfo]]:
+        """A grammar is the target's to keep: a draft that does not know it is refused more, and no law changes."""
+        return super()._able(replace(request, sampling=replace(request.sampling, structured_output=None)))
+
 
 def _offers(info: DraftInfo | TargetInfo | None, methods: Sequence[str]) -> bool:
     """Whether a draft or a target has these methods; every one has its default."""
