@@ -14,7 +14,14 @@ import grpc.aio
 from grpc import StatusCode
 
 from outrider.gateway.peers.addresses import Lookup, look_up
-from outrider.gateway.peers.replicas import HANDSHAKE_S, ReplicaLink, ReplicaPool, ReplicaService, allowed_by_breaker
+from outrider.gateway.peers.replicas import (
+    HANDSHAKE_S,
+    Replica,
+    ReplicaLink,
+    ReplicaPool,
+    ReplicaService,
+    allowed_by_breaker,
+)
 from outrider.gateway.peers.routing import choose_model
 from outrider.gateway.peers.vocabulary_offer import PUT_S, Offer, introduced
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink

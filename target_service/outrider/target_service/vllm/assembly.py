@@ -101,7 +101,7 @@ async def start_engine(
 
 
 def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:
-    """Whether vLLM's grammars can end: they do so by the tokenizer's end of sequence, which must be the model's, too."""
+    """Whether vLLM's grammars can end: they do so by the tokenizer's end of sequence, which must be the model's."""
     return tokenizer is not None and tokenizer.eos_token_id in eos_ids
 
 
