@@ -47,6 +47,7 @@ MESSAGES: dict[str, SearchStrategy] = {
         model_digest=TEXTS,
         tokenizer_fingerprint=TEXTS,
         suspect=st.booleans(),
+        reasoning=st.none() | st.builds(m.Reasoning, tuples(UINT32, min_size=1), tuples(UINT32), UINT32, st.booleans()),
     ),
     "close": st.builds(m.Close, UINT32),
     "closed": st.builds(m.Closed, UINT32),
@@ -213,6 +214,9 @@ BAD_OPEN: list[tuple[str, dict[str, Any]]] = [
     ("open.seed", {"seed": 2**64}),
     ("open.priority", {"priority": 2**31}),
     ("open.salt", {"salt": "x" * 129}),
+    ("open.reasoning.end_ids", {"reasoning": m.Reasoning(())}),
+    ("open.reasoning.start_ids[0]", {"reasoning": m.Reasoning((1,), (VOCAB,))}),
+    ("open.reasoning.max_tokens", {"reasoning": m.Reasoning((1,), max_tokens=2**31)}),
     ("open.method", {"method": "x" * 129}),
     ("open.sampling.top_p", {"sampling": SamplingParams(top_p=0)}),
 ]

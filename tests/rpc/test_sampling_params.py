@@ -58,6 +58,7 @@ STRUCTURED = st.one_of(
     st.builds(s.StructuredOutput, grammar=TEXTS),
     st.builds(s.StructuredOutput, choice=tuples(TEXTS)),
     st.just(s.StructuredOutput(json_object=True)),
+    st.builds(s.StructuredOutput, structural_tag=TEXTS),
     st.just(s.StructuredOutput()),
 )
 SAMPLING = st.builds(

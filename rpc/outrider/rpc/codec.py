@@ -29,6 +29,7 @@ from outrider.rpc.messages import (
     Open,
     PositionLogprobs,
     PromptLogprobs,
+    Reasoning,
     Reloaded,
     StepTimings,
     TargetInfo,
@@ -215,6 +216,11 @@ _ORIGINS = {int(origin): origin for origin in TokenOrigin}
 _POSITIONS = each(Codec(encode_position_logprobs, decode_position_logprobs))
 _OPEN_RULE: Codec[AcceptanceRule, int] = Codec(int, lambda number: decode_acceptance(number, "open.acceptance"))
 _OPEN_SAMPLING = Codec(encode_sampling, partial(decode_sampling, prefix="open.sampling."))
+_REASONING_FIELDS = by_fields(Reasoning, pb.Reasoning)
+_REASONING: Codec[Reasoning | None, Any] = Codec(
+    lambda reasoning: None if reasoning is None else _REASONING_FIELDS.encode(reasoning),
+    lambda message: _REASONING_FIELDS.decode(message) if message.ByteSize() else None,
+)
 _FINISH: Codec[FinishReason | None, int] = Codec(
     lambda reason: int(reason or 0), lambda number: FinishReason(number) if number else None
 )
@@ -227,7 +233,7 @@ _STEP_COST: Codec[tuple[int, int], target_pb2.StepCost] = Codec(
 HEADER = by_fields(FrameHeader, pb.FrameHeader)
 LOAD = by_fields(Load, pb.Load)
 TIMINGS = by_fields(StepTimings, pb.StepTimings)
-_OPEN = by_fields(Open, pb.Open, sampling=_OPEN_SAMPLING, acceptance=_OPEN_RULE)
+_OPEN = by_fields(Open, pb.Open, sampling=_OPEN_SAMPLING, acceptance=_OPEN_RULE, reasoning=_REASONING)
 OPEN = Codec(_encode_open, _OPEN.decode)
 CLOSE = by_fields(Close, pb.Close)
 CLOSED = by_fields(Closed, pb.Closed)

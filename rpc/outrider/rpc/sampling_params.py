@@ -78,6 +78,7 @@ class StructuredOutput:
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
     json_object: bool = False
+    structural_tag: str | None = None  # JSON, as vLLM's
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +176,14 @@ def check_mode(found: Violations, name: str, value: Any, limits: Limits) -> None
         found.add(name, "is unknown", ", ".join(mode.value for mode in LogprobsMode))
 
 
+_CONSTRAINT_TEXTS = ("json_schema", "regex", "grammar", "structural_tag")
+
+
 def constraint(longest: int, most_choices: int) -> Check:
     """A StructuredOutput with one constraint, neither empty nor of more characters or choices."""
 
     def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        kinds = ("json_schema", "regex", "grammar")
+        kinds = _CONSTRAINT_TEXTS
         given = sum(getattr(value, kind) is not None for kind in (*kinds, "choice")) + bool(value.json_object)
         if given != 1:
             found.add(name, f"sets {given} constraints", "exactly one")
@@ -417,7 +421,7 @@ def encode_structured_output(structured: StructuredOutput) -> pb.StructuredOutpu
     elif structured.json_object:
         out.json_object = True
     else:
-        for name in ("json_schema", "regex", "grammar"):
+        for name in _CONSTRAINT_TEXTS:
             value = getattr(structured, name)
             if value is not None:
                 setattr(out, name, value)

@@ -1,0 +1,134 @@
+"""A constraint as the text that llguidance compiles, and the limits under which it does. Imports no torch: the process
+that tries constraints out (`grammar_trial`) needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_BYTES = 256 * 1024  # of a constraint's text, all choices together
+KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
+Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
+# Between the tokens of JSON: a space, or a line's end and its indentation. Any number of them, and a model that is kept
+# from all else writes spaces for ever.
+JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
+
+
+class GrammarError(ValueError):
+    """A constraint that cannot be compiled, or that tokens do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningSpec:
+    """Tokens that come before the constraint applies; the ids as in `Open.reasoning`."""
+
+    end_ids: tuple[int, ...]
+    start_ids: tuple[int, ...] = ()
+    max_tokens: int = 0  # after so many only end_ids may follow; 0: no bound
+    open: bool = False  # the prompt ends inside reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What a text must be: `kind` with its text or choices, behind its reasoning. No kind: anything."""
+
+    kind: Kind | None
+    text: str = ""
+    choices: tuple[str, ...] = ()
+    reasoning: ReasoningSpec | None = None
+
+
+def limits() -> LLParserLimits:
+    """What one constraint may take: sizes, states (1 to 2 kB each) and work, at its compilation and at each mask. They
+    do not bound every regex's time, which is why a constraint is tried out first."""
+    return LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=30_000,
+        max_lexer_states=30_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def new_tokenizer(layout: str, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """A tokenizer.json as masks need it. Raises GrammarError for one without bytes of its tokens, or with more tokens
+    than the model has logits."""
+    try:
+        return LLTokenizer(layout, n_vocab=vocab_size, eos_token=list(eos_ids) or None)
+    except (ValueError, RuntimeError) as error:
+        raise GrammarError(f"the tokenizer does not serve grammars: {error}") from error
+
+
+def new_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Compiles. Raises GrammarError with the library's reason; may take very long."""
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise GrammarError(first_line(matcher.get_error()))
+    return matcher
+
+
+def first_line(text: str) -> str:
+    """An error's first line, in at most 300 characters."""
+    return next((line for line in text.splitlines() if line.strip()), "unknown error")[:300]
+
+
+def source_of(spec: GrammarSpec, special_ids: Mapping[str, int]) -> str:
+    """The library's text of a constraint. `special_ids` are those of special tokens, which no text matches. Raises
+    GrammarError."""
+    size = sum(len(text.encode("utf-8", "replace")) for text in (spec.text, *spec.choices))
+    if size > MAX_BYTES:
+        raise GrammarError(f"has {size} bytes; allowed: at most {MAX_BYTES}")
+    try:
+        return _SOURCES[spec.kind](spec, special_ids) if spec.kind is not None else ""
+    except RecursionError as error:
+        raise GrammarError("is nested too deeply") from error
+
+
+def _json_schema(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise GrammarError(f"is no JSON: {first_line(str(error))}") from error
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema_object(schema)))
+
+
+def schema_object(schema: object) -> dict[str, Any]:
+    """A JSON schema with our options, where it has none of its own. Raises GrammarError for what is none."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise GrammarError("is no JSON schema; allowed: an object, true or false")
+    return {"x-guidance": JSON_OPTIONS} | schema
+
+
+def _choice(choices: Sequence[str]) -> str:
+    if not choices:
+        raise GrammarError("has no choices; allowed: 1 or more")
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, choices)))
+
+
+def quoted(text: str) -> str:
+    """A text as a Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _structural_tag(text: str, special_ids: Mapping[str, int]) -> str:
+    from outrider.engine.structural_tag import lark_of
+
+    return LLMatcher.grammar_from_lark(lark_of(text, special_ids))
+
+
+_SOURCES: Mapping[str, Any] = {
+    "json_schema": lambda spec, _: _json_schema(spec.text),
+    "json_object": lambda spec, _: _json_schema('{"type": "object"}'),
+    "regex": lambda spec, _: LLMatcher.grammar_from_regex(spec.text),
+    "grammar": lambda spec, _: LLMatcher.grammar_from_lark(spec.text),
+    "choice": lambda spec, _: _choice(spec.choices),
+    "structural_tag": lambda spec, special_ids: _structural_tag(spec.text, special_ids),
+}

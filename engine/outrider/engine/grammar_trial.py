@@ -1,0 +1,130 @@
+"""Trying a constraint out in a process of its own, which is ended when it takes too long: some regular expressions cost
+minutes or gigabytes whatever limits are set, and a thread inside the library cannot be ended.
+
+`python -m outrider.engine.grammar_trial` reads lines of JSON: the tokenizer first, then one source after another, and
+answers each with a line: null, or what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from select import select
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from outrider.engine.grammar_source import GrammarError, new_matcher, new_tokenizer
+
+TRIAL_S = 0.7
+START_S = 60.0
+NUM_STEPS = 8  # masks that are tried
+MAX_MEMORY = 1 << 30  # bytes beside the tokenizer's
+TOO_SLOW = f"takes longer than {TRIAL_S:g} s to compile; allowed: a simpler one"
+
+
+class Trials:
+    """Up to `count` processes, started when needed; each tries one constraint at a time."""
+
+    def __init__(self, layout: str, vocab_size: int, eos_ids: Sequence[int], count: int = 2) -> None:
+        self._tokenizer = {"layout": layout, "vocab_size": vocab_size, "eos_ids": list(eos_ids)}
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        for _ in range(count):
+            self._idle.put(None)
+
+    def check(self, source: str) -> None:
+        """From any thread. Raises GrammarError for what does not compile, or not in time."""
+        process = self._idle.get()
+        try:
+            process = process or _Process(self._tokenizer)
+            problem = process.ask(source, TRIAL_S)
+        except (OSError, TimeoutError):
+            if process is not None:
+                process.end()
+            process, problem = None, TOO_SLOW
+        finally:
+            self._idle.put(process)
+        if problem is not None:
+            raise GrammarError(problem)
+
+    def close(self) -> None:
+        """Ends the processes; to be called once none is at work."""
+        while not self._idle.empty():
+            if (process := self._idle.get()) is not None:
+                process.end()
+
+
+class _Process:
+    def __init__(self, tokenizer: dict[str, Any]) -> None:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "outrider.engine.grammar_trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+            bufsize=0,
+        )
+        try:
+            self.ask(tokenizer, START_S)
+        except (OSError, TimeoutError):
+            self.end()
+            raise
+
+    def ask(self, question: object, seconds: float) -> str | None:
+        """Raises TimeoutError, or OSError where the process ended."""
+        questions, answers = self._process.stdin, self._process.stdout
+        if questions is None or answers is None:
+            raise OSError("no pipes")
+        questions.write(json.dumps(question).encode() + b"\n")
+        if not select([answers], [], [], seconds)[0]:
+            raise TimeoutError
+        line = answers.readline()
+        if not line:
+            raise OSError("the process ended")
+        answer: str | None = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def problem_of(tokenizer: LLTokenizer, source: str) -> str | None:
+    """What is wrong with a constraint; some masks along a text that it allows are tried, too."""
+    try:
+        matcher = new_matcher(tokenizer, source)
+    except GrammarError as error:
+        return str(error)
+    for _ in range(NUM_STEPS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            return matcher.get_error()[:300]
+        if matcher.is_stopped() or not mask:
+            break
+        matcher.consume_token((mask & -mask).bit_length() - 1)
+    return None
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    first = json.loads(sys.stdin.readline())
+    tokenizer = new_tokenizer(first["layout"], first["vocab_size"], first["eos_ids"])
+    if sys.platform == "linux":
+        bound = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MAX_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    print("null", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(problem_of(tokenizer, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Constraints as masks: what they allow, walking along drafted tokens and back, reasoning, and hostile constraints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import pytest
+from support.models import train_byte_level
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec, num_words
+
+PADDING = 40  # logits above the tokenizer's ids
+
+
+@pytest.fixture(scope="module")
+def backend() -> Tokenizer:
+    return train_byte_level()
+
+
+@pytest.fixture(scope="module")
+def compiler(backend: Tokenizer) -> Iterator[GrammarCompiler]:
+    size = backend.get_vocab_size()
+    made = GrammarCompiler(backend.to_str().encode(), size + PADDING, (END, OTHER_END))
+    yield made
+    made.close()
+
+
+END, OTHER_END = 0, 1
+TAG = {"begin": "<f=x>", "end": "</f>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}}}
+STRUCTURES = {"structures": [{"begin": "<f=x>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f="]}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [TAG]}
+SEQUENCE = [
+    {"type": "const_string", "value": "A: "},
+    {"type": "regex", "pattern": "[0-9]+/[a-z]"},
+    {"type": "or", "elements": [{"type": "const_string", "value": "!"}, TAG["content"]]},
+]
+SEPARATED = {"type": "tags_with_separator", "separator": ", ", "at_least_one": True, "tags": [TAG]}
+SCHEMA = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+
+
+def tag(form: object) -> GrammarSpec:
+    return GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+CASES: list[tuple[GrammarSpec, list[str], list[str]]] = [
+    (GrammarSpec("regex", "[ab]+c"), ["abc"], ["c", "abd"]),
+    (GrammarSpec("choice", choices=("yes", "né\n", '"q" / 😀')), ["yes", "né\n", '"q" / 😀'], ["no", "ye"]),
+    (GrammarSpec("json_object"), ['{"a": [1]}', "{}", '{\n  "a": 1\n}'], ["[1]", '{"a"', '{     "a": 1}']),
+    (GrammarSpec("json_schema", SCHEMA), ['{"a": 1}', '{"a":-20}'], ['{"b": 1}', "{}", '{"a": 1, "b": 2}']),
+    (GrammarSpec("json_schema", "true"), ["1", '"x"'], ["x"]),
+    (GrammarSpec("grammar", 'start: "a" word\nword: /[0-9]+/'), ["a12"], ["12", "a"]),
+    (tag(TRIGGERED), ["hi <f=x>3</f> more", "", "a <f b"], ["<f=x>x</f>", "<f=y>"]),
+    (GrammarSpec("structural_tag", json.dumps(STRUCTURES)), ["hi <f=x>3</f>", ""], ["<f=x>x</f>"]),
+    (tag({"type": "sequence", "elements": SEQUENCE}), ["A: 12/b!", "A: 1/c34"], ["A: x", "A: 12/b"]),
+    (tag(SEPARATED), ["<f=x>1</f>, <f=x>2</f>", "<f=x>1</f>"], ["", "<f=x>1</f> <f=x>2</f>"]),
+    (tag(TAG | {"type": "tag", "content": {"type": "any_text"}}), ["<f=x>any < text</f>"], ["<f=x>any"]),
+]
+
+
+@pytest.mark.parametrize(("spec", "good", "bad"), CASES)
+def test_it_allows_what_fits_and_nothing_else(
+    compiler: GrammarCompiler, backend: Tokenizer, spec: GrammarSpec, good: Sequence[str], bad: Sequence[str]
+) -> None:
+    grammar = compiler.compile(spec)
+    for text in good:
+        ids = backend.encode(text).ids
+        assert grammar.matcher().fits([*ids, END]) == len(ids) + 1, text
+        assert grammar.matcher(ids).fits([OTHER_END]) == 1, text  # every end ends it
+    for text in bad:
+        ids = backend.encode(text).ids
+        assert grammar.matcher().fits([*ids, END]) <= len(ids), text
+
+
+def allowed(row: Tensor) -> list[int]:
+    return [token for token in range(len(row) * 32) if row[token // 32].item() >> token % 32 & 1]
+
+
+def walked(matcher: Matcher, ids: Sequence[int]) -> list[list[int]]:
+    """By row what single steps allow: the reference of a walk with roll-back."""
+    found = [allowed(matcher.masks(())[0])]
+    for token in ids:
+        matcher.advance([token])
+        found.append(allowed(matcher.masks(())[0]))
+    return found
+
+
+def test_masks_along_drafted_tokens_are_those_of_single_steps(compiler: GrammarCompiler, backend: Tokenizer) -> None:
+    grammar = compiler.compile(GrammarSpec("json_schema", SCHEMA))
+    ids = backend.encode('{"a": 12}').ids
+    matcher, size = grammar.matcher(), backend.get_vocab_size()
+    whole = matcher.masks(ids)
+    assert whole.shape == (len(ids) + 1, num_words(size + PADDING))
+    assert [allowed(row) for row in whole] == walked(grammar.matcher(), ids)
+    assert [allowed(row) for row in whole[-1:]] == [[END, OTHER_END]]
+    assert not any(token >= size for row in whole for token in allowed(row)), "padding is allowed"
+    assert (matcher.masks(ids, first=2) == whole[2:]).all() and (matcher.masks(ids) == whole).all()
+    assert not matcher.must_end
+    matcher.advance(ids)
+    assert matcher.must_end and allowed(matcher.masks(())[0]) == [END, OTHER_END]
+
+
+def test_rows_behind_a_forbidden_token_or_the_end_allow_everything(
+    compiler: GrammarCompiler, backend: Tokenizer
+) -> None:
+    matcher = compiler.compile(GrammarSpec("choice", choices=("yes",))).matcher()
+    forbidden, wrong = backend.encode("no").ids[0], backend.encode("yes").ids
+    assert (matcher.masks([forbidden, *wrong])[1:] == -1).all()
+    masks = matcher.masks([*wrong, END, *wrong])
+    assert allowed(masks[len(wrong)]) == [END, OTHER_END] and (masks[len(wrong) + 1 :] == -1).all()
+    assert (matcher.masks([10**6, -3])[1:] == -1).all()  # ids that do not exist
+    matcher.advance(wrong)
+    assert matcher.must_end
+    with pytest.raises(GrammarError, match="does not fit"):
+        matcher.advance([forbidden])
+
+
+def test_output_that_came_before_is_followed_or_refused(compiler: GrammarCompiler, backend: Tokenizer) -> None:
+    grammar = compiler.compile(GrammarSpec("choice", choices=("yes", "yesterday")))
+    ids = backend.encode("yes").ids
+    assert END in allowed(grammar.matcher(ids).masks(())[0])
+    with pytest.raises(GrammarError, match="token"):
+        grammar.matcher([*ids, *backend.encode("!").ids])
+    one = grammar.matcher(ids)
+    other = one.copy()
+    other.advance(backend.encode("t").ids)
+    assert END in allowed(one.masks(())[0]) and END not in allowed(other.masks(())[0])
+
+
+def test_forced_tokens_are_those_that_bytes_leave_no_choice_of(compiler: GrammarCompiler, backend: Tokenizer) -> None:
+    matcher = compiler.compile(GrammarSpec("json_schema", SCHEMA)).matcher()
+    forced = matcher.forced(64)
+    assert matcher.fits(forced) == len(forced) and matcher.forced(0) == []
+    assert '{"a":'.startswith(backend.decode(forced))
+    done = compiler.compile(GrammarSpec("choice", choices=("yes",))).matcher(backend.encode("yes").ids)
+    assert done.must_end and done.forced(4) == []
+
+
+THINK, CLOSE = 50, (51, 52)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_the_constraint_applies_behind_reasoning_inside_a_window_too(
+    compiler: GrammarCompiler, backend: Tokenizer, bound: int
+) -> None:
+    text = backend.encode("yes").ids
+    reasoning = ReasoningSpec(CLOSE, (THINK,), bound)
+    grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=reasoning))
+    plain = compiler.compile(GrammarSpec("choice", choices=("yes",)))
+    ids = [THINK, 60, CLOSE[0], *CLOSE, *text]
+    rows = [allowed(row) for row in grammar.matcher().masks(ids)]
+    first = allowed(plain.matcher().masks(())[0])
+    everything = [token for token in range(num_words(compiler.vocab_size) * 32) if token not in (END, OTHER_END)]
+    assert rows[0] == sorted({*first, THINK})
+    assert rows[1:3] == [everything, everything]
+    # One that looked like the end's beginning counts, too, so the bound is met behind it.
+    if bound:
+        assert rows[3] == [CLOSE[1]] and grammar.matcher(ids[:3]).forced(9) == [CLOSE[1]]
+        assert grammar.matcher().fits(ids) == 3
+        ids.pop(3)
+    rows = [allowed(row) for row in grammar.matcher().masks(ids)]
+    assert rows[len(ids) - len(text) :] == walked(plain.matcher(), text)
+    assert walked(grammar.matcher(), ids) == rows
+
+
+def test_output_without_reasoning_is_constrained_from_the_first_token(
+    compiler: GrammarCompiler, backend: Tokenizer
+) -> None:
+    text = backend.encode("yes").ids
+    for start in ((THINK,), (text[0], THINK)):  # also where the text begins as reasoning does
+        grammar = compiler.compile(GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, start)))
+        assert grammar.matcher().fits([*text, END]) == len(text) + 1
+        assert grammar.matcher().fits([*start, 7, *CLOSE, *text, END]) == len(start) + 1 + len(CLOSE) + len(text) + 1
+        assert grammar.matcher(text).must_end
+    inside = GrammarSpec("choice", choices=("yes",), reasoning=ReasoningSpec(CLOSE, open=True))
+    assert compiler.compile(inside).matcher().fits([7, 8, *CLOSE, *text, END]) == 4 + len(text) + 1
+    assert compiler.compile(inside).matcher().fits([END]) == 0  # the answer is still to come
+
+
+def test_reasoning_may_be_bounded_without_a_constraint(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GrammarSpec(None, reasoning=ReasoningSpec(CLOSE, open=True, max_tokens=3))).matcher()
+    assert matcher.constrains
+    rows = matcher.masks([7, 8, 9, *CLOSE, 10])
+    assert (rows[:3] == -1).all() and (rows[5:] == -1).all()
+    assert [allowed(row) for row in rows[3:5]] == [[CLOSE[0]], [CLOSE[1]]]
+    matcher.advance([7, 8, 9, *CLOSE])
+    assert not matcher.constrains and not matcher.must_end and matcher.forced(3) == []
+
+
+BAD: list[tuple[GrammarSpec, str]] = [
+    (GrammarSpec("json_schema", "{"), "is no JSON"),
+    (GrammarSpec("json_schema", "[1]"), "is no JSON schema"),
+    (GrammarSpec("json_schema", '{"type": "intger"}'), "intger"),
+    (GrammarSpec("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000), ""),
+    (GrammarSpec("regex", "(a"), "invalid regex"),
+    (GrammarSpec("regex", "(?=a)b"), "invalid regex"),
+    (GrammarSpec("grammar", "start: other"), "other"),
+    (GrammarSpec("choice"), "no choices"),
+    (GrammarSpec("regex", "a" * 300_000), "bytes"),
+    (GrammarSpec("structural_tag", "{}"), "neither format nor structures"),
+    (tag({"type": "table"}), "format.type is 'table'"),
+    (tag({"type": "tag", "begin": 1}), "begin is no text"),
+    (tag(TRIGGERED | {"triggers": ["<g="]}), "begins no tag"),
+    (GrammarSpec("regex", "a", reasoning=ReasoningSpec(())), "end_ids"),
+]
+
+
+@pytest.mark.parametrize(("spec", "problem"), BAD)
+def test_a_bad_constraint_is_refused_with_its_reason(
+    compiler: GrammarCompiler, spec: GrammarSpec, problem: str
+) -> None:
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(GrammarError) as caught:
+            compiler.compile(spec)
+        assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("json_schema", '{"type": "integer", "multipleOf": 999983}'),
+        GrammarSpec("regex", "(a{1000}){1000}"),
+        GrammarSpec("grammar", "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(1, 30))),
+    ],
+)
+def test_a_hostile_constraint_is_given_up(
+    compiler: GrammarCompiler, spec: GrammarSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(GrammarError, match=r"takes longer than|too"):
+        compiler.compile(spec)
+    with monkeypatch.context() as patch, pytest.raises(GrammarError):
+        patch.setattr(compiler, "_trials", None)  # remembered: no process is asked
+        compiler.compile(spec)
+    assert compiler.compile(GrammarSpec("regex", "ab")).matcher().constrains  # and others go on
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(backend: Tokenizer) -> None:
+    with pytest.raises(GrammarError, match="tokenizer"):
+        GrammarCompiler(backend.to_str().encode(), 3, (0,))
+    with pytest.raises(GrammarError, match="tokenizer"):
+        GrammarCompiler(b'{"model": 1}', 100, (0,))
