@@ -55,6 +55,7 @@ FORBIDDEN: dict[str, set[str]] = {
 KNOWS_PROTOBUF = (
     "rpc/codec.py",
     "rpc/sampling_params.py",
+    "rpc/structured.py",
     "peers/remote.py",
     "peers/vocabulary_offer.py",
     "vllm/draft_pool.py",

@@ -18,6 +18,7 @@ from outrider.rpc import sampling_params as s
 from outrider.rpc.errors import InvalidArgument, shown
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, TokenLogprob, TokenWeights
 from outrider.rpc.sampling_params import SamplingParams, TokenOrigin, validate_sampling
+from outrider.rpc.structured import decode_structured_output, encode_structured_output
 from outrider.v1 import common_pb2
 from outrider.v1 import generation_pb2 as pb
 
@@ -162,8 +163,8 @@ def test_small_codecs_of_parts() -> None:
     unspecified = pb.SamplingParams(logprobs_mode=pb.LOGPROBS_MODE_UNSPECIFIED)
     assert s.decode_sampling(unspecified).logprobs_mode is s.LogprobsMode.RAW_LOGPROBS
     empty = s.StructuredOutput(choice=())
-    encoded = s.encode_structured_output(empty)
-    assert s.decode_structured_output(encoded) == empty
+    encoded = encode_structured_output(empty)
+    assert decode_structured_output(encoded) == empty
     position = (TokenLogprob(1, -0.5, 2), TokenLogprob(2**32 - 1, float("-inf"), 1))
     assert codec.decode_position_logprobs(codec.encode_position_logprobs(position)) == position
 

@@ -20,6 +20,8 @@ from outrider.rpc.sampling_params import (
     TokenOrigin,
     validate_sampling,
 )
+from outrider.rpc.structured import Reasoning as Reasoning
+from outrider.rpc.structured import check_reasoning
 
 
 def to_failure(sequence_id: int, error: OutriderError) -> Failure:
@@ -44,16 +46,6 @@ class TokenWeights:
     def of(cls, ids: Sequence[int], weights: Sequence[int]) -> TokenWeights:
         """Packs integers."""
         return cls(struct.pack(f"<{len(ids)}I", *ids), struct.pack(f"<{len(weights)}I", *weights))
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """What comes before the text that `structured_output` applies to, told by token ids."""
-
-    end_ids: tuple[int, ...]  # that end it, one after the other
-    start_ids: tuple[int, ...] = ()  # that begin it, where the output starts with them
-    max_tokens: int = 0  # after so many only end_ids may follow; 0: no bound
-    open: bool = False  # the prompt ends inside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +334,6 @@ MAX_METHODS = 8  # that draft one sequence
 MAX_PIECE_IDS = 1024  # a tree may hold more ids than a chain
 MAX_WEIGHTS = 4096
 MAX_BRANCHES = 64
-MAX_REASONING_IDS = 32  # that begin it, or end it
 MAX_INT32, _MAX_UINT32, _MAX_UINT64 = 2**31 - 1, 2**32 - 1, 2**64 - 1
 
 
@@ -407,16 +398,6 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
         check_reasoning(found, message.reasoning, vocab_size)
     validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
     found.raise_if_any()
-
-
-def check_reasoning(found: Violations, reasoning: Reasoning, vocab_size: int) -> None:
-    """The ids that bound reasoning, and how long it may be."""
-    for name, least in (("end_ids", 1), ("start_ids", 0)):
-        ids = getattr(reasoning, name)
-        if not least <= len(ids) <= MAX_REASONING_IDS:
-            found.add(f"reasoning.{name}", f"has {len(ids)} entries", f"{least} to {MAX_REASONING_IDS}")
-        found.ids(f"reasoning.{name}", ids, vocab_size)
-    found.integer("reasoning.max_tokens", reasoning.max_tokens, 0, MAX_INT32)
 
 
 def validate_piece(message: DraftTokens) -> None:

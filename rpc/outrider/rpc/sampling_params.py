@@ -12,6 +12,9 @@ from enum import Enum, IntEnum
 from typing import Annotated, Any, Self, get_type_hints
 
 from outrider.rpc.errors import InvalidArgument, Violation, Violations, shown
+from outrider.rpc.structured import TEXT_KINDS, decode_structured_output
+from outrider.rpc.structured import StructuredOutput as StructuredOutput
+from outrider.rpc.structured import encode_structured_output as encode_structured_output
 from outrider.v1 import generation_pb2 as pb
 
 
@@ -67,18 +70,6 @@ class LogprobsMode(Enum):
     RAW_LOGITS = "raw_logits"
     PROCESSED_LOGPROBS = "processed_logprobs"
     PROCESSED_LOGITS = "processed_logits"
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """A constraint on the text; exactly one field is set."""
-
-    json_schema: str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: tuple[str, ...] | None = None
-    json_object: bool = False
-    structural_tag: str | None = None  # JSON, as vLLM's
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +167,14 @@ def check_mode(found: Violations, name: str, value: Any, limits: Limits) -> None
         found.add(name, "is unknown", ", ".join(mode.value for mode in LogprobsMode))
 
 
-_CONSTRAINT_TEXTS = ("json_schema", "regex", "grammar", "structural_tag")
-
-
 def constraint(longest: int, most_choices: int) -> Check:
     """A StructuredOutput with one constraint, neither empty nor of more characters or choices."""
 
     def check(found: Violations, name: str, value: Any, limits: Limits) -> None:
-        kinds = _CONSTRAINT_TEXTS
-        given = sum(getattr(value, kind) is not None for kind in (*kinds, "choice")) + bool(value.json_object)
+        given = sum(getattr(value, kind) is not None for kind in (*TEXT_KINDS, "choice")) + bool(value.json_object)
         if given != 1:
             found.add(name, f"sets {given} constraints", "exactly one")
-        for kind in kinds:
+        for kind in TEXT_KINDS:
             if getattr(value, kind) is not None:
                 found.text(f"{name}.{kind}", getattr(value, kind), longest, empty=False)
         if value.choice is not None:
@@ -410,29 +397,3 @@ def decode_acceptance(number: int, field: str) -> AcceptanceRule:
 def _unknown(field: str, number: int, highest: int) -> InvalidArgument:
     problem = f"is {number}, which this version does not know; allowed: 0 to {highest}"
     return InvalidArgument.of([Violation(field, problem)])
-
-
-def encode_structured_output(structured: StructuredOutput) -> pb.StructuredOutput:
-    """The one field that is set."""
-    out = pb.StructuredOutput()
-    if structured.choice is not None:
-        out.choice.values.extend(structured.choice)
-        out.choice.SetInParent()  # an empty list is still a constraint (and refused by the validator)
-    elif structured.json_object:
-        out.json_object = True
-    else:
-        for name in _CONSTRAINT_TEXTS:
-            value = getattr(structured, name)
-            if value is not None:
-                setattr(out, name, value)
-    return out
-
-
-def decode_structured_output(message: pb.StructuredOutput) -> StructuredOutput:
-    """The constraint; all fields empty if none was set, which the validator refuses."""
-    kind = message.WhichOneof("constraint")
-    if kind is None:
-        return StructuredOutput()
-    if kind == "choice":
-        return StructuredOutput(choice=tuple(message.choice.values))
-    return StructuredOutput(**{kind: getattr(message, kind)})

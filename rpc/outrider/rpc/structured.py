@@ -1,0 +1,70 @@
+"""A constraint on a text, and the reasoning before it, as they travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.rpc.errors import Violations
+from outrider.v1 import generation_pb2 as pb
+
+TEXT_KINDS = ("json_schema", "regex", "grammar", "structural_tag")
+MAX_REASONING_IDS = 32  # that begin it, or end it
+MAX_REASONING_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """A constraint on the text; exactly one field is set."""
+
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+    json_object: bool = False
+    structural_tag: str | None = None  # JSON, as vLLM's
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What comes before the text that `structured_output` applies to, told by token ids."""
+
+    end_ids: tuple[int, ...]  # that end it, one after the other
+    start_ids: tuple[int, ...] = ()  # that begin it, where the output starts with them
+    max_tokens: int = 0  # after so many only end_ids may follow; 0: no bound
+    open: bool = False  # the prompt ends inside it
+
+
+def check_reasoning(found: Violations, reasoning: Reasoning, vocab_size: int) -> None:
+    """The ids that bound reasoning, and how long it may be."""
+    for name, least in (("end_ids", 1), ("start_ids", 0)):
+        ids = getattr(reasoning, name)
+        if not least <= len(ids) <= MAX_REASONING_IDS:
+            found.add(f"reasoning.{name}", f"has {len(ids)} entries", f"{least} to {MAX_REASONING_IDS}")
+        found.ids(f"reasoning.{name}", ids, vocab_size)
+    found.integer("reasoning.max_tokens", reasoning.max_tokens, 0, MAX_REASONING_TOKENS)
+
+
+def encode_structured_output(structured: StructuredOutput) -> pb.StructuredOutput:
+    """The one field that is set."""
+    out = pb.StructuredOutput()
+    if structured.choice is not None:
+        out.choice.values.extend(structured.choice)
+        out.choice.SetInParent()  # an empty list is still a constraint (and refused by the validator)
+    elif structured.json_object:
+        out.json_object = True
+    else:
+        for name in TEXT_KINDS:
+            value = getattr(structured, name)
+            if value is not None:
+                setattr(out, name, value)
+    return out
+
+
+def decode_structured_output(message: pb.StructuredOutput) -> StructuredOutput:
+    """The constraint; all fields empty if none was set, which the validator refuses."""
+    kind = message.WhichOneof("constraint")
+    if kind is None:
+        return StructuredOutput()
+    if kind == "choice":
+        return StructuredOutput(choice=tuple(message.choice.values))
+    return StructuredOutput(**{kind: getattr(message, kind)})
