@@ -352,8 +352,8 @@ class VllmEngine:
 
 
 def ended_by_vllm(message: Open) -> OutriderError:
-    """Why vLLM ended a request that nobody asked it to end. With a grammar: that failed to compile, does not fit what was
-    generated before, or grew beyond vLLM's bounds."""
+    """Why vLLM ended a request that nobody asked it to end. With a grammar: that failed to compile, does not fit what
+    was generated before, or grew beyond vLLM's bounds."""
     if message.sampling.structured_output is None:
         return Internal("vLLM ended the request; see its log", reason="STEP_FAILED")
     problem = "is a grammar that vLLM cannot follow, or not from output_ids on; see the target's log"
