@@ -9,6 +9,7 @@ from typing import ClassVar
 import grpc
 
 from outrider.draft_service.chains import Chain
+from outrider.draft_service.grammar import DraftGrammar, DraftGrammars
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomAhead, RandomKey
@@ -45,6 +46,7 @@ class ModelMethod:
     eos_token_ids: tuple[int, ...] = ()
     vocabularies: dict[str, JoinedVocabulary] = field(default_factory=dict)  # by the fingerprint of a target's
     tree: TokenTree | None = None  # what it drafts for greedy and coupled requests in place of chains
+    grammars: DraftGrammars | None = None  # over its own ids, where it has a tokenizer
 
     @property
     def name(self) -> str:
@@ -88,6 +90,7 @@ def build_sequence(
     tokens = [*prompt_ids, *request.output_ids]
     capacity, text, model = UNBOUNDED, DraftText(CachedSequence(tokens, salt=request.salt)), None
     with_model = next((method for method in drafting if isinstance(method, ModelMethod)), None)
+    grammar = _grammar(request, methods)
     if with_model is not None:
         joined = with_model.vocabularies.get(request.tokenizer_fingerprint)
         by_turns = len(drafting) > 1  # with lookups, whose tokens are the target's
@@ -98,6 +101,7 @@ def build_sequence(
         rejects = request.acceptance != AcceptanceRule.COUPLED and not request.sampling.greedy
         if not by_turns and mapping is None and not rejects:
             model = replace(model, tree=with_model.tree)
+        model.sampler.draft_masks = grammar
     context = SequenceContext(len(prompt_ids), request.salt, request.prediction)
     return DraftSequence(
         key=key,
@@ -113,7 +117,16 @@ def build_sequence(
         deadline=now + request.timeout_ms / 1000 if request.timeout_ms else None,
         parent=parent,
         traceparent=request.traceparent,
+        grammar=grammar,
     )
+
+
+def _grammar(request: Open, methods: Methods) -> DraftGrammar | None:
+    """Of requests in the ids of the service's own tokenizer, whatever drafts for them."""
+    model = next((method for method in methods.values() if isinstance(method, ModelMethod)), None)
+    if model is None or model.grammars is None or request.tokenizer_fingerprint in model.vocabularies:
+        return None
+    return model.grammars.open(request)
 
 
 def _method(name: str, methods: Methods) -> ModelMethod | TokenProposer:
@@ -136,6 +149,8 @@ def readmit(draft: DraftSequence, method: ModelMethod) -> None:
     _check_length(draft.text, method)
     prompt_ids, output_ids = tokens[: draft.prompt_len], tokens[draft.prompt_len : draft.committed]
     sampler = _sampler(state.sampler.params, prompt_ids, output_ids, method, mapping)
+    draft.grammar = None if method.grammars is None else draft.grammar
+    sampler.draft_masks = draft.grammar
     draft.model = _state_of(sampler, replace(state.draft_sampling, ahead=RandomAhead()), method)
     draft.model = replace(draft.model, tree=state.tree)
     draft.limits.capacity = method.capacity

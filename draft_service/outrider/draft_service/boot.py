@@ -14,6 +14,7 @@ import torch
 
 from outrider.draft_service.admission import ModelMethod, make_methods
 from outrider.draft_service.engine import DraftEngine, DraftEngineCommand
+from outrider.draft_service.grammar import DraftGrammars
 from outrider.draft_service.reload import Build, Reloads
 from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
@@ -149,6 +150,9 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
 
     def build() -> tuple[ModelMethod, ModelInfo]:
         method = build_model_method(loaded, options, model_method(settings), vocabularies, settings.tree)
+        if has_tokenizer(folder):
+            grammars = DraftGrammars(folder / "tokenizer.json", method.vocab_size, loaded.eos_token_ids)
+            method = replace(method, grammars=grammars)
         return method, model_info(settings, loaded, method)
 
     return build

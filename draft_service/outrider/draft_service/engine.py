@@ -153,7 +153,9 @@ class DraftEngine:
         return {f"{method.name}_{kind}": count for method in self._learners for kind, count in method.held().items()}
 
     def close(self) -> None:
-        """Ends the methods that have learned, after the last step."""
+        """Ends the methods that have learned, and what compiles grammars, after the last step."""
+        if self._model is not None and self._model.grammars is not None:
+            self._model.grammars.close()
         for learner in self._learners:
             learner.close()
 
@@ -161,7 +163,8 @@ class DraftEngine:
         """Between two steps, drafts with another model of the same tokenizer. What is open gives up its blocks and goes
         on; returns how many sequences do. Raises what a first pass of it raises, before anything has changed."""
         probe(method.proposer.runner, method.cache.pool)
-        method = replace(method, vocabularies=self.model.vocabularies, tree=self.model.tree)
+        grammars = self.model.grammars if method.vocab_size == self.model.vocab_size else None
+        method = replace(method, vocabularies=self.model.vocabularies, tree=self.model.tree, grammars=grammars)
         drafts = [draft for draft in self._sequences.values() if draft.model is not None]
         for draft in drafts:
             self.scheduler.release(draft)

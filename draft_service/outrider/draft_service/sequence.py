@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
+from outrider.draft_service.grammar import DraftGrammar
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
 from outrider.engine.token_tree import TokenTree
@@ -83,6 +84,7 @@ class DraftSequence:
     deadline: float | None = None  # on the device thread's clock
     parent: DraftSequence | None = None  # whose prompt this one shares
     traceparent: str = ""  # of the request, if it is traced
+    grammar: DraftGrammar | None = None  # behind the committed tokens
     committed: int = field(init=False)  # the committed length
     admitted: bool = False  # has looked into the prefix cache since it last held no blocks
     finished: bool = False  # the target commits nothing more
@@ -268,6 +270,8 @@ class DraftSequence:
         self.chain.top_tokens = {at: others for at, others in top_tokens.items() if at >= self.committed}
         if self.model is not None:
             self.model.sampler.append(new)
+        if self.grammar is not None:
+            self.grammar.advance(new)
         self.finished = self.finished or commit.finish_reason is not None
         self._verifying_since = self.clock() if self.choice and self.chain.sent > self.committed else None
 
@@ -307,6 +311,8 @@ class DraftSequence:
             ids = lookup.propose(self.text.tokens, room)
             if self.model is not None:  # which has to read them
                 ids = _below(self.model.vocab_size, ids)
+            if ids and self.grammar is not None:
+                ids = self.grammar.cut(self.text.tokens[self.committed :], ids)
             if ids:
                 found[lookup.method] = ids
             took_us = 1e6 * (self.clock() - started)

@@ -51,6 +51,14 @@ class SamplingLike(Protocol):
     def stop_token_ids(self) -> Sequence[int]: ...
 
 
+class DraftMasks(Protocol):
+    """A grammar as drafts keep it, which follows the committed tokens; where it cannot, nothing is masked."""
+
+    def masks(self, drafted: Sequence[int], first: int) -> Tensor | None:
+        """What may follow the prefixes of `drafted` from length `first` on, [rows, ceil(vocab / 32)] int32; None: all
+        may."""
+
+
 class SequenceSampler:
     """One sequence's parameters and what they count so far; `append` follows every commit."""
 
@@ -65,6 +73,7 @@ class SequenceSampler:
     ) -> None:
         self.params = params
         self.vocab_size = vocab_size
+        self.draft_masks: DraftMasks | None = None  # a draft's
         self.greedy = params.temperature == 0
         self.num_output = 0
         self.penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -337,7 +346,7 @@ def parameters_of(sampler: SequenceSampler) -> dict[str, float]:
 
 def is_numeric_only(sampler: SequenceSampler) -> bool:
     """Whether the columns hold all that a sequence asks for: no single ids, and no penalties."""
-    return not (sampler.restricted or sampler.penalised)
+    return not (sampler.restricted or sampler.penalised or sampler.draft_masks is not None)
 
 
 def row_sampling(columns: StagedColumns) -> RowSampling:

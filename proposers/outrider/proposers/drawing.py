@@ -124,7 +124,7 @@ class Drawer:
         rule, vocabulary = rows[0].draft_sampling.rule, self._vocabulary(rows[0].draft_sampling.mapping)
         logits = vocabulary.logits(logits)
         plans = [row.sampling_rows() for row in rows]
-        sampling = assemble(plans, logits.device, for_argmax=rule is DraftRule.ARGMAX)
+        sampling = assemble(plans, logits.device, masks_of(plans, logits), for_argmax=rule is DraftRule.ARGMAX)
         if rule is DraftRule.ARGMAX:
             ids, invalid = greedy_choice(logits, sampling)  # [rows] each
             ranked = ranked_ids(lambda: adjust_logits(logits, sampling), rows)
@@ -151,6 +151,16 @@ class Drawer:
         tokens = samples.token_ids.masked_fill(invalid, -1).tolist()
         confidence = confidence_of(lambda: probs, None, rows)
         return drafted_tokens(tokens, [()] * len(rows), entries, rows, confidence)
+
+
+def masks_of(plans: Sequence[SamplingRows], logits: Tensor) -> Tensor | None:  # [rows, ceil(vocab / 32)] int32
+    """What the grammars of rows, [rows, vocab], allow; None where none has one. A row is one plan's."""
+    grammars = [(one, one.sampler.draft_masks) for one in plans]
+    found = [None if grammar is None else grammar.masks(one.drafted, one.first) for one, grammar in grammars]
+    if all(mask is None for mask in found):
+        return None
+    every_id = torch.full((1, -(-logits.shape[1] // 32)), -1, dtype=torch.int32)
+    return torch.cat([every_id if mask is None else mask for mask in found]).to(logits.device)
 
 
 def race(probs: Tensor, noise: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
