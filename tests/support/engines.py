@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
+from outrider.draft_service.grammar import DraftGrammars
 from outrider.engine.batch import BatchEntry
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
@@ -75,6 +77,7 @@ class DraftHarness:
         mappings: Sequence[PairMap] = (),
         tree: TokenTree | None = None,
         watched: bool = True,
+        tokenizer: Path | None = None,  # a tokenizer.json, by which drafts know grammars
         **options: Any,
     ) -> None:
         self.loaded = tiny_draft(max_model_len, batch_invariant)
@@ -83,6 +86,9 @@ class DraftHarness:
         self.method = build_model_method(
             self.loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=by_target, tree=tree
         )
+        if tokenizer is not None:
+            grammars = DraftGrammars(tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids)
+            self.method = replace(self.method, grammars=grammars)
         methods = make_methods([self.method, NgramProposer(2, 4), *more])
         self.engine = DraftEngine(methods, flush=self._flush, **options)
         self.events: list[DraftEvent] = []

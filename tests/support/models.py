@@ -204,6 +204,18 @@ def letters_backend(tokens: Sequence[str]) -> Backend:
     return Backend(models.BPE({token: token_id for token_id, token in enumerate(tokens)}, merges))
 
 
+def ascii_backend(vocab_size: int, eos_id: int) -> Backend:
+    """A byte-level tokenizer of single characters: printable ASCII, a line's end, and an end of sequence at `eos_id`."""
+    characters = [*(chr(code) for code in range(33, 127)), "Ġ", "Ċ"]
+    ids = [token_id for token_id in range(vocab_size) if token_id != eos_id]
+    tokens = dict(zip(characters, ids, strict=False)) | {"<|endoftext|>": eos_id}
+    backend = Backend(models.BPE(tokens, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    return backend
+
+
 def train_unigram() -> Backend:
     """In the style of T5: spaces as ▁, no bytes."""
     backend = Backend(models.Unigram())
