@@ -95,10 +95,11 @@ async def gateway(
     *,
     ready: bool = True,
     options: HttpOptions | None = None,
+    tokenizer: Tokenizer | None = None,
     **config: Any,
 ) -> AsyncIterator[Gateway]:
     target = target or ToyTarget()
-    engine = MeteredEngine(toy_tokenizer(), target, draft, EngineConfig(**config))
+    engine = MeteredEngine(tokenizer or toy_tokenizer(), target, draft, EngineConfig(**config))
     http = HttpServer(engine, "127.0.0.1:0", ready=lambda: ready, grace_s=1, options=options)
     async with over_grpc(GenerationServicer(engine)) as address:
         await http.start()

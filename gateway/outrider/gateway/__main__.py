@@ -117,6 +117,9 @@ class GatewaySettings(ServerSettings, MethodSettings):
         description="Most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
     )
     model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
+    tool_parser: Literal[
+        "auto", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "json"
+    ] = Field(default="auto", description="How the model writes calls of tools; auto: as its chat template does")
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
@@ -230,6 +233,7 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
     if siblings is None:  # else their supervisor holds the addresses
         require_free(settings.listen, settings.health, settings.metrics, settings.http)
     tokenizer = _load_tokenizer(settings.tokenizer)
+    tokenizer.tool_parser = settings.tool_parser
     metrics = _metrics(settings)
     streams = {role: None if metrics is None else metrics.stream_config(role) for role in ("target", "draft")}
     targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info), streams["target"])

@@ -27,7 +27,7 @@ from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.gateway.speculation.schedule import BatchSchedule
-from outrider.gateway.text.tokenizer import TextStream, Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import AHEAD, Limits, MethodShare, Mode, Policy, PolicyController, Round, SpeculationTally
@@ -71,7 +71,7 @@ class Completion:
         prepared = run.prepared
         self._run, self._index = run, index
         self._output_ids = prepared.output_ids(index)
-        self._text = TextStream(run.tokenizer, prepared.sampling, prepared.prompt_ids, self._output_ids)
+        self._text = prepared.text_stream(run.tokenizer, index)
         self._tally = SpeculationTally()
         self._method = ""  # the one that drafts; empty: not known yet, or several do
         self._predicted = PredictionState(prepared.prediction) if prepared.prediction else None
@@ -153,6 +153,7 @@ class Completion:
             finish_reason=cut.finish_reason,
             stop_string=cut.stop_string,
             stop_token_id=cut.stop_token_id,
+            tool_calls=cut.tool_calls,
             round=closed,
             near_ties=closed.near_ties,
         )

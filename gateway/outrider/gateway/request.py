@@ -16,7 +16,10 @@ from typing import Any, ParamSpec, TypeVar
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.methods import check_method_names, check_methods
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, encoder_after
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.chat import chat_text
+from outrider.gateway.text.tokenizer import TextStream, Tokenizer
+from outrider.gateway.text.tools.calls import ToolCallDelta
+from outrider.gateway.text.tools.use import AnswerText, ToolUse, tool_use
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import split_methods
 from outrider.rpc.errors import (
@@ -101,6 +104,10 @@ class GenerationRequest:
     timeout_s: float | None = None  # what remains of the caller's deadline
     traceparent: str = ""
     call: ServerCall | None = None  # None: in this process
+    tools: tuple[Any, ...] = ()  # in OpenAI's form
+    tool_choice: Any = None  # in OpenAI's form: auto, none, required, or a function; None: auto
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ class GenerationDelta:
     request_id: str
     index: int
     text: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
     origins: tuple[TokenOrigin, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
@@ -175,6 +183,7 @@ class Prepared:
     methods: tuple[str, ...] = ()  # that draft in turn; empty: the draft's default
     can_run_ahead: bool = True  # each of them
     at_target: bool = False  # the target drafts by it, and no draft is opened
+    tools: ToolUse | None = None
 
     @property
     def work(self) -> AdmissionCost:
@@ -185,6 +194,12 @@ class Prepared:
     def output_ids(self, index: int) -> tuple[int, ...]:
         """What the client already has of a completion."""
         return self.request.output_ids[index] if self.request.output_ids else ()
+
+    def text_stream(self, tokenizer: Tokenizer, index: int) -> AnswerText:
+        """The text of one completion."""
+        if self.tools is not None:
+            return self.tools.stream(self, index)
+        return TextStream(tokenizer, self.sampling, self.prompt_ids, self.output_ids(index))
 
     def open(self, index: int, timeout_ms: int, traceparent: str) -> Open:
         """The Open of one completion: without what only concerns text."""
@@ -232,6 +247,9 @@ async def prepare(
     sampling = request.sampling or model.default_sampling
     capped = sampling if request.max_tokens_given else _capped(sampling, model.max_model_len)
     validate_sampling(capped, model.vocab_size, model.max_model_len, found=found, max_logprobs=max_logprobs)
+    tools = None
+    if request.tools or request.tool_choice:
+        tools = tool_use(found, request, capped, tokenizer, target.capabilities)
     prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
     prediction = await _prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
@@ -243,6 +261,8 @@ async def prepare(
             reason=OTHER_MODEL,
         )
     sampling = _with_bad_words(sampling, tokenizer)
+    if tools is not None and tools.constraint is not None:
+        sampling = replace(sampling, structured_output=tools.constraint)
     k = speculation.num_draft_tokens
     if k is None:
         k = default_num_draft_tokens or NUM_DRAFT_TOKENS * bool(prediction)
@@ -270,6 +290,7 @@ async def prepare(
         methods=methods,
         can_run_ahead=can_run_ahead,
         at_target=at_target,
+        tools=tools,
     )
 
 
@@ -369,18 +390,8 @@ async def encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_le
         return "token_ids.ids", request.token_ids
     if request.messages is None:
         return "text", await _tokenize("text", request.text or "", max_model_len, tokenizer.encode)
-    if not request.messages:
-        raise _invalid("chat", "is empty; allowed: at least one message")
-    text = rendered(request, tokenizer)
+    text = chat_text(request, tokenizer)
     return "chat", await _tokenize("chat", text, max_model_len, partial(tokenizer.encode, add_special_tokens=False))
-
-
-def rendered(request: GenerationRequest, tokenizer: Tokenizer) -> str:
-    """A conversation as the text that the model reads."""
-    try:
-        return tokenizer.render_chat(request.messages or (), request.add_generation_prompt)
-    except ValueError as error:
-        raise _invalid("chat", str(error)) from error
 
 
 async def _tokenize(

@@ -11,6 +11,8 @@ from typing import Any
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.methods import offered
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
+from outrider.gateway.text.chat import decode_messages, decode_variables
+from outrider.gateway.text.tools.use import decode_choice, decode_tools
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.codec import MODEL_INFO, encode_position_logprobs
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
@@ -59,11 +61,10 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
     """The request, what it leaves open taken from the model's defaults. InvalidArgument for an enum's number that only
     a newer client knows."""
     kind = message.WhichOneof("input")
-    chat = message.chat.messages
     return GenerationRequest(
         text=message.text if kind == "text" else None,
         token_ids=tuple(message.token_ids.ids) if kind == "token_ids" else None,
-        messages=tuple({"role": entry.role, "content": entry.content} for entry in chat) if kind == "chat" else None,
+        messages=decode_messages(message.chat) if kind == "chat" else None,
         add_generation_prompt=not message.chat.omit_generation_prompt,
         prediction=_decode_prediction(message.prediction) if message.HasField("prediction") else None,
         sampling=decode_sampling(message.sampling, defaults),
@@ -76,6 +77,10 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
         salt=message.salt,
         model_digest=message.model_digest,
         model=message.model,
+        tools=decode_tools(message.tools) if message.tools else (),
+        tool_choice=decode_choice(message.tool_choice) if message.tool_choice else None,
+        parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
+        chat_template_kwargs=decode_variables(message.chat) if message.chat.chat_template_kwargs else {},
     )
 
 
@@ -98,6 +103,8 @@ def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
         out.logprobs.extend(map(encode_position_logprobs, delta.logprobs))
     if delta.prompt_logprobs:
         out.prompt_logprobs.extend(map(encode_position_logprobs, delta.prompt_logprobs))
+    for call in delta.tool_calls:
+        out.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
     if delta.finish_reason is not None:
         out.finish_reason = int(delta.finish_reason)  # type: ignore[assignment]
     if delta.stop_string is not None:

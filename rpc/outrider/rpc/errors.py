@@ -178,6 +178,11 @@ class Violations:
         """One violation."""
         self._found.append(Violation(self._prefix + field, f"{problem}; allowed: {allowed}", reason))
 
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._found)
+
     def take(self, error: InvalidArgument) -> None:
         """Takes over what a check that raises has found."""
         self._found += error.violations

@@ -61,6 +61,7 @@ class FinishReason(_AnswerEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4
+    TOOL_CALLS = 5  # the gateway's alone: a stop, and the output has calls of tools
 
 
 class LogprobsMode(Enum):

@@ -375,6 +375,23 @@ def _biases(name: str, given: Any) -> dict[int, Any]:
     return biases
 
 
+class CalledFunction(Body):
+    """The function of a call, and its arguments as a JSON text or an object."""
+
+    name: str = Field(None, validate_default=True)
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Body):
+    """A call that an assistant's message made."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str = ""
+    type: Annotated[str, _one_of(["function"])] = "function"
+    function: CalledFunction = Field(None, validate_default=True)
+
+
 class ChatMessage(Body):
     """A message; what else it holds is the chat template's."""
 
@@ -382,12 +399,17 @@ class ChatMessage(Body):
 
     role: str = Field(None, validate_default=True)
     content: Annotated[list[Annotated[str, BeforeValidator(_text)]], BeforeValidator(_parts)] = []
-    tool_calls: Unsupported = None
+    tool_calls: list[ToolCall] = []
     function_call: Unsupported = None
 
     def rendered(self) -> dict[str, Any]:
-        """As the template takes it: the content is one text."""
-        return {**(self.model_extra or {}), "role": self.role, "content": "\n".join(self.content)}
+        """As the template takes it: the content is one text, or nothing beside calls."""
+        message = {**(self.model_extra or {}), "role": self.role, "content": "\n".join(self.content)}
+        if not self.tool_calls:
+            return message
+        calls = [call.model_dump() for call in self.tool_calls]
+        given = "content" in self.model_fields_set
+        return {**message, "content": message["content"] if given else None, "tool_calls": calls}
 
 
 class ChatBody(OpenAIBody):
@@ -400,8 +422,10 @@ class ChatBody(OpenAIBody):
     logprobs: bool = False
     top_logprobs: Any = None
 
-    tools: Unsupported = None
-    tool_choice: Annotated[Any, _unsupported(None, "none", "auto")] = None  # without tools both ask for nothing
+    tools: list[Any] = []
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
     functions: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
@@ -411,7 +435,6 @@ class ChatBody(OpenAIBody):
     verbosity: Unsupported = None
     continue_final_message: Unsupported = None
     chat_template: Unsupported = None
-    chat_template_kwargs: Unsupported = None
     documents: Unsupported = None
 
 
@@ -509,8 +532,13 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
             logprobs=num_logprobs,
         ),
         max_tokens_given=max_tokens is not None,
+        tools=tuple(body.tools),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
-    names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name}
+    of_tools = {"structured_output.grammar": "tools"} if body.tools else {}
+    names = {**body.names, **of_tools, "logprobs": "top_logprobs", "max_tokens": limit_name}
     return OpenAIRequest((chat,), body, engine.model_name, num_logprobs, (names,))
 
 

@@ -24,6 +24,7 @@ from outrider.gateway.http.protocol import FINGERPRINT, EchoedPrompt, OpenAIRequ
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
 from outrider.gateway.request import GenerationDelta, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
+from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
 
@@ -260,6 +261,7 @@ def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
         origins=tuple(chain.from_iterable(delta.origins for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         prompt_logprobs=deltas[0].prompt_logprobs,
+        tool_calls=join_calls(chain.from_iterable(delta.tool_calls for delta in deltas)),
     )
 
 
@@ -326,7 +328,8 @@ class ResponseBuilder(ABC):
     def is_silent(self, delta: GenerationDelta) -> bool:
         """Whether a stream says nothing of a delta: half a character that nobody asked to see as a token."""
         asked = self._openai_request.num_logprobs is not None or self._openai_request.body.return_token_ids
-        return not delta.text and delta.finish_reason is None and not (asked and delta.token_ids)
+        says = delta.text or delta.tool_calls or delta.finish_reason is not None
+        return not says and not (asked and delta.token_ids)
 
     def rest(self, delta: GenerationDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """What both endpoints say beside the text."""
@@ -353,17 +356,34 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole message."""
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.tool_calls:
+            calls = [call_shape(call) for call in delta.tool_calls]
+            message |= {"content": delta.text or None, "tool_calls": calls}
         return {"index": delta.index, "message": message, **self.rest(delta, self._logprobs(delta))}
 
     def piece(self, delta: GenerationDelta) -> dict[str, Any]:
         """A part of a message."""
-        content = {"content": delta.text} if delta.text or delta.token_ids else {}
+        content: dict[str, Any] = {}
+        if delta.text or (delta.token_ids and not delta.tool_calls):
+            content["content"] = delta.text
+        if delta.tool_calls:
+            content["tool_calls"] = [{"index": call.index, **call_shape(call)} for call in delta.tool_calls]
         return {"index": delta.index, "delta": content, **self.rest(delta, self._logprobs(delta))}
 
     def _logprobs(self, delta: GenerationDelta) -> dict[str, Any] | None:
         count = self._openai_request.num_logprobs
         return None if count is None else self._texts.chat(delta.logprobs, count)
+
+
+def call_shape(call: ToolCallDelta) -> dict[str, Any]:
+    """A call, or what a delta adds to one: its first part says which it is."""
+    function = {"arguments": call.arguments}
+    return (
+        {"id": call.id, "type": "function", "function": {"name": call.name, **function}}
+        if call.id
+        else {"function": function}
+    )
 
 
 class CompletionResponseBuilder(ResponseBuilder):

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid, renamed
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
-from outrider.gateway.request import LONG_TEXT, no_such_model, rendered
+from outrider.gateway.request import LONG_TEXT, no_such_model
+from outrider.gateway.text.chat import chat_text
 from outrider.rpc.errors import OutriderError, Violations
 
 
@@ -73,7 +74,7 @@ class TokenizeEndpoints:
     def _rendered(self, values: dict[str, Any]) -> str:
         chat = {name: values[name] for name in values.keys() - {"prompt", "add_special_tokens", "return_token_strs"}}
         try:
-            return rendered(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer)
+            return chat_text(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer)
         except OutriderError as error:
             raise renamed(error, NAMES, self._engine.verifier.info.model.max_model_len) from error
 

@@ -4,7 +4,7 @@ written for."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +24,19 @@ class TemplateRefusal(Exception):
 class ChatTemplate:
     """One template; compiled at its first use."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, source_for_tools: str | None = None) -> None:
         self.source = source
+        self.source_for_tools = source_for_tools or source
 
     def render(self, messages: Iterable[Mapping[str, Any]], **variables: Any) -> str:
         """The text of a conversation; keys that are None count as absent."""
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        plain = [self._plain(message) for message in messages]
         if not plain:
             raise TemplateRefusal("it has no message")
+        variables = {"tools": None, "documents": None, **variables}  # as transformers has them
+        template = self._compiled_for_tools if variables["tools"] else self._compiled
         try:
-            return self._compiled.render(messages=plain, **variables)
+            return template.render(messages=plain, **variables)
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # what a template does to odd content
             raise TemplateRefusal(str(error)) from error
 
@@ -41,14 +44,65 @@ class ChatTemplate:
     def _compiled(self) -> jinja2.Template:
         return _environment().from_string(self.source)
 
+    @cached_property
+    def _compiled_for_tools(self) -> jinja2.Template:
+        return _environment().from_string(self.source_for_tools)
+
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        plain = {key: value for key, value in message.items() if value is not None}
+        calls = plain.get("tool_calls")
+        if not isinstance(calls, Sequence) or isinstance(calls, str) or not calls:
+            return plain
+        if not plain.get("content") and (message.get("content") is None or _LOOKS_FOR_NONE in self.source_for_tools):
+            plain["content"] = None  # templates tell a message of calls alone by it
+        return {**plain, "tool_calls": [_with_arguments(call) for call in calls]}
+
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     """The template of a checkpoint's folder: its own file, else the one in tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if isinstance(source, list):  # several named ones
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        named = {entry["name"]: entry["template"] for entry in source}
+        return ChatTemplate(named["default"], named.get("tool_use")) if "default" in named else None
     return ChatTemplate(source) if isinstance(source, str) else None
+
+
+_LOOKS_FOR_NONE = "content'] is none"
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object for templates that write it as JSON or look into it, and its own JSON text for
+    those that put it between others."""
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+
+def _with_arguments(call: Any) -> Any:
+    """A call whose arguments can be read by every template; a text that is no JSON object stays one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
+    text = given or "{}" if isinstance(given, str | None) else json.dumps(given, ensure_ascii=False)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    return (
+        {**call, "function": {**function, "arguments": Arguments(values, text)}} if isinstance(values, dict) else call
+    )
 
 
 class _GenerationTag(Extension):

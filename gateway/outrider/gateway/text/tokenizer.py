@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
+from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.vocabulary import (
     TokenizerFile,
@@ -47,6 +48,7 @@ class Tokenizer:
         self.num_tokens: int = backend.get_vocab_size(with_added_tokens=True)
         self.byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.bos_id = self._named_id("bos_token")
+        self.tool_parser = "auto"  # how the model writes calls of tools: a name of FORMATS, or by the chat template
         self.eos_id = self._named_id("eos_token")
 
     @classmethod
@@ -145,6 +147,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     stop_token_id: int | None = None
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class TextStream:

@@ -1,0 +1,100 @@
+"""Grammars of calls: what a format's parser reads, with arguments by the tools' schemas.
+
+A Lark grammar of llguidance. A marker that is one token stands in it by its id: as a text it might never
+match. Between markers every character but those of the arguments is fixed, and so are most tokens of a call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.gateway.text.tools.calls import Tool
+from outrider.gateway.text.tools.formats import Layout, ToolFormat
+from outrider.rpc.sampling_params import StructuredOutput
+
+MAX_CALLS = 32  # of a constrained completion
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+def calls_grammar(
+    tool_format: ToolFormat, tools: Sequence[Tool], specials: Mapping[str, int], *, required: bool, parallel: bool
+) -> StructuredOutput:
+    """Calls of these tools, one if not `parallel`. `specials`: ids of the markers that are tokens. `required`: nothing
+    but calls, else any text, in which what begins as a call is one of these."""
+    layout = (tool_format.several or tool_format.layout) if parallel else tool_format.layout
+    rules = _Rules(specials)
+    again = f" ({rules.names('next', tools)}){{0,{MAX_CALLS - 1}}}" if parallel else ""
+    marker = "" if required else next(iter(tool_format.parser.markers), "")
+    if not (layout.opening + layout.before).startswith(marker):
+        marker = ""  # it may begin without
+    rules.add("calls", f"({rules.names('first', tools)}){again} {rules.text(layout.closing)}")
+    for index, tool in enumerate(tools):
+        arguments = _arguments(tool, required)
+        opening = (layout.opening + _named(layout, tool)).removeprefix(marker)
+        _add_call(rules, f"first_{index}", opening, arguments, layout)
+        if again:
+            _add_call(rules, f"next_{index}", layout.between + _named(layout, tool), arguments, layout)
+    if required:
+        start = "calls"
+    elif not marker:
+        start = "calls | other"
+        rules.add("other", r"/([ \t\r\n]*[^{\[ \t\r\n](.|\n)*)?/")
+    else:
+        start = "(head calls)* TEXT" if parallel else "head calls | TEXT"
+        rules.add_head(marker)
+    return StructuredOutput(grammar=f"%llguidance {{}}\nstart: {start}\n{rules.lines}")
+
+
+def _named(layout: Layout, tool: Tool) -> str:
+    return layout.before.replace("NAME", tool.name)
+
+
+def _arguments(tool: Tool, required: bool) -> str:
+    """A schema of the arguments, written as templates write them."""
+    schema = tool.parameters if required or tool.strict else ANY_OBJECT
+    return "%json " + json.dumps({"type": "object", **schema, "x-guidance": _STYLE}, ensure_ascii=False)
+
+
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def _add_call(rules: _Rules, name: str, before: str, arguments: str, layout: Layout) -> None:
+    rules.add(name, f"{rules.text(before)} {arguments} {rules.text(layout.after)}")
+
+
+class _Rules:
+    """The rules of one grammar."""
+
+    def __init__(self, specials: Mapping[str, int]) -> None:
+        self._specials = specials
+        self._split = re.compile("(" + "|".join(map(re.escape, specials)) + ")") if specials else None
+        self.lines = ""
+
+    def add(self, name: str, body: str) -> None:
+        """One rule."""
+        self.lines += f"{name}: {body}\n"
+
+    def add_head(self, marker: str) -> None:
+        """Any text, and then the first marker of calls."""
+        self.lines += "TEXT: /(.|\\n)*/\n"
+        if marker in self._specials:
+            self.add("head", f"TEXT <[{self._specials[marker]}]>")
+        else:
+            self.add("head[lazy]", f"TEXT {_quoted(marker)}")
+
+    def names(self, kind: str, tools: Sequence[Tool]) -> str:
+        """Any of the tools."""
+        return " | ".join(f"{kind}_{index}" for index in range(len(tools)))
+
+    def text(self, text: str) -> str:
+        """A fixed text, its special tokens by their ids."""
+        parts = [text] if self._split is None else self._split.split(text)
+        return " ".join(
+            f"<[{self._specials[part]}]>" if part in self._specials else _quoted(part) for part in parts if part
+        )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,407 @@
+"""Calls out of a text that grows: the machine that all formats share.
+
+A format's parser is a coroutine over characters, so that the same text gives the same calls however it is split. What
+may become a marker is held back. A call is told as soon as its name is known and its arguments begin, and these as they
+come. What turns out to be no call is plain text: all of it where nothing of the call was told, else what follows the
+last valid character of its arguments. White space around calls is dropped, where there is no other text."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from outrider.gateway.text.tokenizer import held_back
+from outrider.gateway.text.tools.calls import ToolCallDelta
+
+MAX_CALLS = 128  # of a completion; further ones are text
+MAX_HEAD_CHARS = 16 * 1024  # of a call before it is told
+MAX_NAME_CHARS = 128
+NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME_CHARS}}}")  # of a function
+MAX_DEPTH = 64  # of JSON
+SPACES = " \t\r\n"
+
+Reading = Generator[None, None, None]  # a step that waits for characters
+ReadingText = Generator[None, None, str]
+
+
+class NoCall(Exception):
+    """What was read is no call of this format."""
+
+
+@dataclass(slots=True)
+class Parsed:
+    """What some characters added."""
+
+    text: str = ""
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+class ToolParser(ABC):
+    """The calls in the text of one completion."""
+
+    markers: ClassVar[tuple[str, ...]] = ()  # a call begins at one of them
+    inner: ClassVar[tuple[str, ...]] = ()  # further texts that may be special tokens
+    short_ids: ClassVar[bool] = False  # its templates take no others
+    bare: ClassVar[str] = ""  # or at the text's first character, where that is one of these brackets
+
+    def __init__(self, call_id: Callable[[int], str], names: frozenset[str]) -> None:
+        self._call_id, self._names = call_id, names
+        self._buffer, self._at = "", 0  # characters from the first that is not told, and how many of them are read
+        self._ended = False
+        self._out = Parsed()
+        self.num_calls = 0
+        self._told = 0  # characters of the buffer that are told, in a call's arguments
+        self._in_arguments = False
+        self._blank = True  # no text since the beginning or the last call
+        self._reader = self._read()
+        next(self._reader)
+
+    def push(self, text: str) -> Parsed:
+        """What further text adds."""
+        self._buffer += text
+        return self._advance()
+
+    def finish(self) -> Parsed:
+        """What was held back, once nothing follows."""
+        self._ended = True
+        return self._advance()
+
+    @abstractmethod
+    def calls(self, marker: str) -> Reading:
+        """Reads what follows a marker, the empty one before the text, to the end of its calls. Raises NoCall."""
+        yield
+
+    def _advance(self) -> Parsed:
+        next(self._reader, None)
+        out, self._out = self._out, Parsed()
+        return out
+
+    def _read(self) -> Reading:
+        bare = False
+        if self.bare:
+            yield from self.skip_spaces()
+            char = yield from self.peek()
+            bare = bool(char) and char in self.bare
+        while True:
+            marker = ""
+            if not bare:
+                self._at = 0
+                marker = yield from self._next_marker()
+                if not marker:
+                    return
+            bare, num_before = False, self.num_calls
+            try:
+                yield from self.calls(marker)
+            except NoCall:
+                self._stop_arguments()
+                self._at = self._told
+                if self.num_calls == num_before:  # its beginning is text; in the rest may be others
+                    self._at = max(1, len(marker))
+                    self._say(self._buffer[: self._at])
+            self._buffer, self._at, self._told = self._buffer[self._at :], 0, 0
+
+    def _next_marker(self) -> ReadingText:
+        """Tells text up to the next marker, which is read, too; empty at the end."""
+        while True:
+            found = min(
+                ((at, marker) for marker in self.markers if (at := self._buffer.find(marker)) >= 0), default=None
+            )
+            if found is not None:
+                at, marker = found
+                self._say(self._buffer[:at], followed=True)
+                self._buffer, self._at = self._buffer[at:], len(marker)
+                return marker
+            num_held = 0 if self._ended else held_back(self._buffer, self.markers)
+            end = len(self._buffer) - num_held
+            if self._blank and not self._ended and not self._buffer[:end].strip(SPACES):
+                end = 0
+            self._say(self._buffer[:end])
+            self._buffer = self._buffer[end:]
+            if self._ended:
+                return ""
+            yield
+
+    def _say(self, text: str, followed: bool = False) -> None:
+        """Tells text; white space alone that a call follows, or nothing after a call, is dropped."""
+        if not text.strip(SPACES) and self._blank and (followed or (self._ended and self.num_calls)):
+            return
+        self._out.text += text
+        self._blank = self._blank and not text.strip(SPACES)
+
+    # What the formats' coroutines are made of.
+
+    def peek(self) -> ReadingText:
+        """The next character, which stays; empty at the end."""
+        while self._at >= len(self._buffer):
+            if self._ended:
+                return ""
+            self._tell_arguments()
+            yield
+        if not self._in_arguments and self._at - self._told > MAX_HEAD_CHARS:
+            raise NoCall
+        return self._buffer[self._at]
+
+    def take(self) -> ReadingText:
+        """The next character."""
+        char = yield from self.peek()
+        if not char:
+            raise NoCall
+        self._at += 1
+        return char
+
+    def skip_spaces(self) -> Reading:
+        """White space, if there is any."""
+        while (char := (yield from self.peek())) and char in SPACES:
+            self._at += 1
+
+    def literal(self, text: str) -> Reading:
+        """Exactly this text."""
+        for expected in text:
+            if (yield from self.peek()) != expected:
+                raise NoCall
+            self._at += 1
+
+    def step_back(self) -> None:
+        """The last character is not read."""
+        self._at -= 1
+
+    def follows(self, text: str, spaces: bool = True) -> Generator[None, None, bool]:
+        """Whether this text is next, after white space; it is read then, else nothing is."""
+        before = self._at
+        try:
+            if spaces:
+                yield from self.skip_spaces()
+            yield from self.literal(text)
+        except NoCall:
+            self._at = before
+            return False
+        return True
+
+    def until(self, ends: tuple[str, ...], most: int = MAX_NAME_CHARS) -> Generator[None, None, tuple[str, str]]:
+        """The text up to the first of some ends, and that end; both are read."""
+        begin = self._at
+        while True:
+            yield from self.take()
+            read = self._buffer[begin : self._at]
+            for end in ends:
+                if read.endswith(end):
+                    return read[: -len(end)], end
+            if len(read) > most + max(map(len, ends)):
+                raise NoCall
+
+    def call_object(self, known: bool = False) -> Reading:
+        """One call as an object with `name`, and `arguments` or `parameters`, also inside `function`. `known`: of the
+        request's functions alone."""
+        call = _Call()
+        yield from self._members(call, known)
+        if not call.name or (known and call.name not in self._names):
+            raise NoCall
+        if not call.told:
+            self.tell_call(call.name, call.arguments or "{}")
+        self.end_call()
+
+    def call_list(self, known: bool = False) -> Reading:
+        """Several as a list, from its first bracket; not empty."""
+        yield from self.literal("[")
+        while True:
+            yield from self.skip_spaces()
+            yield from self.call_object(known)
+            if not (yield from self.follows(",")):
+                break
+        yield from self.skip_spaces()
+        yield from self.literal("]")
+
+    def call_arguments(self, name: str) -> Reading:
+        """The arguments of a call whose name was read."""
+        if not NAME.fullmatch(name):
+            raise NoCall
+        yield from self.skip_spaces()
+        if (yield from self.peek()) != "{":
+            raise NoCall
+        self.tell_call(name)
+        yield from self._tell_value()
+
+    def tell_call(self, name: str, arguments: str = "") -> None:
+        """A call begins; with arguments it is whole."""
+        if self.num_calls >= MAX_CALLS:
+            raise NoCall
+        self._out.calls.append(ToolCallDelta(self.num_calls, self._call_id(self.num_calls), name, arguments))
+        self.num_calls += 1
+        self._blank = True
+        self.end_call()
+
+    def end_call(self) -> None:
+        """What was read up to here is no text, whatever follows."""
+        self._told = self._at
+
+    def _tell_value(self) -> Reading:
+        """A JSON value, told as the last call's arguments while it comes."""
+        self._told, self._in_arguments = self._at, True
+        yield from self._value(0)
+        self._stop_arguments()
+
+    def _stop_arguments(self) -> None:
+        self._tell_arguments()
+        self._in_arguments = False
+
+    def _tell_arguments(self) -> None:
+        """As far as they are read."""
+        if not self._in_arguments or self._told == self._at:
+            return
+        piece = ToolCallDelta(self.num_calls - 1, arguments=self._buffer[self._told : self._at])
+        calls = self._out.calls
+        if calls and calls[-1].index == piece.index:
+            calls[-1] = calls[-1].followed_by(piece)
+        else:
+            calls.append(piece)
+        self._buffer, self._told, self._at = self._buffer[self._at :], 0, 0
+
+    def _members(self, call: _Call, known: bool) -> Reading:
+        yield from self.literal("{")
+        while True:
+            yield from self.skip_spaces()
+            key = yield from self._string()
+            yield from self.skip_spaces()
+            yield from self.literal(":")
+            yield from self.skip_spaces()
+            yield from self._member(key, call, known)
+            if not (yield from self.follows(",")):
+                break
+        yield from self.skip_spaces()
+        yield from self.literal("}")
+
+    def _member(self, key: str, call: _Call, known: bool) -> Reading:
+        char = yield from self.peek()
+        if key in ("name", "function") and char == '"':
+            call.name = yield from self._string()
+            if not NAME.fullmatch(call.name):
+                raise NoCall
+        elif key == "function" and char == "{":
+            yield from self._members(call, known)
+        elif key not in ("arguments", "parameters") or call.told:
+            yield from self._value(0)
+        elif char == "{" and call.name and not (known and call.name not in self._names):
+            self.tell_call(call.name)
+            call.told = True
+            yield from self._tell_value()
+        else:
+            call.arguments = yield from self._arguments_text(char)
+
+    def _arguments_text(self, char: str) -> ReadingText:
+        """Arguments that cannot be told yet, or are a text that holds them; null is none."""
+        begin = self._at
+        yield from self._value(0)
+        value = self._buffer[begin : self._at]
+        if char == '"':
+            value = json.loads(value)
+            try:
+                is_object = isinstance(json.loads(value), dict)
+            except (ValueError, RecursionError):
+                is_object = False
+        else:
+            value, is_object = ("{}", True) if value == "null" else (value, char == "{")
+        if not is_object:
+            raise NoCall
+        return value
+
+    def _string(self) -> ReadingText:
+        begin = self._at
+        if (yield from self.peek()) != '"':
+            raise NoCall
+        yield from self._value(0)
+        text: str = json.loads(self._buffer[begin : self._at])
+        return text
+
+    def _value(self, depth: int) -> Reading:
+        """Reads a JSON value, a character at a time, and stops before the first that is wrong."""
+        char = yield from self.peek()
+        if char == '"':
+            yield from self._string_value()
+        elif char in ("{", "[") and char and depth < MAX_DEPTH:
+            yield from self._container(char, depth)
+        elif char and char in "tfn":
+            yield from self.literal({"t": "true", "f": "false", "n": "null"}[char])
+        elif char and char in "-0123456789":
+            yield from self._number()
+        else:
+            raise NoCall
+
+    def _string_value(self) -> Reading:
+        yield from self.literal('"')
+        while True:
+            char = yield from self.peek()
+            if not char or char < " ":
+                raise NoCall
+            self._at += 1
+            if char == '"':
+                return
+            if char == "\\":
+                kind = yield from self.peek()
+                if not kind or kind not in '"\\/bfnrtu':
+                    raise NoCall
+                self._at += 1
+                for _ in range(4 if kind == "u" else 0):
+                    if (yield from self.peek()) not in _HEX:
+                        raise NoCall
+                    self._at += 1
+
+    def _container(self, opening: str, depth: int) -> Reading:
+        self._at += 1
+        closing = "}" if opening == "{" else "]"
+        yield from self.skip_spaces()
+        if (yield from self.peek()) == closing:
+            self._at += 1
+            return
+        while True:
+            if opening == "{":
+                yield from self._string_value()
+                yield from self.skip_spaces()
+                yield from self.literal(":")
+                yield from self.skip_spaces()
+            yield from self._value(depth + 1)
+            yield from self.skip_spaces()
+            if (yield from self.peek()) != ",":
+                yield from self.literal(closing)
+                return
+            self._at += 1
+            yield from self.skip_spaces()
+
+    def _number(self) -> Reading:
+        if (yield from self.peek()) == "-":
+            self._at += 1
+        if (yield from self.peek()) == "0":
+            self._at += 1
+        else:
+            yield from self._digits()
+        if (yield from self.peek()) == ".":
+            self._at += 1
+            yield from self._digits()
+        if (yield from self.peek()) in ("e", "E"):
+            self._at += 1
+            if (yield from self.peek()) in ("+", "-"):
+                self._at += 1
+            yield from self._digits()
+
+    def _digits(self) -> Reading:
+        num_digits = 0
+        while (char := (yield from self.peek())) and char in "0123456789":
+            self._at += 1
+            num_digits += 1
+        if not num_digits:
+            raise NoCall
+
+
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+@dataclass(slots=True)
+class _Call:
+    """What is known of a call while its object is read."""
+
+    name: str = ""
+    arguments: str = ""
+    told: bool = False

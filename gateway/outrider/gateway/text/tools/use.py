@@ -1,0 +1,279 @@
+"""What a request's tools come to: which calls the model may make, how they are read, and what constrains them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outrider.gateway.text.tokenizer import TextDelta, TextStream, Tokenizer
+from outrider.gateway.text.tools.calls import Tool, call_ids, join_calls
+from outrider.gateway.text.tools.constraint import calls_grammar
+from outrider.gateway.text.tools.formats import AUTO, FORMATS, ToolFormat, detect
+from outrider.gateway.text.tools.parser import NAME, ToolParser
+from outrider.rpc.errors import InvalidArgument, Violation, Violations, quoted, shown
+from outrider.rpc.sampling_params import FinishReason, SamplingParams, StructuredOutput
+
+if TYPE_CHECKING:
+    from outrider.gateway.request import GenerationRequest, Prepared
+
+MAX_TOOLS = 128
+MAX_CHARS = 256 * 1024  # of all tools, as JSON
+MAX_CONSTRAINT_CHARS = 64 * 1024  # of the grammar that they come to
+CHOICES = ("auto", "none", "required")
+STRUCTURED_OUTPUT = "sampling.structured_output"  # the capability
+_NAMED = '{"type": "function", "function": {"name": ...}}'
+
+
+class AnswerText(Protocol):
+    """The text of one completion, as it grows: TextStream, or what stands on one."""
+
+    resumed: TextDelta
+
+    @property
+    def finished(self) -> bool:
+        """Whether the completion has ended."""
+        ...
+
+    def push(
+        self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
+    ) -> TextDelta:
+        """Takes the next committed ids."""
+        ...
+
+
+class ToolStream:
+    """The text of a completion without its calls, and these."""
+
+    def __init__(self, text: AnswerText, parser: ToolParser) -> None:
+        self._text, self._parser = text, parser
+        self.resumed = self._parsed(text.resumed)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the completion has ended."""
+        return self._text.finished
+
+    def push(
+        self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
+    ) -> TextDelta:
+        """Takes the next committed ids."""
+        return self._parsed(self._text.push(ids, finish_reason, stop_token_id))
+
+    def _parsed(self, delta: TextDelta) -> TextDelta:
+        parts = [self._parser.push(delta.text)]
+        if delta.finish_reason is not None:
+            parts.append(self._parser.finish())
+            if delta.finish_reason is FinishReason.STOP and self._parser.num_calls:
+                delta.finish_reason = FinishReason.TOOL_CALLS
+        delta.text = "".join(part.text for part in parts)
+        delta.tool_calls = join_calls(call for part in parts for call in part.calls)
+        return delta
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools that may be called."""
+
+    format: ToolFormat
+    names: frozenset[str]
+    tokenizer: Tokenizer  # gives the text of the markers of calls, though they are special tokens
+    constraint: StructuredOutput | None
+
+    def stream(self, prepared: Prepared, index: int) -> AnswerText:
+        """The text and the calls of a completion."""
+        ids = call_ids(
+            prepared.request_id, prepared.seed, prepared.prompt_ids, index, short=self.format.parser.short_ids
+        )
+        text = TextStream(self.tokenizer, prepared.sampling, prepared.prompt_ids, prepared.output_ids(index))
+        return ToolStream(text, self.format.parser(ids, self.names))
+
+
+def tool_use(
+    found: Violations,
+    request: GenerationRequest,
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    capabilities: Collection[str],
+) -> ToolUse | None:
+    """None where no call can be made. What is wrong with the request is added to `found`."""
+    if not request.tools and request.tool_choice in ("auto", "none"):
+        return None
+    before = found.count
+    tools = _read_tools(found, request.tools)
+    choice = _read_choice(found, request.tool_choice, tools)
+    if not isinstance(request.parallel_tool_calls, bool):
+        found.add("parallel_tool_calls", f"is {shown(request.parallel_tool_calls)}", "true or false")
+    tool_format = _format(tokenizer)
+    if tool_format is None:
+        found.add("tools", "are none that the chat template shows to the model", "no tools, or a gateway's tool_parser")
+    if choice != "none" and sampling.structured_output is not None:
+        found.add("tools", "are given beside structured output", 'one of them, or tool_choice "none"')
+    if choice != "none" and not sampling.detokenize:
+        found.add("tools", "need text, and detokenize is false", "tools with detokenize true")
+    if found.count > before or tool_format is None or choice == "none":
+        return None
+    callable_tools = [tool for tool in tools if choice in ("auto", "required", tool.name)]
+    constraint = _constraint(found, request, tool_format, callable_tools, choice, tokenizer)
+    if constraint is not None and STRUCTURED_OUTPUT not in capabilities:
+        where = "tools" if choice == "auto" else "tool_choice"
+        what = "are strict" if choice == "auto" else "is not auto or none"
+        found.add(where, f"{what}, which needs a target with structured output", "tools that are not strict, and auto")
+    names = frozenset(tool.name for tool in callable_tools)
+    return ToolUse(tool_format, names, _showing(tokenizer, tool_format), constraint)
+
+
+def _constraint(
+    found: Violations,
+    request: GenerationRequest,
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    choice: str,
+    tokenizer: Tokenizer,
+) -> StructuredOutput | None:
+    """None where the model writes what it wants."""
+    if choice == "auto" and not any(tool.strict for tool in tools):
+        return None
+    texts = {text: token_id for token_id, text in tokenizer.added_tokens.items()}
+    markers = {text: texts[text] for text in _markers(tool_format) if text in texts}
+    parallel = request.parallel_tool_calls and choice in ("auto", "required")
+    constraint = calls_grammar(tool_format, tools, markers, required=choice != "auto", parallel=parallel)
+    size = len(constraint.grammar or "")
+    if size > MAX_CONSTRAINT_CHARS:
+        found.add("tools", f"have schemas of {size} characters as a grammar", f"at most {MAX_CONSTRAINT_CHARS}")
+    return constraint
+
+
+def _markers(tool_format: ToolFormat) -> tuple[str, ...]:
+    return (*tool_format.parser.markers, *tool_format.parser.inner)
+
+
+def template_tools(tools: Sequence[Any]) -> list[Any]:
+    """Tools as chat templates take them. What only concerns this side is left out."""
+    return [_without_strict(tool) for tool in tools]
+
+
+def _without_strict(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        return tool
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+
+
+def decode_tools(texts: Sequence[str]) -> tuple[Any, ...]:
+    """Tools from their JSON texts. InvalidArgument names the one that is none."""
+    return tuple(decode_json(f"tools[{index}]", text) for index, text in enumerate(texts))
+
+
+def decode_choice(text: str) -> Any:
+    """A tool_choice from its text, which is JSON where it is an object."""
+    return decode_json("tool_choice", text) if text.startswith("{") else text or None
+
+
+def decode_json(field: str, text: str) -> Any:
+    """The JSON of a field. InvalidArgument names it."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidArgument.of([Violation(field, "is no JSON; allowed: a JSON object")]) from None
+
+
+def _read_tools(found: Violations, given: Any) -> list[Tool]:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        found.add("tools", f"is {shown(given)}", "a list of tools")
+        return []
+    if not found.length("tools", given, MAX_TOOLS):
+        return []
+    try:
+        size = len(json.dumps(given, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):
+        found.add("tools", "are no JSON", "a list of JSON objects")
+        return []
+    if size > MAX_CHARS:
+        found.add("tools", f"have {size} characters", f"at most {MAX_CHARS}")
+        return []
+    tools = [_read_tool(found, f"tools[{index}]", tool) for index, tool in enumerate(given)]
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name and tool.name in names:
+            found.add(f"tools[{index}].function.name", f"is {quoted(tool.name)} again", "each name once")
+        names.add(tool.name)
+    return tools
+
+
+def _read_tool(found: Violations, where: str, given: Any) -> Tool:
+    """What is wrong is added to `found`, and the tool of no use."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(function, Mapping):
+        found.add(where, "is no function", '{"type": "function", "function": {"name": ...}}')
+        return Tool("", {}, False)
+    if given.get("type", "function") != "function":
+        found.add(f"{where}.type", f"is {quoted(given['type'])}", "function")
+    name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        problem = "is missing" if name is None else f"is {quoted(name)}"
+        found.add(f"{where}.function.name", problem, "1 to 128 letters, digits and . _ - : /")
+        name = ""
+    if strict not in (None, True, False):
+        found.add(f"{where}.function.strict", f"is {shown(strict)}", "true or false")
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        found.add(f"{where}.function.description", f"is {shown(description)}", "a text")
+    if parameters is None:
+        parameters = {"type": "object"}
+    elif not isinstance(parameters, Mapping):
+        found.add(f"{where}.function.parameters", f"is {shown(parameters)}", "a JSON schema, an object")
+        parameters = {}
+    elif parameters.get("type", "object") != "object":
+        found.add(f"{where}.function.parameters.type", f"is {quoted(parameters['type'])}", "object")
+    return Tool(name, parameters, strict is True)
+
+
+def _read_choice(found: Violations, given: Any, tools: Sequence[Tool]) -> str:
+    """One of CHOICES, or the name of the function that is to be called."""
+    if given is None or given == "":
+        return "auto"
+    named = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if isinstance(given, str) and given in CHOICES:
+        if given == "required" and not tools:
+            found.add("tool_choice", "is 'required', and there are no tools", "auto or none without tools")
+        return given
+    if not isinstance(name, str):
+        found.add("tool_choice", f"is {quoted(given)}", f"{', '.join(CHOICES)}, or {_NAMED}")
+    elif name not in [tool.name for tool in tools]:
+        known = ", ".join(tool.name for tool in tools[:16]) or "none without tools"
+        found.add("tool_choice.function.name", f"is {quoted(name)}, which is not in tools", known)
+    return name if isinstance(name, str) else "auto"
+
+
+def _format(tokenizer: Tokenizer) -> ToolFormat | None:
+    if tokenizer.tool_parser != AUTO:
+        return FORMATS[tokenizer.tool_parser]
+    template = tokenizer.chat_template
+    return None if template is None else detect(template.source_for_tools)
+
+
+class _ShowingTokenizer(Tokenizer):
+    """Some special tokens have a text in it, though special tokens are left out."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The whole text of ids; the others have been left out already."""
+        return super().decode([one for one in ids if one not in self.special_ids or not skip_special_tokens])
+
+
+@lru_cache(maxsize=8)
+def _showing(tokenizer: Tokenizer, tool_format: ToolFormat) -> Tokenizer:
+    """A tokenizer that shows a format's markers."""
+    markers = _markers(tool_format)
+    hidden = frozenset(one for one in tokenizer.special_ids if tokenizer.added_tokens[one] not in markers)
+    if hidden == tokenizer.special_ids:
+        return tokenizer
+    _ = tokenizer.token_bytes  # made once: the copy has it, too
+    showing = copy.copy(tokenizer)
+    showing.__class__ = _ShowingTokenizer
+    showing.special_ids = hidden
+    return showing
