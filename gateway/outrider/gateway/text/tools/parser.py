@@ -57,6 +57,7 @@ class ToolParser(ABC):
         self._told = 0  # characters of the buffer that are told, in a call's arguments
         self._in_arguments = False
         self._blank = True  # no text since the beginning or the last call
+        self._space = ""  # white space alone between that and a marker
         self._reader = self._read()
         next(self._reader)
 
@@ -101,7 +102,7 @@ class ToolParser(ABC):
                 self._at = self._told
                 if self.num_calls == num_before:  # its beginning is text; in the rest may be others
                     self._at = max(1, len(marker))
-                    self._say(self._buffer[: self._at])
+                    self._say(self._space + self._buffer[: self._at])
             self._buffer, self._at, self._told = self._buffer[self._at :], 0, 0
 
     def _next_marker(self) -> ReadingText:
@@ -112,7 +113,11 @@ class ToolParser(ABC):
             )
             if found is not None:
                 at, marker = found
-                self._say(self._buffer[:at], followed=True)
+                before, self._space = self._buffer[:at], ""
+                if self._blank and not before.strip(SPACES):
+                    self._space = before  # of no use once a call follows
+                else:
+                    self._say(before)
                 self._buffer, self._at = self._buffer[at:], len(marker)
                 return marker
             num_held = 0 if self._ended else held_back(self._buffer, self.markers)
@@ -125,9 +130,9 @@ class ToolParser(ABC):
                 return ""
             yield
 
-    def _say(self, text: str, followed: bool = False) -> None:
-        """Tells text; white space alone that a call follows, or nothing after a call, is dropped."""
-        if not text.strip(SPACES) and self._blank and (followed or (self._ended and self.num_calls)):
+    def _say(self, text: str) -> None:
+        """Tells text; white space alone that ends it after a call is dropped."""
+        if self._ended and self._blank and self.num_calls and not text.strip(SPACES):
             return
         self._out.text += text
         self._blank = self._blank and not text.strip(SPACES)
