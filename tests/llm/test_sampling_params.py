@@ -21,7 +21,8 @@ DEFAULTS: dict[str, Any] = {
     "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "truncate_prompt_tokens": None, "logit_bias": None,
-    "allowed_token_ids": None, "bad_words": [], "skip_reading_prefix_cache": None,
+    "allowed_token_ids": None, "bad_words": [], "skip_reading_prefix_cache": None, "structured_outputs": None,
+    "guided_decoding": None,
 }  # fmt: skip
 
 WRONG: list[tuple[str, Any]] = [
@@ -63,6 +64,7 @@ def test_defaults_are_vllms() -> None:
     assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
     assert {field.name for field in fields(SamplingParams)} == DEFAULTS.keys() | REFUSED.keys()
     assert wire(params) == WireSampling()
+    assert SamplingParams(**DEFAULTS) == params  # what says nothing may be said
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)

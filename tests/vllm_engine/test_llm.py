@@ -7,12 +7,15 @@ import json
 import os
 import re
 import shutil
+import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 import torch
@@ -21,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.llm import LLM, SamplingParams, Unsupported
 from outrider.pairs import pair_path
+from outrider.rpc.errors import OutriderError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")  # ZeroMQ's, which vLLM leaves
 QUIET: dict[str, Any] = {"use_tqdm": False}
@@ -130,6 +134,43 @@ def test_mlp_speculator_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"mlp_speculator.*tensor_parallel_size=1"):
         head = str(pair_path().head_by("mlp_speculator"))
         run("mlp_speculator", ("tensor_parallel_size=4", "tensor_parallel_size=2"), (HEADS["mlp_speculator"], head))
+
+
+def num_threads(worker: Any) -> int:
+    """In a rank of vLLM's, of its products."""
+    return torch.get_num_threads()
+
+
+def test_threads_and_rows_act_and_a_dead_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for a function that a rank runs
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    llm = LLM(pair_path().target, engine="vllm", threads=1, max_num_batched_tokens=300, **SMALL)
+    with llm:
+        target = llm._backend.target  # type: ignore[attr-defined]
+        vllm = target.engine._llm
+        assert vllm.vllm_config.scheduler_config.max_num_batched_tokens == 300
+        assert llm._runtime.run(vllm.collective_rpc(num_threads)) == [1]
+        assert os.environ["OMP_NUM_THREADS"] == "2" and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+        del vllm
+        assert len(greedy_ids(llm)) == len(PROMPTS)
+        kill_vllm_soon()
+        with pytest.raises(OutriderError, match="the target's engine has ended"):
+            llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True), **QUIET)
+        with pytest.raises(OutriderError, match="the target's engine has ended"):  # and at once
+            greedy_ids(llm)
+    assert not vllm_processes()
+    with pytest.raises(RuntimeError, match="closed"):
+        greedy_ids(llm)
+
+
+def kill_vllm_soon() -> None:
+    """The engine's own process, in half a second."""
+    engines = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in "".join(child.cmdline())]
+    assert engines
+    for child in engines:
+        threading.Timer(0.5, child.kill).start()
 
 
 def quantised(folder: Path, to: Path) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import torch
 from lossless.statistics import DRAFTS, LETTERS, LOGIT_SCALE, MODEL_SEED, VOCAB, Pair, Setting
 from lossless.test_statistics import LEAST_P_BY_CHANCE, draw_from
 from support.engines import hf_greedy
 from support.fakes import until
+from support.metrics import samples_of
 from support.models import letters_backend, tiny_hf_model
 from support.services import children_of, wait_gone
 
@@ -33,6 +36,7 @@ from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
 START_S = 180.0
+METRICS = re.compile(r"target metrics on (\S+)")
 BLOCK, NUM_BLOCKS, MAX_MODEL_LEN = 32, 24, 128
 SHAPE = {"vocab_size": VOCAB, "head_dim": 32}  # its CPU kernels have no smaller heads
 NEAR = 1e-4  # logits closer than this may change places by rounding
@@ -85,8 +89,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         yield Started(services, folder, hf, target, drafts, gateways)
 
 
-def vllm_arguments(model: Path, *more: str) -> list[str]:
-    shape = ["--num-blocks", str(NUM_BLOCKS), "--max-model-len", str(MAX_MODEL_LEN)]
+def vllm_arguments(model: Path) -> list[str]:
+    shape = ["--num-blocks", str(NUM_BLOCKS), "--max-model-len", str(MAX_MODEL_LEN), "--metrics", "127.0.0.1:0"]
     return ["target", "--engine", "vllm", "--model", str(model), *shape, "--engine-args", f'{{"block_size": {BLOCK}}}']
 
 
@@ -252,13 +256,22 @@ async def test_prefixes_are_found_whatever_was_drafted(started: Started, stub: A
     assert found == [3 * BLOCK, 3 * BLOCK]
 
 
+async def num_preempted(target: Service) -> float:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        text = (await client.get(f"http://{target.find(METRICS)}/metrics")).text
+    return samples_of(text)["target_num_preemptions_total", ()]
+
+
 async def test_sequences_that_lose_their_blocks_come_back(started: Started, stub: Any) -> None:
-    """Twelve of four blocks each, where there are 24."""
+    """Twelve of four blocks each, where there are 24; with drafts before and after."""
     rng = random.Random(5)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(20)] for _ in range(12)]
+    before = await num_preempted(started.target)
     results = await asyncio.gather(*(generate(stub, prompt, 100) for prompt in prompts))
+    assert await num_preempted(started.target) > before
     for prompt, responses in zip(prompts, results, strict=True):
         assert near_ties(started.hf, prompt, greedy(started, prompt, 100), tokens_of(responses)) <= 1
+        assert responses[-1].speculation.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(

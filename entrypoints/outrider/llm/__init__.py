@@ -17,6 +17,7 @@ from outrider.llm.llm import LLM
 from outrider.llm.metrics import Counter, Gauge, Histogram, Metric, Vector
 from outrider.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.llm.sampling_params import RequestOutputKind, SamplingParams
+from outrider.llm.structured_outputs import GuidedDecodingParams, StructuredOutputsParams
 from outrider.llm.validation import Unsupported
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "CompletionOutput",
     "Counter",
     "Gauge",
+    "GuidedDecodingParams",
     "Histogram",
     "Logprob",
     "Metric",
@@ -33,6 +35,7 @@ __all__ = [
     "SamplingParams",
     "SpecDecodeMetrics",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "Unsupported",

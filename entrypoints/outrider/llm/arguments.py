@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from outrider.gateway.request import SPECULATION_MODES
 from outrider.llm.config import SpeculativeConfig
+from outrider.llm.structured_outputs import COMPILERS, ONE_COMPILER
 from outrider.llm.validation import (
     CONFIG,
     Fixed,
@@ -72,7 +73,8 @@ FIXED: Fixed = {
     "allowed_media_domains": ((None, []), TEXT_ONLY),
     "enable_prompt_embeds": ((False,), TEXT_ONLY),
     "pooler_config": ((None,), EMBEDS),
-    "structured_outputs_config": ((None, {}), "constrained decoding is not there yet"),
+    "structured_outputs_config": ((None, {}, *({"backend": name} for name in COMPILERS)), ONE_COMPILER),
+    "guided_decoding_backend": ((None, *COMPILERS), ONE_COMPILER),
     "logits_processors": ((None,), "a callable cannot run at both draft and target"),
     "compilation_config": ((None, 0, {}), "nothing is compiled"),
     "profiler_config": ((None,), PROFILE),
@@ -153,7 +155,7 @@ class EngineArguments:
     enforce_eager: FlagOrDefault = False
     enable_prefix_caching: Annotated[Flag | None, Field(description="True or False")] = None
     max_num_seqs: Annotated[Integer, integer(1, or_none=True), OrDefault] = 256
-    max_num_batched_tokens: Annotated[Integer, integer(1, 65536, or_none=True), OrDefault] = 512
+    max_num_batched_tokens: Annotated[Integer | None, integer(1, 65536, or_none=True)] = None  # 512; vLLM's own choice
     max_logprobs: Annotated[Integer, integer(ALL_LOGPROBS, or_none=True), OrDefault] = MAX_LOGPROBS
     logprobs_mode: Annotated[LogprobsMode, Field(description=f"one of {', '.join(m.value for m in LogprobsMode)}")] = (
         LogprobsMode.RAW_LOGPROBS

@@ -27,7 +27,7 @@ from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
 from outrider.llm.metrics import Metric, Statistics
 from outrider.llm.outputs import OutputBuilder, RequestOutput
-from outrider.llm.sampling_params import SamplingParams, params_per_prompt, seeded, to_wire
+from outrider.llm.sampling_params import SamplingParams, params_per_prompt, seeded, to_wire, with_guided
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
 from outrider.rpc.messages import ModelInfo
@@ -210,6 +210,7 @@ class LLM:
         prompt_adapter_request: Any = None,
         logits_processor: Any = None,
         *,
+        guided_options_request: Any = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -217,6 +218,14 @@ class LLM:
         """The outputs in the prompts' order. One SamplingParams serves all prompts, a list has one for each; None is
         the model's own defaults. Lower numbers of `priority` go first."""
         require_fixed(ARGUMENTS, locals(), "{}")
+        if guided_options_request is not None:
+            warnings.warn(
+                "guided_options_request: use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            default = sampling_params or self.get_default_sampling_params()
+            sampling_params = with_guided(default, guided_options_request)
         if prompt_token_ids is not None:
             warnings.warn("prompt_token_ids: give TokensPrompt prompts instead", DeprecationWarning, stacklevel=3)
             return self._generate(with_ids(prompts, prompt_token_ids), sampling_params, use_tqdm, priority)

@@ -57,6 +57,7 @@ from outrider.llm.engine_choice import (
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.head import Head, bytes_beside_block
 from outrider.proposers.registry import make_proposer, method_of, needs_model
+from outrider.rpc.errors import Internal
 from outrider.rpc.messages import (
     MAX_N,
     Arithmetic,
@@ -70,6 +71,7 @@ from outrider.rpc.messages import (
     Open,
     TargetEvent,
     TargetInfo,
+    to_failure,
 )
 from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import AcceptanceRule
@@ -217,7 +219,12 @@ class LocalVerifier(LocalService, ABC):
         like: Arithmetic | None = None,
         refused_by: Sequence[VerifierLink] = (),
     ) -> LocalLink | None:
-        """Starts a sequence, or a fork of one that is open."""
+        """Starts a sequence, or a fork of one that is open. There is no other target: who comes after the engine's end
+        is told of it."""
+        if not self.thread.is_alive:
+            gone = Internal("the target's engine has ended; see its log, and make another LLM", reason="DEVICE_DEAD")
+            self._loop.call_soon(on_event, to_failure(0, gone))
+            return LocalLink(self, 0, on_event)
         return None if refused_by else self.start(request, on_event, fork_of)
 
     @abstractmethod
@@ -529,9 +536,7 @@ def _target_settings(
             **_any_settings(arguments, model, device),
             "head": _folder(speculation) if has_head else None,
             "speculative_token_tree": None if tree is None else tree.speculative_token_tree,
-            "threads": arguments.threads,
             "batch_invariant": arguments.batch_invariant,
-            "max_rows": arguments.max_num_batched_tokens,
             "max_window": max(32, k),
         }
     )
@@ -566,6 +571,8 @@ def _any_settings(arguments: EngineArguments, model: Path, device: str) -> dict[
         "model": model,
         "dtype": arguments.dtype,
         "device": device,
+        "threads": arguments.threads,
+        **_max_rows(arguments),
         "max_model_len": arguments.max_model_len,
         "num_blocks": arguments.num_gpu_blocks_override,
         "prefix_cache": arguments.enable_prefix_caching is not False,
@@ -575,6 +582,12 @@ def _any_settings(arguments: EngineArguments, model: Path, device: str) -> dict[
         "name": arguments.served_model_name or "",
         "cuda_graphs": not arguments.enforce_eager,
     }
+
+
+def _max_rows(arguments: EngineArguments) -> dict[str, int]:
+    """Where it was given: vLLM's own choice is another than ours."""
+    rows = arguments.max_num_batched_tokens
+    return {} if rows is None else {"max_rows": rows}
 
 
 def _draft_settings(
@@ -597,7 +610,7 @@ def _draft_settings(
             "device": device,
             "threads": arguments.threads,
             "num_blocks": num_blocks,
-            "max_rows": arguments.max_num_batched_tokens,
+            **_max_rows(arguments),
             "max_sequences": arguments.max_num_seqs * MAX_N,
             "cuda_graphs": not arguments.enforce_eager,
         }

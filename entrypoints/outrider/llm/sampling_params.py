@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 from pydantic.dataclasses import dataclass
 
+from outrider.llm.structured_outputs import GuidedDecodingParams, StructuredOutputsParams, of_guided_options
 from outrider.llm.validation import (
     CONFIG,
     Flag,
@@ -28,6 +30,8 @@ from outrider.llm.validation import (
 )
 from outrider.rpc.sampling_params import ALL_LOGPROBS, LogprobsMode
 from outrider.rpc.sampling_params import SamplingParams as WireSampling
+
+__all__ = ["GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]  # vLLM's, here
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +79,9 @@ Biases = dict[
     Annotated[Number, AfterValidator(lambda bias: min(MAX_BIAS, max(-MAX_BIAS, bias)))],
 ]
 Count = Annotated[
-    Integer | None, BeforeValidator(_count), Field(ge=-1, description="a non-negative integer, -1 for all, or None")
+    Annotated[Integer, Field(ge=-1)] | None,
+    BeforeValidator(_count),
+    Field(description="a non-negative integer, -1 for all, or None"),
 ]
 
 
@@ -130,8 +136,12 @@ class SamplingParams:
         BeforeValidator(as_int),
         Field(description="an integer of at least 1, -1, or None"),
     ] = None
-    structured_outputs: Annotated[Any, absent("constrained decoding is not there yet")] = None
-    guided_decoding: Annotated[Any, absent("constrained decoding is not there yet")] = None
+    structured_outputs: Annotated[
+        InstanceOf[StructuredOutputsParams] | None, Field(description="a StructuredOutputsParams, or None")
+    ] = None
+    guided_decoding: Annotated[  # of older versions; it becomes `structured_outputs`
+        InstanceOf[StructuredOutputsParams] | None, Field(description="a GuidedDecodingParams, or None")
+    ] = None
     logits_processors: Annotated[
         Any, absent("a callable cannot run at both draft and target; use logit_bias, allowed_token_ids, bad_words")
     ] = None
@@ -154,6 +164,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         require_fixed(REFUSED, vars(self), "SamplingParams({}=...)")
+        if self.guided_decoding is not None:
+            self._take_guided(self.guided_decoding)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens, got {self.min_tokens}")
         if self.stop and not self.detokenize:
@@ -167,6 +179,17 @@ class SamplingParams:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
             if self.n > 1:
                 raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}.")
+
+    def _take_guided(self, guided: StructuredOutputsParams) -> None:
+        if self.structured_outputs is not None:
+            raise ValueError("guided_decoding is given, and beside it structured_outputs; allowed: the latter alone")
+        warnings.warn(
+            "SamplingParams(guided_decoding=GuidedDecodingParams(...)): an old form; use "
+            "structured_outputs=StructuredOutputsParams(...)",
+            DeprecationWarning,
+            stacklevel=5,  # the caller of SamplingParams()
+        )
+        self.structured_outputs, self.guided_decoding = guided, None
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing."""
@@ -194,6 +217,8 @@ def to_wire(params: SamplingParams, mode: LogprobsMode, max_logprobs: int, max_m
         wire["truncate_prompt_tokens"] = max_model_len - 1
     if params.seed is not None:
         wire["seed"] = params.seed % 2**64
+    if params.structured_outputs is not None:
+        wire["structured_output"] = params.structured_outputs.constraint()
     return WireSampling(**wire)
 
 
@@ -203,6 +228,14 @@ def seeded(sampling: WireSampling, seed: int | None, number: int) -> WireSamplin
         return sampling
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little"))
+
+
+def with_guided(params: SamplingParams | Sequence[SamplingParams], options: Any) -> Any:
+    """The same under `guided_options_request`, which older versions of `generate` took."""
+    constraint = of_guided_options(options)
+    if isinstance(params, SamplingParams):
+        return replace(params, structured_outputs=constraint)
+    return [replace(one, structured_outputs=constraint) for one in params]
 
 
 def params_per_prompt(given: Any, count: int) -> Sequence[SamplingParams]:

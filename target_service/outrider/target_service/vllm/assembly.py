@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -75,8 +76,6 @@ async def start_engine(
     our scheduler plans. Raises FailedPrecondition where vLLM is not installed, UnsupportedModel for what it refuses."""
     vllm_version()
     link = None if drafts_itself(settings) else EngineLink()
-    if settings.device == "cpu" and settings.tensor_parallel_size > 1:
-        os.environ.setdefault(BINDING, "nobind")  # else vLLM wants a memory node for each rank
     if link is not None:
         os.environ.update(link.environment)
         use_first_runner()
@@ -144,7 +143,27 @@ def new_llm(settings: TargetSettings) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+    with told_of_threads(settings):
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+
+
+@contextmanager
+def told_of_threads(settings: TargetSettings) -> Iterator[None]:
+    """What is started meanwhile knows how many threads each rank's products take: an equal part of `threads`. Where
+    that is not said, vLLM binds a rank to the cores of a memory node, of which it wants one for each."""
+    told: dict[str, str] = {}
+    ranks = max(1, settings.tensor_parallel_size // int(settings.engine_args.get("nnodes", 1)))  # of this host
+    if settings.threads is not None:
+        told = {BINDING: "nobind", "OMP_NUM_THREADS": str(max(1, settings.threads // ranks))}
+    elif settings.device == "cpu" and ranks > 1 and BINDING not in os.environ:
+        told = {BINDING: "nobind"}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def engine_args(settings: TargetSettings) -> dict[str, Any]:
@@ -158,6 +177,7 @@ def engine_args(settings: TargetSettings) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel_size,
         "trust_remote_code": settings.trust_remote_code,
         "max_num_seqs": settings.max_sequences,
+        "max_num_batched_tokens": settings.max_rows if "max_rows" in settings.model_fields_set else None,
         "max_logprobs": settings.max_logprobs,
         "enable_prefix_caching": settings.prefix_cache,
         "gpu_memory_utilization": settings.gpu_memory_utilization,

@@ -12,7 +12,7 @@ from multiprocessing import connection
 
 from outrider.engine.models.base import UnsupportedModel
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.assembly import engine_args, use_first_runner
+from outrider.target_service.vllm.assembly import engine_args, told_of_threads, use_first_runner
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ def compute(settings: TargetSettings) -> None:
 
     try:
         config = AsyncEngineArgs(**engine_args(settings)).create_engine_config(headless=True)
-        executor = MultiprocExecutor(config, monitor_workers=False)
+        with told_of_threads(settings):
+            executor = MultiprocExecutor(config, monitor_workers=False)
     except (ValueError, RuntimeError) as error:
         raise UnsupportedModel(f"vLLM does not start: {error}") from error
     try:
