@@ -16,7 +16,7 @@ from __future__ import annotations
 from outrider.client.client import Client, SyncClient, generate
 from outrider.client.request import build_request
 from outrider.client.resume import NO_RETRY, Retry
-from outrider.client.types import GatewayInfo, Part, SpeculationStats, Usage, decode_response
+from outrider.client.types import GatewayInfo, Part, SpeculationStats, ToolCallDelta, Usage, decode_response
 
 __all__ = [
     "NO_RETRY",
@@ -26,6 +26,7 @@ __all__ = [
     "Retry",
     "SpeculationStats",
     "SyncClient",
+    "ToolCallDelta",
     "Usage",
     "build_request",
     "decode_response",

@@ -4,6 +4,7 @@ out."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -67,6 +68,12 @@ _SPECIAL: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop": (_texts, "a text or a list of texts"),
     "bad_words": (_texts, "a text or a list of texts"),
     "methods": (_texts, "a text or a list of texts"),
+    "tools": (lambda tools: _tools(tools), "a list of tools, as objects or JSON texts"),
+    "tool_choice": (
+        lambda choice: choice if isinstance(choice, str) else _json(choice),
+        "auto, none, required, or an object that names a function",
+    ),
+    "chat_template_kwargs": (lambda variables: _json(variables), "an object"),
 }
 
 
@@ -82,17 +89,40 @@ def put(out: Message, name: str, value: Any, where: str = "", called: str = "") 
         raise refusal(called or where + name, f"is {given}", allowed) from None
 
 
-def put_messages(out: pb.GenerateRequest, messages: Sequence[Mapping[str, str]], omit_generation_prompt: bool) -> None:
+def put_messages(out: pb.GenerateRequest, messages: Sequence[Mapping[str, Any]], omit_generation_prompt: bool) -> None:
     """A conversation as the prompt."""
     if isinstance(messages, str | Mapping) or not hasattr(messages, "__iter__"):
         raise refusal("messages", f"is {kind(messages)}", "a list of messages")
     out.chat.omit_generation_prompt = omit_generation_prompt
     for place, message in enumerate(messages):
         try:
-            out.chat.messages.add(role=message["role"], content=message["content"])
-        except (TypeError, ValueError, KeyError):
-            allowed = "an object with role and content, both texts"
+            _put_message(out.chat.messages.add(), message)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            allowed = "an object with role and content, both texts; tool_calls, tool_call_id and name in OpenAI's form"
             raise refusal(f"messages[{place}]", "has not the shape of a message", allowed) from None
+
+
+def _put_message(out: pb.ChatMessage, message: Mapping[str, Any]) -> None:
+    calls = message.get("tool_calls") or ()
+    out.role, out.content = message["role"], (message.get("content") or "") if calls else message["content"]
+    out.tool_call_id, out.name = message.get("tool_call_id") or "", message.get("name") or ""
+    for call in calls:
+        function = call["function"]
+        given = function.get("arguments") or "{}"
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        out.tool_calls.add(id=call.get("id") or "", name=function["name"], arguments=arguments)
+
+
+def _tools(tools: Iterable[Any]) -> list[str]:
+    if isinstance(tools, str | Mapping):
+        raise TypeError("one tool is no list of tools")
+    return [tool if isinstance(tool, str) else _json(tool) for tool in tools]
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    if not isinstance(value, Mapping):
+        raise TypeError("no object")
+    return json.dumps(value, ensure_ascii=False)
 
 
 def refusal(field: str, problem: str, allowed: str) -> InvalidArgument:
@@ -130,8 +160,12 @@ def build_request(
     prompt: str | None = None,
     *,
     token_ids: Sequence[int] | None = None,
-    messages: Sequence[Mapping[str, str]] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any] | str] = (),
+    tool_choice: str | Mapping[str, Any] = "",
+    parallel_tool_calls: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
     n: int = 1,
     prediction: str | Sequence[int] | None = None,
@@ -151,8 +185,8 @@ def build_request(
     **sampling_fields: Any,
 ) -> pb.GenerateRequest:
     """A request: one of prompt, token_ids and messages; whole SamplingParams, or single fields of them, of which those
-    not given are the model's defaults. A prediction, text or token ids, is a guess at the whole output: where it holds,
-    tokens come sooner."""
+    not given are the model's defaults. Tools, and calls in messages, have OpenAI's form. A prediction, text or token
+    ids, is a guess at the whole output: where it holds, tokens come sooner."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("exactly one of prompt, token_ids and messages is needed")
     found = Violations()
@@ -164,6 +198,9 @@ def build_request(
     put(request, "prediction", prediction)
     if messages is not None:
         put_messages(request, messages, not add_generation_prompt)
+        put(request.chat, "chat_template_kwargs", chat_template_kwargs)
+    elif chat_template_kwargs is not None:
+        raise TypeError("chat_template_kwargs is given without messages")
     request.speculation.SetInParent()
     put(request.speculation, "enabled", speculate, called="speculate")
     asked: dict[str, Any] = {
@@ -183,6 +220,9 @@ def build_request(
         "model_digest": model_digest,
         "salt": salt,
         "model": model,
+        "tools": tools,
+        "tool_choice": tool_choice,
+        "parallel_tool_calls": parallel_tool_calls,
     }
     for name, value in rest.items():
         put(request, name, value)

@@ -78,7 +78,8 @@ class Resumption:
             return None
         part = self._without_repeats(part, completion)
         self._remember(part, completion)
-        has_news = part.token_ids or part.text or part.finish_reason or part.prompt_logprobs or part.seed is not None
+        has_text = part.token_ids or part.text or part.tool_calls
+        has_news = has_text or part.finish_reason or part.prompt_logprobs or part.seed is not None
         return part if has_news else None
 
     def _check_model(self, digest: str) -> None:

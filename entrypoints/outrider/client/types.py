@@ -60,6 +60,17 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What a part adds to call `index` of a completion: id and name with its first piece, then pieces of the JSON text
+    of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """What one response adds to one completion. See GenerateResponse in generation.proto."""
 
@@ -78,6 +89,7 @@ class Part:
     prompt_logprobs: tuple[PositionLogprobs, ...]
     model_digest: str = ""
     near_ties: bool = False
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,7 @@ def decode_response(response: pb.GenerateResponse) -> Part:
         prompt_logprobs=tuple(map(decode_position_logprobs, response.prompt_logprobs)),
         model_digest=response.model_digest,
         near_ties=response.near_ties,
+        tool_calls=tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in response.tool_calls),
     )
 
 

@@ -1,0 +1,288 @@
+"""Tools of a request, over HTTP by the real openai package and over gRPC: what the model sees of them, what comes back,
+what constrains it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+from openai.types.chat import ChatCompletionChunk
+from support.fakes import ToyDraft, ToyTarget, target_info
+from support.gateways import gateway, stream_events
+from support.tools import tool_tokenizer, writes, written
+
+from outrider.client import Client
+from outrider.gateway.text.tools.formats import FORMATS, Layout
+from outrider.gateway.text.tools.use import MAX_TOOLS
+from outrider.rpc.sampling_params import CAPABILITIES, FinishReason
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "+", "parameters": PARAMETERS}}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
+STRICT: dict[str, Any] = {"type": "function", "function": {**ADD["function"], "strict": True}}
+ASKED: dict[str, Any] = {
+    "model": "toy", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "tools": [ADD, WEATHER],
+    "max_tokens": 120,
+}  # fmt: skip
+LONG = {"max_model_len": 1024}
+CALLS = [("add", '{"a": 1}'), ("weather", "{}")]
+
+
+def layout_of(name: str, several: bool = True) -> Layout:
+    one = FORMATS[name]
+    return (one.several or one.layout) if several else one.layout
+
+
+def output_of(name: str, calls: list[tuple[str, str]] = CALLS) -> str:
+    layout = layout_of(name, len(calls) > 1)
+    texts = [layout.before.replace("NAME", function) + arguments + layout.after for function, arguments in calls]
+    return layout.opening + layout.between.join(texts) + layout.closing
+
+
+def target(name: str, output: str) -> ToyTarget:
+    return ToyTarget(rule=writes(name, output), info=target_info(**LONG))
+
+
+def shown(served: Any, name: str) -> str:
+    """The prompt of the last request, as text."""
+    return tool_tokenizer(name).decode(served.target.opens[-1].prompt_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+async def test_calls_come_back_as_calls(name: str, stream: bool) -> None:
+    """Special tokens mark them, and skip_special_tokens is on."""
+    tokenizer = tool_tokenizer(name)
+    toy = target(name, output_of(name))
+    draft = ToyDraft(rule=toy.rule, wrong_every=3)
+    async with gateway(toy, draft, tokenizer=tokenizer) as served, served.openai() as client:
+        answer = await client.chat.completions.create(**ASKED, stream=stream)
+        if stream:
+            chunks: list[ChatCompletionChunk] = [chunk async for chunk in answer]
+            calls, reason = assembled(chunks)
+        else:
+            choice = answer.choices[0]
+            assert choice.message.content is None
+            reason = choice.finish_reason
+            calls = [(call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        assert reason == "tool_calls" and [call[1:] for call in calls] == CALLS
+        ids = [call[0] for call in calls]
+        assert len(set(ids)) == 2 and all(len(one) == (9 if "mistral" in name else 29) for one in ids)
+        prompt = shown(served, name)
+        assert (
+            '"name": "add"' in prompt
+            and '"description": "+"' in prompt
+            and toy.opens[-1].sampling.structured_output is None
+        )
+
+
+def assembled(chunks: list[ChatCompletionChunk]) -> tuple[list[tuple[str, str, str]], str | None]:
+    """What OpenAI's own helpers do: the first piece of a call has id, type and name, the others arguments alone."""
+    calls: dict[int, list[str]] = {}
+    reason = None
+    for chunk in chunks:
+        choice = chunk.choices[0]
+        assert not choice.delta.content
+        reason = choice.finish_reason or reason
+        for piece in choice.delta.tool_calls or []:
+            assert piece.function is not None
+            if piece.index not in calls:
+                assert piece.index == len(calls) and piece.id and piece.type == "function" and piece.function.name
+                calls[piece.index] = [piece.id, piece.function.name, ""]
+            else:
+                assert piece.id is None and piece.type is None and piece.function.name is None
+            calls[piece.index][2] += piece.function.arguments or ""
+    return [(call[0], call[1], call[2]) for call in calls.values()], reason
+
+
+async def test_arguments_are_streamed_as_they_come() -> None:
+    toy = target("hermes", output_of("hermes", [("add", json.dumps({"a": "x" * 30}))]))
+    async with gateway(toy, tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        stream = await client.chat.completions.create(**ASKED, stream=True)
+        pieces = [piece async for chunk in stream for piece in chunk.choices[0].delta.tool_calls or []]
+        assert len(pieces) > 8
+
+
+async def test_text_beside_calls_n_logprobs_and_token_ids() -> None:
+    name, output = "llama3_json", 'One moment.<|python_tag|>{"name": "add", "parameters": {"a": 1}}'
+    async with gateway(target(name, output), tokenizer=tool_tokenizer(name)) as served, served.openai() as client:
+        fields: dict[str, Any] = {**ASKED, "n": 2, "logprobs": True, "extra_body": {"return_token_ids": True}}
+        answer = await client.chat.completions.create(**fields)
+        ids = set()
+        for choice in answer.choices:
+            assert choice.message.content == "One moment." and choice.finish_reason == "tool_calls"
+            assert choice.message.tool_calls is not None and choice.logprobs is not None
+            ids.add(choice.message.tool_calls[0].id)
+            assert len(choice.logprobs.content or ()) == len(written(name, output))
+            assert (choice.model_extra or {})["token_ids"] == list(written(name, output))
+        assert len(ids) == 2
+        again = await client.chat.completions.create(**ASKED, stop=["parameters"])
+        assert again.choices[0].message.content == 'One moment.<|python_tag|>{"name": "add", "'
+        assert again.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_a_conversation_with_calls_is_rendered_by_the_template(name: str) -> None:
+    """The arguments as text, as OpenAI's clients send them, or as an object: the template sees the same."""
+    prompts = []
+    async with gateway(target(name, "Done."), tokenizer=tool_tokenizer(name)) as served, served.openai() as client:
+        for arguments in ('{"a": 1}', {"a": 1}):
+            call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+            messages = [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+            ]
+            fields: dict[str, Any] = {**ASKED, "messages": messages}
+            answer = await client.chat.completions.create(**fields)
+            assert answer.choices[0].message.content == "Done." and answer.choices[0].message.tool_calls is None
+            assert answer.choices[0].finish_reason == "stop"
+            prompts.append(shown(served, name))
+    assert prompts[0] == prompts[1] and '{"a": 1}' in prompts[0] and "tool: 2 (call_1)" in prompts[0]
+
+
+async def test_none_shows_no_tools_and_what_looks_like_a_call_is_text() -> None:
+    output = output_of("hermes")
+    async with (
+        gateway(target("hermes", output), tokenizer=tool_tokenizer("hermes")) as served,
+        served.openai() as client,
+    ):
+        answer = await client.chat.completions.create(
+            **ASKED, tool_choice="none", response_format={"type": "json_object"}
+        )
+        assert answer.choices[0].message.content == output and answer.choices[0].finish_reason == "stop"
+        assert "tools" not in shown(served, "hermes")
+
+
+async def test_the_template_s_variables() -> None:
+    async with gateway(target("json", "Hm."), tokenizer=tool_tokenizer("json")) as served, served.openai() as client:
+        await client.chat.completions.create(**ASKED, extra_body={"chat_template_kwargs": {"mood": "calm"}})
+        assert shown(served, "json").split("\n")[1] == "mood: calm"
+
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("choice", "tools"), [("required", [ADD, WEATHER]), (NAMED, [ADD, WEATHER]), ("auto", [STRICT])]
+)
+async def test_what_is_wanted_is_constrained(name: str, choice: Any, tools: list[Any]) -> None:
+    output = output_of(name, CALLS[:1])
+    async with gateway(target(name, output), tokenizer=tool_tokenizer(name)) as served, served.openai() as client:
+        fields: dict[str, Any] = {**ASKED, "tools": tools, "tool_choice": choice}
+        answer = await client.chat.completions.create(**fields)
+        if name != "json" or choice == NAMED:  # elsewhere a list of them
+            assert answer.choices[0].message.tool_calls is not None
+            assert answer.choices[0].message.tool_calls[0].function.arguments == '{"a": 1}'
+        assert "strict" not in shown(served, name)
+        opened = served.target.opens[-1].sampling.structured_output
+        assert opened is not None and opened.grammar is not None
+        assert '"required": ["a"]' in opened.grammar and ("weather" in opened.grammar) == (choice == "required")
+
+
+async def test_over_grpc_too_and_resumed() -> None:
+    """Ids, names and arguments that were delivered are not delivered again, wherever the stream broke."""
+    name, output = "mistral", "Yes." + output_of("mistral")
+    ids = written(name, output)
+    fields: dict[str, Any] = {
+        "messages": ASKED["messages"], "tools": [ADD, WEATHER], "temperature": 0.0, "max_tokens": 120, "seed": 3,
+        "request_id": "same",
+    }  # fmt: skip
+    toy = target(name, output)
+    async with gateway(toy, tokenizer=tool_tokenizer(name)) as served, Client(served.grpc_address) as client:
+        parts = [part async for part in client.generate(**fields)]
+        whole = [call for part in parts for call in part.tool_calls]
+        assert "".join(part.text for part in parts) == "Yes."
+        assert parts[-1].finish_reason is FinishReason.TOOL_CALLS
+        assert "".join(call.arguments for call in whole if call.index == 0) == '{"a": 1}'
+        for cut in range(1, len(ids)):
+            before = await delivered(client, fields, cut)
+            rest = [part async for part in client.generate(**fields, output_ids=[ids[:cut]])]
+            calls = [call for part in rest for call in part.tool_calls]
+            assert before[0] + "".join(part.text for part in rest) == "Yes."
+            for index in (0, 1):
+                told = [call for call in (*before[1], *calls) if call.index == index]
+                assert [call.name for call in told if call.id] == [CALLS[index][0]], cut
+                assert "".join(call.arguments for call in told) == CALLS[index][1]
+                assert [call.id for call in told if call.id] == [
+                    call.id for call in whole if call.index == index and call.id
+                ]
+            assert rest[-1].finish_reason is FinishReason.TOOL_CALLS
+
+
+async def delivered(client: Client, fields: dict[str, Any], cut: int) -> tuple[str, list[Any]]:
+    """What the first `cut` ids gave before the stream broke."""
+    text, calls, num_ids = "", [], 0
+    async for part in client.generate(**{**fields, "num_draft_tokens": 0}):
+        num_ids += len(part.token_ids)
+        if num_ids > cut:
+            break
+        text += part.text
+        calls += part.tool_calls
+    return text, calls
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
+    ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
+    ("tools[0].type", {"tools": [{**ADD, "type": "custom"}]}),
+    ("tools[0].function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}),
+    ("tools[0].function.parameters.type", {"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}),
+    ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}),
+    ("tools[1].function.name", {"tools": [ADD, ADD]}),
+    ("tools", {"tools": [{"function": {"name": f"f{index}"}} for index in range(MAX_TOOLS + 1)]}),
+    ("tools", {"tools": [{"function": {"name": "f", "description": "x" * 300_000}}]}),
+    ("tools", {"tools": 3}),
+    ("tools", {"response_format": {"type": "json_object"}}),
+    ("tool_choice", {"tool_choice": "sometimes"}),
+    ("tool_choice", {"tool_choice": {"type": "allowed_tools"}}),
+    ("tool_choice", {"tools": [], "tool_choice": "required"}),
+    ("tool_choice.function.name", {"tool_choice": {"type": "function", "function": {"name": "other"}}}),
+    ("parallel_tool_calls", {"parallel_tool_calls": "yes"}),
+    ("chat_template_kwargs", {"chat_template_kwargs": 1}),
+    ("chat_template_kwargs.tools", {"chat_template_kwargs": {"tools": []}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"a": "x" * 70_000}}),
+    ("messages[0].tool_calls[0].function", {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+]
+
+
+async def test_refusals_name_the_field() -> None:
+    async with gateway(target("hermes", "x"), tokenizer=tool_tokenizer("hermes")) as served, served.client() as client:
+        for param, fields in REFUSED:
+            answer = await client.post("/v1/chat/completions", json={**ASKED, **fields})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (fields, answer.json())
+        assert not served.target.opens
+
+
+async def test_a_target_without_grammars_refuses_what_needs_one() -> None:
+    toy = ToyTarget(rule=writes("hermes", "x"), info=target_info(**LONG))
+    toy.info = type(toy.info)(toy.info.model, 16, capabilities=tuple(c for c in CAPABILITIES if "structured" not in c))
+    async with gateway(toy, tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        for fields, param in (({"tool_choice": "required"}, "tool_choice"), ({"tools": [STRICT]}, "tools")):
+            with pytest.raises(BadRequestError) as caught:
+                await client.chat.completions.create(**{**ASKED, **fields})
+            assert caught.value.param == param
+        assert (await client.chat.completions.create(**ASKED)).choices[0].message.content == "x"
+
+
+async def test_a_template_without_tools_takes_none() -> None:
+    async with gateway() as served, served.client() as client:
+        answer = await client.post("/v1/chat/completions", json={**ASKED, "max_tokens": 5})
+        assert answer.json()["error"]["param"] == "tools" and "tool_parser" in answer.json()["error"]["message"]
+
+
+async def test_a_stream_s_usage_and_end() -> None:
+    async with (
+        gateway(target("json", output_of("json")), tokenizer=tool_tokenizer("json")) as served,
+        served.client() as client,
+    ):
+        body = {**ASKED, "stream": True, "stream_options": {"include_usage": True}}
+        events = [json.loads(event) for event in (await stream_events(client, "/v1/chat/completions", body))[:-1]]
+        assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == len(
+            written("json", output_of("json"))
+        )
+        assert [event["choices"][0]["finish_reason"] for event in events[:-1]][-1] == "tool_calls"
