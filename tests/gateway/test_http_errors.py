@@ -69,7 +69,10 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("temperature: is a list; allowed: a finite number", {"temperature": []}),
     ("stream: is an object; allowed: true or false", {"stream": {}}),
     ("timeout_ms: is 0; allowed: a whole number, 1 to 86400000", {"timeout_ms": 0}),
-    ("response_format.type: is 'xml'; allowed: text, json_object, json_schema", {"response_format": {"type": "xml"}}),
+    (
+        "response_format.type: is 'xml'; allowed: text, json_object, json_schema, structural_tag",
+        {"response_format": {"type": "xml"}},
+    ),
     (
         "speculation.acceptance: is 'no'; allowed: auto, rejection, coupled, block",
         {"speculation": {"acceptance": "no"}},

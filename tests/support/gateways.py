@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 from support.fakes import ToyDraft, ToyTarget
 from support.models import train_byte_level
+from tokenizers import AddedToken
 
 from outrider.client import Client, Part, Retry, SyncClient
 from outrider.gateway.engine import EngineConfig, GenerationEngine
@@ -30,6 +31,7 @@ from outrider.gateway.http.app import HttpServer
 from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
+from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer, make_detokenizer
 from outrider.rpc.errors import OutriderError, Unavailable
 from outrider.rpc.sampling_params import SamplingParams
@@ -54,6 +56,18 @@ def save_toy_tokenizer(folder: Path) -> Path:
     train_byte_level().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}))
     return folder
+
+
+THINKING_TEMPLATE = TEMPLATE.replace("assistant:", "assistant:{% if opens %}<think>\n{% endif %}{{ reasoning_effort }}")
+
+
+@cache
+def thinking_tokenizer(opens: bool = False) -> Tokenizer:
+    """The toy's, in which <think> and </think> are the last two tokens; `opens`: the template opens the first."""
+    backend = train_byte_level(398)
+    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    template = THINKING_TEMPLATE.replace("{% if opens %}", "{% if " + str(opens).lower() + " %}")
+    return Tokenizer(backend, "thinking", {"eos_token": "<|endoftext|>"}, ChatTemplate(template))
 
 
 @asynccontextmanager

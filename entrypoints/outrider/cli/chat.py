@@ -98,7 +98,7 @@ class LiveView(View):
                         lines.status = progress(answer, num_rounds)
                     writer.write(part)
         finally:
-            if answer.text:
+            if answer.text or answer.reasoning:
                 self._console.print(lines.text)
         if self._stats:
             self.note(summary(answer))
@@ -126,8 +126,16 @@ class _LastLine(Painter):
         return Group(self.text, Text(self.status, style="dim"))
 
     def token(self, text: str, origin: TokenOrigin) -> None:
+        """In its origin's colour."""
+        self._append(text, STYLES.get(origin, ""))
+
+    def reasoning(self, text: str) -> None:
+        """In grey."""
+        self._append(text, "dim")
+
+    def _append(self, text: str, style: str) -> None:
         """A line is full at its end or where the terminal's is: a region that is drawn anew must fit on it."""
-        self.text.append(text.translate(VISIBLE), style=STYLES.get(origin, ""))
+        self.text.append(text.translate(VISIBLE), style=style)
         *full, self.text = self.text.split("\n", allow_blank=True)
         *wrapped, self.text = self.text.wrap(self._console, self._console.width) or [Text()]
         for line in (*full, *wrapped):

@@ -153,6 +153,7 @@ class CollectedCompletion:
     index: int
     request_id: str = ""
     text: str = ""
+    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -171,6 +172,7 @@ class CollectedCompletion:
         """Takes what one response adds."""
         self.request_id = part.request_id
         self.text += part.text
+        self.reasoning += part.reasoning
         self.token_ids += part.token_ids
         self.origins += [origin.name.lower() for origin in part.origins]
         self.logprobs += part.logprobs

@@ -98,6 +98,9 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
     max_logprobs: int | None = Field(
         None, ge=-1, description="most log probabilities of a position that a request may ask for (20; -1: all)"
     )
+    reasoning_parser: str | None = Field(
+        None, description="how the model's reasoning is told apart: auto, none, or a parser's name (auto)"
+    )
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     trust_remote_code: bool = Field(False, description="run code that comes with the target's checkpoint")
     trace_file: Path | None = Field(None, description="file to append traces to, for outrider trace")
@@ -224,6 +227,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
             "num-draft-tokens": self.num_draft_tokens,
             "mode": self.mode,
             "max-logprobs": self.max_logprobs,
+            "reasoning-parser": self.reasoning_parser,
             "model-name": self.model_name or None,
         }
         return ["gateway", *self._common(self.listen, 0), *_flags(flags)]

@@ -58,6 +58,11 @@ class Painter:
         """What the completion continues."""
         self._write(text, "dim")
 
+    def reasoning(self, text: str) -> None:
+        """What comes before an answer: where there are no colours to tell it by, it is left out."""
+        if self.colours:
+            self._write(text.translate(VISIBLE), "dim")
+
     def note(self, text: str) -> None:
         """A line of ours, which is no model's text."""
         self._write(text, "dim", after="\n")
@@ -100,6 +105,8 @@ class TokenWriter:
         """Writes what a part adds. Where its tokens do not make its text (a stop string cut it, or text waited), the
         text counts."""
         first = part.origins[0] if part.origins else TokenOrigin.PLAIN
+        if part.reasoning:
+            self._painter.reasoning(part.reasoning)
         if self._detokenizer is None:
             self._painter.token(part.text, first)
             return

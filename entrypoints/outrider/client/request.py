@@ -182,11 +182,15 @@ def build_request(
     model_digest: str = "",
     salt: str = "",
     model: str = "",
+    split_reasoning: bool | None = None,
+    max_reasoning_tokens: int | None = None,
+    reasoning_effort: str = "",
     **sampling_fields: Any,
 ) -> pb.GenerateRequest:
     """A request: one of prompt, token_ids and messages; whole SamplingParams, or single fields of them, of which those
     not given are the model's defaults. Tools, and calls in messages, have OpenAI's form. A prediction, text or token
-    ids, is a guess at the whole output: where it holds, tokens come sooner."""
+    ids, is a guess at the whole output: where it holds, tokens come sooner. Reasoning is told apart from the text where
+    `split_reasoning` says so, None: of messages."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("exactly one of prompt, token_ids and messages is needed")
     found = Violations()
@@ -213,6 +217,9 @@ def build_request(
     }
     for name, value in asked.items():
         put(request.speculation, name, value, "speculation.")
+    reasoning = {"split": split_reasoning, "max_tokens": max_reasoning_tokens, "effort": reasoning_effort or None}
+    for name, value in reasoning.items():
+        put(request.reasoning, name, value, "reasoning.")
     rest: dict[str, Any] = {
         "request_id": request_id,
         "priority": priority,

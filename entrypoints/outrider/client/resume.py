@@ -78,7 +78,7 @@ class Resumption:
             return None
         part = self._without_repeats(part, completion)
         self._remember(part, completion)
-        has_text = part.token_ids or part.text or part.tool_calls
+        has_text = part.token_ids or part.text or part.reasoning or part.tool_calls
         has_news = has_text or part.finish_reason or part.prompt_logprobs or part.seed is not None
         return part if has_news else None
 
@@ -121,6 +121,8 @@ class Resumption:
             self._request.model_digest = part.model_digest
         if part.prompt_token_ids:  # they leave no room for another gateway's tokenizer or chat template
             self._has_prompt_ids = True
+            if self._request.HasField("chat") and not self._request.reasoning.HasField("split"):
+                self._request.reasoning.split = True  # as of a conversation
             self._request.token_ids.CopyFrom(pb.TokenIds(ids=part.prompt_token_ids))
 
 

@@ -20,6 +20,7 @@ class Usage:
     cached_tokens: int
     accepted_prediction_tokens: int = 0  # of the request's prediction, in the output
     rejected_prediction_tokens: int = 0  # and not in it
+    reasoning_tokens: int = 0  # of completion_tokens, where reasoning is told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Part:
     model_digest: str = ""
     near_ties: bool = False
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning: str = ""  # what the model wrote before its answer; no part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ def decode_response(response: pb.GenerateResponse) -> Part:
         model_digest=response.model_digest,
         near_ties=response.near_ties,
         tool_calls=tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in response.tool_calls),
+        reasoning=response.reasoning,
     )
 
 

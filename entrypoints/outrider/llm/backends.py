@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from outrider.client import Client, Part, SpeculationStats
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, TokenUsage
+from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, acceptance_of, named_method
@@ -241,6 +242,7 @@ class AttachedBackend:
             priority=request.priority,
             salt=request.salt,
             model=request.model,
+            **_reasoning_of(request),
         )
         async with self._room, aclosing(parts):
             async for part in parts:
@@ -324,6 +326,15 @@ def speculation_options(config: SpeculativeConfig | Mapping[str, Any] | None, mo
     )
 
 
+def _reasoning_of(request: GenerationRequest) -> dict[str, Any]:
+    options = request.reasoning or ReasoningOptions()
+    return {
+        "split_reasoning": options.splits,
+        "max_reasoning_tokens": options.max_tokens,
+        "reasoning_effort": options.effort,
+    }
+
+
 def _delta_of(part: Part) -> GenerationDelta:
     stop: dict[str, Any] = {}
     if isinstance(part.stop_reason, str):
@@ -344,6 +355,7 @@ def _delta_of(part: Part) -> GenerationDelta:
         seed=part.seed,
         model_digest=part.model_digest,
         near_ties=part.near_ties,
+        reasoning=part.reasoning,
         prompt_token_ids=part.prompt_token_ids,
         prompt_logprobs=part.prompt_logprobs,
         **stop,

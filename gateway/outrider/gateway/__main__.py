@@ -23,6 +23,7 @@ from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.siblings import Siblings
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
+from outrider.gateway.text.reasoning import AUTO, MARKERS, NONE
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS
 from outrider.proposers.registry import (
@@ -120,6 +121,11 @@ class GatewaySettings(ServerSettings, MethodSettings):
     tool_parser: Literal[
         "auto", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "json"
     ] = Field(default="auto", description="How the model writes calls of tools; auto: as its chat template does")
+    reasoning_parser: str = Field(
+        default=AUTO,
+        description="How the model's reasoning is told from its answer: auto: by what its tokenizer has; none; or by "
+        f"name: {', '.join(MARKERS)}",
+    )
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
@@ -178,6 +184,13 @@ class GatewaySettings(ServerSettings, MethodSettings):
                 f"draft: {', '.join(names)} would run in this process; allowed: methods alone, or addresses"
             )
         return self
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _check_reasoning_parser(cls, name: str) -> str:
+        if name not in (AUTO, NONE, *MARKERS):
+            raise ValueError(f"is {name[:100]!r}; allowed: {AUTO}, {NONE}, {', '.join(MARKERS)}")
+        return name
 
     @field_validator("draft_tokens_by_batch")
     @classmethod
@@ -251,6 +264,7 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
         max_admitted_tokens=settings.max_admitted_tokens,
         model_name=settings.model_name,
         max_logprobs=settings.max_logprobs,
+        reasoning_parser=settings.reasoning_parser,
         trust_traceparent=settings.trust_traceparent,
         log_requests=settings.log_requests,
         trace_rounds=settings.trace_rounds,

@@ -27,6 +27,7 @@ from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.gateway.speculation.schedule import BatchSchedule
+from outrider.gateway.text.reasoning import AUTO, find_markers
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
 from outrider.planner.forecast import SharedStats, VerifyCosts
@@ -77,7 +78,7 @@ class Completion:
         self._predicted = PredictionState(prepared.prediction) if prepared.prediction else None
         if self._predicted is not None:
             self._predicted.append(self._output_ids)
-        self._num_returned = self._num_cached = 0
+        self._num_returned = self._num_reasoning = self._num_cached = 0
         self._first = True
 
     async def deltas(self) -> AsyncGenerator[GenerationDelta, None]:
@@ -141,12 +142,14 @@ class Completion:
         self._num_cached = max(self._num_cached, commit.num_cached_ids)
         cut = self._text.push(commit.ids, commit.finish_reason, commit.stop_token_id)
         self._num_returned += cut.num_ids
+        self._num_reasoning += cut.num_reasoning
         if self._predicted is not None:
             self._predicted.append(commit.ids[: cut.num_ids])
         delta = GenerationDelta(
             self._run.prepared.request_id,
             self._index,
             text=cut.text,
+            reasoning=cut.reasoning,
             token_ids=commit.ids[: cut.num_ids],
             origins=commit.origins[: cut.num_ids],
             logprobs=commit.logprobs[: cut.num_ids],
@@ -166,10 +169,11 @@ class Completion:
         prompt_len, num_predicted = len(self._run.prepared.prompt_ids), len(self._run.prepared.prediction)
         num_met = 0 if self._predicted is None else self._predicted.num_met
         self._tally.method = self._run.method
+        predicted = num_met, num_predicted - num_met
         return self._marked(
             replace(
                 delta,
-                usage=TokenUsage(prompt_len, self._num_returned, self._num_cached, num_met, num_predicted - num_met),
+                usage=TokenUsage(prompt_len, self._num_returned, self._num_cached, *predicted, self._num_reasoning),
                 tally=self._tally,
                 acceptance=self._run.prepared.acceptance,
             )
@@ -203,6 +207,7 @@ class EngineConfig:
     max_waiting: int = 256  # sequences that may wait
     max_admitted_tokens: int | None = None  # of all these; None: half a context for each
     model_name: str = ""  # empty: the target's
+    reasoning_parser: str = AUTO  # how the model tells its reasoning apart: by what the tokenizer has; NONE: not
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
     log_requests: str = "off"  # "counts": a line of the log for each at its end; "prompts": with its prompt
     trace_rounds: int = MAX_TRACED_ROUNDS  # of a completion, with spans of their own
@@ -248,6 +253,7 @@ class GenerationEngine:
         self._predictor = predictor(drafter)
         self.config = config or EngineConfig()
         self.admission = Admission(self.config.max_active, self.config.max_waiting, self._max_admitted_tokens)
+        self._markers = find_markers(tokenizer, self.config.reasoning_parser)
         self._tracer = tracer
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
         self._num_running = 0  # sequences
@@ -319,6 +325,7 @@ class GenerationEngine:
             self.num_draft_tokens,
             self.config.mode,
             self.config.max_logprobs,
+            self._markers,
         )
 
     async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:

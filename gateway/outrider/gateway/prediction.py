@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import ScheduledDrafter
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded
 from outrider.proposers.prediction import PredictionProposer
+from outrider.rpc.errors import InvalidArgument, Violations
+from outrider.rpc.messages import ModelInfo
 
 PREDICTION = PredictionProposer.name
 NUM_DRAFT_TOKENS = 8  # a round, where nothing is drafted else
@@ -27,6 +30,36 @@ def encoder_after(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Callable[[
         return tokenizer.encode(text, add_special_tokens=False)
 
     return encode
+
+
+def decode_prediction(message: Any) -> str | tuple[int, ...]:
+    """The text or ids of the protocol's Prediction; one without either is empty."""
+    return tuple(message.token_ids.ids) if message.HasField("token_ids") else message.text
+
+
+async def prediction_ids(
+    found: Violations,
+    given: str | tuple[int, ...],
+    prompt_ids: tuple[int, ...],
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+) -> tuple[int, ...]:
+    """The guess at the output; at most as many tokens as the context has."""
+    most = model.max_model_len
+    try:
+        if isinstance(given, str):
+            field = "prediction.text"
+            ids = await encode_bounded(field, given, most, encoder_after(tokenizer, prompt_ids))
+        else:
+            field, ids = "prediction.token_ids.ids", given
+    except InvalidArgument as error:
+        found.take(error)
+        return ()
+    if not ids:
+        found.add(field, "is empty", f"1 to {most} tokens, or no prediction")
+    elif found.length(field, ids, most, "tokens"):
+        found.ids(field, ids, model.vocab_size)
+    return ids
 
 
 def predictor(drafter: Drafter | None) -> Drafter:

@@ -8,23 +8,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.methods import check_method_names, check_methods
-from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, encoder_after
+from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, prediction_ids
+from outrider.gateway.text.bad_words import with_bad_words
 from outrider.gateway.text.chat import chat_text
-from outrider.gateway.text.tokenizer import TextStream, Tokenizer
+from outrider.gateway.text.reasoning import ReasoningMarkers, ReasoningOptions, ReasoningPlan
+from outrider.gateway.text.tokenizer import TextStream, Tokenizer, encode_bounded
 from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.gateway.text.tools.use import AnswerText, ToolUse, tool_use
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import split_methods
 from outrider.rpc.errors import (
     OTHER_MODEL,
-    TOO_LONG,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -90,6 +91,7 @@ class GenerationRequest:
     token_ids: tuple[int, ...] | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     add_generation_prompt: bool = True
+    reasoning: ReasoningOptions | None = None
     sampling: SamplingParams | None = None  # None: the model's defaults
     max_tokens_given: bool = True  # false: sampling.max_tokens is a default, cut to what the context leaves
     prediction: str | tuple[int, ...] | None = None  # a guess at the output, as text or token ids
@@ -119,6 +121,7 @@ class TokenUsage:
     cached_tokens: int = 0
     accepted_prediction_tokens: int = 0  # of the request's prediction, in the whole output
     rejected_prediction_tokens: int = 0  # and not in it
+    reasoning_tokens: int = 0  # of the completion's, where reasoning is told apart
 
 
 @dataclass(slots=True)
@@ -129,6 +132,7 @@ class GenerationDelta:
     index: int
     text: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning: str = ""  # what the model wrote before its answer; no part of the text
     token_ids: tuple[int, ...] = ()
     origins: tuple[TokenOrigin, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
@@ -158,11 +162,9 @@ async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, 
     return write(*arguments, **options)
 
 
-LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
 SHOWN_DIGEST = 16  # characters in an error
 SHOWN_NAME = 100
 SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
-MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Prepared:
     can_run_ahead: bool = True  # each of them
     at_target: bool = False  # the target drafts by it, and no draft is opened
     tools: ToolUse | None = None
+    reasoning: ReasoningPlan | None = None  # None: no reasoning of this model is known
 
     @property
     def work(self) -> AdmissionCost:
@@ -199,7 +202,12 @@ class Prepared:
         """The text of one completion."""
         if self.tools is not None:
             return self.tools.stream(self, index)
-        return TextStream(tokenizer, self.sampling, self.prompt_ids, self.output_ids(index))
+        return self.answer_text(tokenizer, index)
+
+    def answer_text(self, tokenizer: Tokenizer, index: int) -> AnswerText:
+        """The same with the calls in it; reasoning is told apart where it is to be."""
+        text = tokenizer, self.sampling, self.prompt_ids, self.output_ids(index)
+        return TextStream(*text) if self.reasoning is None else self.reasoning.stream(*text)
 
     def open(self, index: int, timeout_ms: int, traceparent: str) -> Open:
         """The Open of one completion: without what only concerns text."""
@@ -225,6 +233,7 @@ class Prepared:
             model_digest=self.model_digest,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             draft_confidence=self.request.speculation.draft_confidence,
+            reasoning=None if self.reasoning is None else self.reasoning.message,
         )
 
 
@@ -236,12 +245,15 @@ async def prepare(
     default_num_draft_tokens: int,
     default_mode: str = "sequential",
     max_logprobs: int = MAX_LOGPROBS,
+    markers: ReasoningMarkers | None = None,
 ) -> Prepared:
     """Checks a request and resolves what it leaves open. InvalidArgument names the field; FailedPrecondition says that
     another model began what is to be resumed."""
     model, speculation = target.model, request.speculation
     found = Violations()  # of all parts: a refusal names every field
     check_request(found, request, model.vocab_size)
+    if request.reasoning is not None:
+        request.reasoning.check(found, markers, model.max_model_len)
     if speculation.named_methods:
         check_methods(found, request, target, draft)
     sampling = request.sampling or model.default_sampling
@@ -252,7 +264,9 @@ async def prepare(
         tools = tool_use(found, request, capped, tokenizer, target.capabilities)
     prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
-    prediction = await _prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
+    prediction: tuple[int, ...] = ()
+    if request.prediction is not None:
+        prediction = await prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
     found.raise_if_any()
     if request.model_digest not in ("", model.digest):
         raise FailedPrecondition(
@@ -260,7 +274,8 @@ async def prepare(
             f"which is served here; allowed: {model.digest[:SHOWN_DIGEST]}, or none",
             reason=OTHER_MODEL,
         )
-    sampling = _with_bad_words(sampling, tokenizer)
+    if sampling.bad_words:
+        sampling = with_bad_words(sampling, tokenizer)
     if tools is not None and tools.constraint is not None:
         sampling = replace(sampling, structured_output=tools.constraint)
     k = speculation.num_draft_tokens
@@ -275,6 +290,8 @@ async def prepare(
     judges = None if at_target else draft
     rule = speculation.acceptance or _own_rule(mode if can_run_ahead else "sequential", target, judges)
     _check_capabilities(target, sampling, rule)
+    known = target.capabilities
+    reasoning = None if markers is None else markers.plan(request, sampling, tokenizer, prompt_ids, known)
     return Prepared(
         request=request,
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
@@ -291,6 +308,7 @@ async def prepare(
         can_run_ahead=can_run_ahead,
         at_target=at_target,
         tools=tools,
+        reasoning=reasoning,
     )
 
 
@@ -389,47 +407,9 @@ async def encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_le
     if request.token_ids is not None:
         return "token_ids.ids", request.token_ids
     if request.messages is None:
-        return "text", await _tokenize("text", request.text or "", max_model_len, tokenizer.encode)
-    text = chat_text(request, tokenizer)
-    return "chat", await _tokenize("chat", text, max_model_len, partial(tokenizer.encode, add_special_tokens=False))
-
-
-async def _tokenize(
-    field: str, text: str, max_model_len: int, encode: Callable[[str], Sequence[int]]
-) -> tuple[int, ...]:
-    if len(text) > MAX_CHARS_PER_TOKEN * max_model_len:
-        allowed = f"a text of at most {max_model_len - 1} tokens"
-        raise InvalidArgument.of([Violation(field, f"has {len(text)} characters; allowed: {allowed}", TOO_LONG)])
-    if len(text) > LONG_TEXT:
-        return tuple(await asyncio.to_thread(encode, text))
-    return tuple(encode(text))
-
-
-async def _prediction_ids(
-    found: Violations,
-    given: str | tuple[int, ...] | None,
-    prompt_ids: tuple[int, ...],
-    tokenizer: Tokenizer,
-    model: ModelInfo,
-) -> tuple[int, ...]:
-    """The guess at the output; at most as many tokens as the context has."""
-    if given is None:
-        return ()
-    most = model.max_model_len
-    try:
-        if isinstance(given, str):
-            field = "prediction.text"
-            ids = await _tokenize(field, given, most, encoder_after(tokenizer, prompt_ids))
-        else:
-            field, ids = "prediction.token_ids.ids", given
-    except InvalidArgument as error:
-        found.take(error)
-        return ()
-    if not ids:
-        found.add(field, "is empty", f"1 to {most} tokens, or no prediction")
-    elif found.length(field, ids, most, "tokens"):
-        found.ids(field, ids, model.vocab_size)
-    return ids
+        return "text", await encode_bounded("text", request.text or "", max_model_len, tokenizer.encode)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return "chat", await encode_bounded("chat", chat_text(request, tokenizer), max_model_len, encode)
 
 
 def _capped(sampling: SamplingParams, room: int) -> SamplingParams:
@@ -456,13 +436,3 @@ def _with_length(
                 f"output_ids[{index}].ids", f"has {len(ids)} entries", f"at most max_tokens ({sampling.max_tokens})"
             )
     return sampling
-
-
-def _with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    if not sampling.bad_words:
-        return sampling
-    try:
-        ids = tokenizer.bad_words_ids(sampling.bad_words)
-    except ValueError as error:
-        raise _invalid("sampling.bad_words", str(error).removeprefix("bad_words: ")) from error
-    return replace(sampling, bad_words_ids=(*sampling.bad_words_ids, *ids))

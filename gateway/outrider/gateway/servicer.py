@@ -10,8 +10,10 @@ from typing import Any
 
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.methods import offered
+from outrider.gateway.prediction import decode_prediction
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
 from outrider.gateway.text.chat import decode_messages, decode_variables
+from outrider.gateway.text.reasoning import decode_reasoning
 from outrider.gateway.text.tools.use import decode_choice, decode_tools
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.codec import MODEL_INFO, encode_position_logprobs
@@ -66,8 +68,9 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
         token_ids=tuple(message.token_ids.ids) if kind == "token_ids" else None,
         messages=decode_messages(message.chat) if kind == "chat" else None,
         add_generation_prompt=not message.chat.omit_generation_prompt,
-        prediction=_decode_prediction(message.prediction) if message.HasField("prediction") else None,
+        prediction=decode_prediction(message.prediction) if message.HasField("prediction") else None,
         sampling=decode_sampling(message.sampling, defaults),
+        reasoning=decode_reasoning(message.reasoning) if message.HasField("reasoning") else None,
         max_tokens_given=message.sampling.HasField("max_tokens"),
         speculation=_decode_speculation(message.speculation),
         request_id=message.request_id,
@@ -90,6 +93,7 @@ def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
         request_id=delta.request_id,
         index=delta.index,
         text=delta.text,
+        reasoning=delta.reasoning,
         token_ids=delta.token_ids,
         origins=delta.origins,  # type: ignore[arg-type]  # the numbers are the protocol's
         near_ties=delta.near_ties,
@@ -117,14 +121,10 @@ def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
         out.usage.cached_tokens = delta.usage.cached_tokens
         out.usage.accepted_prediction_tokens = delta.usage.accepted_prediction_tokens
         out.usage.rejected_prediction_tokens = delta.usage.rejected_prediction_tokens
+        out.usage.reasoning_tokens = delta.usage.reasoning_tokens
     if delta.tally is not None:
         out.speculation.CopyFrom(_encode_tally(delta.tally, delta.acceptance))
     return out
-
-
-def _decode_prediction(message: pb.Prediction) -> str | tuple[int, ...]:
-    """Its text or ids; one without either is empty."""
-    return tuple(message.token_ids.ids) if message.HasField("token_ids") else message.text
 
 
 def _decode_speculation(message: pb.SpeculationParams) -> SpeculationOptions:

@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 from typing import Annotated, Any, Self, get_type_hints
 
 from outrider.rpc.errors import InvalidArgument, Violation, Violations, shown
-from outrider.rpc.structured import TEXT_KINDS, decode_structured_output
+from outrider.rpc.structured import REASONING, TEXT_KINDS, Reasoning, decode_structured_output
 from outrider.rpc.structured import StructuredOutput as StructuredOutput
 from outrider.rpc.structured import encode_structured_output as encode_structured_output
 from outrider.v1 import generation_pb2 as pb
@@ -288,13 +288,18 @@ _INHERITED = {one.name for one in pb.SamplingParams.DESCRIPTOR.fields if one.has
 
 
 def lacking(
-    capabilities: Collection[str], sampling: SamplingParams, acceptance: AcceptanceRule = AcceptanceRule.AUTO
+    capabilities: Collection[str],
+    sampling: SamplingParams,
+    acceptance: AcceptanceRule = AcceptanceRule.AUTO,
+    reasoning: Reasoning | None = None,
 ) -> list[str]:
     """What a request needs, and a peer with these capabilities does not do."""
     unset = DEFAULT_SAMPLING
     needed = [f"sampling.{name}" for name in SAMPLING_FIELDS if getattr(sampling, name) != getattr(unset, name)]
     if acceptance is not AcceptanceRule.AUTO:
         needed.append(f"acceptance.{acceptance.name.lower()}")
+    if reasoning is not None:
+        needed.append(REASONING)
     return [name for name in needed if name not in capabilities]
 
 

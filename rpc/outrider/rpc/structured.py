@@ -24,6 +24,9 @@ class StructuredOutput:
     structural_tag: str | None = None  # JSON, as vLLM's
 
 
+REASONING = "reasoning"  # the capability of a target that tracks it: it bounds it, and constrains what follows it
+
+
 @dataclass(frozen=True, slots=True)
 class Reasoning:
     """What comes before the text that `structured_output` applies to, told by token ids."""

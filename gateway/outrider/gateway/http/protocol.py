@@ -21,6 +21,7 @@ from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.request import GenerationRequest, SpeculationOptions, no_such_model
+from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import InvalidArgument, OutriderError, Violation, kind, quoted, shown
 from outrider.rpc.logs import OnceWarnings
@@ -42,6 +43,7 @@ FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerp
 # The protocol's names and HTTP's, where they differ.
 NAMES = {
     "token_ids.ids": "prompt", "text": "prompt", "input": "prompt", "prompt": "prompt", "chat": "messages",
+    "reasoning.effort": "reasoning_effort", "reasoning.max_tokens": "max_reasoning_tokens",
     "prediction.text": "prediction.content", "salt": "cache_salt", "model_digest": "system_fingerprint",
     **{name: row.http for name, row in PARAMETERS.items() if row.http},
 }  # fmt: skip
@@ -168,8 +170,13 @@ class Speculation(Body):
 class ResponseFormat(Body):
     """A constraint on the text in OpenAI's form."""
 
-    type: Annotated[str, _one_of(["text", "json_object", "json_schema"])] = Field("", validate_default=True)
+    type: Annotated[str, _one_of(["text", "json_object", "json_schema", "structural_tag"])] = Field(
+        "", validate_default=True
+    )
     json_schema: dict[str, Any] = {}
+    format: dict[str, Any] | None = None  # of a structural tag; the next two are its older form
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
 
     def constraint(self) -> StructuredOutput | None:
         """None for free text."""
@@ -177,6 +184,9 @@ class ResponseFormat(Body):
             return None
         if self.type == "json_object":
             return StructuredOutput(json_object=True)
+        if self.type == "structural_tag":
+            told = self.model_dump(include={"type", "format", "structures", "triggers"}, exclude_none=True)
+            return StructuredOutput(structural_tag=json.dumps(told))
         schema = self.json_schema.get("schema")
         if not isinstance(schema, dict):
             problem = "missing" if schema is None else shown(schema)
@@ -192,12 +202,14 @@ class StructuredOutputs(Body):
     grammar: Any = None
     choice: list[Any] | None = None
     json_object: bool = False
+    structural_tag: Any = None
 
     def constraint(self) -> StructuredOutput:
         """As it was given; the validator wants exactly one."""
-        schema, choice = self.schema_or_text, self.choice
+        schema, tag, choice = self.schema_or_text, self.structural_tag, self.choice
         return StructuredOutput(
             json_schema=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
+            structural_tag=tag if tag is None or isinstance(tag, str) else json.dumps(tag),
             regex=self.regex,
             grammar=self.grammar,
             choice=None if choice is None else tuple(choice),
@@ -404,7 +416,10 @@ class ChatMessage(Body):
 
     def rendered(self) -> dict[str, Any]:
         """As the template takes it: the content is one text, or nothing beside calls."""
-        message = {**(self.model_extra or {}), "role": self.role, "content": "\n".join(self.content)}
+        extra = self.model_extra or {}
+        if "reasoning" in extra and "reasoning_content" not in extra:  # vLLM's newer name of what templates know
+            extra = {**extra, "reasoning_content": extra["reasoning"]}
+        message = {**extra, "role": self.role, "content": "\n".join(self.content)}
         if not self.tool_calls:
             return message
         calls = [call.model_dump() for call in self.tool_calls]
@@ -431,11 +446,20 @@ class ChatBody(OpenAIBody):
     audio: Unsupported = None
     modalities: Annotated[Any, _unsupported(None, ["text"])] = None
     web_search_options: Unsupported = None
-    reasoning_effort: Unsupported = None
+    reasoning_effort: str = ""
+    max_reasoning_tokens: Any = None
+    include_reasoning: bool = True
     verbosity: Unsupported = None
     continue_final_message: Unsupported = None
     chat_template: Unsupported = None
     documents: Unsupported = None
+
+    @property
+    def reasoning(self) -> ReasoningOptions | None:
+        """None where nothing is said of it."""
+        if not self.reasoning_effort and self.max_reasoning_tokens is None:
+            return None
+        return ReasoningOptions(max_tokens=self.max_reasoning_tokens, effort=self.reasoning_effort)
 
 
 class CompletionBody(OpenAIBody):
@@ -526,6 +550,7 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
         chat,
         messages=tuple(message.rendered() for message in body.messages),
         add_generation_prompt=body.add_generation_prompt,
+        reasoning=body.reasoning,
         sampling=replace(
             chat.sampling or DEFAULT_SAMPLING,
             max_tokens=TO_THE_CONTEXT_S_END if max_tokens is None else max_tokens,

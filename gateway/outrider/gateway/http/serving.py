@@ -20,7 +20,7 @@ from outrider.gateway.engine import GenerationEngine, merge
 from outrider.gateway.http import sse
 from outrider.gateway.http.echo import echoed, prompt_logprobs, with_prompts
 from outrider.gateway.http.errors import error_body, renamed
-from outrider.gateway.http.protocol import FINGERPRINT, EchoedPrompt, OpenAIRequest, options_of, read_body
+from outrider.gateway.http.protocol import FINGERPRINT, ChatBody, EchoedPrompt, OpenAIRequest, options_of, read_body
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
 from outrider.gateway.request import GenerationDelta, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
@@ -223,6 +223,7 @@ class UsageSum:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int = 0
     predicted: tuple[int, int] | None = None  # tokens of a prediction in the answer, and not in it
 
     def add(self, delta: GenerationDelta, n: int) -> None:
@@ -230,6 +231,7 @@ class UsageSum:
         if delta.usage is None:
             return
         self.completion += delta.usage.completion_tokens
+        self.reasoning += delta.usage.reasoning_tokens
         accepted, rejected = delta.usage.accepted_prediction_tokens, delta.usage.rejected_prediction_tokens
         if accepted or rejected:
             before = self.predicted or (0, 0)
@@ -246,10 +248,11 @@ class UsageSum:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
-        if self.predicted is not None:
-            names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-            shape["completion_tokens_details"] = dict(zip(names, self.predicted, strict=True))
-        return shape
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        details = {} if self.predicted is None else dict(zip(names, self.predicted, strict=True))
+        if self.reasoning:
+            details["reasoning_tokens"] = self.reasoning
+        return {**shape, "completion_tokens_details": details} if details else shape
 
 
 def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
@@ -257,6 +260,7 @@ def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
     return replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         origins=tuple(chain.from_iterable(delta.origins for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
@@ -328,7 +332,7 @@ class ResponseBuilder(ABC):
     def is_silent(self, delta: GenerationDelta) -> bool:
         """Whether a stream says nothing of a delta: half a character that nobody asked to see as a token."""
         asked = self._openai_request.num_logprobs is not None or self._openai_request.body.return_token_ids
-        says = delta.text or delta.tool_calls or delta.finish_reason is not None
+        says = delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason is not None
         return not says and not (asked and delta.token_ids)
 
     def rest(self, delta: GenerationDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -356,20 +360,29 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole message."""
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        reasoning = self._reasoning(delta)
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None, **reasoning}
         if delta.tool_calls:
-            calls = [call_shape(call) for call in delta.tool_calls]
-            message |= {"content": delta.text or None, "tool_calls": calls}
+            message["tool_calls"] = [call_shape(call) for call in delta.tool_calls]
+        if delta.tool_calls or reasoning:
+            message["content"] = delta.text or None
         return {"index": delta.index, "message": message, **self.rest(delta, self._logprobs(delta))}
 
     def piece(self, delta: GenerationDelta) -> dict[str, Any]:
         """A part of a message."""
-        content: dict[str, Any] = {}
-        if delta.text or (delta.token_ids and not delta.tool_calls):
+        content: dict[str, Any] = self._reasoning(delta)
+        if delta.text or (delta.token_ids and not delta.tool_calls and not content):
             content["content"] = delta.text
         if delta.tool_calls:
             content["tool_calls"] = [{"index": call.index, **call_shape(call)} for call in delta.tool_calls]
         return {"index": delta.index, "delta": content, **self.rest(delta, self._logprobs(delta))}
+
+    def _reasoning(self, delta: GenerationDelta) -> dict[str, str]:
+        """By vLLM's older and newer name."""
+        body = self._openai_request.body
+        if not delta.reasoning or not (isinstance(body, ChatBody) and body.include_reasoning):
+            return {}
+        return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
 
     def _logprobs(self, delta: GenerationDelta) -> dict[str, Any] | None:
         count = self._openai_request.num_logprobs

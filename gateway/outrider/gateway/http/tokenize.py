@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid, renamed
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
-from outrider.gateway.request import LONG_TEXT, no_such_model
+from outrider.gateway.request import no_such_model
 from outrider.gateway.text.chat import chat_text
+from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc.errors import OutriderError, Violations
 
 

@@ -467,7 +467,8 @@ class ReplicaPool(Generic[Info]):
         return [
             replica
             for replica, info in usable
-            if info is not None and not lacking(info.capabilities, request.sampling, request.acceptance)
+            if info is not None
+            and not lacking(info.capabilities, request.sampling, request.acceptance, request.reasoning)
         ]
 
     @staticmethod

@@ -26,6 +26,8 @@ def chat_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
     found.raise_if_any()
     if request.tools and request.tool_choice != "none":
         variables["tools"] = template_tools(request.tools)
+    if request.reasoning is not None and tokenizer.chat_template is not None:
+        variables = request.reasoning.variables(tokenizer.chat_template.variables) | variables
     try:
         return tokenizer.render_chat(request.messages or (), request.add_generation_prompt, **variables)
     except ValueError as error:

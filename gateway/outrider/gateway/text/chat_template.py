@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,6 +39,15 @@ class ChatTemplate:
             return template.render(messages=plain, **variables)
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # what a template does to odd content
             raise TemplateRefusal(str(error)) from error
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What it may be told, by name."""
+        try:
+            parsed = [_environment().parse(source) for source in {self.source, self.source_for_tools}]
+        except jinja2.TemplateError:
+            return frozenset()  # rendering says what is wrong with it
+        return frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -8,8 +8,9 @@ time gives: the text delivered after n ids depends on these alone, and one that 
 
 from __future__ import annotations
 
+import asyncio
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from tokenizers import decoders
 
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
 from outrider.gateway.text.tools.calls import ToolCallDelta
+from outrider.rpc.errors import TOO_LONG, InvalidArgument, Violation
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.rpc.vocabulary import (
     TokenizerFile,
@@ -134,6 +136,22 @@ def _convert_with_transformers(folder: Path) -> Backend:
     return backend
 
 
+LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
+MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
+
+
+async def encode_bounded(
+    field: str, text: str, max_model_len: int, encode: Callable[[str], Sequence[int]]
+) -> tuple[int, ...]:
+    """A text's ids. InvalidArgument, which names the field, for one that is more than the context anyhow."""
+    if len(text) > MAX_CHARS_PER_TOKEN * max_model_len:
+        allowed = f"a text of at most {max_model_len - 1} tokens"
+        raise InvalidArgument.of([Violation(field, f"has {len(text)} characters; allowed: {allowed}", TOO_LONG)])
+    if len(text) > LONG_TEXT:
+        return tuple(await asyncio.to_thread(encode, text))
+    return tuple(encode(text))
+
+
 NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character or a space may begin there
 MAX_WAITING_IDS = 32  # without text yet: that many whose text ends in U+FFFD are no half character, but that itself
 
@@ -148,6 +166,8 @@ class TextDelta:
     stop_string: str | None = None
     stop_token_id: int | None = None
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning: str = ""  # before the answer, where the two are told apart; and how many of the ids it takes
+    num_reasoning: int = 0
 
 
 class TextStream:

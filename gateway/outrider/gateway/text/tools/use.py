@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outrider.gateway.text.tokenizer import TextDelta, TextStream, Tokenizer
+from outrider.gateway.text.tokenizer import TextDelta, Tokenizer
 from outrider.gateway.text.tools.calls import Tool, call_ids, join_calls
 from outrider.gateway.text.tools.constraint import calls_grammar
 from outrider.gateway.text.tools.formats import AUTO, FORMATS, ToolFormat, detect
@@ -88,8 +88,7 @@ class ToolUse:
         ids = call_ids(
             prepared.request_id, prepared.seed, prepared.prompt_ids, index, short=self.format.parser.short_ids
         )
-        text = TextStream(self.tokenizer, prepared.sampling, prepared.prompt_ids, prepared.output_ids(index))
-        return ToolStream(text, self.format.parser(ids, self.names))
+        return ToolStream(prepared.answer_text(self.tokenizer, index), self.format.parser(ids, self.names))
 
 
 def tool_use(
