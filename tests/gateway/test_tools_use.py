@@ -143,6 +143,17 @@ async def test_a_conversation_with_calls_is_rendered_by_the_template(name: str) 
     assert prompts[0] == prompts[1] and '{"a": 1}' in prompts[0] and "tool: 2 (call_1)" in prompts[0]
 
 
+async def test_one_call_where_no_more_are_wanted() -> None:
+    toy = target("hermes", output_of("hermes"))
+    async with gateway(toy, tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        answer = await client.chat.completions.create(**ASKED, parallel_tool_calls=False)
+        calls: Any = answer.choices[0].message.tool_calls
+        assert [call.function.name for call in calls] == ["add"]
+        await client.chat.completions.create(**ASKED, parallel_tool_calls=False, tool_choice="required")
+        opened = toy.opens[-1].sampling.structured_output
+        assert opened is not None and "next_0" not in (opened.grammar or "")
+
+
 async def test_none_shows_no_tools_and_what_looks_like_a_call_is_text() -> None:
     output = output_of("hermes")
     async with (

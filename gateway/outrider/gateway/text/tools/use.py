@@ -48,8 +48,8 @@ class AnswerText(Protocol):
 class ToolStream:
     """The text of a completion without its calls, and these."""
 
-    def __init__(self, text: AnswerText, parser: ToolParser) -> None:
-        self._text, self._parser = text, parser
+    def __init__(self, text: AnswerText, parser: ToolParser, parallel: bool = True) -> None:
+        self._text, self._parser, self._parallel = text, parser, parallel
         self.resumed = self._parsed(text.resumed)
 
     @property
@@ -70,7 +70,8 @@ class ToolStream:
             if delta.finish_reason is FinishReason.STOP and self._parser.num_calls:
                 delta.finish_reason = FinishReason.TOOL_CALLS
         delta.text = "".join(part.text for part in parts)
-        delta.tool_calls = join_calls(call for part in parts for call in part.calls)
+        calls = join_calls(call for part in parts for call in part.calls)
+        delta.tool_calls = tuple(call for call in calls if self._parallel or call.index == 0)
         return delta
 
 
@@ -81,6 +82,7 @@ class ToolUse:
     format: ToolFormat
     names: frozenset[str]
     tokenizer: Tokenizer  # gives the text of the markers of calls, though they are special tokens
+    parallel: bool  # else the first call counts
     constraint: StructuredOutput | None
 
     def stream(self, prepared: Prepared, index: int) -> AnswerText:
@@ -88,7 +90,8 @@ class ToolUse:
         ids = call_ids(
             prepared.request_id, prepared.seed, prepared.prompt_ids, index, short=self.format.parser.short_ids
         )
-        return ToolStream(prepared.answer_text(self.tokenizer, index), self.format.parser(ids, self.names))
+        parser = self.format.parser(ids, self.names)
+        return ToolStream(prepared.answer_text(self.tokenizer, index), parser, self.parallel)
 
 
 def tool_use(
@@ -122,7 +125,8 @@ def tool_use(
         what = "are strict" if choice == "auto" else "is not auto or none"
         found.add(where, f"{what}, which needs a target with structured output", "tools that are not strict, and auto")
     names = frozenset(tool.name for tool in callable_tools)
-    return ToolUse(tool_format, names, _showing(tokenizer, tool_format), constraint)
+    showing = _showing(tokenizer, tool_format)
+    return ToolUse(tool_format, names, showing, request.parallel_tool_calls, constraint)
 
 
 def _constraint(
