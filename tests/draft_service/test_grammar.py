@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import COUPLED, GREEDY, REJECTION, SAMPLED, VOCAB, DraftHarness, commit, credit, new_open
-from support.engines import tiny_draft
+from support.engines import (
+    COUPLED,
+    GREEDY,
+    REJECTION,
+    SAMPLED,
+    VOCAB,
+    DraftHarness,
+    commit,
+    credit,
+    new_open,
+    tiny_draft,
+)
 from support.models import ascii_backend
 
 from outrider.draft_service.grammar import spec_of

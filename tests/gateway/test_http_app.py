@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from support.fakes import ToyDraft, ToyTarget, expected, target_info, until
 from support.gateways import PROMPT, gateway, stream_events, text_of
+from support.tools import tool_tokenizer, writes
 
 from outrider.gateway.http.app import build_app
 from outrider.gateway.http.protocol import HttpOptions
@@ -187,6 +188,45 @@ def node(repository: Path) -> tuple[str, dict[str, str]]:
     if found.returncode:
         pytest.skip("node has no package openai: npm install --global openai")
     return program, environment
+
+
+TOOLS_SCRIPT = """
+const OpenAI = require("openai");
+const client = new OpenAI({ baseURL: process.argv[1], apiKey: "none", maxRetries: 0 });
+(async () => {
+  const tools = [{ type: "function", function: { name: "add", parameters: { type: "object" } } }];
+  const ask = { model: "toy", messages: [{ role: "user", content: "hi" }], temperature: 0, max_tokens: 60, tools };
+  const whole = (await client.chat.completions.create(ask)).choices[0];
+  const streamed = [];
+  for await (const chunk of await client.chat.completions.create({ ...ask, stream: true })) {
+    for (const call of chunk.choices[0].delta.tool_calls || []) {
+      streamed[call.index] = streamed[call.index] || { name: call.function.name, arguments: "" };
+      streamed[call.index].arguments += call.function.arguments;
+    }
+  }
+  const answer = { role: "tool", tool_call_id: whole.message.tool_calls[0].id, content: "3" };
+  const messages = [...ask.messages, whole.message, answer];
+  const next = await client.chat.completions.create({ ...ask, messages, tool_choice: "none" });
+  console.log(JSON.stringify({ whole, streamed, next: next.usage.prompt_tokens }));
+})();
+"""
+
+
+async def test_the_npm_client_calls_tools(node: tuple[str, dict[str, str]]) -> None:
+    program, environment = node
+    output = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    toy = ToyTarget(rule=writes("hermes", output))
+    async with gateway(toy, tokenizer=tool_tokenizer("hermes")) as served:
+        process = await asyncio.create_subprocess_exec(
+            *(program, "-e", TOOLS_SCRIPT, f"{served.url}/v1"), env=environment, stdout=-1, stderr=-1
+        )
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0, err.decode()
+        answer: dict[str, Any] = json.loads(out)
+        assert answer["whole"]["finish_reason"] == "tool_calls"
+        assert answer["whole"]["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert answer["streamed"] == [{"name": "add", "arguments": '{"a": 1}'}]
+        assert answer["next"] == len(toy.opens[-1].prompt_ids)
 
 
 async def test_the_npm_client(node: tuple[str, dict[str, str]]) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from openai import BadRequestError
 from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
 from support.fakes import ToyDraft, ToyTarget, target_info
 from support.gateways import gateway, stream_events
 from support.tools import tool_tokenizer, writes, written
@@ -283,6 +285,32 @@ async def test_a_template_without_tools_takes_none() -> None:
     async with gateway() as served, served.client() as client:
         answer = await client.post("/v1/chat/completions", json={**ASKED, "max_tokens": 5})
         assert answer.json()["error"]["param"] == "tools" and "tool_parser" in answer.json()["error"]["message"]
+
+
+class Add(BaseModel):
+    """Adds."""
+
+    a: int
+
+
+async def test_openai_s_own_helpers_parse_the_arguments() -> None:
+    """`parse` and `stream` send strict tools, and make objects of what comes back."""
+    toy = target("hermes", output_of("hermes", [("Add", '{"a": 1}'), ("Add", '{"a": 23}')]))
+    fields: dict[str, Any] = {**ASKED, "tools": [openai.pydantic_function_tool(Add)]}
+    async with gateway(toy, tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        parsed = await client.chat.completions.parse(**fields)
+        calls = parsed.choices[0].message.tool_calls or []
+        assert [call.function.parsed_arguments for call in calls] == [Add(a=1), Add(a=23)]
+        async with client.chat.completions.stream(**fields) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+        done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert [event.parsed_arguments for event in done] == [Add(a=1), Add(a=23)]
+        assert any(event.type == "tool_calls.function.arguments.delta" for event in events)
+        assert final.choices[0].finish_reason == "tool_calls"
+        assert [call.id for call in final.choices[0].message.tool_calls or []] != [call.id for call in calls]
+        opened = toy.opens[-1].sampling.structured_output
+        assert opened is not None and '"additionalProperties": false' in (opened.grammar or "")
 
 
 async def test_a_stream_s_usage_and_end() -> None:

@@ -98,6 +98,9 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
     max_logprobs: int | None = Field(
         None, ge=-1, description="most log probabilities of a position that a request may ask for (20; -1: all)"
     )
+    tool_parser: str | None = Field(
+        None, description="how the model writes calls of tools: auto, or a format's name (auto)"
+    )
     reasoning_parser: str | None = Field(
         None, description="how the model's reasoning is told apart: auto, none, or a parser's name (auto)"
     )
@@ -227,6 +230,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
             "num-draft-tokens": self.num_draft_tokens,
             "mode": self.mode,
             "max-logprobs": self.max_logprobs,
+            "tool-parser": self.tool_parser,
             "reasoning-parser": self.reasoning_parser,
             "model-name": self.model_name or None,
         }

@@ -25,6 +25,7 @@ from outrider.gateway.speculation.backends import Drafter
 from outrider.gateway.speculation.schedule import BatchSchedule, ScheduledDrafter
 from outrider.gateway.text.reasoning import AUTO, MARKERS, NONE
 from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tools.formats import FORMATS
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS
 from outrider.proposers.registry import (
     METHODS,
@@ -118,9 +119,10 @@ class GatewaySettings(ServerSettings, MethodSettings):
         description="Most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
     )
     model_name: str = Field(default="", description="Name that the model is served under; empty: the target's")
-    tool_parser: Literal[
-        "auto", "hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "json"
-    ] = Field(default="auto", description="How the model writes calls of tools; auto: as its chat template does")
+    tool_parser: str = Field(
+        default=AUTO,
+        description=f"How the model writes calls of tools; auto: as its chat template does; or {', '.join(FORMATS)}",
+    )
     reasoning_parser: str = Field(
         default=AUTO,
         description="How the model's reasoning is told from its answer: auto: by what its tokenizer has; none; or by "
@@ -184,6 +186,13 @@ class GatewaySettings(ServerSettings, MethodSettings):
                 f"draft: {', '.join(names)} would run in this process; allowed: methods alone, or addresses"
             )
         return self
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _check_tool_parser(cls, name: str) -> str:
+        if name not in (AUTO, *FORMATS):
+            raise ValueError(f"is {name[:100]!r}; allowed: {AUTO}, {', '.join(FORMATS)}")
+        return name
 
     @field_validator("reasoning_parser")
     @classmethod

@@ -70,11 +70,18 @@ class ChatTemplate:
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
     """The template of a checkpoint's folder: its own file, else the one in tokenizer_config.json."""
     file = folder / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if file.is_file():
+        for_tools = folder / "additional_chat_templates/tool_use.jinja"
+        return ChatTemplate(_read(file), _read(for_tools) if for_tools.is_file() else None)
+    source = config.get("chat_template")
     if isinstance(source, list):  # several named ones
         named = {entry["name"]: entry["template"] for entry in source}
         return ChatTemplate(named["default"], named.get("tool_use")) if "default" in named else None
     return ChatTemplate(source) if isinstance(source, str) else None
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 _LOOKS_FOR_NONE = "content'] is none"

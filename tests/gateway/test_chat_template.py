@@ -1,0 +1,89 @@
+"""Conversations with calls by templates of every kind, against transformers; the template that is for tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import train_byte_level
+from transformers import PreTrainedTokenizerFast
+
+from outrider.gateway.text.chat_template import ChatTemplate, find_chat_template
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+SHOWN = "{%- if tools is not none %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif -%}"
+CALLS = "{%- for message in messages %}{% for call in message.tool_calls or [] %}CALL\n{% endfor %}{% endfor -%}"
+# What checkpoints' templates do with the arguments of a call: write them as JSON, look into them, say them as text.
+AS_OBJECTS = {
+    "as JSON": "{{ call.function.arguments | tojson }}",
+    "as JSON unless a text": "{% if call.function.arguments is string %}{{ call.function.arguments }}"
+    "{% else %}{{ call.function.arguments | tojson }}{% endif %}",
+    "one by one": "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}",
+    "if an object": "{% if call.function.arguments is mapping %}{{ call.function.arguments['a'] }}{% endif %}",
+}
+AS_TEXTS = {
+    "joined": "{{ '<' + call.function.arguments + '>' }}",
+    "said": "{{ call.function.arguments }}",
+    "joined by a tilde": "{{ '<' ~ call.function.arguments ~ '>' }}",
+}
+
+
+def conversation(arguments: Any, content: Any = None) -> list[dict[str, Any]]:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+    ]
+
+
+def theirs(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=train_byte_level(), chat_template=template)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **variables))
+
+
+@pytest.mark.parametrize("kind", [*AS_OBJECTS, *AS_TEXTS])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_arguments_as_a_template_wants_them(kind: str, tools: list[dict[str, Any]] | None) -> None:
+    template = SHOWN + CALLS.replace("CALL", {**AS_OBJECTS, **AS_TEXTS}[kind])
+    text, values = '{"a":1, "b": "é"}', {"a": 1, "b": "é"}
+    expected = theirs(template, conversation(values if kind in AS_OBJECTS else text), tools=tools)
+    ours = ChatTemplate(template)
+    assert ours.render(conversation(text), tools=tools) == expected
+    if kind in AS_OBJECTS:
+        assert ours.render(conversation(values), tools=tools) == expected
+
+
+def test_arguments_that_are_no_object_stay_a_text() -> None:
+    template = ChatTemplate(CALLS.replace("CALL", "{{ call.function.arguments }}"))
+    assert template.render(conversation('{"a": 1, oops')) == '{"a": 1, oops\n'
+    assert template.render(conversation("")) == template.render(conversation(None)) == "{}\n"
+
+
+def test_a_message_of_calls_alone_has_no_content() -> None:
+    """DeepSeek's template knows it by that; clients send an empty text, too."""
+    template = ChatTemplate(
+        "{% for message in messages %}{% if message['role'] == 'assistant' and message['content'] is none %}calls"
+        "{% elif message['role'] == 'assistant' %}text{{ message['content'] }}{% endif %}{% endfor %}"
+    )
+    assert [template.render(conversation("{}", content)) for content in (None, "", "hm")] == [
+        "calls",
+        "calls",
+        "texthm",
+    ]
+
+
+def test_the_template_for_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "for tools"}]
+    messages = conversation("{}")
+    found = find_chat_template(tmp_path, {"chat_template": named})
+    assert found is not None and (found.render(messages), found.render(messages, tools=TOOLS)) == ("plain", "for tools")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    found = find_chat_template(tmp_path, {"chat_template": json.dumps(named)})
+    assert found is not None and found.render(messages, tools=TOOLS) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("file for tools")
+    found = find_chat_template(tmp_path, {})
+    assert found is not None and found.render(messages, tools=TOOLS) == "file for tools"
