@@ -73,6 +73,18 @@ def sent(effects: list[Effect]) -> list[object]:
     return [message for effect in effects if isinstance(effect, ToTarget) for message in effect.messages]
 
 
+def test_plain_credit_is_renewed_when_half_of_it_is_spent() -> None:
+    made = core(policy=Policy(0, plain_ahead=8))
+    credits = [sent(made.on_target(Commit(0, 3 + count, (20 + count,)), 0.0)) for count in range(8)]
+    assert credits == [[], [], [], [Credit(0, 15, 0)], [], [], [], [Credit(0, 19, 0)]]
+
+
+def test_plain_credit_of_one_token_is_renewed_by_each() -> None:
+    made = core(policy=Policy(0, plain_ahead=1))
+    credits = [sent(made.on_target(Commit(0, 3 + count, (20 + count,)), 0.0)) for count in range(2)]
+    assert credits == [[Credit(0, 5, 0)], [Credit(0, 6, 0)]]
+
+
 def test_reading_is_looked_at_where_it_held_credit_back() -> None:
     """Credit reaches at most six tokens past what was read; the target would get four windows."""
     made = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=50)), Policy(4, patience_ms=50, max_unread=6))

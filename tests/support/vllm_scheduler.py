@@ -4,6 +4,7 @@ what stands for a service hands over what a test says. Imported only where vLLM 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -60,6 +61,9 @@ class ScriptedSource:
     patience_ms: int = 0
     while_waiting: Callable[[], None] = lambda: None
     fault: Callable[[str], None] = lambda method: None
+    is_reader: bool = False
+    longest_wait_s: float = 0.002
+    has_news: bool = False  # what `take` says
 
     def opened(self, request: Any) -> DraftedRow | None:
         self.fault("opened")
@@ -77,17 +81,20 @@ class ScriptedSource:
         self.fault("closed")
         self.closed_rows.append(row.sequence_id)
 
-    def take(self, rows: Mapping[int, DraftedRow]) -> None:
+    def take(self, rows: Mapping[int, DraftedRow]) -> bool:
         self.fault("take")
         sent, self.sent = self.sent, []
         for message in sent:
             row = rows.get(message.sequence_id)
             if row is not None:
                 row.grant(message) if isinstance(message, Credit) else row.add(message)
+        return self.has_news
 
     def wait(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
         self.while_waiting()
+        if not self.sent:
+            time.sleep(timeout_s)
 
     def stepping(self, started: float) -> None:
         self.fault("stepping")
@@ -136,6 +143,7 @@ class Steps:
         self.requests: dict[int, Request] = {}
         self.windows: dict[int, list[int]] = {}  # of the last step, by number; who was not in it is not there
         self.plan: Any = None
+        self.told: list[Any] = []  # to vLLM's client, of the last step
 
     def open(self, number: int, prompt: Sequence[int], priority: int = 0, drafted: bool = True, **params: Any) -> None:
         extra = {"number": number} if drafted else None
@@ -174,7 +182,8 @@ class Steps:
         self.windows = {numbers[one]: list(plan.scheduled_spec_decode_tokens.get(one, ())) for one in ids}
         sampled = [self._verified(numbers[one], plan.num_scheduled_tokens[one]) for one in ids]
         output = ModelRunnerOutput(ids, {one: at for at, one in enumerate(ids)}, sampled)
-        self.scheduler.update_from_output(plan, output)
+        told = self.scheduler.update_from_output(plan, output)
+        self.told = [one for part in told.values() for one in part.outputs]
         return self.windows
 
     def run(self, *numbers: int, steps: int = 200) -> None:

@@ -4,6 +4,7 @@ metrics and to traces."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,11 +30,14 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.batches: list[int] = []
         self.on_event: Any = None
         self.on_end: Any = None
+        self.step_started = 0.0
 
     def send(self, commands: Sequence[Any]) -> None:
         self.sent += commands
+        self.batches.append(len(commands))
 
     def close(self) -> None:
         pass
@@ -66,11 +70,9 @@ class Harness:
     def send(self, *messages: Any) -> None:
         self.engine.submit(Deliver(STREAM, messages, self.events.append))
 
-    async def report(self, *events: Any, num_rows: int, num_preempted: int = 0) -> None:
+    def report(self, *events: Any, num_rows: int, num_preempted: int = 0) -> None:
         timings, load = StepTimings(verify_us=2000, num_rows=num_rows, num_sequences=len(events)), Load(1, 0, 5)
         self.link.on_event(StepReport(17, 0.002, timings, events, load, num_preempted))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -85,8 +87,8 @@ def traced(number: int, count: int) -> Open:
 
 async def test_steps_are_counted_and_traced(harness: Harness) -> None:
     harness.send(traced(7, 40), Credit(7, 100, 4))
-    await harness.report(Commit(1, 40, (11,), num_cached_ids=32), num_rows=8)
-    await harness.report(Commit(1, 41, (12, 13), num_drafted=3, num_accepted=1, num_cached_ids=32), num_rows=4)
+    harness.report(Commit(1, 40, (11,), num_cached_ids=32), num_rows=8)
+    harness.report(Commit(1, 41, (12, 13), num_drafted=3, num_accepted=1, num_cached_ids=32), num_rows=4)
 
     assert [one.sequence_id for one in harness.events] == [7, 7]  # its own id on its stream
     first, second = harness.steps
@@ -103,9 +105,22 @@ async def test_steps_are_counted_and_traced(harness: Harness) -> None:
     assert read["target_kv_cache_usage_perc", ()] == 1 - 5 / 8
 
 
+async def test_the_age_of_a_step_is_the_link_s(harness: Harness) -> None:
+    assert harness.engine.step_age_s() == 0.0
+    harness.link.step_started = time.monotonic() - 5
+    assert 5 <= harness.engine.step_age_s() < 60
+
+
+async def test_what_one_frame_brought_leaves_together(harness: Harness) -> None:
+    harness.send(opened(7, range(5)), Credit(7, 8, 4))
+    harness.link.batches.clear()
+    harness.send(DraftTokens(7, 0, 5, (1, 2)), Credit(7, 9, 4))
+    assert harness.link.batches == [2]
+
+
 async def test_preemptions_are_counted(harness: Harness) -> None:
-    await harness.report(num_rows=1, num_preempted=2)
-    await harness.report(num_rows=1, num_preempted=3)
+    harness.report(num_rows=1, num_preempted=2)
+    harness.report(num_rows=1, num_preempted=3)
     assert scraped(harness.metrics)["target_num_preemptions_total", ()] == 3
 
 
@@ -118,7 +133,6 @@ async def test_messages_go_on_by_the_link_s_numbers(harness: Harness) -> None:
 async def test_a_commit_without_ids_names_what_was_dropped(harness: Harness) -> None:
     harness.send(opened(7, range(5)), Credit(7, 8, 4))
     harness.link.on_event(Commit(1, 5, (), dropped=(3,)))
-    await asyncio.sleep(0)
     (commit,) = harness.events
     assert (commit.sequence_id, commit.dropped, commit.ids) == (7, (3,), ())
     assert not harness.steps
@@ -126,7 +140,7 @@ async def test_a_commit_without_ids_names_what_was_dropped(harness: Harness) -> 
 
 async def test_what_fails_in_the_scheduler_ends_its_sequence_alone(harness: Harness) -> None:
     harness.send(opened(7, range(5)), Credit(7, 8, 4), opened(8, range(5)), Credit(8, 8, 4))
-    await harness.report(Failure(1, 13, "a commit failed", "COMMIT_FAILED"), Commit(2, 5, (11,)), num_rows=2)
+    harness.report(Failure(1, 13, "a commit failed", "COMMIT_FAILED"), Commit(2, 5, (11,)), num_rows=2)
     assert [type(one) for one in harness.events] == [Failure, Commit]
     assert [one.sequence_id for one in harness.events] == [7, 8]
     assert harness.engine.stats().num_open == 1
@@ -135,7 +149,6 @@ async def test_what_fails_in_the_scheduler_ends_its_sequence_alone(harness: Harn
 async def test_where_the_scheduler_is_gone_the_gateways_open_elsewhere(harness: Harness) -> None:
     harness.send(opened(7, range(5)), Credit(7, 8, 4))
     harness.link.on_end()
-    await asyncio.sleep(0)
     assert [one.reason for one in harness.events] == ["DEVICE_DEAD"]
     assert not harness.engine.is_alive
     with pytest.raises(RuntimeError, match="has ended"):

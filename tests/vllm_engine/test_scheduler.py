@@ -15,7 +15,6 @@ from support.vllm_scheduler import BLOCK, MAX_MODEL_LEN, VOCAB, K, Steps, decode
 
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
-from outrider.vllm.scheduler import LONGEST_WAIT_S
 
 ACCEPTED, RECOVERED, BONUS, PLAIN = (
     TokenOrigin.ACCEPTED,
@@ -135,11 +134,50 @@ def test_where_nobody_may_go_on_the_step_waits_for_what_comes(new: Callable[...,
     steps = started(new(credit=1), 1)
 
     assert steps.step() == {}
-    assert steps.source.waits == [LONGEST_WAIT_S]
+    assert steps.source.waits == [pytest.approx(steps.source.longest_wait_s)]
 
     steps.source.while_waiting = lambda: steps.source.sent.append(Credit(1, 1 << 20, K))
     assert steps.step() == {1: []}  # it came meanwhile, and counts at once
     assert len(steps.source.waits) == 2
+
+
+def test_what_lets_nobody_go_on_does_not_end_the_wait(new: Callable[..., Steps]) -> None:
+    steps = started(new(credit=1), 1)
+    source, come = steps.source, iter([Credit(1, 0, K), DraftTokens(1, 0, 5, (11, 12)), Credit(1, 1 << 20, K)])
+    source.longest_wait_s = 60.0
+    source.while_waiting = lambda: source.sent.append(next(come))
+
+    assert sorted(steps.step()) == [1]
+    assert len(source.waits) == 3
+
+
+def test_news_for_the_engine_s_own_loop_end_the_wait(new: Callable[..., Steps]) -> None:
+    """A request that begins would stand behind the wait."""
+    steps = started(new(credit=1), 1)
+    source = steps.source
+    source.longest_wait_s, source.has_news = 60.0, True
+    source.while_waiting = lambda: source.sent.append(Credit(2, 1 << 20, K))
+
+    assert steps.step() == {}
+    assert len(source.waits) == 1
+
+
+def test_where_the_source_hands_on_commits_the_client_hears_of_ends_alone(new: Callable[..., Steps]) -> None:
+    steps = started(new(), 1, max_tokens=3)
+    steps.open(2, PROMPT, drafted=False)
+    steps.source.is_reader = True
+
+    steps.step()
+    assert [one.request_id for one in steps.told] == ["request-2"]
+    steps.step()
+    assert [one.request_id for one in steps.told if one.finish_reason] == ["request-1"]
+    assert [one.position for one in steps.source.commits(1)] == [4, 5, 6]
+
+
+def test_a_source_that_drafts_alone_leaves_the_client_its_tokens(new: Callable[..., Steps]) -> None:
+    steps = started(new(), 1)
+    steps.step()
+    assert [list(one.new_token_ids) for one in steps.told] == [steps.output(1)[-1:]]
 
 
 def test_patience_holds_a_row_while_others_go_on_and_is_spent_once(new: Callable[..., Steps]) -> None:

@@ -413,9 +413,10 @@ class Outboxes:
             if not self._pending or self._scheduled or self._loop.is_closed():
                 return
             self._scheduled = True
-        self._loop.call_soon_threadsafe(self._send)
+        self._loop.call_soon_threadsafe(self.send)
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """The same at once, on the loop."""
         with self._lock:
             pending, self._pending = self._pending, {}
             self._scheduled = False

@@ -95,6 +95,9 @@ class AskedRow:
 class DraftClient:
     """A DraftSource. `addresses` are of draft services. Raises InvalidArgument for what is none."""
 
+    is_reader = False
+    longest_wait_s = 0.002  # nothing else says that a request comes
+
     def __init__(
         self,
         addresses: Sequence[str],
@@ -153,7 +156,7 @@ class DraftClient:
         """Its draft is told with the next step, behind what this one committed."""
         self._ended.append(row.sequence_id)
 
-    def take(self, rows: Mapping[int, DraftedRow]) -> None:
+    def take(self, rows: Mapping[int, DraftedRow]) -> bool:
         """Gives rows what drafts have sent."""
         self._wake.clear()
         if self._ended:
@@ -168,6 +171,7 @@ class DraftClient:
                 asked.row.patience = 0.0
             else:
                 asked.row.add(message)
+        return False
 
     def wait(self, timeout_s: float) -> None:
         """Until a draft sends something."""

@@ -1,20 +1,26 @@
 """Between a target service and the vLLM engine that it drives, whose scheduler lives in another process: pieces and
-credit one way, what steps committed the other. A Unix socket of this machine, whose two ends know one key; it carries
-the protocol's dataclasses as they are.
+credit one way, what steps committed the other. A Unix socket of this machine, in a folder that only this user may
+enter, which the engine opens with a key; it carries the protocol's dataclasses as they are, a pickle behind its length.
 
-The engine's end never waits for the service: a thread reads, and what it reads lies ready for the next step."""
+No thread stands between: the service reads on its event loop, the scheduler before its steps. What the service says
+meanwhile lies in the socket, then in the service's memory: it waits for the engine nowhere. When a step began the
+scheduler writes into a page of memory that both see, since a message would wake the service once more a step."""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import logging
+import mmap
 import os
+import pickle
 import secrets
+import select
+import socket
+import struct
 import tempfile
-import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +32,76 @@ from outrider.vllm.source import LINK, StepReport
 log = logging.getLogger(__name__)
 
 KEY = "OUTRIDER_LINK_KEY"
+KEY_BYTES = 32
 EXTRA = "outrider"  # key of a request's extra_args
+LENGTH = struct.Struct("<I")  # of the pickle that follows
+CLOCK = struct.Struct("<d")  # seconds of time.monotonic, which is one clock for a machine's processes
+READ_BYTES = 1 << 16
 LinkCommand = DraftTokens | Credit | Close
+LinkEvent = StepReport | Commit  # one without ids, that names dropped chains
 
 
-@dataclass(frozen=True, slots=True)
-class Stepping:
-    """A step begins."""
+def framed(message: Any) -> bytes:
+    """A message as it travels."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
 
 
-LinkEvent = Stepping | StepReport | Commit  # one without ids, that names dropped chains
+class Unframing:
+    """Makes messages of what a socket gave, wherever it cut."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, read: bytes) -> Iterator[Any]:
+        """The messages that are whole by now."""
+        self._bytes += read
+        while len(self._bytes) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._bytes)[0]
+            if len(self._bytes) < end:
+                return
+            message = pickle.loads(self._bytes[LENGTH.size : end])
+            del self._bytes[:end]
+            yield message
+
+
+class StepClock:
+    """When the step under way began, in a file that both ends map."""
+
+    def __init__(self, link: str, create: bool = False) -> None:
+        with Path(f"{link}-clock").open("w+b" if create else "r+b") as file:
+            if create:
+                file.truncate(CLOCK.size)
+            self._page = mmap.mmap(file.fileno(), CLOCK.size)
+
+    @property
+    def started(self) -> float:
+        """Seconds on the monotonic clock; 0 between steps."""
+        (started,) = CLOCK.unpack_from(self._page)
+        return float(started)
+
+    @started.setter
+    def started(self, seconds: float) -> None:
+        CLOCK.pack_into(self._page, 0, seconds)
 
 
 class LinkedService:
-    """The engine's end: a DraftSource. Raises ConnectionError or OSError where no service listens."""
+    """The engine's end: a DraftSource. Raises OSError where no service listens."""
+
+    is_reader = True
+    longest_wait_s = 0.02  # what vLLM's loop hears of is announced here: a sequence's first credit, and its Close
 
     def __init__(self, address: str, vllm_config: Any) -> None:
-        self._connection: Any = Client(address, "AF_UNIX", bytes.fromhex(os.environ[KEY]))
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address)
+        self._socket.sendall(bytes.fromhex(os.environ[KEY]))
+        self._clock = StepClock(address)
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
+        self._received = Unframing()
+        self._has_ended = False
         self._vocab_size = vllm_config.model_config.get_vocab_size()
-        self._arrived: deque[LinkCommand] = deque()
         self._early: dict[int, list[LinkCommand]] = {}  # of sequences whose request has not come yet
-        self._wake = threading.Event()
-        threading.Thread(target=self._read, name="outrider-link", daemon=True).start()
 
     def opened(self, request: Any) -> DraftedRow | None:
         """A request that the service added says which of its sequences it is."""
@@ -70,34 +124,41 @@ class LinkedService:
     def closed(self, row: DraftedRow) -> None:
         """The service knows it, or closed it itself."""
 
-    def take(self, rows: Mapping[int, DraftedRow]) -> None:
-        """Applies what the service sent."""
-        self._wake.clear()
-        while self._arrived:
-            command = self._arrived.popleft()
-            row = rows.get(command.sequence_id)
-            if isinstance(command, Close):
-                self._early.pop(command.sequence_id, None)
-            elif row is not None:
-                self._apply(row, command)
-            else:
-                self._early.setdefault(command.sequence_id, []).append(command)
+    def take(self, rows: Mapping[int, DraftedRow]) -> bool:
+        """Applies what the service sent; whether vLLM's own loop is to see something, too."""
+        is_news = False
+        for commands in self._receive():
+            for command in commands:
+                row = rows.get(command.sequence_id)
+                if isinstance(command, Close):
+                    self._early.pop(command.sequence_id, None)
+                    is_news = True
+                elif row is not None:
+                    self._apply(row, command)
+                else:
+                    self._early.setdefault(command.sequence_id, []).append(command)
+                    is_news = True
+        return is_news
 
     def wait(self, timeout_s: float) -> None:
         """Until the service sends something."""
-        self._wake.wait(timeout_s)
+        if self._has_ended:
+            time.sleep(timeout_s)
+        else:
+            self._readable.poll(timeout_s * 1000)
 
     def stepping(self, started: float) -> None:
-        """The service counts from here how long a step takes."""
-        self._connection.send(Stepping())
+        """The service sees from this how long a step takes."""
+        self._clock.started = started
 
     def committed(self, report: StepReport) -> None:
         """To the service, at once."""
-        self._connection.send(report)
+        self._clock.started = 0.0
+        self._send(report)
 
     def close(self) -> None:
         """The service sees the end of the link."""
-        self._connection.close()
+        self._socket.close()
 
     def _apply(self, row: DraftedRow, command: LinkCommand) -> None:
         if isinstance(command, Credit):
@@ -105,54 +166,106 @@ class LinkedService:
         elif isinstance(command, DraftTokens):
             row.add(command)
             if row.chains.has_dropped:  # said at once: the draft then starts a chain that is not refused
-                dropped = row.chains.take_dropped()
-                self._connection.send(Commit(row.sequence_id, row.committed, (), dropped=dropped))
+                self._send(Commit(row.sequence_id, row.committed, (), dropped=row.chains.take_dropped()))
 
-    def _read(self) -> None:
-        try:
-            while True:
-                self._arrived.extend(self._connection.recv())
-                self._wake.set()
-        except (EOFError, OSError):
-            log.warning("the link to the target service has ended")
+    def _send(self, event: LinkEvent) -> None:
+        if not self._has_ended:
+            self._socket.sendall(framed(event))
+
+    def _receive(self) -> Iterator[Sequence[LinkCommand]]:
+        """What has come by now."""
+        while not self._has_ended:
+            try:
+                read = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                read = b""
+            if not read:
+                self._has_ended = True
+                log.warning("the link to the target service has ended")
+            yield from self._received.feed(read)
+            if len(read) < READ_BYTES:
+                return
 
 
 class EngineLink:
-    """The service's end. It listens from construction on; `environment` tells the engine's process where."""
+    """The service's end; all of it belongs to the event loop. `environment` tells the engine's process where it
+    listens."""
 
     def __init__(self) -> None:
         self.on_event: Callable[[LinkEvent], None] = lambda event: None
         self.on_end: Callable[[], None] = lambda: None
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-")  # only this user may enter it
-        self._key = secrets.token_bytes(32)
+        self._key = secrets.token_bytes(KEY_BYTES)
         self._address = str(Path(self._folder.name) / "link")
-        self._listener = Listener(self._address, "AF_UNIX", authkey=self._key)
-        self._connection: Connection[Sequence[LinkCommand], LinkEvent] | None = None
-        threading.Thread(target=self._serve, name="outrider-link", daemon=True).start()
+        self._clock = StepClock(self._address, create=True)
+        self._server: asyncio.Server | None = None
+        self._engine: EngineConnection | None = None
+
+    async def listen(self) -> None:
+        """Before the engine's process starts. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: EngineConnection(self, self._key), self._address)
 
     @property
     def environment(self) -> Mapping[str, str]:
         """What the engine's process must find in its environment."""
         return {LINK: self._address, KEY: self._key.hex()}
 
+    @property
+    def step_started(self) -> float:
+        """When the step under way began, in seconds of time.monotonic; 0 between steps."""
+        return self._clock.started
+
+    def linked(self, engine: EngineConnection) -> None:
+        """An engine has shown the key."""
+        self._engine = engine
+
     def send(self, commands: Sequence[LinkCommand]) -> None:
         """To the scheduler, before its next step. Raises OSError once the engine is gone."""
-        if self._connection is None:
+        if self._engine is None or self._engine.transport.is_closing():
             raise ConnectionError("the engine is not linked")
-        self._connection.send(commands)
+        self._engine.transport.write(framed(commands))
 
     def close(self) -> None:
         """Ends it; the engine goes on plainly."""
-        self._listener.close()
-        if self._connection is not None:
-            self._connection.close()
+        if self._server is not None:
+            self._server.close()
+        if self._engine is not None:
+            self._engine.transport.close()
         self._folder.cleanup()
 
-    def _serve(self) -> None:
-        """`on_event` and `on_end` are called here."""
-        try:
-            self._connection = connection = self._listener.accept()
-            while True:
-                self.on_event(connection.recv())
-        except (EOFError, OSError):
-            self.on_end()
+
+class EngineConnection(asyncio.Protocol):
+    """What comes from an engine: the key, then events."""
+
+    def __init__(self, link: EngineLink, key: bytes) -> None:
+        self.transport: asyncio.Transport
+        self._link, self._key = link, key
+        self._shown = bytearray()
+        self._received = Unframing()
+        self._is_linked = False
+
+    def connection_made(self, transport: Any) -> None:
+        """Somebody is there."""
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Hands on what is whole."""
+        if not self._is_linked:
+            self._shown += data
+            if len(self._shown) < len(self._key):
+                return
+            if not hmac.compare_digest(self._shown[: len(self._key)], self._key):
+                self.transport.close()
+                return
+            self._is_linked, data = True, bytes(self._shown[len(self._key) :])
+            self._link.linked(self)
+        for event in self._received.feed(data):
+            self._link.on_event(event)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The scheduler's process is gone."""
+        if self._is_linked:
+            self._link.on_end()

@@ -27,8 +27,6 @@ from vllm.v1.request import Request, RequestStatus
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 0.002  # new requests come to the engine's loop, which stands meanwhile
-
 
 class DraftScheduler(Scheduler):  # type: ignore[misc]
     """As vLLM's `scheduler_cls`. Raises ValueError for a vLLM whose steps it cannot serve."""
@@ -73,7 +71,17 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         with self._plainly():
             made = [output for part in outputs.values() for output in part.outputs]
             self._report(scheduler_output, made, accepted)
-        return outputs
+        return self._for_client(outputs) if self._source.is_reader else outputs
+
+    def _for_client(self, outputs: dict[int, Any]) -> dict[int, Any]:
+        """Of what a step gave, by clients, what the source does not hand on itself: ends, and other requests."""
+        for told in outputs.values():
+            told.outputs = [one for one in told.outputs if one.finish_reason or one.request_id not in self._rows]
+        return {
+            client: told
+            for client, told in outputs.items()
+            if told.outputs or told.finished_requests or told.scheduler_stats
+        }
 
     def add_request(self, request: Request) -> None:
         """A new request; its drafts begin."""
@@ -115,12 +123,17 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         if (has_waiting and not self._is_stuck) or not (has_waiting or self.running):
             return
         now = time.monotonic()
-        dues = [self._due(request, now) for request in self.running]
-        if any(due is not None and due <= now for due in dues):
-            return
-        soonest = min((due - now for due in dues if due is not None), default=LONGEST_WAIT_S)
-        self._source.wait(min(soonest, LONGEST_WAIT_S))
-        self._source.take(self._by_sequence)
+        end = now + self._source.longest_wait_s
+        while (due := min(end, self._next_due(now, end))) > now:
+            self._source.wait(due - now)
+            if self._source.take(self._by_sequence):
+                return
+            now = time.monotonic()
+
+    def _next_due(self, now: float, otherwise: float) -> float:
+        """When the first running request may go on; `otherwise` where none has credit."""
+        dues = (self._due(request, now) for request in self.running)
+        return min((due for due in dues if due is not None), default=otherwise)
 
     def _yield_blocks(self) -> None:
         """Where blocks run out, rows without credit give up theirs first, the youngest before."""

@@ -27,14 +27,18 @@ class StepReport:
 class DraftSource(Protocol):
     """All methods belong to the engine's thread, and none of them may block but `wait`."""
 
+    is_reader: bool  # it hands on what steps commit of its rows, so that vLLM's own client hears of their ends alone
+    longest_wait_s: float  # of a step that has nothing to do; vLLM's loop, to which requests come, stands meanwhile
+
     def opened(self, request: Any) -> DraftedRow | None:
         """The row of a vLLM request that was added; None where nobody drafts for it."""
 
     def closed(self, row: DraftedRow) -> None:
         """It ended, or was aborted."""
 
-    def take(self, rows: Mapping[int, DraftedRow]) -> None:
-        """Gives what has come to the rows that it is for, by their sequence ids."""
+    def take(self, rows: Mapping[int, DraftedRow]) -> bool:
+        """Gives what has come to the rows that it is for, by their sequence ids. Returns whether something came of
+        which vLLM's own loop hears, too: a request begins, or is to end."""
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something has come, or after so long."""

@@ -448,10 +448,10 @@ class SpeculationCore:
 
     def _credit_target(self) -> list[Effect]:
         """Renews the target's credit; not while it has a whole window's and the next piece can bring it along, or two
-        and drafts for itself."""
-        k, has = self._window, self._target_credit
-        enough = 2 * k + 1 if self.at_target else k
-        if self.drafting and has is not None and has.max_window == k and has.until - len(self.committed) > enough:
+        and drafts for itself, or half of what it may have of plain tokens."""
+        k, has = (self._window if self.drafting else 0), self._target_credit
+        enough = self.policy.plain_ahead // 2 if not self.drafting else 2 * k + 1 if self.at_target else k
+        if has is not None and has.max_window == k and has.until - len(self.committed) > enough:
             return []
         credit = self._due_credit()
         return [ToTarget(credit)] if credit else []

@@ -62,7 +62,7 @@ class Checkpoint:
 async def start(settings: TargetSettings) -> EngineService[VllmEngine]:
     """Starts the engine and binds the server. Raises what `start_engine` raises."""
     outboxes, metrics = Outboxes(asyncio.get_running_loop()), new_metrics(settings)
-    engine, info = await start_engine(settings, outboxes.flush, step_watcher(metrics))
+    engine, info = await start_engine(settings, outboxes.send, step_watcher(metrics))
     servicer = TargetServicer(engine, outboxes, info, engine.load)
     if metrics is not None:
         metrics.attach(engine.stats, engine, info.model, settings.vllm_metrics)
@@ -77,6 +77,7 @@ async def start_engine(
     vllm_version()
     link = None if drafts_itself(settings) else EngineLink()
     if link is not None:
+        await link.listen()
         os.environ.update(link.environment)
         use_first_runner()
     try:

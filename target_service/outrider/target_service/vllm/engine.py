@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -46,7 +45,7 @@ from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.observed import EngineStats, ObservedStep
 from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
 from outrider.target_service.vllm.requests import VLLM_CAPABILITIES, check_request, prompt_of, refusals, sampling_of
-from outrider.vllm.link import LinkCommand, LinkEvent, Stepping
+from outrider.vllm.link import LinkCommand, LinkEvent
 from outrider.vllm.source import StepReport
 
 log = logging.getLogger(__name__)
@@ -69,6 +68,10 @@ class Link(Protocol):
 
     on_event: Callable[[LinkEvent], None]
     on_end: Callable[[], None]
+
+    @property
+    def step_started(self) -> float:
+        """When the step under way began, in seconds of time.monotonic; 0 between steps."""
 
     def send(self, commands: Sequence[LinkCommand]) -> None:
         """To the scheduler. Raises OSError once it is gone."""
@@ -102,8 +105,8 @@ class VllmEngine:
         self._sequences: dict[SequenceKey, VllmSequence] = {}
         self._by_number: dict[int, VllmSequence] = {}
         self._numbers = itertools.count(1)
+        self._unsent: list[LinkCommand] = []
         self._load = Load(free_blocks=limits.num_blocks)
-        self._step_started: float | None = None
         self._num_looked_up = self._num_found = self._num_preempted = 0
         link.on_event, link.on_end = self._on_link_event, self._on_link_end
 
@@ -116,8 +119,8 @@ class VllmEngine:
 
     def step_age_s(self) -> float:
         """For how long the step under way has run; 0 between steps."""
-        started = self._step_started
-        return 0.0 if started is None else time.monotonic() - started
+        started = self._link.step_started
+        return time.monotonic() - started if started else 0.0
 
     def load(self) -> Load:
         """The present load; what waits for its first step counts as waiting."""
@@ -144,6 +147,7 @@ class VllmEngine:
         if isinstance(command, Detach):
             for sequence in [one for one in self._sequences.values() if one.key[0] == command.stream]:
                 self._remove(sequence)
+            self._hand_over()
             return
         for message in command.messages:
             try:
@@ -152,6 +156,7 @@ class VllmEngine:
                 log.exception("a %s of sequence %d failed", type(message).__name__, message.sequence_id)
                 failed = Internal("a message failed in the engine; see the log", reason="COMMAND_FAILED")
                 self._refuse((command.stream, message.sequence_id), command.sink, failed)
+        self._hand_over()
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Runs a function at once."""
@@ -197,7 +202,6 @@ class VllmEngine:
             if sequence is not None:
                 self._remove(sequence)
             sink(Closed(message.sequence_id))
-            self._flush()
         elif sequence is not None:  # else it finished or failed before this arrived
             if isinstance(message, DraftTokens) and self.limits.untrusted_draft:
                 message = replace(message, weights=())
@@ -248,29 +252,20 @@ class VllmEngine:
     # What vLLM's scheduler says.
 
     def _on_link_event(self, event: LinkEvent) -> None:
-        """From the link's thread."""
-        with suppress(RuntimeError):  # the loop has ended: there is nobody to tell
-            self._loop.call_soon_threadsafe(self._take, event)
-
-    def _on_link_end(self) -> None:
-        """From the link's thread: the scheduler's process is gone."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._end, None)
-
-    def _take(self, event: LinkEvent) -> None:
-        if isinstance(event, Stepping):
-            self._step_started = time.monotonic()
-            return
         events: Sequence[TargetEvent] = (event,) if isinstance(event, Commit) else event.events
         if isinstance(event, StepReport):
-            self._step_started, self._load, self._num_preempted = None, event.load, event.num_preempted
+            self._load, self._num_preempted = event.load, event.num_preempted
             if self._on_step is not None:
                 self._on_step(self._observed(event))
         for one in events:
             sequence = self._by_number.get(one.sequence_id)
             if sequence is not None:
                 self._hand_on(sequence, one, self._load)  # as the step left it
-        self._flush()
+        self._hand_over()
+
+    def _on_link_end(self) -> None:
+        """The scheduler's process is gone."""
+        self._end(None)
 
     def _observed(self, report: StepReport) -> ObservedStep:
         commits = [event for event in report.events if isinstance(event, Commit)]
@@ -312,14 +307,13 @@ class VllmEngine:
         if sequence.key in self._sequences:
             self._remove(sequence)
             sequence.sink(to_failure(sequence.open.sequence_id, error))
-            self._flush()
+            self._hand_over()
 
     def _refuse(self, key: SequenceKey, sink: Sink, error: OutriderError) -> None:
         sequence = self._sequences.get(key)
         if sequence is not None:
             self._remove(sequence)
         sink(to_failure(key[1], error))
-        self._flush()
 
     def _remove(self, sequence: VllmSequence, has_finished: bool = False) -> None:
         """Forgets a sequence; vLLM aborts what it has not finished."""
@@ -332,9 +326,16 @@ class VllmEngine:
         if sequence.request is not None and not has_finished:
             sequence.request.cancel()
 
-    def _send(self, command: Any) -> None:
+    def _send(self, command: LinkCommand) -> None:
+        self._unsent.append(command)
+
+    def _hand_over(self) -> None:
+        """What one turn says leaves together, either way."""
+        self._flush()
+        unsent, self._unsent = self._unsent, []
         try:
-            self._link.send([command])
+            if unsent:
+                self._link.send(unsent)
         except OSError as error:
             self._end(error)
 

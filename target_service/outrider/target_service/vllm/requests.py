@@ -53,8 +53,9 @@ def counting_parameters(sampling: SamplingParams) -> list[str]:
 
 
 def prompt_of(message: Open) -> dict[str, Any]:
-    """What is computed before the first token: a continuation's output, too."""
-    prompt: dict[str, Any] = {"prompt_token_ids": [*message.prompt_ids, *message.output_ids]}
+    """What is computed before the first token: a continuation's output, too. As vLLM's renderer would make it, which
+    would take a turn of a thread for that."""
+    prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": [*message.prompt_ids, *message.output_ids]}
     return {**prompt, "cache_salt": message.salt} if message.salt else prompt
 
 

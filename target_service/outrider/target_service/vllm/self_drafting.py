@@ -22,7 +22,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.sampling_params import FinishReason
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.vllm.engine import VllmEngine, VllmSequence, committed_at
-from outrider.vllm.link import LinkEvent
+from outrider.vllm.link import LinkCommand, LinkEvent
 from outrider.vllm.outputs import origins_of
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.STOP}
@@ -33,6 +33,7 @@ class Unlinked:
 
     on_event: Callable[[LinkEvent], None]
     on_end: Callable[[], None]
+    step_started = 0.0  # nobody says
 
     def send(self, commands: Sequence[Any]) -> None:
         """Nobody takes them."""
@@ -63,7 +64,7 @@ class SelfDraftingEngine(VllmEngine):
         self._k = k
         self._progress: dict[int, Progress] = {}  # by the sequences' numbers
 
-    def _send(self, command: Any) -> None:
+    def _send(self, command: LinkCommand) -> None:
         """A credit lets out what was computed; vLLM itself knows none, and computes on."""
         if isinstance(command, Close):
             self._progress.pop(command.sequence_id, None)
