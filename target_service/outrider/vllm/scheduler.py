@@ -27,6 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 
 log = logging.getLogger(__name__)
 
+SHORT_WAIT_S = 0.002  # nobody announces that a grammar is compiled
+
 
 class DraftScheduler(Scheduler):  # type: ignore[misc]
     """As vLLM's `scheduler_cls`. Raises ValueError for a vLLM whose steps it cannot serve."""
@@ -123,7 +125,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         if (has_waiting and not self._is_stuck) or not (has_waiting or self.running):
             return
         now = time.monotonic()
-        end = now + self._source.longest_wait_s
+        end = now + (SHORT_WAIT_S if has_waiting else self._source.longest_wait_s)
         while (due := min(end, self._next_due(now, end))) > now:
             self._source.wait(due - now)
             if self._source.take(self._by_sequence):
