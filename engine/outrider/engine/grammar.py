@@ -29,17 +29,12 @@ from outrider.engine.grammar_source import (
     source_of,
 )
 from outrider.engine.grammar_trial import Trials
+from outrider.engine.token_masks import ALL_BITS, clear_bit, num_words, set_bit
 
 __all__ = ["KINDS", "CompiledGrammar", "GrammarCompiler", "GrammarError", "GrammarSpec", "Kind", "Matcher"]
 __all__ += ["ReasoningSpec", "num_words"]
 
 MAX_CACHED = 128  # grammars, and as many that were refused
-ALL_BITS = -1  # an int32 of which every bit is set
-
-
-def num_words(vocab_size: int) -> int:
-    """How many int32 a row of a mask has."""
-    return -(-vocab_size // 32)
 
 
 class GrammarCompiler:
@@ -160,7 +155,14 @@ class Matcher:
                 raise GrammarError(f"token {token}, {index + 1} of {len(ids)}, does not fit the constraint")
             self._place = place
 
-    def masks(self, drafted: Sequence[int], first: int = 0) -> Tensor:  # [rows, ceil(vocab / 32)] int32
+    @property
+    def is_text(self) -> bool:
+        """Whether the text itself is constrained, here or later."""
+        return self._matcher is not None
+
+    def masks(
+        self, drafted: Sequence[int], first: int = 0, out: Tensor | None = None
+    ) -> Tensor:  # [rows, ceil(vocab / 32)] int32
         """What may follow the prefixes of `drafted` of length `first` and above; set bits are allowed. Rows behind a
         token that is forbidden, or behind the end, allow everything: nothing of them is kept. The state stays. Raises
         GrammarError where the library gives up."""
@@ -271,10 +273,10 @@ class Matcher:
         if place.phase is Phase.REASONING and reasoning is not None:
             if self._is_spent(place):
                 row.zero_()
-                _set(row, reasoning.end_ids[place.num_matched])
+                set_bit(row, reasoning.end_ids[place.num_matched])
             elif self._matcher is not None:  # what was asked for is still to come
                 for token in self._compiler.eos_ids:
-                    _clear(row, token)
+                    clear_bit(row, token)
         elif self._matcher is not None:
             begun = 0 if reasoning is None or place.phase is Phase.TEXT else place.num_matched
             held = self._matcher.try_consume_tokens(list(reasoning.start_ids[:begun])) if reasoning and begun else 0
@@ -285,18 +287,8 @@ class Matcher:
             self._back(_Place(Phase.TEXT, num_consumed=held), _Place(Phase.TEXT))
             self._require()
             if reasoning is not None and place.phase is Phase.STARTING:
-                _set(row, reasoning.start_ids[begun])
+                set_bit(row, reasoning.start_ids[begun])
 
     def _require(self) -> None:
         if self._matcher is not None and self._matcher.is_error():
             raise GrammarError(f"the constraint is too complex here: {first_line(self._matcher.get_error())}")
-
-
-def _set(row: Tensor, token: int) -> None:  # [words] int32
-    bits = row.numpy().view("uint32")
-    bits[token // 32] |= 1 << token % 32
-
-
-def _clear(row: Tensor, token: int) -> None:  # [words] int32
-    bits = row.numpy().view("uint32")
-    bits[token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)

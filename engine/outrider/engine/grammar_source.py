@@ -6,16 +6,45 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_BYTES = 256 * 1024  # of a constraint's text, all choices together
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
+_TEXT_KINDS: tuple[Kind, ...] = ("json_schema", "regex", "grammar", "structural_tag")
 # Between the tokens of JSON: a space, or a line's end and its indentation. Any number of them, and a model that is kept
 # from all else writes spaces for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,40})?"}
+
+
+class ConstraintLike(Protocol):
+    """What is read of a request's structured output; one of them is set."""
+
+    @property
+    def json_schema(self) -> str | None: ...
+    @property
+    def regex(self) -> str | None: ...
+    @property
+    def grammar(self) -> str | None: ...
+    @property
+    def structural_tag(self) -> str | None: ...
+    @property
+    def choice(self) -> Sequence[str] | None: ...
+
+
+class ReasoningLike(Protocol):
+    """What is read of a request's reasoning."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]: ...
+    @property
+    def start_ids(self) -> tuple[int, ...]: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def open(self) -> bool: ...
 
 
 class GrammarError(ValueError):
@@ -40,6 +69,23 @@ class GrammarSpec:
     text: str = ""
     choices: tuple[str, ...] = ()
     reasoning: ReasoningSpec | None = None
+
+    @classmethod
+    def of(cls, constraint: ConstraintLike | None, reasoning: ReasoningLike | None) -> GrammarSpec | None:
+        """What a request asks for; None where it asks for nothing."""
+        if constraint is None and reasoning is None:
+            return None
+        before = None
+        if reasoning is not None:
+            before = ReasoningSpec(reasoning.end_ids, reasoning.start_ids, reasoning.max_tokens, reasoning.open)
+        if constraint is None:
+            return cls(None, reasoning=before)
+        if constraint.choice is not None:
+            return cls("choice", choices=tuple(constraint.choice), reasoning=before)
+        for kind in _TEXT_KINDS:
+            if (text := getattr(constraint, kind)) is not None:
+                return cls(kind, text, reasoning=before)
+        return cls("json_object", reasoning=before)
 
 
 def limits() -> LLParserLimits:

@@ -7,10 +7,10 @@ what single rows and ids ask for; where a number a row says it all, `row_samplin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.staging import Column, StagedColumns
+from outrider.engine.token_masks import Constraint
 from outrider.kernels.sampling.reference import processed_logits
 from outrider.kernels.types import Allowed, Entries, Penalties, RowSampling, Truncation
+
+if TYPE_CHECKING:
+    from outrider.engine.grammar import Matcher
 
 
 class SamplingLike(Protocol):
@@ -93,15 +97,27 @@ class SequenceSampler:
         self._tail_length = max((len(word) - 1 for word in bad_words), default=0)
         self._tail: tuple[int, ...] = ()  # the last output tokens, as many as a bad word's beginning needs
         self._column_of: dict[int, int] = {}  # where each id in prompt or output is counted
+        self.constraint: Constraint | None = None  # behind the output so far
         self._seen_ids = torch.empty(0, dtype=torch.int64, device=device)  # [seen]
         self._output_counts = torch.empty(0, device=device)  # [seen] float32
         if self.penalised:
             self._add_columns(prompt_ids)
         self.append(output_ids)
 
+    def constrain(self, matcher: Matcher, ignored_ends: Iterable[int] = ()) -> None:
+        """From now on tokens follow this, too; it stands behind the output so far."""
+        self.constraint = Constraint(matcher, self._held_back, self.params.min_tokens, ignored_ends)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether masks say which tokens may follow, now or later."""
+        return self.constraint is not None and self.constraint.matcher.constrains
+
     def append(self, token_ids: Sequence[int]) -> None:
         """Counts committed tokens as output."""
         self.num_output += len(token_ids)
+        if self.constraint is not None:
+            self.constraint.matcher.advance(token_ids)
         if self._tail_length:
             self._tail = (*self._tail, *token_ids)[-self._tail_length :]
         if self.penalised and token_ids:
@@ -113,7 +129,8 @@ class SequenceSampler:
     def banned_after(self, drafted: Sequence[int]) -> set[int]:
         """Ids that may not follow these drafted tokens: ends of bad words, and until min_tokens EOS and stop ids."""
         banned: set[int] = set()
-        if self.num_output + len(drafted) < self.params.min_tokens:
+        holds_back = self.constraint is None or not self.constraint.holds_ends_back
+        if holds_back and self.num_output + len(drafted) < self.params.min_tokens:
             banned.update(self._held_back)
         banned.update(self._bad_tokens)
         if self._bad_words:
@@ -158,7 +175,7 @@ class SequenceSampler:
     @property
     def restricted(self) -> bool:
         """Whether single ids are allowed, banned or biased now."""
-        return self._restricted_always or self.num_output < self.params.min_tokens
+        return self._restricted_always or self.num_output < self.params.min_tokens or self.constrained
 
     def _known(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size
@@ -244,6 +261,7 @@ class _Assembly:
     def finish(self, device: torch.device, token_mask: Tensor | None) -> RowSampling:
         """The tensors; None for what no row uses."""
         bias, bias_values = self._bias(device)
+        token_mask = None if token_mask is None else token_mask.to(device, non_blocking=True)
         return RowSampling(
             allowed=self._allowed(device),
             banned=_entries(self.banned, device),

@@ -212,8 +212,11 @@ class DeviceVerifier:
                 self._captured[size, rule] = self._capture(size, columns, rule)
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, windows: Sequence[ScheduledSequence]) -> list[VerifiedWindow]:
-        """Judges every window; logits are [rows of the step that want them, vocab] float32."""
+    def verify(
+        self, logits: Tensor, windows: Sequence[ScheduledSequence], token_mask: Tensor | None = None
+    ) -> list[VerifiedWindow]:
+        """Judges every window; logits are [rows of the step that want them, vocab] float32, and the mask is [rows of
+        the windows, vocab / 32] int32 on the host."""
         if not windows:
             return []
         inputs = VerifyInputs(windows)
@@ -224,10 +227,11 @@ class DeviceVerifier:
             results, places = captured.results, len(captured.columns["rules"])
         else:
             logits = rows_of(windows, logits)
-            results, places = self._launch(logits, inputs), len(windows)
+            results, places = self._launch(logits, inputs, token_mask), len(windows)
         ends = (places, 2 * places, 2 * places + (len(results) - 2 * places if inputs.parents is None else len(logits)))
         accepted, next_ids, invalid, held = self._graphs.download(results).tensor_split(ends)
-        return verified_windows(logits, windows, accepted[: len(windows)], next_ids[: len(windows)], invalid, held)
+        found = accepted[: len(windows)], next_ids[: len(windows)], invalid, held
+        return verified_windows(logits, windows, *found, token_mask=token_mask)
 
     def prepare(self, target: TargetSequence) -> bool:
         """Random numbers are drawn where they are used: there is nothing to prepare."""
@@ -248,13 +252,14 @@ class DeviceVerifier:
         size = next(fitting, None)
         return None if size is None else self._captured[size, inputs.max_rule]
 
-    def _launch(self, logits: Tensor, inputs: VerifyInputs) -> Tensor:
+    def _launch(self, logits: Tensor, inputs: VerifyInputs, token_mask: Tensor | None) -> Tensor:
         layout = verify_columns(inputs.num_rows, len(inputs.windows), inputs.num_entries)
         host, device = self._buffers(words_of(layout))
         columns = StagedColumns(layout, host, device)
         self._upload(inputs, columns, host, device)
         if inputs.changes_logits:
-            sampling = assemble([rows for window in inputs.windows for rows in window.sampling_rows], self._device)
+            plans = [rows for window in inputs.windows for rows in window.sampling_rows]
+            sampling = assemble(plans, self._device, token_mask)
         else:
             sampling = row_sampling(columns)
         parents = None if inputs.parents is None else inputs.parents.to(self._device)
@@ -291,8 +296,11 @@ def _words(size: VerifySize) -> int:
 class StepVerifier(Protocol):
     """Judges the windows of a step."""
 
-    def verify(self, logits: Tensor, windows: Sequence[ScheduledSequence]) -> list[VerifiedWindow]:
-        """Of every window what is committed, in no fixed order; logits are [rows that want them, vocab] float32."""
+    def verify(
+        self, logits: Tensor, windows: Sequence[ScheduledSequence], token_mask: Tensor | None = None
+    ) -> list[VerifiedWindow]:
+        """Of every window what is committed, in no fixed order; logits are [rows that want them, vocab] float32, the
+        mask [rows of the windows, vocab / 32] int32 on the host, None where no row has a constraint."""
 
     def prepare(self, target: TargetSequence) -> bool:
         """Uses idle time for a sequence's next window; whether there was something to do."""

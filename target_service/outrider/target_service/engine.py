@@ -36,6 +36,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.target_service.device_verifier import StepVerifier, verifier_of
 from outrider.target_service.goodput import BatchingDelay, Goodput
+from outrider.target_service.grammars import POLL_S, Grammars, open_grammar, stuck
 from outrider.target_service.local_draft import LocalDraft
 from outrider.target_service.outputs import ComputedStep, VerifiedWindow, position_logprobs, report_prompt
 from outrider.target_service.profile import StepProfile, ThreadSplit, measure_steps
@@ -65,6 +66,7 @@ class TargetEngine:
         on_step: Callable[[ComputedStep], None] | None = None,
         head: Head | None = None,
         tree: TokenTree | None = None,  # what it drafts where trees are verified
+        grammars: Grammars | None = None,  # without, requests for constraints are refused
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -81,6 +83,7 @@ class TargetEngine:
         drawer = Drawer(limits.vocab_size, runner.model.device)
         self.local_draft = None if head is None else LocalDraft(head, runner, self.cache, drawer, tree)
         self._batching_delay = BatchingDelay()
+        self.grammars = grammars
         self.threads: ThreadSplit | None = None  # where the number is not given
 
     def handle(self, command: TargetEngineCommand) -> None:
@@ -99,6 +102,7 @@ class TargetEngine:
     def step(self, now: float) -> float | None:
         """Runs one ragged step, or says how long nothing is due. Raises DeviceLost when the process has to end."""
         self._expire(now)
+        self._resume(now)
         due = min(dues := self.scheduler.dues(now), default=None)
         if due is None or due > now:
             return 0.0 if self._prepare_ahead() else self._wait(due, now)
@@ -165,6 +169,7 @@ class TargetEngine:
                 message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, self._clock()
             )
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
+            open_grammar(self.grammars, target)
         except OutriderError as error:
             sink(to_failure(message.sequence_id, error))
             self._flush()
@@ -194,6 +199,13 @@ class TargetEngine:
             self._fail(target, DeadlineExceeded("the request's time ran out", reason="DEADLINE"))
             self._flush()
 
+    def _resume(self, now: float) -> None:
+        """Lets sequences go on that waited for their constraint, or ends them with its error."""
+        for target in [t for t in self.scheduler.sequences.values() if t.waits_for is not None]:
+            if self.grammars is not None and (error := self.grammars.resume(target, now)) is not None:
+                self._fail(target, error)
+                self._flush()
+
     def _prepare_ahead(self) -> bool:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
         for target in [target for target in self.scheduler.sequences.values() if target.wants_tokens]:
@@ -204,14 +216,18 @@ class TargetEngine:
 
     def _wait(self, due: float | None, now: float) -> float | None:
         deadlines = [t.deadline for t in self.scheduler.sequences.values() if t.deadline is not None]
-        wakes = [*deadlines, *([due] if due is not None else [])]
+        looks = [now + POLL_S for t in self.scheduler.sequences.values() if t.waits_for is not None][:1]
+        wakes = [*deadlines, *looks, *([due] if due is not None else [])]
         return max(0.0, min(wakes) - now) if wakes else None
 
     def _compute(self, targets: Sequence[TargetSequence]) -> ComputedStep | None:
         """A step of these, as far as there are rows and blocks. If it raises, all are as before."""
-        step = self.scheduler.plan(targets)
+        step = self.scheduler.plan([target for target in targets if target.waits_for is None])
         try:
-            return compute(step, self._runner, self.verifier, self._clock) if step else None
+            computed = compute(step, self._runner, self.verifier, self._clock, self.grammars) if step else None
+            if computed is not None and len(computed.scheduled) < len(step):  # some wait for their masks
+                self.scheduler.roll_back(one for one in step if one.target.waits_for is not None)
+            return computed if computed is not None and computed.scheduled else None
         except Exception:
             self.scheduler.roll_back(step)
             raise
@@ -256,6 +272,9 @@ class TargetEngine:
     def _commit(self, verified: VerifiedWindow, step: ComputedStep, load: Load) -> None:
         target = verified.scheduled.target
         if verified.invalid:
+            if (error := stuck(target, verified.scheduled.window)) is not None:
+                self._fail(target, error)
+                return
             message = "the target's logits hold NaN or infinity, or no token is allowed"
             self.cache.forget(target.sequence, target.num_cached_ids)  # nobody shall find what it computed
             self._fail(target, Internal(message, reason="INVALID_LOGITS"))
@@ -305,19 +324,29 @@ class TargetEngine:
 
 
 def compute(
-    step: Sequence[ScheduledSequence], runner: ModelRunner, verifier: StepVerifier, clock: Callable[[], float]
+    step: Sequence[ScheduledSequence],
+    runner: ModelRunner,
+    verifier: StepVerifier,
+    clock: Callable[[], float],
+    grammars: Grammars | None = None,
 ) -> ComputedStep:
-    """One pass over the model, and what the target says of the windows in it; nothing is committed. Raises what the
-    model or the verifier raises, or DeviceLost if the device is unusable after it."""
+    """One pass over the model, and what the target says of the windows in it; nothing is committed. Sequences whose
+    masks are late are no more in it. Raises what the model or the verifier raises, or DeviceLost if the device is
+    unusable after it."""
     started_ns, started = time.time_ns(), clock()
+    masks = None if grammars is None else grammars.start([scheduled for scheduled in step if scheduled.samples])
     try:
         logits = runner.forward([scheduled.batch_entry() for scheduled in step])  # [rows that want them, vocab]
         for scheduled in step:
             if scheduled.target.wants_prompt_logprobs:
                 report_prompt(scheduled, logits[scheduled.first_logit :][: scheduled.num_logits])
-        verified = verifier.verify(logits, [scheduled for scheduled in step if scheduled.samples])
+        token_mask = None if masks is None else masks.wait(clock() - started)  # [rows that judge, words]
+        step = step if masks is None else [one for one in step if one.target.waits_for is None]
+        verified = verifier.verify(logits, [scheduled for scheduled in step if scheduled.samples], token_mask)
         runner.keep_paths([path for window in verified if (path := kept_path(window)) is not None])
     except Exception:
+        if masks is not None:
+            masks.wait(0.0)  # nobody else may use a matcher meanwhile
         require_device(runner.model.device)
         raise
     ended = clock()
@@ -327,7 +356,8 @@ def compute(
     timings = StepTimings(
         verify_us=verify_us, sample_us=step_us - verify_us, num_rows=num_rows, num_sequences=len(step)
     )
-    return ComputedStep(step, verified, started_ns, started, ended, timings)
+    mask_us = 0 if masks is None else round(masks.wait_s * 1e6)
+    return ComputedStep(step, verified, started_ns, started, ended, timings, mask_us)
 
 
 def kept_path(verified: VerifiedWindow) -> KeptPath | None:

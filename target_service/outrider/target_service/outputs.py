@@ -45,6 +45,7 @@ def verified_windows(
     next_ids: Tensor,  # [n] int64: the target's own token after them; -1: none
     invalid: Tensor,  # [rows] bool, or 0 and 1
     held: Tensor | None = None,  # [drafted] bool: which drafted tokens hold, where there are trees
+    token_mask: Tensor | None = None,  # [rows, vocab / 32] int32, where some row has a constraint
 ) -> list[VerifiedWindow]:
     """What was judged, by window."""
     verified: list[VerifiedWindow] = []
@@ -68,7 +69,7 @@ def verified_windows(
             verified.append(window)
         first_row += num_rows
         first_draft += len(scheduled.window.ids)
-    return _with_logprobs(verified, reported, logits) if reported else verified
+    return _with_logprobs(verified, reported, logits, token_mask) if reported else verified
 
 
 def _up_to_stop(
@@ -97,7 +98,9 @@ def find_stop(
         after_minimum = num_output + index >= sampling.min_tokens
         if after_minimum and token in sampling.stop_token_ids:
             return index + 1, FinishReason.STOP, token
-        if after_minimum and token in eos_ids and not sampling.ignore_eos:
+        # A constraint yields an end before the minimum, or one that is ignored, only where nothing else may follow.
+        ends = sampling.structured_output is not None or (after_minimum and not sampling.ignore_eos)
+        if ends and token in eos_ids:
             return index + 1, FinishReason.STOP, None
         if index + 1 >= max_tokens_left:
             return index + 1, FinishReason.LENGTH, None
@@ -105,7 +108,10 @@ def find_stop(
 
 
 def _with_logprobs(
-    windows: list[VerifiedWindow], reported: Sequence[tuple[int, Sequence[int]]], logits: Tensor
+    windows: list[VerifiedWindow],
+    reported: Sequence[tuple[int, Sequence[int]]],
+    logits: Tensor,
+    token_mask: Tensor | None,
 ) -> list[VerifiedWindow]:
     """Adds what is asked of the committed tokens, together for all that ask for values of the same kind."""
     by_mode: dict[str, list[tuple[int, Sequence[int]]]] = {}
@@ -115,11 +121,12 @@ def _with_logprobs(
     for mode, members in by_mode.items():
         owners = [windows[index] for index, _ in members]
         targets = [owner.scheduled.target for owner in owners]
-        own = logits[torch.tensor([row for _, rows in members for row in rows], device=logits.device)]
+        chosen_rows = torch.tensor([row for _, rows in members for row in rows])
+        own = logits[chosen_rows.to(logits.device)]
         sampling, probs = RowSampling(), own
         if mode.startswith("processed"):
             plans = [SamplingRows(t.sampler, owner.ids[:-1]) for t, owner in zip(targets, owners, strict=True)]
-            sampling = assemble(plans, logits.device)
+            sampling = assemble(plans, logits.device, None if token_mask is None else token_mask[chosen_rows])
             probs, _ = logits_to_probs(own, sampling)
         counts = [t.open.sampling.logprobs or 0 for t, owner in zip(targets, owners, strict=True) for _ in owner.ids]
         chosen = [token for owner in owners for token in owner.ids]
@@ -176,6 +183,7 @@ class ComputedStep:
     started: float  # on the engine's clock
     ended: float
     timings: StepTimings  # what every commit of it says; the queue's time is each sequence's own
+    mask_us: int = 0  # that masks of constraints held it up
 
     @property
     def seconds(self) -> float:

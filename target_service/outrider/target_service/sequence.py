@@ -4,7 +4,9 @@ becomes one, within the target's limits, or is refused with the reason."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from outrider.engine.kv_cache_manager import BLOCK_SIZE, CachedSequence
 from outrider.engine.random import RandomAhead, RandomKey
@@ -60,6 +62,7 @@ class TargetSequence:
     sampler: SequenceSampler
     random_key: RandomKey
     random_ahead: RandomAhead = field(default_factory=RandomAhead)
+    waits_for: Future[Any] | None = None  # its constraint, or masks of it that were late
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     finished: bool = False
 
@@ -160,7 +163,7 @@ class TargetSequence:
     @property
     def wants_tokens(self) -> bool:
         """Whether one more token may be committed."""
-        return self.until > self.committed and not self.finished
+        return self.until > self.committed and not self.finished and self.waits_for is None
 
     def due(self, now: float) -> float | None:
         """When the next round may start: now or earlier if it may run, later while it waits for a chain, None
@@ -201,9 +204,6 @@ def admit(
     not taken."""
     whole = with_prompt(message, None if parent is None else parent.open)
     check_open(whole, limits)
-    if whole.sampling.structured_output is not None:
-        problem = "is not supported by this target; leave it unset"
-        raise InvalidArgument.of([Violation("sampling.structured_output", problem)])
     sampler = _sampler(whole, limits)
     sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt)
     return TargetSequence(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -170,17 +171,25 @@ class HostVerifier:
         self._words = verify_source(HOST)
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, windows: Sequence[ScheduledSequence]) -> list[VerifiedWindow]:
-        """Judges every window, in no fixed order; logits are [rows of the step that want them, vocab] float32."""
+    def verify(
+        self, logits: Tensor, windows: Sequence[ScheduledSequence], token_mask: Tensor | None = None
+    ) -> list[VerifiedWindow]:
+        """Judges every window, in no fixed order; logits are [rows of the step that want them, vocab] float32, and the
+        mask is [rows of the windows, vocab / 32] int32, one window after the other."""
+        ends = accumulate(window.num_verify_rows for window in windows)
+        rows_by = {w.target.key: slice(end - w.num_verify_rows, end) for w, end in zip(windows, ends, strict=True)}
         groups: dict[VerifyRule, list[ScheduledSequence]] = {}
         for member in windows:
             groups.setdefault(rule_of(member.target), []).append(member)
         verified: list[VerifiedWindow] = []
         for rule, members in groups.items():
             chosen, rows = rows_of(members, logits), [rows for member in members for rows in member.sampling_rows]
-            sampling = assemble(rows, for_argmax=rule is VerifyRule.GREEDY)
+            mask = None
+            if token_mask is not None and any(member.target.sampler.constrained for member in members):
+                mask = torch.cat([token_mask[rows_by[member.target.key]] for member in members])
+            sampling = assemble(rows, token_mask=mask, for_argmax=rule is VerifyRule.GREEDY)
             judged = judge(chosen, sampling, HostBatch(rule, members, self._noise, self._words))
-            verified += verified_windows(chosen, members, *judged)
+            verified += verified_windows(chosen, members, *judged, token_mask=mask)
         return verified
 
     @torch.inference_mode()

@@ -1,0 +1,87 @@
+"""Bit masks of the tokens that may follow, and what a sequence's constraint makes of them beside its other sampling
+parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from outrider.engine.grammar import Matcher
+    from outrider.engine.sampler import SequenceSampler
+
+ALL_BITS = -1  # an int32 of which every bit is set
+
+
+def num_words(vocab_size: int) -> int:
+    """How many int32 a row of a mask has."""
+    return -(-vocab_size // 32)
+
+
+def set_bit(row: Tensor, token: int) -> None:  # [words] int32
+    """Allows a token."""
+    row.numpy().view("uint32")[token // 32] |= 1 << token % 32
+
+
+def clear_bit(row: Tensor, token: int) -> None:  # [words] int32
+    """Forbids a token."""
+    row.numpy().view("uint32")[token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
+
+
+def allowed_ids(row: Tensor, vocab_size: int) -> set[int]:  # [words] int32
+    """The ids whose bits are set."""
+    bits = np.unpackbits(row.numpy().view("uint8"), bitorder="little")[:vocab_size]
+    return set(np.flatnonzero(bits).tolist())
+
+
+class Constraint:
+    """What a sequence's tokens must follow. `ends` may not come before `min_tokens` tokens, and `ignored` never, but
+    where nothing else may follow both yield: the constraint knows no other way on."""
+
+    def __init__(self, matcher: Matcher, ends: Iterable[int], min_tokens: int, ignored: Iterable[int] = ()) -> None:
+        self.matcher = matcher
+        self._ends, self._ignored, self._min_tokens = tuple(ends), tuple(ignored), min_tokens
+
+    @property
+    def holds_ends_back(self) -> bool:
+        """Whether it does so in the place of the sampler: not where only reasoning is bounded."""
+        return self.matcher.is_text
+
+    def write_masks(self, num_output: int, drafted: Sequence[int], first: int, out: Tensor) -> None:
+        """What may follow the prefixes of `drafted` from length `first` on, behind `num_output` tokens: to `out`,
+        [rows, ceil(vocab / 32)] int32 on the host. From any thread, while nothing is committed. Raises GrammarError."""
+        self.matcher.masks(drafted, first, out)
+        if not self.holds_ends_back:
+            return
+        for row in range(len(out)):
+            early = self._ends if num_output + first + row < self._min_tokens else ()
+            if early or self._ignored:
+                _hold_back(out[row], (*early, *self._ignored))
+
+
+def _hold_back(row: Tensor, ids: Iterable[int]) -> None:  # [words] int32
+    held = row.clone()
+    for token in ids:
+        clear_bit(held, token)
+    if held.any():
+        row.copy_(held)
+
+
+def is_stuck(sampler: SequenceSampler, drafted: Sequence[int]) -> bool:
+    """Whether a sequence's constraint and its other parameters together leave no token, here or behind some of these.
+    Raises GrammarError."""
+    constraint, size = sampler.constraint, sampler.vocab_size
+    if constraint is None:
+        return False
+    masks = torch.empty(len(drafted) + 1, num_words(size), dtype=torch.int32)
+    constraint.write_masks(sampler.num_output, drafted, 0, masks)
+    allowed = sampler.allowed_on(torch.device("cpu"))
+    known = set(range(size)) if allowed is None else set((allowed == 0).nonzero()[:, 0].tolist())
+    left = (
+        (known & allowed_ids(row, size)) - sampler.banned_after(drafted[:length]) for length, row in enumerate(masks)
+    )
+    return not all(left)

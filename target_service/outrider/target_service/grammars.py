@@ -1,0 +1,220 @@
+"""Constraints beside the device thread: compiled by threads of their own, and their masks made while a pass runs.
+
+A sequence whose constraint is being compiled waits without blocks. One whose masks are not there when the pass is, and
+a little later, leaves the step to the others: its window is not judged, and it comes back once they are there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher
+from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
+from outrider.engine.token_tree import path_to
+from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, Violation
+from outrider.target_service.draft_buffer import Window
+from outrider.target_service.scheduler import ScheduledSequence
+from outrider.target_service.sequence import SequenceKey, TargetSequence
+
+FIELD = "sampling.structured_output"
+PATIENCE_S = 0.05  # after a pass for the masks of its windows, or as long as the pass took
+GIVE_UP_S = 1.0  # for one sequence's masks
+POLL_S = 0.002  # between two looks at what is not there yet
+
+
+class Grammars:
+    """What the engine has for constraints. All but `masks_of`'s work belongs to the device thread."""
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        compile_pool: Executor | None = None,
+        mask_pool: Executor | None = None,
+        patience_s: float = PATIENCE_S,
+        pin_memory: bool = False,
+    ) -> None:
+        self._compiler = compiler
+        self._compile_pool = compile_pool or ThreadPoolExecutor(2, "grammar-compile")
+        self._mask_pool = mask_pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar-masks")
+        self._patience_s = patience_s
+        self._pin_memory = pin_memory
+        self._buffer = torch.empty(0, num_words(compiler.vocab_size), dtype=torch.int32)
+        self.num_compiled = self.num_refused = self.num_late = 0
+        self.compile_seconds = self.mask_seconds = self.wait_seconds = 0.0
+
+    def open(self, target: TargetSequence) -> None:
+        """Starts to compile what a new sequence asks for, if anything."""
+        spec = spec_of(target)
+        if spec is not None:
+            target.waits_for = self._compile_pool.submit(self._compile, spec, target.open.output_ids)
+
+    def resume(self, target: TargetSequence, now: float) -> OutriderError | None:
+        """Lets a waiting sequence go on once what it waits for is there; why it cannot, if so."""
+        waits_for = target.waits_for
+        if waits_for is None:
+            return None
+        if not waits_for.done():
+            late = target.sampler.constraint is not None and now - target.last_commit > GIVE_UP_S
+            return too_slow() if late else None
+        target.waits_for, target.ready_since = None, now
+        try:
+            found = waits_for.result()
+        except OutriderError as error:
+            self.num_refused += 1
+            return error
+        except GrammarError as error:
+            return refused(str(error))
+        except Exception:
+            return Internal("the constraint failed in the engine; see the log", reason="GRAMMAR_FAILED")
+        if isinstance(found, tuple):
+            matcher, seconds = found
+            self.num_compiled, self.compile_seconds = self.num_compiled + 1, self.compile_seconds + seconds
+            target.sampler.constrain(matcher, target.eos_ids if target.open.sampling.ignore_eos else ())
+        return None
+
+    def start(self, windows: Sequence[ScheduledSequence]) -> StepMasks | None:
+        """Has the masks of these windows made; None where none has any."""
+        if not any(window.target.sampler.constrained for window in windows):
+            return None
+        started = time.perf_counter()
+        step = StepMasks(self, windows, self._rows(sum(window.num_verify_rows for window in windows)))
+        for window, rows in zip(windows, step.parts, strict=True):
+            if window.target.sampler.constrained:
+                step.jobs[window.target.key] = self._mask_pool.submit(write_masks, window, rows)
+            else:
+                rows.fill_(ALL_BITS)
+        step.wait_s = time.perf_counter() - started
+        return step
+
+    def patience(self, pass_s: float) -> float:
+        """Seconds for masks after a pass of so many."""
+        return max(self._patience_s, pass_s)
+
+    def count(self, mask_s: float, wait_s: float, num_late: int) -> None:
+        """Counts a step's masks."""
+        self.mask_seconds, self.wait_seconds = self.mask_seconds + mask_s, self.wait_seconds + wait_s
+        if num_late:
+            self.num_late += num_late
+            self._buffer = self._buffer[:0]  # threads still write to it
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        self._mask_pool.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()
+
+    def _rows(self, count: int) -> Tensor:
+        if len(self._buffer) < count:
+            shape = max(count, 2 * len(self._buffer)), self._buffer.shape[1]
+            self._buffer = torch.empty(shape, dtype=torch.int32, pin_memory=self._pin_memory)
+        return self._buffer[:count]
+
+    def _compile(self, spec: GrammarSpec, output_ids: Sequence[int]) -> tuple[Matcher, float]:
+        started = time.perf_counter()
+        try:
+            compiled = self._compiler.compile(spec)
+        except GrammarError as error:
+            raise refused(str(error)) from error
+        try:
+            return compiled.matcher(output_ids), time.perf_counter() - started
+        except GrammarError as error:
+            problem = f"does not fit {FIELD}: {error}; allowed: what it generated"
+            raise InvalidArgument.of([Violation("open.output_ids", problem)]) from error
+
+
+class StepMasks:
+    """The masks of a step's windows, while threads write them."""
+
+    def __init__(self, owner: Grammars, windows: Sequence[ScheduledSequence], masks: Tensor) -> None:
+        self._owner, self._windows = owner, windows
+        self._masks = masks  # [rows that judge windows, words] int32
+        self.parts = torch.split(masks, [window.num_verify_rows for window in windows])
+        self.jobs: dict[SequenceKey, Future[float]] = {}
+        self.wait_s = 0.0  # that the device thread spent on it
+
+    def wait(self, pass_s: float) -> Tensor:  # [rows that judge windows, words] int32
+        """The masks after a pass of so many seconds, without those that are late, or failed: their sequences wait."""
+        started, mask_s = time.perf_counter(), 0.0
+        until = started + self._owner.patience(pass_s)
+        in_time: list[Tensor] = []
+        for window, part in zip(self._windows, self.parts, strict=True):
+            job = self.jobs.get(window.target.key)
+            try:
+                mask_s += 0.0 if job is None else job.result(max(0.0, until - time.perf_counter()))
+                in_time.append(part)
+            except (TimeoutError, GrammarError):
+                window.target.waits_for = job
+        num_late = len(self.parts) - len(in_time)
+        wait_s = time.perf_counter() - started
+        self.wait_s += wait_s
+        self._owner.count(mask_s, self.wait_s, num_late)
+        self.jobs = {}
+        return torch.cat(in_time) if num_late and in_time else self._masks
+
+
+def write_masks(window: ScheduledSequence, out: Tensor) -> float:  # out: [rows of the window, words] int32
+    """The masks of a window's rows; returns the seconds that it took. Raises GrammarError."""
+    started, first = time.perf_counter(), 0
+    for plan in window.sampling_rows:
+        constraint = plan.sampler.constraint
+        if constraint is not None:
+            constraint.write_masks(
+                plan.sampler.num_output, plan.drafted, plan.first, out[first : first + plan.num_rows]
+            )
+        first += plan.num_rows
+    return time.perf_counter() - started
+
+
+def spec_of(target: TargetSequence) -> GrammarSpec | None:
+    """What a sequence is constrained by."""
+    return GrammarSpec.of(target.open.sampling.structured_output, target.open.reasoning)
+
+
+def open_grammar(grammars: Grammars | None, target: TargetSequence) -> None:
+    """Starts to compile what a new sequence asks for, if anything. Raises InvalidArgument without grammars."""
+    if grammars is not None:
+        grammars.open(target)
+    elif spec_of(target) is not None:
+        raise refused("is not supported by this target, which has no tokenizer for it; leave it unset")
+
+
+def refused(problem: str) -> InvalidArgument:
+    """A constraint that is not served."""
+    return InvalidArgument.of([Violation(FIELD, problem)])
+
+
+def too_slow() -> InvalidArgument:
+    """A constraint of which single masks take too long."""
+    return refused(f"takes longer than {GIVE_UP_S:g} s to find the next tokens; allowed: a simpler one")
+
+
+def stuck(target: TargetSequence, window: Window) -> InvalidArgument | None:
+    """Why nothing could be drawn, where the request itself leaves no token; None: that is not why."""
+    paths = (
+        [window.ids[: length + 1] for length in range(len(window.ids))]
+        if not window.parents
+        else [[window.ids[node] for node in path_to(window.parents, node)] for node in range(len(window.parents))]
+    )
+    if not target.sampler.constrained or not any(is_stuck(target.sampler, path) for path in [(), *paths]):
+        return None
+    problem = (
+        f"leaves no token behind output token {target.num_output}, or what was drafted after it, together with "
+        "allowed_token_ids and bad_words; allowed: parameters that agree"
+    )
+    return refused(problem)
+
+
+def grammars_of(tokenizer: bytes | None, vocab_size: int, eos_ids: Sequence[int], **options: Any) -> Grammars | None:
+    """None without a tokenizer that serves grammars."""
+    if tokenizer is None:
+        return None
+    try:
+        return Grammars(GrammarCompiler(tokenizer, vocab_size, eos_ids), **options)
+    except GrammarError:
+        return None
