@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.environment import SEED
 
+from outrider.engine.logprobs import ALL, reported_values, top_logprobs
 from outrider.engine.random import (
     MAX_WORD_ROWS,
     RandomAhead,
@@ -25,14 +26,7 @@ from outrider.engine.random import (
     noise_source,
     word_source,
 )
-from outrider.engine.sampler import (
-    ALL,
-    SamplingRows,
-    SequenceSampler,
-    assemble,
-    reported_values,
-    top_logprobs,
-)
+from outrider.engine.sampler import SamplingRows, SequenceSampler, assemble
 from outrider.kernels.random.reference import Purpose, as_int64, exponential_noise, words
 from outrider.kernels.sampling.reference import greedy_choice, logits_to_probs
 from outrider.kernels.types import RowSampling

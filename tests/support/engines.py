@@ -6,19 +6,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
+from support.models import ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
 from outrider.engine.batch import BatchEntry
+from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.random import RandomKey
@@ -46,6 +48,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.servicer import Deliver
 from outrider.target_service.engine import TargetEngine
+from outrider.target_service.grammars import Grammars
 from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.sequence import TargetLimits
 
@@ -189,6 +192,7 @@ def naive(
 
 
 VOCAB = 97
+GRAMMAR_EOS = 2
 
 
 def tiny_model(seed: int = 0, batch_invariant: bool = True, **options: Any) -> tuple[Any, LoadedModel]:
@@ -196,6 +200,29 @@ def tiny_model(seed: int = 0, batch_invariant: bool = True, **options: Any) -> t
     hf = tiny_hf_model("llama", seed, **options)
     model = build_decoder(tiny_config("llama", **options), tiny_state(hf), batch_invariant=batch_invariant)
     return hf, model
+
+
+class AtOnce(Executor):
+    """Runs what it is given when it is given it."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@cache
+def grammar_compiler(vocab_size: int = VOCAB, eos_id: int = GRAMMAR_EOS) -> GrammarCompiler:
+    """Of tokens that are single characters."""
+    return GrammarCompiler(ascii_backend(vocab_size, eos_id).to_str().encode(), vocab_size, (eos_id,))
+
+
+def grammars_at_once(vocab_size: int = VOCAB, eos_id: int = GRAMMAR_EOS) -> Grammars:
+    """A target's constraints without threads, so that steps do not depend on time."""
+    return Grammars(grammar_compiler(vocab_size, eos_id), AtOnce(), AtOnce())
 
 
 @dataclass

@@ -164,11 +164,10 @@ class Matcher:
         self, drafted: Sequence[int], first: int = 0, out: Tensor | None = None
     ) -> Tensor:  # [rows, ceil(vocab / 32)] int32
         """What may follow the prefixes of `drafted` of length `first` and above; set bits are allowed. Rows behind a
-        token that is forbidden, or behind the end, allow everything: nothing of them is kept. The state stays. Raises
-        GrammarError where the library gives up."""
-        masks = torch.full(
-            (len(drafted) - first + 1, num_words(self._compiler.vocab_size)), ALL_BITS, dtype=torch.int32
-        )
+        token that is forbidden, or behind the end, allow everything: nothing of them is kept. The state stays. `out`,
+        on the host, is written where it is given. Raises GrammarError where the library gives up."""
+        shape = len(drafted) - first + 1, num_words(self._compiler.vocab_size)
+        masks = (torch.empty(shape, dtype=torch.int32) if out is None else out).fill_(ALL_BITS)
         before = place = self._place
         try:
             for length in range(len(drafted) + 1):

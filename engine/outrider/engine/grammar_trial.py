@@ -12,6 +12,7 @@ import queue
 import resource
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from select import select
@@ -36,6 +37,7 @@ class Trials:
         self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(count):
             self._idle.put(None)
+        weakref.finalize(self, _end_all, self._idle)
 
     def check(self, source: str) -> None:
         """From any thread. Raises GrammarError for what does not compile, or not in time."""
@@ -54,9 +56,13 @@ class Trials:
 
     def close(self) -> None:
         """Ends the processes; to be called once none is at work."""
-        while not self._idle.empty():
-            if (process := self._idle.get()) is not None:
-                process.end()
+        _end_all(self._idle)
+
+
+def _end_all(idle: queue.LifoQueue[_Process | None]) -> None:
+    while not idle.empty():
+        if (process := idle.get()) is not None:
+            process.end()
 
 
 class _Process:

@@ -30,6 +30,7 @@ from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
+from outrider.rpc.vocabulary import has_tokenizer, load_backend
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.local_draft import check_tree
 from outrider.target_service.observed import new_metrics, own_step_watcher, stats_of
@@ -40,6 +41,7 @@ from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm import assembly, node
 
 if TYPE_CHECKING:
+    from outrider.target_service.grammars import Grammars
     from outrider.target_service.metrics import TargetMetrics
 
 log = logging.getLogger(__name__)
@@ -70,13 +72,16 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     metrics = new_metrics(settings)
-    engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head)
+    grammars = new_grammars(settings, loaded)
+    engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head, grammars)
     thread: Worker[TargetEngineCommand] = Worker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     costs = thread.call(engine.profile).result()
     engine.threads = thread_split(settings.threads, loaded.kernels, costs)
     info = info_of(settings, loaded, limits, costs, head)
+    if grammars is not None:
+        info = replace(info, capabilities=(*info.capabilities, "sampling.structured_output"))
     servicer = TargetServicer(thread, outboxes, info, engine.load)
     if metrics is not None:
         metrics.attach(partial(stats_of, engine), thread, info.model, settings.vllm_metrics)
@@ -93,6 +98,7 @@ def new_engine(
     flush: Callable[[], None] = lambda: None,
     metrics: TargetMetrics | None = None,
     head: Head | None = None,
+    grammars: Grammars | None = None,
 ) -> TargetEngine:
     """An engine by the settings, traced if tracing is on. The runner taps what the head reads."""
     return TargetEngine(
@@ -105,7 +111,19 @@ def new_engine(
         on_step=own_step_watcher(metrics),
         head=head,
         tree=settings.tree,
+        grammars=grammars,
     )
+
+
+def new_grammars(settings: TargetSettings, loaded: LoadedModel) -> Grammars | None:
+    """What serves constraints, for a checkpoint with a tokenizer that says its tokens' bytes."""
+    folder = Path(settings.model)
+    if not has_tokenizer(folder):
+        return None
+    from outrider.target_service.grammars import grammars_of
+
+    layout = load_backend(folder)[0].to_str().encode()
+    return grammars_of(layout, loaded.vocab_size, loaded.eos_token_ids, pin_memory=settings.device != "cpu")
 
 
 def located(settings: TargetSettings) -> TargetSettings:

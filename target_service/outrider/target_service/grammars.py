@@ -5,6 +5,7 @@ a little later, leaves the step to the others: its window is not judged, and it 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -18,9 +19,12 @@ from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, 
 from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
 from outrider.engine.token_tree import path_to
 from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, Violation
+from outrider.rpc.logs import of
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import SequenceKey, TargetSequence
+
+log = logging.getLogger(__name__)
 
 FIELD = "sampling.structured_output"
 PATIENCE_S = 0.05  # after a pass for the masks of its windows, or as long as the pass took
@@ -44,6 +48,7 @@ class Grammars:
         self._mask_pool = mask_pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar-masks")
         self._patience_s = patience_s
         self._pin_memory = pin_memory
+        self._late: dict[SequenceKey, float] = {}  # since when masks are
         self._buffer = torch.empty(0, num_words(compiler.vocab_size), dtype=torch.int32)
         self.num_compiled = self.num_refused = self.num_late = 0
         self.compile_seconds = self.mask_seconds = self.wait_seconds = 0.0
@@ -59,10 +64,11 @@ class Grammars:
         waits_for = target.waits_for
         if waits_for is None:
             return None
+        late_since = self._late.get(target.key)
         if not waits_for.done():
-            late = target.sampler.constraint is not None and now - target.last_commit > GIVE_UP_S
-            return too_slow() if late else None
+            return too_slow() if late_since is not None and time.perf_counter() - late_since > GIVE_UP_S else None
         target.waits_for, target.ready_since = None, now
+        self._late.pop(target.key, None)
         try:
             found = waits_for.result()
         except OutriderError as error:
@@ -71,6 +77,7 @@ class Grammars:
         except GrammarError as error:
             return refused(str(error))
         except Exception:
+            log.exception("the constraint of sequence %d failed", target.open.sequence_id, extra=of(target.open))
             return Internal("the constraint failed in the engine; see the log", reason="GRAMMAR_FAILED")
         if isinstance(found, tuple):
             matcher, seconds = found
@@ -96,11 +103,12 @@ class Grammars:
         """Seconds for masks after a pass of so many."""
         return max(self._patience_s, pass_s)
 
-    def count(self, mask_s: float, wait_s: float, num_late: int) -> None:
+    def count(self, mask_s: float, wait_s: float, late: Sequence[SequenceKey]) -> None:
         """Counts a step's masks."""
         self.mask_seconds, self.wait_seconds = self.mask_seconds + mask_s, self.wait_seconds + wait_s
-        if num_late:
-            self.num_late += num_late
+        if late:
+            self.num_late += len(late)
+            self._late |= dict.fromkeys(late, time.perf_counter())
             self._buffer = self._buffer[:0]  # threads still write to it
 
     def close(self) -> None:
@@ -143,19 +151,20 @@ class StepMasks:
         started, mask_s = time.perf_counter(), 0.0
         until = started + self._owner.patience(pass_s)
         in_time: list[Tensor] = []
+        late: list[SequenceKey] = []
         for window, part in zip(self._windows, self.parts, strict=True):
             job = self.jobs.get(window.target.key)
             try:
                 mask_s += 0.0 if job is None else job.result(max(0.0, until - time.perf_counter()))
                 in_time.append(part)
-            except (TimeoutError, GrammarError):
+            except Exception:  # what failed is told to its own sequence, once that looks for it
                 window.target.waits_for = job
-        num_late = len(self.parts) - len(in_time)
+                late.append(window.target.key)
         wait_s = time.perf_counter() - started
         self.wait_s += wait_s
-        self._owner.count(mask_s, self.wait_s, num_late)
+        self._owner.count(mask_s, self.wait_s, late)
         self.jobs = {}
-        return torch.cat(in_time) if num_late and in_time else self._masks
+        return torch.cat(in_time) if late and in_time else self._masks
 
 
 def write_masks(window: ScheduledSequence, out: Tensor) -> float:  # out: [rows of the window, words] int32

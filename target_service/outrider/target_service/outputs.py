@@ -12,7 +12,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from outrider.engine.sampler import RowLogprobs, SamplingRows, assemble, reported_values, top_logprobs
+from outrider.engine.logprobs import RowLogprobs, reported_values, top_logprobs
+from outrider.engine.sampler import SamplingRows, assemble
 from outrider.kernels.sampling.reference import logits_to_probs
 from outrider.kernels.types import RowSampling
 from outrider.rpc.messages import PositionLogprobs, PromptLogprobs, StepTimings, TokenLogprob
