@@ -79,10 +79,10 @@ def model_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
 def verifier_raises(harness: TargetHarness, patch: pytest.MonkeyPatch) -> None:
     verify = harness.engine.verifier.verify
 
-    def fragile(logits: torch.Tensor, windows: Sequence[ScheduledSequence]) -> Any:
+    def fragile(logits: torch.Tensor, windows: Sequence[ScheduledSequence], *masks: Any) -> Any:
         if any(window.target.key == (1, CULPRIT) for window in windows):
             raise RuntimeError("injected")
-        return verify(logits, windows)
+        return verify(logits, windows, *masks)
 
     patch.setattr(harness.engine.verifier, "verify", fragile)
 
