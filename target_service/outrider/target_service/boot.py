@@ -30,6 +30,7 @@ from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
+from outrider.rpc.structured import REASONING
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.local_draft import check_tree
@@ -81,7 +82,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     engine.threads = thread_split(settings.threads, loaded.kernels, costs)
     info = info_of(settings, loaded, limits, costs, head)
     if grammars is not None:
-        info = replace(info, capabilities=(*info.capabilities, "sampling.structured_output"))
+        info = replace(info, capabilities=(*info.capabilities, "sampling.structured_output", REASONING))
     servicer = TargetServicer(thread, outboxes, info, engine.load)
     if metrics is not None:
         metrics.attach(partial(stats_of, engine), thread, info.model, settings.vllm_metrics)
