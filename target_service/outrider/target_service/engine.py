@@ -169,7 +169,8 @@ class TargetEngine:
                 message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, self._clock()
             )
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
-            open_grammar(self.grammars, target)
+            if message.sampling.structured_output is not None or message.reasoning is not None:
+                open_grammar(self.grammars, target)
         except OutriderError as error:
             sink(to_failure(message.sequence_id, error))
             self._flush()
@@ -334,7 +335,9 @@ def compute(
     masks are late are no more in it. Raises what the model or the verifier raises, or DeviceLost if the device is
     unusable after it."""
     started_ns, started = time.time_ns(), clock()
-    masks = None if grammars is None else grammars.start([scheduled for scheduled in step if scheduled.samples])
+    masks = None
+    if grammars is not None and any(scheduled.target.sampler.constrained for scheduled in step):
+        masks = grammars.start([scheduled for scheduled in step if scheduled.samples])
     try:
         logits = runner.forward([scheduled.batch_entry() for scheduled in step])  # [rows that want them, vocab]
         for scheduled in step:

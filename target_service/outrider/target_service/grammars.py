@@ -186,10 +186,10 @@ def spec_of(target: TargetSequence) -> GrammarSpec | None:
 
 
 def open_grammar(grammars: Grammars | None, target: TargetSequence) -> None:
-    """Starts to compile what a new sequence asks for, if anything. Raises InvalidArgument without grammars."""
+    """Starts to compile what a new sequence asks for. Raises InvalidArgument without grammars."""
     if grammars is not None:
         grammars.open(target)
-    elif spec_of(target) is not None:
+    else:
         raise refused("is not supported by this target, which has no tokenizer for it; leave it unset")
 
 
