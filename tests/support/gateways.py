@@ -58,7 +58,7 @@ def save_toy_tokenizer(folder: Path) -> Path:
     return folder
 
 
-THINKING_TEMPLATE = TEMPLATE.replace("assistant:", "assistant:{% if opens %}<think>\n{% endif %}{{ reasoning_effort }}")
+THINKING_TEMPLATE = TEMPLATE.replace("assistant:", "assistant:{{ reasoning_effort }}{% if opens %}<think>\n{% endif %}")
 
 
 @cache

@@ -37,6 +37,7 @@ from outrider.gateway.http.errors import (
     plain_error,
 )
 from outrider.gateway.http.protocol import HttpOptions, options_of, read_chat, read_completion
+from outrider.gateway.http.responses import responses_endpoint
 from outrider.gateway.http.serving import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
@@ -234,6 +235,7 @@ def build_app(
         Route("/live", LiveEndpoint(engine).stream),
         Route("/v1/completions", endpoint(engine, read_completion, CompletionResponseBuilder), methods=["POST"]),
         Route("/v1/chat/completions", endpoint(engine, read_chat, ChatResponseBuilder), methods=["POST"]),
+        Route("/v1/responses", responses_endpoint(engine), methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", models.list),

@@ -101,15 +101,15 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return values
 
 
-def _refusal(problem: str) -> PydanticCustomError:
+def refusal(problem: str) -> PydanticCustomError:
     """An error in our own words; pydantic adds the field."""
     return PydanticCustomError("refused", "{problem}", {"problem": problem})
 
 
-def _one_of(names: Sequence[str]) -> AfterValidator:
+def one_of(names: Sequence[str]) -> AfterValidator:
     def check(value: str) -> str:
         if value not in names:
-            raise _refusal(f"is {quoted(value) if value else 'missing'}; allowed: {', '.join(names)}")
+            raise refusal(f"is {quoted(value) if value else 'missing'}; allowed: {', '.join(names)}")
         return value
 
     return AfterValidator(check)
@@ -120,7 +120,7 @@ def _unsupported(*harmless: Any) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if not any(value == one for one in harmless):
-            raise _refusal("is not supported; leave it out")
+            raise refusal("is not supported; leave it out")
         return value
 
     return BeforeValidator(check)
@@ -157,7 +157,7 @@ class Speculation(Body):
     num_draft_tokens: Any = None
     method: str = ""
     methods: list[Any] = []
-    acceptance: Annotated[str, _one_of([rule.name.lower() for rule in AcceptanceRule])] = "auto"
+    acceptance: Annotated[str, one_of([rule.name.lower() for rule in AcceptanceRule])] = "auto"
     mode: str = ""
     draft_confidence: Any = 0.0
 
@@ -170,7 +170,7 @@ class Speculation(Body):
 class ResponseFormat(Body):
     """A constraint on the text in OpenAI's form."""
 
-    type: Annotated[str, _one_of(["text", "json_object", "json_schema", "structural_tag"])] = Field(
+    type: Annotated[str, one_of(["text", "json_object", "json_schema", "structural_tag"])] = Field(
         "", validate_default=True
     )
     json_schema: dict[str, Any] = {}
@@ -222,20 +222,20 @@ def _parts(content: Any) -> Any:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _refusal(f"is {kind(content)}; allowed: a text or a list of parts")
+        raise refusal(f"is {kind(content)}; allowed: a text or a list of parts")
     return content
 
 
 def _text(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise _refusal('is no text; allowed: {"type": "text", "text": ...}')
+        raise refusal('is no text; allowed: {"type": "text", "text": ...}')
     return str(part["text"])
 
 
 class Prediction(Body):
     """A guess at the answer, in OpenAI's form."""
 
-    type: Annotated[str, _one_of(["content"])] = Field("", validate_default=True)
+    type: Annotated[str, one_of(["content"])] = Field("", validate_default=True)
     content: Annotated[list[Annotated[str, BeforeValidator(_text)]], BeforeValidator(_parts)] = []
 
     @property
@@ -400,7 +400,7 @@ class ToolCall(Body):
     model_config = ConfigDict(extra="allow")
 
     id: str = ""
-    type: Annotated[str, _one_of(["function"])] = "function"
+    type: Annotated[str, one_of(["function"])] = "function"
     function: CalledFunction = Field(None, validate_default=True)
 
 

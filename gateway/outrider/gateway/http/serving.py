@@ -58,6 +58,15 @@ async def respond(
     if not openai_request.body.stream:
         return await sse.unless_gone(request.receive, _whole(engine, openai_request, builder, deltas, recorder))
     keep_alive_s = options.sse_keep_alive_s
+    deltas = await begun(request, deltas, keep_alive_s)
+    return sse.EventStream(_events(engine, openai_request, builder, deltas, recorder), keep_alive_s)
+
+
+async def begun(
+    request: Request, deltas: AsyncGenerator[GenerationDelta, None], keep_alive_s: float
+) -> AsyncGenerator[GenerationDelta, None]:
+    """The same deltas once the first has come, or, where it is slow, a sign of life is due. An error before is raised
+    here."""
     first = asyncio.ensure_future(anext(deltas))
     try:
         await sse.unless_gone(request.receive, asyncio.wait((first,), timeout=keep_alive_s or None))
@@ -66,7 +75,7 @@ async def respond(
         raise
     if first.done():
         first.result()
-    return sse.EventStream(_events(engine, openai_request, builder, first, deltas, recorder), keep_alive_s)
+    return _chained(first, deltas)
 
 
 class AdmissionGroup:
@@ -156,8 +165,7 @@ async def _events(
     engine: GenerationEngine,
     openai_request: OpenAIRequest,
     builder: ResponseBuilder,
-    first: asyncio.Future[GenerationDelta],
-    rest: AsyncGenerator[GenerationDelta, None],
+    deltas: AsyncGenerator[GenerationDelta, None],
     recorder: AnswerRecorder | None,
 ) -> AsyncGenerator[str, None]:
     """The chunks. Usage, where it is asked for, comes last, and is null before; and with it, what became of drafts."""
@@ -165,9 +173,9 @@ async def _events(
     options = openai_request.body.stream_options
     include_usage = options is not None and options.include_usage
     usage, opened = UsageSum(), set[int]()
-    async with aclosing(rest):
+    async with aclosing(deltas):
         try:
-            async for delta in _chained(first, rest):
+            async for delta in deltas:
                 if not envelope:
                     no_usage = {"usage": None} if include_usage else {}
                     envelope = {**_envelope(openai_request, builder.prefix, delta, builder.chunk_object), **no_usage}
@@ -200,9 +208,10 @@ def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envel
 async def _chained(
     first: asyncio.Future[GenerationDelta], rest: AsyncGenerator[GenerationDelta, None]
 ) -> AsyncGenerator[GenerationDelta, None]:
-    yield await first
-    async for delta in rest:
-        yield delta
+    async with aclosing(rest):
+        yield await first
+        async for delta in rest:
+            yield delta
 
 
 def _envelope(openai_request: OpenAIRequest, prefix: str, first: GenerationDelta, kind: str) -> dict[str, Any]:

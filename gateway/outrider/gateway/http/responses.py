@@ -1,0 +1,239 @@
+"""POST /v1/responses, OpenAI's newer interface: an answer is a list of items (reasoning, message, function_call), whole
+or as a stream of named and numbered events. Nothing is stored; responses_input.py reads the body."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.http import sse
+from outrider.gateway.http.protocol import options_of, read_body
+from outrider.gateway.http.responses_input import ResponsesRequest, read_responses, with_own_names
+from outrider.gateway.http.serving import UsageSum, begun, extension_shape, generate
+from outrider.gateway.request import GenerationDelta
+from outrider.gateway.text.tools.calls import ToolCallDelta
+from outrider.rpc.errors import InvalidArgument, OutriderError
+from outrider.rpc.sampling_params import FinishReason
+
+Event = tuple[str, dict[str, Any]]  # its name, and what it says
+
+
+def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitable[Response]]:
+    """What answers a POST."""
+
+    async def create(request: Request) -> Response:
+        asked = read_responses(await read_body(request), request, engine)
+        deltas, answer = _deltas(engine, asked), ResponseBuilder(engine, asked)
+        if not asked.body.stream:
+            return await sse.unless_gone(request.receive, _whole(answer, deltas))
+        keep_alive_s = options_of(request).sse_keep_alive_s
+        return sse.EventStream(_stream(answer, await begun(request, deltas, keep_alive_s)), keep_alive_s)
+
+    return create
+
+
+async def _deltas(engine: GenerationEngine, asked: ResponsesRequest) -> AsyncGenerator[GenerationDelta, None]:
+    try:
+        async with aclosing(generate(engine, asked.chat)) as deltas:
+            async for delta in deltas:
+                yield delta
+    except InvalidArgument as error:
+        raise with_own_names(error, engine) from error
+
+
+async def _whole(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelta, None]) -> Response:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            answer.add(delta)
+    return JSONResponse(answer.shape())
+
+
+async def _stream(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelta, None]) -> AsyncGenerator[str, None]:
+    """Events in OpenAI's order, each with its number."""
+    number = 0
+
+    def numbered(events: list[Event]) -> list[str]:
+        nonlocal number
+        texts = []
+        for name, said in events:
+            texts.append(sse.event(name, {"type": name, "sequence_number": number, **said}))
+            number += 1
+        return texts
+
+    async with aclosing(deltas):
+        try:
+            for text in numbered(answer.begin()):
+                yield text
+            async for delta in deltas:
+                for text in numbered(answer.add(delta)):
+                    yield text
+        except OutriderError as error:
+            for text in numbered(answer.fail(error)):
+                yield text
+
+
+class ResponseBuilder:
+    """One response as it grows: what a delta adds, as events, and what it has come to."""
+
+    def __init__(self, engine: GenerationEngine, asked: ResponsesRequest) -> None:
+        self._asked, self._model = asked, engine.model_name
+        self._id, self._created_at = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._status, self._error, self._incomplete = "in_progress", None, None  # type: str, Any, Any
+        self._usage: dict[str, Any] | None = None
+        self._extension: dict[str, Any] = {}
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None  # the last item, while it grows
+        self._space = ""  # before a text that may not come
+
+    def begin(self) -> list[Event]:
+        """Before there is anything."""
+        return [(f"response.{name}", {"response": self.shape()}) for name in ("created", "in_progress")]
+
+    def add(self, delta: GenerationDelta) -> list[Event]:
+        """What a delta adds."""
+        events: list[Event] = []
+        if delta.reasoning:
+            events += self._add_text("reasoning", delta.reasoning)
+        if delta.text:
+            events += self._add_answer(delta.text)
+        for call in delta.tool_calls:
+            events += self._add_call(call)
+        return events if delta.finish_reason is None else [*events, *self._finish(delta)]
+
+    def fail(self, error: OutriderError) -> list[Event]:
+        """Its end by an error."""
+        self._status, self._error = "failed", {"code": "server_error", "message": error.message}
+        return [*self._close("incomplete"), ("response.failed", {"response": self.shape()})]
+
+    def shape(self) -> dict[str, Any]:
+        """The response object."""
+        body, chat = self._asked.body, self._asked.chat.requests[0]
+        sampling, text = chat.sampling, body.text
+        shown = None if text is None or text.format is None else text.format.model_dump(by_alias=True)
+        told = {} if sampling is None else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": self._status,
+            "error": self._error,
+            "incomplete_details": self._incomplete,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._model,
+            "output": [dict(item) for item in self._output],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort or None if body.reasoning else None, "summary": None},
+            "store": False,
+            **told,
+            "text": {"format": shown or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools,
+            "truncation": body.truncation,
+            "usage": self._usage,
+            "metadata": body.metadata,
+            **self._extension,
+        }
+
+    def _add_answer(self, text: str) -> list[Event]:
+        """White space before the first item, or between items, is no message by itself."""
+        if self._open is None or self._open["type"] != "message":
+            self._space += text
+            if not self._space.strip():
+                return []
+            text, self._space = self._space, ""
+        return self._add_text("message", text)
+
+    def _add_text(self, kind: str, text: str) -> list[Event]:
+        name, events = _TEXTS[kind], list[Event]()
+        if self._open is None or self._open["type"] != kind:
+            events += self._begin({**_item(kind), "content": []})
+            events.append(self._event("content_part.added", content_index=0, part=_part(kind, "")))
+            self._open = self._output[-1]
+            self._open["content"] = [_part(kind, "")]
+        self._open["content"][0]["text"] += text
+        return [*events, self._event(f"{name}.delta", content_index=0, delta=text, **_logprobs(kind))]
+
+    def _add_call(self, call: ToolCallDelta) -> list[Event]:
+        events: list[Event] = []
+        if call.id:
+            self._space = ""
+            item = {**_item("function_call"), "call_id": call.id, "name": call.name, "arguments": ""}
+            events += self._begin(item)
+        if self._open is not None and call.arguments:
+            self._open["arguments"] += call.arguments
+            events.append(self._event("function_call_arguments.delta", delta=call.arguments))
+        return events
+
+    def _begin(self, item: dict[str, Any]) -> list[Event]:
+        closed = self._close("completed")
+        self._output.append(item)
+        self._open = item
+        return [*closed, ("response.output_item.added", {"output_index": len(self._output) - 1, "item": dict(item)})]
+
+    def _close(self, status: str) -> list[Event]:
+        """The last item has ended."""
+        item = self._open
+        if item is None:
+            return []
+        kind, events = item["type"], list[Event]()
+        if kind == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            events.append(self._event("function_call_arguments.done", **done))
+        else:
+            part = item["content"][0]
+            events.append(self._event(f"{_TEXTS[kind]}.done", content_index=0, text=part["text"], **_logprobs(kind)))
+            events.append(self._event("content_part.done", content_index=0, part=dict(part)))
+        item["status"], self._open = status, None
+        return [*events, ("response.output_item.done", {"output_index": len(self._output) - 1, "item": dict(item)})]
+
+    def _event(self, event: str, /, **said: Any) -> Event:
+        """Of the last item."""
+        return f"response.{event}", {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **said}
+
+    def _finish(self, delta: GenerationDelta) -> list[Event]:
+        cut = delta.finish_reason is FinishReason.LENGTH
+        self._status = "incomplete" if cut else "completed"
+        self._incomplete = {"reason": "max_output_tokens"} if cut else None
+        events = self._add_text("message", self._space) if not self._output else []
+        events += self._close(self._status)
+        usage = UsageSum()
+        usage.add(delta, 1)
+        self._usage = {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            "total_tokens": usage.prompt + usage.completion,
+        }
+        self._extension = extension_shape(delta, self._asked.chat.body.speculation is not None, token_ids=False)
+        return [*events, (f"response.{self._status}", {"response": self.shape()})]
+
+
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # events' names of what an item holds
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+def _item(kind: str) -> dict[str, Any]:
+    """An item that has nothing yet."""
+    item = {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+    further: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
+    return {**item, **further.get(kind, {})}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": []} if kind == "message" else {}
