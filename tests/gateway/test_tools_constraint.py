@@ -30,6 +30,7 @@ ADD = Tool(
     strict=True,
 )
 PING = Tool("ping", {"type": "object", "properties": {}, "additionalProperties": False}, strict=False)
+LISTED = Tool("listed", {"properties": {"a": {"type": "integer"}}}, strict=True)
 
 
 @contextmanager
@@ -114,7 +115,8 @@ def test_a_strict_tool_among_text(name: str) -> None:
         return layout.opening + layout.before.replace("NAME", function) + arguments + layout.after + layout.closing
 
     good = call("add", '{"a": 1, "of": "x"}')
-    with compiled(name, [ADD, PING], required=False, parallel=True) as grammar:
+    with compiled(name, [ADD, PING, LISTED], required=False, parallel=True) as grammar:
+        assert takes(grammar, call("listed", '{"a": 1}')) and not takes(grammar, call("listed", '{"a": 1, "b": 1}'))
         for text in ("a {text} [of] any kind", "", good, call("ping", '{"any": [1]}')):
             assert takes(grammar, text), text
         for text in (call("add", '{"a": "1"}'), call("other", "{}")):

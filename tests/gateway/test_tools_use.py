@@ -16,9 +16,12 @@ from support.gateways import gateway, stream_events
 from support.tools import tool_tokenizer, writes, written
 
 from outrider.client import Client
+from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tools.formats import FORMATS, Layout
 from outrider.gateway.text.tools.use import MAX_TOOLS
-from outrider.rpc.sampling_params import CAPABILITIES, FinishReason
+from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.messages import Failure
+from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "+", "parameters": PARAMETERS}}
@@ -123,6 +126,27 @@ async def test_text_beside_calls_n_logprobs_and_token_ids() -> None:
         again = await client.chat.completions.create(**ASKED, stop=["parameters"])
         assert again.choices[0].message.content == 'One moment.<|python_tag|>{"name": "add", "'
         assert again.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_calls_after_reasoning(name: str) -> None:
+    """What is thought of is no call; and a grammar holds for what comes after."""
+    output = f"<think>{output_of(name)}?</think>\n\n{output_of(name)}"
+    toy = target(name, output)
+    async with gateway(toy, tokenizer=tool_tokenizer(name)) as served, served.openai() as client:
+        for stream in (False, True):
+            answer = await client.chat.completions.create(**{**ASKED, "max_tokens": 300}, stream=stream)
+            if stream:
+                deltas = [chunk.choices[0].delta async for chunk in answer]
+                thought = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
+                text = "".join(delta.content or "" for delta in deltas)
+                calls = [call for delta in deltas for call in delta.tool_calls or [] if call.id]
+            else:
+                message = answer.choices[0].message
+                thought, text = (message.model_extra or {})["reasoning_content"], message.content or ""
+                calls = message.tool_calls
+                assert answer.choices[0].finish_reason == "tool_calls"
+            assert thought == output_of(name) + "?" and text == "" and len(calls) == 2
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -279,6 +303,34 @@ async def test_a_target_without_grammars_refuses_what_needs_one() -> None:
                 await client.chat.completions.create(**{**ASKED, **fields})
             assert caught.value.param == param
         assert (await client.chat.completions.create(**ASKED)).choices[0].message.content == "x"
+
+
+async def test_a_grammar_that_the_target_refuses_is_the_tools() -> None:
+    toy = target("hermes", "x")
+    toy.full = Failure(0, 3, "sampling.structured_output.grammar: is nested too deeply")
+    fields: dict[str, Any] = {**ASKED, "tool_choice": "required"}
+    async with gateway(toy, tokenizer=tool_tokenizer("hermes")) as served, served.openai() as client:
+        with pytest.raises(BadRequestError, match="tools: is nested") as caught:
+            await client.chat.completions.create(**fields)
+        assert caught.value.param == "tools"
+        async with Client(served.grpc_address) as by_grpc:
+            with pytest.raises(InvalidArgument) as refused:
+                async for _ in by_grpc.generate(messages=ASKED["messages"], tools=[ADD], tool_choice="required"):
+                    pass
+            assert [violation.field for violation in refused.value.violations] == ["tools"]
+
+
+async def test_a_completion_that_is_whole_ends_as_it_did() -> None:
+    """Another one of the same request is resumed."""
+    output = output_of("hermes", CALLS[:1])
+    ids = written("hermes", output)
+    async with gateway(target("hermes", output), tokenizer=tool_tokenizer("hermes")) as served:
+        request = GenerationRequest(
+            messages=tuple(ASKED["messages"]), tools=(ADD,), n=2, output_ids=(ids, ids[:9]),
+            sampling=SamplingParams(temperature=0.0, max_tokens=120),
+        )  # fmt: skip
+        ends = [delta async for delta in served.engine.generate(request) if delta.finish_reason is not None]
+    assert [delta.finish_reason for delta in ends] == [FinishReason.TOOL_CALLS] * 2
 
 
 async def test_a_template_without_tools_takes_none() -> None:

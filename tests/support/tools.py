@@ -36,12 +36,13 @@ _CALLS = {
 
 @cache
 def tool_tokenizer(name: str) -> Tokenizer:
-    """Its markers are special tokens, but Hermes', which are added ones."""
+    """Its markers are special tokens, but Hermes', which are added ones; and it may reason."""
     one = FORMATS[name]
     tools = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% if mood %}mood: {{ mood }}\n{% endif %}"
     backend = train_byte_level(380)
     markers = [*one.parser.markers, *one.parser.inner]
     backend.add_tokens([AddedToken(marker, special=name != "hermes") for marker in markers])
+    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     config: dict[str, Any] = {
         "eos_token": "<|endoftext|>",
         "chat_template": tools + _MESSAGES.replace("CALLS", _CALLS[name]),

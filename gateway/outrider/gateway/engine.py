@@ -33,7 +33,7 @@ from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refu
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import AHEAD, Limits, MethodShare, Mode, Policy, PolicyController, Round, SpeculationTally
 from outrider.proposers.prediction import PredictionState
-from outrider.rpc.errors import DeadlineExceeded, OutriderError
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
 from outrider.rpc.sampling_params import MAX_LOGPROBS, FinishReason
@@ -121,10 +121,10 @@ class Completion:
         if self._text.finished:
             resumed = self._text.resumed
             return self._delta(finish_reason=resumed.finish_reason, stop_string=resumed.stop_string)
-        if ids and ids[-1] in sampling.stop_token_ids and len(ids) > sampling.min_tokens:
-            return self._delta(finish_reason=FinishReason.STOP, stop_token_id=ids[-1])
-        if ids and ids[-1] in self._run.eos_token_ids and len(ids) > sampling.min_tokens and not sampling.ignore_eos:
-            return self._delta(finish_reason=FinishReason.STOP)
+        last = ids[-1] if len(ids) > sampling.min_tokens else None
+        if last in sampling.stop_token_ids or (last in self._run.eos_token_ids and not sampling.ignore_eos):
+            reason = self._text.push((), FinishReason.STOP).finish_reason
+            return self._delta(finish_reason=reason, stop_token_id=last if last in sampling.stop_token_ids else None)
         if len(ids) >= sampling.max_tokens:
             return self._delta(finish_reason=FinishReason.LENGTH)
         return None
@@ -292,6 +292,8 @@ class GenerationEngine:
                         left -= of_completion
                         self.admission.leave(of_completion)
                     yield delta
+        except InvalidArgument as error:
+            raise error if prepared.tools is None else prepared.tools.named(error) from error
         finally:
             self.admission.leave(left)
 

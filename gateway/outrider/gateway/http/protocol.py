@@ -562,8 +562,7 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    of_tools = dict.fromkeys(("structured_output", "structured_output.grammar"), "tools") if body.tools else {}
-    names = {**body.names, **of_tools, "logprobs": "top_logprobs", "max_tokens": limit_name}
+    names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name}
     return OpenAIRequest((chat,), body, engine.model_name, num_logprobs, (names,))
 
 

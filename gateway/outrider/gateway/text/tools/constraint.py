@@ -52,11 +52,16 @@ def _named(layout: Layout, tool: Tool) -> str:
 
 
 def _arguments(tool: Tool, required: bool) -> str:
-    """A schema of the arguments, written as templates write them."""
+    """A schema of the arguments, written as templates write them. Of parameters that are listed it takes no others: a
+    function cannot be called with them."""
     schema = tool.parameters if required or tool.strict else ANY_OBJECT
-    return "%json " + json.dumps({"type": "object", **schema, "x-guidance": _STYLE}, ensure_ascii=False)
+    closed = {"additionalProperties": False} if "properties" in schema and not _OPEN.intersection(schema) else {}
+    return "%json " + json.dumps({"type": "object", **closed, **schema, "x-guidance": _STYLE}, ensure_ascii=False)
 
 
+_OPEN = frozenset(
+    {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+)
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -92,6 +93,15 @@ class ToolUse:
         )
         parser = self.format.parser(ids, self.names)
         return ToolStream(prepared.answer_text(self.tokenizer, index), parser, self.parallel)
+
+    def named(self, error: InvalidArgument) -> InvalidArgument:
+        """A refusal of the constraint, which nobody asked for by that name."""
+        if self.constraint is None or not (found := _OF_CONSTRAINT.match(error.message)):
+            return error
+        return InvalidArgument.of([Violation("tools", error.message[found.end() :])])
+
+
+_OF_CONSTRAINT = re.compile(r"(?:open\.)?sampling\.structured_output[\w.]*: ")
 
 
 def tool_use(
