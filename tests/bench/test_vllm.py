@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ import pytest
 from outrider.bench.machine import describe
 from outrider.bench.measure import Cell, Run
 from outrider.bench.results import new_result
-from outrider.bench.vllm import VllmBenchSettings, environment, measure, render, target_flags
+from outrider.bench.vllm import VllmBenchSettings, measure, render, target_flags
 from outrider.rpc.settings import parse_settings
 from outrider.target_service.settings import TargetSettings
 
@@ -56,10 +55,3 @@ def test_a_target_takes_its_flags(engine: str, arguments: dict[str, bool]) -> No
     settings = parse_settings(TargetSettings, [*target_flags(engine), "--model", "/models/target"], "target", "")
     assert (settings.engine, settings.cache_mb, settings.prefix_cache) == (engine, 1024, False)
     assert settings.engine_args == arguments, "vLLM's own worker compiles, too"
-
-
-def test_variables_are_for_what_is_started_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BEFORE", "1")
-    with environment({"BEFORE": "2", "NEW": "3"}):
-        assert (os.environ["BEFORE"], os.environ["NEW"]) == ("2", "3")
-    assert os.environ["BEFORE"] == "1" and "NEW" not in os.environ

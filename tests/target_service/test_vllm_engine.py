@@ -72,7 +72,7 @@ class Harness:
 
     def report(self, *events: Any, num_rows: int, num_preempted: int = 0) -> None:
         timings, load = StepTimings(verify_us=2000, num_rows=num_rows, num_sequences=len(events)), Load(1, 0, 5)
-        self.link.on_event(StepReport(17, 0.002, timings, events, load, num_preempted))
+        self.link.on_event(StepReport(17, 0.002, timings, events, load, num_preempted, waits=(0.5,)))
 
 
 @pytest.fixture
@@ -99,6 +99,7 @@ async def test_steps_are_counted_and_traced(harness: Harness) -> None:
     assert read["target_step_rows_total", (("kind", "prompt"),)] == 7
     assert read["target_step_rows_total", (("kind", "verify"),)] == 5
     assert read["target_step_seconds_count", (("rows", "8"),)] == 1
+    assert read["target_queue_seconds_sum", ()] == 1.0
     assert read["target_prefix_cache_queries_total", ()] == 40
     assert read["target_prefix_cache_hits_total", ()] == 32
     assert read["target_num_requests_open", ()] == 1

@@ -88,6 +88,7 @@ def test_what_a_step_was_is_reported(new: Callable[..., Steps]) -> None:
     assert report.timings.verify_us == round(report.seconds * 1e6)
     assert (report.load.running, report.load.waiting, report.load.free_blocks) == (2, 0, 61)
     assert all(event.load == report.load for event in report.events if isinstance(event, Commit))
+    assert [len(one.waits) for one in steps.source.reports] == [2, 0], "each request waits for its first step once"
 
 
 @pytest.mark.parametrize("cut", ["credit", "max_window", "max_tokens", "max_model_len", "k"])

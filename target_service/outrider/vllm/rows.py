@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.rpc.messages import Credit, DraftTokens
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, ChainBuffer, Window
@@ -27,6 +28,7 @@ class DraftedRow:
     last_commit: float = 0.0  # 0: none yet
     window: Window = EMPTY_WINDOW  # of the step under way
     num_cached_ids: int = 0
+    opened_at: float = field(default_factory=time.monotonic)
 
     @property
     def committed(self) -> int:

@@ -183,11 +183,14 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         )
         load = self._load()
         events: list[TargetEvent] = []
+        waits: list[float] = []
         for output in outputs:
             row = self._rows.get(output.request_id)
             if row is None:
                 continue
             num_drafted = count_drafted(step, output.request_id)
+            if row.last_commit == 0.0:
+                waits.append(max(0.0, started - row.opened_at))
             try:
                 row.advance(ended)
                 if output.new_prompt_logprobs_tensors is not None:
@@ -201,7 +204,8 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         if timings.num_rows:
-            self._source.committed(StepReport(started_ns, ended - started, timings, events, load, self._num_preempted))
+            seconds, num_preempted = ended - started, self._num_preempted
+            self._source.committed(StepReport(started_ns, seconds, timings, events, load, num_preempted, waits))
 
     def _load(self) -> Load:
         running, waiting = self.get_request_counts()

@@ -22,6 +22,7 @@ class StepReport:
     events: Sequence[TargetEvent]  # what it committed of rows, by their sequence ids
     load: Load
     num_preempted: int = 0  # times so far that a request gave up its blocks
+    waits: Sequence[float] = ()  # seconds that requests in their first step had waited for it
 
 
 class DraftSource(Protocol):

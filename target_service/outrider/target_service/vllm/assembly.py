@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,19 +24,25 @@ from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import DraftMethod, TargetInfo
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.observed import ObservedStep, new_metrics, step_watcher
+from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.engine import VllmEngine
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.target_service.vllm.self_drafting import SelfDraftingEngine
-from outrider.vllm.link import EngineLink
+from outrider.vllm.link import EngineLink, LinkEvent
+from outrider.vllm.source import StepReport
 
 log = logging.getLogger(__name__)
 
 SPECULATIVE = "speculative_config"  # of vLLM's engine arguments
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"  # of its ranks to cores
 LEAST_CACHE_BYTES = 512 << 20  # on a CPU, where nothing else is said
+PROFILED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+PROFILE_REPEATS = 3
+PROFILE_S = 2.0  # then no more rows are measured
+OPENMP = "libiomp5.so"  # Intel's; speculation on a CPU loses much without it, as vLLM's log says, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +93,14 @@ async def start_engine(
         await asyncio.to_thread(lambda: made.append(new_llm(settings)))
         llm = made.pop()
         await first_step(llm)
+        step_costs = () if link is None else await measure_steps(llm, link)
     except (ValueError, RuntimeError) as error:
         if link is not None:
             link.close()
         raise UnsupportedModel(f"vLLM does not start: {error}") from error
     loaded = await asyncio.to_thread(read_checkpoint, settings, llm.vllm_config)
     limits = limits_of(settings, loaded, llm.vllm_config)
-    info = info_of(settings, loaded, limits, has_grammars=has_end(llm.tokenizer, limits.eos_ids))
+    info = info_of(settings, loaded, limits, step_costs, has_grammars=has_end(llm.tokenizer, limits.eos_ids))
     if link is not None:
         engine = VllmEngine(llm, link, limits, flush=flush, on_step=on_step, capabilities=info.capabilities)
         return engine, info
@@ -108,15 +117,42 @@ def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:
 async def first_step(llm: Any) -> None:
     """A token, before anybody is served: what a model's kernels refuse shows here, and no earlier. Raises ValueError;
     vLLM's processes have then ended."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     try:
-        async for _ in llm.generate({"prompt_token_ids": [0]}, params, "outrider-first-step"):
-            pass
+        await run_prompt(llm, [0], "outrider-first-step")
     except Exception as error:
         llm.shutdown()
         raise ValueError(f"its first step fails, see its log: {error}") from error
+
+
+async def measure_steps(llm: Any, link: EngineLink) -> StepProfile:
+    """Rows and microseconds of steps, as our scheduler times them, while nothing is open: each is a prompt of so many
+    ids. The first step has run."""
+    model, fastest = llm.vllm_config.model_config, dict[int, int]()
+
+    def note(event: LinkEvent) -> None:
+        if isinstance(event, StepReport):
+            rows, step_us = event.timings.num_rows, event.timings.verify_us
+            fastest[rows] = min(step_us, fastest.get(rows, step_us))
+
+    link.on_event = note
+    vocab_size, end = model.get_vocab_size(), time.monotonic() + PROFILE_S
+    for num_rows in PROFILED_ROWS:
+        if num_rows >= model.max_model_len or time.monotonic() > end:
+            break
+        for repeat in range(PROFILE_REPEATS):
+            ids = [7919 * (index + repeat) % vocab_size for index in range(num_rows)]  # as our engine's: see profile.py
+            await run_prompt(llm, ids, f"outrider-profile-{num_rows}-{repeat}")
+    await llm.reset_prefix_cache()
+    return tuple(sorted(fastest.items()))
+
+
+async def run_prompt(llm: Any, ids: Sequence[int], name: str) -> None:
+    """A prompt, and a greedy token behind it."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    async for _ in llm.generate({"type": "token", "prompt_token_ids": list(ids)}, params, name):
+        pass
 
 
 def drafts_itself(settings: TargetSettings) -> bool:
@@ -151,13 +187,17 @@ def new_llm(settings: TargetSettings) -> Any:
 @contextmanager
 def told_of_threads(settings: TargetSettings) -> Iterator[None]:
     """What is started meanwhile knows how many threads each rank's products take: an equal part of `threads`. Where
-    that is not said, vLLM binds a rank to the cores of a memory node, of which it wants one for each."""
+    that is not said, vLLM binds a rank to the cores of a memory node, of which it wants one for each. On a CPU Intel's
+    OpenMP is loaded first, where vLLM's installation brought it."""
     told: dict[str, str] = {}
     ranks = max(1, settings.tensor_parallel_size // int(settings.engine_args.get("nnodes", 1)))  # of this host
     if settings.threads is not None:
         told = {BINDING: "nobind", "OMP_NUM_THREADS": str(max(1, settings.threads // ranks))}
     elif settings.device == "cpu" and ranks > 1 and BINDING not in os.environ:
         told = {BINDING: "nobind"}
+    openmp = Path(sys.prefix) / "lib" / OPENMP
+    if settings.device == "cpu" and openmp.is_file() and "omp" not in (preloaded := os.environ.get("LD_PRELOAD", "")):
+        told["LD_PRELOAD"] = f"{preloaded}:{openmp}".strip(":")
     before = {name: os.environ.get(name) for name in told}
     os.environ.update(told)
     try:
@@ -244,10 +284,15 @@ def limits_of(settings: TargetSettings, loaded: Checkpoint, vllm_config: Any) ->
 
 
 def info_of(
-    settings: TargetSettings, loaded: Checkpoint, limits: TargetLimits, has_grammars: bool = False
+    settings: TargetSettings,
+    loaded: Checkpoint,
+    limits: TargetLimits,
+    step_costs: StepProfile = (),
+    has_grammars: bool = False,
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
     room = limits.num_blocks, limits.block_size
     model = model_info_of(settings, Path(settings.model), loaded, loaded.max_model_len, *room)
     capabilities = (*VLLM_CAPABILITIES, GRAMMARS) if has_grammars else VLLM_CAPABILITIES
-    return TargetInfo(model, limits.max_window, capabilities=capabilities, version=metadata.version("outrider"))
+    version = metadata.version("outrider")
+    return TargetInfo(model, limits.max_window, step_costs=step_costs, capabilities=capabilities, version=version)

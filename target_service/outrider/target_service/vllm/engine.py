@@ -278,6 +278,7 @@ class VllmEngine:
             num_drafted=sum(commit.num_drafted for commit in commits),
             num_accepted=sum(commit.num_accepted for commit in commits),
             traceparents=[sequence.open.traceparent for sequence in known if sequence is not None],
+            waits=report.waits,
         )
 
     def _hand_on(self, sequence: VllmSequence, event: TargetEvent, load: Load) -> None:
