@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -11,19 +12,22 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
-from outrider.llm import GuidedDecodingParams, SamplingParams, StructuredOutputsParams, Unsupported
+from outrider.llm import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams, Unsupported
 from outrider.llm.sampling_params import to_wire, with_guided
 from outrider.pairs import pair_path
 from outrider.rpc.sampling_params import LogprobsMode
 from outrider.rpc.structured import StructuredOutput
 
 
-class Colour(BaseModel):
+class Colour(BaseModel, extra="forbid"):
     name: Literal["red", "blue"]
     depth: int
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CALL = {
+    "format": {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
+}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
 
 
@@ -141,3 +145,29 @@ def test_options_of_older_generate() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+
+
+def test_the_engines_of_this_process_keep_to_it() -> None:
+    pair = pair_path()
+    drafts = {"model": str(pair.draft), "num_speculative_tokens": 4}
+    with LLM(pair.target, speculative_config=drafts, max_num_seqs=8, max_model_len=256) as llm:
+        free = SamplingParams(temperature=0.0, max_tokens=16)
+        kinds = [
+            StructuredOutputsParams(json=Colour),
+            StructuredOutputsParams(regex="[a-z]{2,5}!"),
+            StructuredOutputsParams(choice=["yes", "no"]),
+            StructuredOutputsParams(grammar='start: "a" /[0-9]{2}/'),
+            StructuredOutputsParams(structural_tag=CALL),
+        ]
+        params = [SamplingParams(temperature=0.0, max_tokens=96, structured_outputs=kind) for kind in kinds]
+        told = llm.generate(["x = "] * 6, [free, *params], use_tqdm=False)
+        texts = [output.outputs[0].text for output in told]
+        assert [output.outputs[0].finish_reason for output in told[1:]] == ["stop"] * 5
+        Colour.model_validate_json(texts[1])
+        for pattern, text in zip(("[a-z]{2,5}!", "yes|no", "a[0-9]{2}", r"<f>\{.*\}</f>"), texts[2:], strict=True):
+            assert re.fullmatch(pattern, text, re.DOTALL), text
+        wrong = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(["))
+        with pytest.raises(ValueError, match=r"sampling\.structured_output"):
+            llm.generate(["x = "], wrong, use_tqdm=False)
+        (again,) = llm.generate(["x = "], free, use_tqdm=False)
+        assert again.outputs[0].text == texts[0]

@@ -13,16 +13,17 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import cloudpickle
 import psutil
 import pytest
 import torch
 from llm.test_vllm_scripts import DRAFT, HEADS, SCRIPTS, TARGET
+from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
 
-from outrider.llm import LLM, SamplingParams, Unsupported
+from outrider.llm import LLM, SamplingParams, StructuredOutputsParams, Unsupported
 from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError
 
@@ -173,6 +174,11 @@ def kill_vllm_soon() -> None:
         threading.Timer(0.5, child.kill).start()
 
 
+class Point(BaseModel):
+    x: Annotated[int, Field(ge=0, le=99)]
+    name: Literal["a", "b"]
+
+
 def quantised(folder: Path, to: Path) -> Path:
     """The same in 8 bits, as compressed-tensors' W8A8: a scale for each output, and one for each token."""
     shutil.copytree(folder, to)
@@ -212,4 +218,14 @@ def test_quantised_weights_and_ngrams(tmp_path: Path) -> None:
         assert [greedy_ids(llm, [one])[0] for one in (prompt, *PROMPTS)] == together
         drafted, accepted = drafted_and_accepted(llm)
         assert drafted >= accepted > 0
+        constraint = StructuredOutputsParams(json=Point, disable_any_whitespace=True)
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, max_tokens=64, structured_outputs=constraint)
+            for output in llm.generate(PROMPTS, params, **QUIET):
+                assert output.outputs[0].finish_reason == "stop"
+                Point.model_validate_json(output.outputs[0].text)
+        wrong = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(["))
+        with pytest.raises(ValueError, match=r"regex|structured_output"):
+            llm.generate(PROMPTS[:1], wrong, **QUIET)
+        assert greedy_ids(llm, [prompt, *PROMPTS]) == together
     assert not vllm_processes()
