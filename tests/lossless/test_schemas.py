@@ -75,6 +75,7 @@ def test_the_script_makes_schemas(schemas: list[Schema]) -> None:
     assert make_schemas(5) == schemas[:5] and make_schemas(5, SEED + 1) != schemas[:5]
 
 
+@pytest.mark.timeout(3600)  # 2,000 outputs a mode
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_what_ends_is_valid(llm: LLM, schemas: list[Schema], mode: Mode) -> None:
     drafted = write(llm, schemas, mode, speculates=True)

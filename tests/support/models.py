@@ -205,7 +205,7 @@ def letters_backend(tokens: Sequence[str]) -> Backend:
 
 
 def ascii_backend(vocab_size: int, eos_id: int) -> Backend:
-    """A byte-level tokenizer of single characters: printable ASCII, a line's end, and an end of sequence at `eos_id`."""
+    """A byte-level tokenizer of characters: printable ASCII, a line's end, and an end of sequence at `eos_id`."""
     characters = [*(chr(code) for code in range(33, 127)), "Ġ", "Ċ"]
     ids = [token_id for token_id in range(vocab_size) if token_id != eos_id]
     tokens = dict(zip(characters, ids, strict=False)) | {"<|endoftext|>": eos_id}

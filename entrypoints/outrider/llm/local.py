@@ -79,7 +79,15 @@ from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
-from outrider.target_service.boot import info_of, limits_of, load_head, new_engine, new_runner
+from outrider.target_service.boot import (
+    info_of,
+    limits_of,
+    load_head,
+    new_engine,
+    new_grammars,
+    new_runner,
+    with_grammars,
+)
 from outrider.target_service.boot import load as load_target
 from outrider.target_service.engine import TargetEngineCommand as TargetCommand
 from outrider.target_service.profile import thread_split
@@ -240,18 +248,28 @@ class LocalTarget(LocalVerifier):
     """Over our own engine."""
 
     def __init__(
-        self, settings: TargetSettings, loaded: LoadedModel, loop: asyncio.AbstractEventLoop, head: Head | None = None
+        self,
+        settings: TargetSettings,
+        loaded: LoadedModel,
+        loop: asyncio.AbstractEventLoop,
+        head: Head | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
-        """`head` drafts beside the model."""
+        """`head` drafts beside the model; `tokenizer` is the folder of what grammars are over, by default the
+        model's."""
         super().__init__(loop)
         runner = new_runner(settings, loaded, head)
         limits = limits_of(settings, loaded, runner)
         longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # what the cache can hold at all
         limits = replace(limits, max_model_len=longest)
         info = info_of(settings, loaded, limits, head=head)
-        self.engine = new_engine(settings, runner, limits, self.flush, head=head)
+        grammars = new_grammars(tokenizer or Path(settings.model), loaded, settings.device)
+        self.engine = new_engine(settings, runner, limits, self.flush, head=head, grammars=grammars)
         threads = settings.threads or usable_threads()
         self.thread: Worker[TargetCommand] = Worker(self.engine, "llm-target", threads, settings.device)
+        if grammars is not None:
+            info = with_grammars(info)
+            self.thread.ended.add_done_callback(lambda _: grammars.close())
         costs = self.thread.call(self.engine.profile).result()
         self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
@@ -522,7 +540,7 @@ def _start_ours(
         sampling = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (loaded, draft) if model is not None)
         num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments, head)
         settings = settings.model_copy(update={"num_blocks": num_blocks})
-    target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop, head))
+    target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop, head, arguments.tokenizer))
     return LoadedPair(target, loaded.max_model_len, draft, settings.num_blocks)
 
 

@@ -73,7 +73,7 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     metrics = new_metrics(settings)
-    grammars = new_grammars(settings, loaded)
+    grammars = new_grammars(Path(settings.model), loaded, settings.device)
     engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head, grammars)
     thread: Worker[TargetEngineCommand] = Worker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
@@ -82,7 +82,8 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     engine.threads = thread_split(settings.threads, loaded.kernels, costs)
     info = info_of(settings, loaded, limits, costs, head)
     if grammars is not None:
-        info = replace(info, capabilities=(*info.capabilities, "sampling.structured_output", REASONING))
+        info = with_grammars(info)
+        thread.ended.add_done_callback(lambda _: grammars.close())
     servicer = TargetServicer(thread, outboxes, info, engine.load)
     if metrics is not None:
         metrics.attach(partial(stats_of, engine), thread, info.model, settings.vllm_metrics)
@@ -116,15 +117,19 @@ def new_engine(
     )
 
 
-def new_grammars(settings: TargetSettings, loaded: LoadedModel) -> Grammars | None:
-    """What serves constraints, for a checkpoint with a tokenizer that says its tokens' bytes."""
-    folder = Path(settings.model)
+def new_grammars(folder: Path, loaded: LoadedModel, device: str) -> Grammars | None:
+    """What serves constraints, for a folder with a tokenizer that says its tokens' bytes."""
     if not has_tokenizer(folder):
         return None
     from outrider.target_service.grammars import grammars_of
 
     layout = load_backend(folder)[0].to_str().encode()
-    return grammars_of(layout, loaded.vocab_size, loaded.eos_token_ids, pin_memory=settings.device != "cpu")
+    return grammars_of(layout, loaded.vocab_size, loaded.eos_token_ids, pin_memory=device != "cpu")
+
+
+def with_grammars(info: TargetInfo) -> TargetInfo:
+    """What a target says that has them."""
+    return replace(info, capabilities=(*info.capabilities, "sampling.structured_output", REASONING))
 
 
 def located(settings: TargetSettings) -> TargetSettings:
