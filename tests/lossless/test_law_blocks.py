@@ -22,6 +22,7 @@ from lossless.law import (
     TRUNCATED_WEIGHTS,
     AcceptRule,
     Proposal,
+    Target,
     Vector,
     distance,
     endings_of,
@@ -29,6 +30,7 @@ from lossless.law import (
     one_hot,
     proposals_of,
     sparse,
+    target_law,
 )
 from lossless.test_law import HONEST_DRAFTS, LYING_DRAFTS, ONE_HOT_DRAFTS, replayed
 from torch import Tensor
@@ -41,7 +43,7 @@ NEAR = 2.0**-40  # of a threshold
 LAST_COIN = 1 - 2.0**-24
 
 
-def with_coins(proposals: Iterable[Proposal], is_one_block: bool = True) -> list[Proposal]:
+def with_coins(proposals: Iterable[Proposal], is_one_block: bool = True, target: Target = target_law) -> list[Proposal]:
     """Each with every combination of coins on either side of its thresholds."""
     found = []
     for proposal in proposals:
@@ -49,7 +51,7 @@ def with_coins(proposals: Iterable[Proposal], is_one_block: bool = True) -> list
             [(share, coin) for share, coin in ((h, max(float(h) - NEAR, 0)), (1 - h, float(h) + NEAR)) if share]
             if 0 < h < 1
             else [(Fraction(1), LAST_COIN if h else 0.0)]
-            for h in judge(proposal, is_one_block=is_one_block).thresholds
+            for h in judge(proposal, target, is_one_block).thresholds
         ]
         for chosen in product(*sides):
             mass = proposal.mass
