@@ -37,8 +37,12 @@ SCHEMA = {
     },
     "required": ["name", "born", "tags"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},  # else a random model writes spaces for ever
 }
+TAG = json.dumps({
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<n>", "content": {"type": "json_schema", "json_schema": {"type": "boolean"}},
+               "end": "</n>"},
+})  # fmt: skip
 LONG = {"type": "array", "items": {"type": "boolean"}, "minItems": 16, "maxItems": 24}
 JSON = {"json_schema": json.dumps(SCHEMA)}
 
@@ -145,12 +149,14 @@ async def test_json_is_valid_and_greedily_the_same_with_and_without_drafts(start
     assert all(map(is_valid, plain))
     assert [tokens_of(responses) for responses in drafted] == plain
     assert {responses[-1].finish_reason for responses in drafted} == {pb.FINISH_REASON_STOP}
+    assert sum(responses[-1].speculation.num_accepted_tokens for responses in drafted) > 0  # the draft masks, too
 
 
 async def test_drawn_json_is_valid_with_drafts_that_are_one_hot(started: Started, stub: Any) -> None:
     calls = [generate(stub, JSON, p, k, temperature=1.0, seed=k) for p in PROMPTS for k in (0, 4, 8)]
     results = await asyncio.gather(*calls)
     assert all(is_valid(tokens_of(responses)) for responses in results)
+    assert sum(responses[-1].speculation.num_accepted_tokens for responses in results) > 0
 
 
 @pytest.mark.parametrize(
@@ -159,8 +165,9 @@ async def test_drawn_json_is_valid_with_drafts_that_are_one_hot(started: Started
         ({"regex": "[a-f]{3}-[0-9]{2,4}"}, "[a-f]{3}-[0-9]{2,4}"),
         ({"choice": ["yes", "no", "maybe"]}, "yes|no|maybe"),
         ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{2,5}/'}, "<[a-z]{2,5}>"),
+        ({"structural_tag": TAG}, "<n>(true|false)</n>"),
     ],
-    ids=["regex", "choice", "grammar"],
+    ids=["regex", "choice", "grammar", "structural_tag"],
 )
 async def test_every_kind_of_constraint_holds(stub: Any, constraint: dict[str, Any], pattern: str) -> None:
     for k, temperature in ((0, 0.0), (4, 0.0), (4, 1.0)):

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec
+from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import StructuredOutput
 
 log = logging.getLogger(__name__)
 
@@ -24,23 +23,7 @@ def spec_of(request: Open) -> GrammarSpec | None:
     constraint, reasoning = request.sampling.structured_output, request.reasoning
     if constraint is None and (reasoning is None or not reasoning.max_tokens):
         return None
-    before = None
-    if reasoning is not None:
-        before = ReasoningSpec(reasoning.end_ids, reasoning.start_ids, reasoning.max_tokens, reasoning.open)
-    if constraint is None:
-        return GrammarSpec(None, reasoning=before)
-    return _spec_of_text(constraint, before)
-
-
-def _spec_of_text(constraint: StructuredOutput, reasoning: ReasoningSpec | None) -> GrammarSpec:
-    if constraint.choice is not None:
-        return GrammarSpec("choice", choices=constraint.choice, reasoning=reasoning)
-    if constraint.json_object:
-        return GrammarSpec("json_object", reasoning=reasoning)
-    for kind in ("json_schema", "regex", "grammar", "structural_tag"):
-        if (text := getattr(constraint, kind)) is not None:
-            return GrammarSpec(kind, text, reasoning=reasoning)
-    return GrammarSpec(None, reasoning=reasoning)
+    return GrammarSpec.of(constraint, reasoning)
 
 
 class DraftGrammars:

@@ -182,10 +182,23 @@ class Matcher:
             self._back(place, before)
         return masks
 
-    def forced(self, limit: int) -> list[int]:
-        """Tokens, at most so many, of which the constraint's bytes leave no other: guesses at what follows, since other
-        tokens may spell the same bytes. An end of sequence is none of them."""
-        place, reasoning = self._place, self._reasoning
+    def forced(self, limit: int, drafted: Sequence[int] = ()) -> list[int]:
+        """Behind `drafted`, tokens, at most so many, of which the constraint's bytes leave no other: guesses at what
+        follows, since other tokens may spell the same bytes. An end of sequence is none of them. The state stays.
+        Raises GrammarError where the library gives up."""
+        before = place = self._place
+        try:
+            for token in drafted:
+                after = None if place.ended else self._after(place, token)
+                if after is None:
+                    return []
+                place = after
+            return self._forced_at(place, limit)
+        finally:
+            self._back(place, before)
+
+    def _forced_at(self, place: _Place, limit: int) -> list[int]:
+        reasoning = self._reasoning
         if place.phase is Phase.REASONING and reasoning is not None:
             return list(reasoning.end_ids[place.num_matched :][:limit]) if self._is_spent(place) else []
         if place.phase is Phase.STARTING or self._matcher is None or place.ended or self._matcher.is_stopped():

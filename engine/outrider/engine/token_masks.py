@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from outrider.engine.grammar import Matcher
     from outrider.engine.sampler import SequenceSampler
 
+MAX_FORCED = 128  # tokens of one answer
 ALL_BITS = -1  # an int32 of which every bit is set
 
 
@@ -45,6 +46,7 @@ class Constraint:
     def __init__(self, matcher: Matcher, ends: Iterable[int], min_tokens: int, ignored: Iterable[int] = ()) -> None:
         self.matcher = matcher
         self._ends, self._ignored, self._min_tokens = tuple(ends), tuple(ignored), min_tokens
+        self._forced: tuple[tuple[int, tuple[int, ...]], list[int]] = (-1, ()), []  # where asked last, and the answer
 
     @property
     def holds_ends_back(self) -> bool:
@@ -61,6 +63,17 @@ class Constraint:
             early = self._ends if num_output + first + row < self._min_tokens else ()
             if early or self._ignored:
                 _hold_back(out[row], (*early, *self._ignored))
+
+    def forced_after(self, committed: int, drafted: tuple[int, ...], limit: int) -> Sequence[int]:
+        """At most `limit` tokens that it forces behind drafted ones, which follow so many committed ones; none where it
+        gives up: its masks will say so. A step asks several times."""
+        if self._forced[0] != (committed, drafted):
+            try:
+                forced = self.matcher.forced(MAX_FORCED, drafted)
+            except ValueError:
+                forced = []
+            self._forced = (committed, drafted), forced
+        return self._forced[1][: max(0, limit)]
 
 
 def _hold_back(row: Tensor, ids: Iterable[int]) -> None:  # [words] int32

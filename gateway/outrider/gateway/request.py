@@ -234,6 +234,7 @@ class Prepared:
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             draft_confidence=self.request.speculation.draft_confidence,
             reasoning=None if self.reasoning is None else self.reasoning.message,
+            plain=not self.request.speculation.enabled or self.request.speculation.num_draft_tokens == 0,
         )
 
 

@@ -25,7 +25,7 @@ class FrameHeader(_message.Message):
     def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ..., info_version: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning")
+    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning", "plain")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class Open(_message.Message):
     METHODS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_prompt_ids: int
     num_output_ids: int
@@ -78,7 +79,8 @@ class Open(_message.Message):
     methods: _containers.RepeatedScalarFieldContainer[str]
     draft_confidence: float
     reasoning: Reasoning
-    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
+    plain: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., plain: bool = ...) -> None: ...
 
 class Reasoning(_message.Message):
     __slots__ = ("end_ids", "start_ids", "max_tokens", "open")
@@ -205,7 +207,7 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("sequence_id", "position", "chain", "num_drafted", "num_accepted", "ids", "origins", "logprobs", "features", "finish_reason", "stop_token_id", "dropped", "timings", "load", "num_cached_ids")
+    __slots__ = ("sequence_id", "position", "chain", "num_drafted", "num_accepted", "ids", "origins", "logprobs", "features", "finish_reason", "stop_token_id", "dropped", "timings", "load", "num_cached_ids", "num_forced")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +223,7 @@ class Commit(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORCED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     position: int
     chain: int
@@ -236,4 +239,5 @@ class Commit(_message.Message):
     timings: StepTimings
     load: Load
     num_cached_ids: int
-    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., chain: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_generation_pb2.TokenOrigin, str]]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., features: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_cached_ids: _Optional[int] = ...) -> None: ...
+    num_forced: int
+    def __init__(self, sequence_id: _Optional[int] = ..., position: _Optional[int] = ..., chain: _Optional[int] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[_generation_pb2.TokenOrigin, str]]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., features: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_cached_ids: _Optional[int] = ..., num_forced: _Optional[int] = ...) -> None: ...

@@ -187,6 +187,7 @@ def _decode_commit(message: pb.Commit) -> Commit:
         ),
         Load(load.running, load.waiting, load.free_blocks),
         message.num_cached_ids,
+        message.num_forced,
     )
     commit.encoded = message
     return commit

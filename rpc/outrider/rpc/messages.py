@@ -75,6 +75,7 @@ class Open:
     methods: tuple[str, ...] = ()  # several that draft in turn, of which `method` is the first
     draft_confidence: float = 0.0  # a draft ends behind a token of which its model is less sure
     reasoning: Reasoning | None = None
+    plain: bool = False  # the target shall guess at nothing, either
 
     @property
     def named_methods(self) -> tuple[str, ...]:
@@ -187,6 +188,7 @@ class Commit:
     timings: StepTimings = field(default_factory=StepTimings)
     load: Load = field(default_factory=Load)
     num_cached_ids: int = 0
+    num_forced: int = 0  # by a grammar, behind the drafted tokens of the window, which do not count them
     encoded: Any = field(init=False, default=None, compare=False, repr=False)  # as it came, to be passed on so
 
 

@@ -103,7 +103,7 @@ def new_engine(
     grammars: Grammars | None = None,
 ) -> TargetEngine:
     """An engine by the settings, traced if tracing is on. The runner taps what the head reads."""
-    return TargetEngine(
+    engine = TargetEngine(
         runner,
         limits,
         prefix_cache=settings.prefix_cache,
@@ -115,6 +115,8 @@ def new_engine(
         tree=settings.tree,
         grammars=grammars,
     )
+    engine.scheduler.max_forced = settings.max_forced_tokens
+    return engine
 
 
 def new_grammars(folder: Path, loaded: LoadedModel, device: str) -> Grammars | None:

@@ -51,6 +51,7 @@ class Window:
     weights: tuple[TokenWeights | None, ...]
     goes_on: bool  # a held token lies past the cut, or the draft has credit for more
     parents: tuple[int, ...] = ()  # of a tree: see token_tree.py
+    num_forced: int = 0  # of `ids`, at their end: a grammar's, and no draft's
 
 
 MAX_DEAD = 1024  # dead and refused chains that are remembered, for pieces of theirs still on the way

@@ -395,8 +395,8 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
         ids=verified.ids,
         origins=verified.origins,
         chain=scheduled.window.chain,
-        num_drafted=len(scheduled.window.ids),
-        num_accepted=verified.num_accepted,
+        num_drafted=len(scheduled.window.ids) - scheduled.window.num_forced,
+        num_accepted=min(verified.num_accepted, len(scheduled.window.ids) - scheduled.window.num_forced),
         logprobs=position_logprobs(verified.logprobs),
         finish_reason=verified.finish_reason,
         stop_token_id=verified.stop_token_id,
@@ -404,6 +404,7 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
         timings=replace(step.timings, queue_us=queue_us, draft_us=draft_us),
         load=load,
         num_cached_ids=target.num_cached_ids,
+        num_forced=scheduled.window.num_forced,
     )
 
 
@@ -411,11 +412,11 @@ def drafted_and_accepted(verified: VerifiedWindow) -> tuple[int, int]:
     """What a window says of the draft. A plain token tests a held one, too, where a token holds by being the target's
     own; to be asked before the window is committed."""
     target, window = verified.scheduled.target, verified.scheduled.window
-    num_drafted = max(depths_of(window.parents)) if window.parents else len(window.ids)
+    num_drafted = max(depths_of(window.parents)) if window.parents else len(window.ids) - window.num_forced
     if not num_drafted and not target.rejects:
         held = target.chains.window(1).ids
         return len(held), int(held == verified.ids[:1])
-    return num_drafted, verified.num_accepted
+    return num_drafted, min(verified.num_accepted, num_drafted)
 
 
 Item = TypeVar("Item")

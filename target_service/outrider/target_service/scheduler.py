@@ -14,6 +14,7 @@ from outrider.engine.sampler import SamplingRows, is_numeric_only
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.token_tree import MOST_NODES, depths_of, path_to
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
+from outrider.target_service.forced import with_forced
 from outrider.target_service.goodput import Goodput, GoodputRequest
 from outrider.target_service.sequence import SequenceKey, TargetSequence
 
@@ -75,9 +76,9 @@ class ScheduledSequence:
         """Rows that a shorter window would save at most. In rejection mode one drafted token always stays: a cut then
         puts tokens off and gives up none. A sequence's first window is whole: it shows what its draft is worth. So are
         trees, of which acceptance by position does not say what a node is worth."""
-        stays = not self.target.acceptance.tested or (self.target.rejects and len(self.window.ids) == 1)
-        stays = stays or bool(self.window.parents)
-        return 0 if stays else self.num_verify_rows - 1
+        drafted = len(self.window.ids) - self.window.num_forced
+        stays = not self.target.acceptance.tested or (self.target.rejects and drafted == 1)
+        return 0 if stays or self.window.parents else self.num_verify_rows - 1 - self.window.num_forced
 
     def goodput_request(self) -> GoodputRequest:
         """The same, as the choice of windows takes it. A prompt's rows are not the window's."""
@@ -89,7 +90,7 @@ class ScheduledSequence:
     def cut_to(self, further: int) -> int:
         """The longest window with so many of those rows, or fewer. In rejection mode the target's own token does not
         follow a cut window, so k drafted tokens take k rows."""
-        drafted = len(self.window.ids)
+        drafted = len(self.window.ids) - self.window.num_forced
         if further >= self.num_further:
             return drafted
         return min(further + 1, drafted - 1) if self.target.rejects else further
@@ -124,6 +125,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
     ) -> None:
         super().__init__(cache, max_rows)
         self.max_window = max_window
+        self.max_forced = 0  # of a window's tokens, those that a grammar forces
         self.cut_windows = cut_windows
         self.goodput: Goodput | None = None  # limits prompts by time, and cuts windows where sequences share a step
         self.sequences: dict[SequenceKey, TargetSequence] = {}
@@ -289,6 +291,8 @@ class TargetScheduler(Scheduler[TargetSequence]):
         room = min(target.until - target.committed, target.tokens_left)
         limit = min(target.max_window, max_window, room, budget - missing)
         window = target.chains.window(limit, most_rows=MOST_NODES + 1 - missing, depth=room - 1)
+        if self.max_forced and (own := target.sampler.constraint) is not None:
+            window = with_forced(target, own, window, self.max_forced, min(self.max_window, room, budget - missing))
         num_drafted = len(window.ids)
         takes_next = room > num_drafted and not (num_drafted > 0 and window.goes_on and target.rejects)
         takes_next = takes_next or bool(window.parents)  # a tree leaves room for it

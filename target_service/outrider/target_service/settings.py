@@ -12,7 +12,8 @@ from outrider.engine.token_tree import TokenTree
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics
 
-OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand")  # no engine but ours has them
+# No engine but ours has them.
+OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
 
 
 def parse_arguments(given: object) -> object:
@@ -67,6 +68,9 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     prefix_cache: bool = Field(True, description="reuse the blocks of known prompts")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     max_window: int = Field(32, ge=0, le=128, description="most drafted tokens of one verification")
+    max_forced_tokens: int = Field(
+        8, ge=0, le=128, description="most tokens of a step that are guessed at because a grammar forces them; 0: none"
+    )
     cut_windows: bool = Field(True, description="verify fewer drafted tokens where sequences share a step and it pays")
     max_logprobs: int = Field(
         MAX_LOGPROBS,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from outrider.engine import checkpoint
+from outrider.engine.grammar import GrammarError
 from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
@@ -29,6 +30,7 @@ from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.engine import VllmEngine
+from outrider.target_service.vllm.grammars import VllmGrammars
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.target_service.vllm.self_drafting import SelfDraftingEngine
 from outrider.vllm.link import EngineLink, LinkEvent
@@ -100,9 +102,12 @@ async def start_engine(
         raise UnsupportedModel(f"vLLM does not start: {error}") from error
     loaded = await asyncio.to_thread(read_checkpoint, settings, llm.vllm_config)
     limits = limits_of(settings, loaded, llm.vllm_config)
-    info = info_of(settings, loaded, limits, step_costs, has_grammars=has_end(llm.tokenizer, limits.eos_ids))
+    grammars = grammars_of(settings, limits) if has_end(llm.tokenizer, limits.eos_ids) else None
+    can_constrain = grammars is not None and link is not None
+    info = info_of(settings, loaded, limits, step_costs, has_grammars=can_constrain)
     if link is not None:
-        engine = VllmEngine(llm, link, limits, flush=flush, on_step=on_step, capabilities=info.capabilities)
+        can = info.capabilities
+        engine = VllmEngine(llm, link, limits, flush=flush, on_step=on_step, capabilities=can, grammars=grammars)
         return engine, info
     own = llm.vllm_config.speculative_config
     info = replace(info, methods=(DraftMethod(own.method, needs_features=True, can_run_ahead=False),))
@@ -112,6 +117,16 @@ async def start_engine(
 def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:
     """Whether vLLM's grammars can end: they do so by the tokenizer's end of sequence, which must be the model's."""
     return tokenizer is not None and tokenizer.eos_token_id in eos_ids
+
+
+def grammars_of(settings: TargetSettings, limits: TargetLimits) -> VllmGrammars | None:
+    """None where the tokenizer does not serve them."""
+    try:
+        layout = (Path(settings.model) / "tokenizer.json").read_bytes()
+        return VllmGrammars(layout, limits.vocab_size, limits.eos_ids)
+    except (GrammarError, OSError) as error:
+        log.warning("no grammars: %s", error)
+        return None
 
 
 async def first_step(llm: Any) -> None:

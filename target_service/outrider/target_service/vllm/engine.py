@@ -44,6 +44,7 @@ from outrider.rpc.servicer import Detach
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.observed import EngineStats, ObservedStep
 from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
+from outrider.target_service.vllm.grammars import VllmGrammars
 from outrider.target_service.vllm.requests import VLLM_CAPABILITIES, check_request, prompt_of, refusals, sampling_of
 from outrider.vllm.link import LinkCommand, LinkEvent
 from outrider.vllm.source import StepReport
@@ -94,9 +95,10 @@ class VllmEngine:
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[ObservedStep], None] | None = None,
         capabilities: Sequence[str] = VLLM_CAPABILITIES,
+        grammars: VllmGrammars | None = None,
     ) -> None:
         self.limits = limits
-        self.capabilities = capabilities
+        self.capabilities, self._grammars = capabilities, grammars
         self.ended: Future[None] = Future()
         self._llm, self._link = llm, link
         self._flush = flush
@@ -181,6 +183,8 @@ class VllmEngine:
         if not self.ended.done():
             self.ended.set_result(None)
         self._link.close()
+        if self._grammars is not None:
+            self._grammars.close()
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown()
@@ -226,7 +230,10 @@ class VllmEngine:
         """The request's life in vLLM; its tokens come over the link."""
         message = sequence.open
         try:
-            params = sampling_of(message, self.limits.eos_ids, sequence.number, self.is_streamed)
+            grammar = None
+            if self._grammars is not None and message.sampling.structured_output is not None:
+                grammar = await asyncio.to_thread(self._grammars.params_of, message)
+            params = sampling_of(message, self.limits.eos_ids, sequence.number, self.is_streamed, grammar)
             made = self._llm.generate(
                 prompt_of(message), params, f"outrider-{sequence.number}", priority=message.priority
             )
@@ -236,6 +243,8 @@ class VllmEngine:
                     self._fail(sequence, ended_by_vllm(message))
                 else:
                     self._answered(sequence, answer)
+        except InvalidArgument as error:
+            self._fail(sequence, error)
         except Exception as error:
             if isinstance(error, refusals()):
                 self._fail(sequence, InvalidArgument(f"vLLM refuses the request: {error}"))

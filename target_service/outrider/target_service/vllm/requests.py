@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.rpc.errors import InvalidArgument, Violation
 from outrider.rpc.messages import Open
-from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, SamplingParams, StructuredOutput, lacking
+from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, SamplingParams, lacking
 from outrider.target_service.sequence import TargetLimits, check_open
 from outrider.vllm.link import EXTRA
 
@@ -42,6 +42,10 @@ def check_request(message: Open, limits: TargetLimits, capabilities: Sequence[st
             for name in ("min_tokens", "allowed_token_ids", "bad_words_ids")
             if getattr(sampling, name)  # vLLM would bar the one token that its grammar allows, and end the request
         ]
+    reasoning = message.reasoning
+    if reasoning is not None and (reasoning.max_tokens or sampling.structured_output is not None):
+        problem = "is bounded, or comes before a grammar; this target's engine, vLLM, holds neither; leave it unset"
+        found.append(Violation("open.reasoning", problem))
     if found:
         raise InvalidArgument.of(found)
 
@@ -59,17 +63,18 @@ def prompt_of(message: Open) -> dict[str, Any]:
     return {**prompt, "cache_salt": message.salt} if message.salt else prompt
 
 
-def sampling_of(message: Open, eos_ids: Sequence[int], sequence_id: int, is_streamed: bool = False) -> Any:
+def sampling_of(
+    message: Open, eos_ids: Sequence[int], sequence_id: int, is_streamed: bool = False, grammar: Any = None
+) -> Any:
     """vLLM's SamplingParams. Ends of sequence are stop ids there, since it knows one of them alone; a continuation has
     noise of its own, since the same seed would spend the same noise twice."""
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling, before = message.sampling, len(message.output_ids)
-    constraint = sampling.structured_output
-    goes_on = sampling.ignore_eos and constraint is None  # behind a grammar's end nothing is allowed
+    goes_on = sampling.ignore_eos and grammar is None  # behind a grammar's end nothing is allowed
     stops = [*sampling.stop_token_ids, *(() if goes_on else eos_ids)]
-    weighs = not sampling.greedy and constraint is None  # a grammar cuts windows by what is drafted
+    weighs = not sampling.greedy and grammar is None  # a grammar cuts windows by what is drafted
     params = VllmParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -87,25 +92,12 @@ def sampling_of(message: Open, eos_ids: Sequence[int], sequence_id: int, is_stre
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
-        structured_outputs=None if constraint is None else structured_outputs_of(constraint),
+        structured_outputs=grammar,
         extra_args={EXTRA: {"sequence_id": sequence_id, "weighs": weighs, "num_output": before}},
     )
     if sampling.bad_words_ids:
         params._bad_words_token_ids = [list(words) for words in sampling.bad_words_ids]
     return params
-
-
-def structured_outputs_of(constraint: StructuredOutput) -> Any:
-    """vLLM's StructuredOutputsParams."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(
-        json=constraint.json_schema,
-        regex=constraint.regex,
-        grammar=constraint.grammar,
-        choice=None if constraint.choice is None else list(constraint.choice),
-        json_object=constraint.json_object or None,
-    )
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -1,0 +1,62 @@
+"""Constraints before vLLM gets them: tried out here, where a bad one costs its own request alone, and said so that
+vLLM's backend allows the same texts as our engine, since a stream may move between both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec
+from outrider.engine.grammar_source import schema_object
+from outrider.engine.structural_tag import lark_of
+from outrider.rpc.errors import InvalidArgument, Violation
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import StructuredOutput
+
+FIELD = "sampling.structured_output"
+
+
+class VllmGrammars:
+    """Of one tokenizer; thread-safe."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """Raises GrammarError for a tokenizer that does not say its tokens' bytes."""
+        self._compiler = GrammarCompiler(tokenizer_json, vocab_size, eos_ids)
+        added = json.loads(tokenizer_json).get("added_tokens") or []
+        self._special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
+
+    def params_of(self, message: Open) -> Any:
+        """vLLM's StructuredOutputsParams, of a constraint that compiles and fits what was generated before; to be
+        called where it holds up nobody. Raises InvalidArgument."""
+        constraint = message.sampling.structured_output
+        spec = GrammarSpec.of(constraint, None)
+        if constraint is None or spec is None:
+            return None
+        try:
+            compiled = self._compiler.compile(spec)
+        except GrammarError as error:
+            raise InvalidArgument.of([Violation(FIELD, str(error))]) from error
+        try:
+            compiled.matcher(message.output_ids)
+        except GrammarError as error:
+            problem = f"does not fit {FIELD}: {error}; allowed: what it generated"
+            raise InvalidArgument.of([Violation("open.output_ids", problem)]) from error
+        return structured_outputs_of(constraint, self._special_ids)
+
+    def close(self) -> None:
+        """Ends the processes in which constraints are tried."""
+        self._compiler.close()
+
+
+def structured_outputs_of(constraint: StructuredOutput, special_ids: dict[str, int]) -> Any:
+    """vLLM's StructuredOutputsParams of one that compiles."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = '{"type": "object"}' if constraint.json_object else constraint.json_schema
+    if schema is not None:
+        return StructuredOutputsParams(json=json.dumps(schema_object(json.loads(schema))))
+    if constraint.structural_tag is not None:
+        return StructuredOutputsParams(grammar=lark_of(constraint.structural_tag, special_ids))
+    choice = None if constraint.choice is None else list(constraint.choice)
+    return StructuredOutputsParams(regex=constraint.regex, grammar=constraint.grammar, choice=choice)
