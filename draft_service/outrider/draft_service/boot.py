@@ -32,8 +32,10 @@ from outrider.proposers.registry import METHODS, TOKEN_METHODS, is_class, make_p
 from outrider.rpc.engine_service import EngineService, build_service, info_of
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftInfo, DraftMethod, ModelInfo
+from outrider.rpc.sampling_params import CAPABILITIES
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
+from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
 
@@ -132,7 +134,13 @@ def load_methods(settings: DraftSettings) -> tuple[list[ModelMethod | TokenPropo
     methods.sort(key=lambda method: defaults.index(method.name) if method.name in defaults else len(defaults))
     logger.info("methods: %s", ", ".join(method.name for method in methods))
     in_turn = tuple(defaults) if len(defaults) > 1 else ()
-    return methods, DraftInfo(info, describe(methods), version=metadata.version("outrider"), default_methods=in_turn)
+    return methods, DraftInfo(
+        info,
+        describe(methods),
+        version=metadata.version("outrider"),
+        default_methods=in_turn,
+        capabilities=(*CAPABILITIES, *CONSTRAINTS),  # those that draft without regard to constraints are refused more
+    )
 
 
 def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions) -> Build:

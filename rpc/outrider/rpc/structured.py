@@ -24,7 +24,8 @@ class StructuredOutput:
     structural_tag: str | None = None  # JSON, as vLLM's
 
 
-REASONING = "reasoning"  # the capability of a target that tracks it: it bounds it, and constrains what follows it
+REASONING = "reasoning"  # the capability of who tracks it: a target bounds it, and constrains what follows it
+CONSTRAINTS = ("sampling.structured_output", REASONING)  # the capabilities of who obeys both
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from outrider.rpc.hub import locate
 from outrider.rpc.messages import DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
-from outrider.rpc.structured import REASONING
+from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.local_draft import check_tree
@@ -131,7 +131,7 @@ def new_grammars(folder: Path, loaded: LoadedModel, device: str) -> Grammars | N
 
 def with_grammars(info: TargetInfo) -> TargetInfo:
     """What a target says that has them."""
-    return replace(info, capabilities=(*info.capabilities, "sampling.structured_output", REASONING))
+    return replace(info, capabilities=(*info.capabilities, *CONSTRAINTS))
 
 
 def located(settings: TargetSettings) -> TargetSettings:
