@@ -68,7 +68,7 @@ class VllmBenchSettings(PairSettings):
 
 @dataclass(frozen=True, slots=True)
 class PollingBackend(GatewayBackend):
-    """Before a target on vLLM: others are not measured beside its polling. vLLM's own ways are stopped while they wait."""
+    """Before a target on vLLM: others are not measured beside its polling. vLLM's own ways stop while they wait."""
 
     def decode(self, cell: Cell, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> Run:
         """Streams all prompts, and waits until the processes rest."""

@@ -12,6 +12,7 @@ import queue
 import resource
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ from llguidance import LLTokenizer
 
 from outrider.engine.grammar_source import GrammarError, new_matcher, new_tokenizer
 
-TRIAL_S = 0.7
+TRIAL_S = 0.7  # of a processor's time
+WALL_TIMES = 10  # as long by the wall's clock at the most
+POLL_S = 0.02
+CPUCLOCK_SCHED = 2  # Linux: of a process, beside its number
 START_S = 60.0
 NUM_STEPS = 8  # masks that are tried
 MAX_MEMORY = 1 << 30  # bytes beside the tokenizer's
@@ -88,13 +92,21 @@ class _Process:
         if questions is None or answers is None:
             raise OSError("no pipes")
         questions.write(json.dumps(question).encode() + b"\n")
-        if not select([answers], [], [], seconds)[0]:
-            raise TimeoutError
+        began, spent = time.monotonic(), self._spent()
+        while not select([answers], [], [], POLL_S)[0]:
+            if self._spent() - spent > seconds or time.monotonic() - began > WALL_TIMES * seconds:
+                raise TimeoutError
         line = answers.readline()
         if not line:
             raise OSError("the process ended")
         answer: str | None = json.loads(line)
         return answer
+
+    def _spent(self) -> float:
+        """Seconds of a processor's time: what else the machine does is not held against a constraint."""
+        if sys.platform == "linux":
+            return time.clock_gettime(~self._process.pid << 3 | CPUCLOCK_SCHED)
+        return time.monotonic()
 
     def end(self) -> None:
         self._process.kill()

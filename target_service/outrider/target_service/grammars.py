@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FIELD = "sampling.structured_output"
 PATIENCE_S = 0.05  # after a pass for the masks of its windows, or as long as the pass took
-GIVE_UP_S = 1.0  # for one sequence's masks
+GIVE_UP_S = 1.0  # of a processor's time for one sequence's masks
 POLL_S = 0.002  # between two looks at what is not there yet
 
 
@@ -48,7 +49,7 @@ class Grammars:
         self._mask_pool = mask_pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar-masks")
         self._patience_s = patience_s
         self._pin_memory = pin_memory
-        self._late: dict[SequenceKey, float] = {}  # since when masks are
+        self._late: dict[SequenceKey, WorkClock] = {}  # of masks that are
         self._buffer = torch.empty(0, num_words(compiler.vocab_size), dtype=torch.int32)
         self.num_compiled = self.num_refused = self.num_late = 0
         self.compile_seconds = self.mask_seconds = self.wait_seconds = 0.0
@@ -64,9 +65,9 @@ class Grammars:
         waits_for = target.waits_for
         if waits_for is None:
             return None
-        late_since = self._late.get(target.key)
         if not waits_for.done():
-            return too_slow() if late_since is not None and time.perf_counter() - late_since > GIVE_UP_S else None
+            late = self._late.get(target.key)
+            return too_slow() if late is not None and late.seconds() > GIVE_UP_S else None
         target.waits_for, target.ready_since = None, now
         self._late.pop(target.key, None)
         try:
@@ -93,7 +94,8 @@ class Grammars:
         step = StepMasks(self, windows, self._rows(sum(window.num_verify_rows for window in windows)))
         for window, rows in zip(windows, step.parts, strict=True):
             if window.target.sampler.constrained:
-                step.jobs[window.target.key] = self._mask_pool.submit(write_masks, window, rows)
+                clock = step.clocks[window.target.key] = WorkClock()
+                step.jobs[window.target.key] = self._mask_pool.submit(write_masks, window, rows, clock)
             else:
                 rows.fill_(ALL_BITS)
         step.wait_s = time.perf_counter() - started
@@ -103,12 +105,12 @@ class Grammars:
         """Seconds for masks after a pass of so many."""
         return max(self._patience_s, pass_s)
 
-    def count(self, mask_s: float, wait_s: float, late: Sequence[SequenceKey]) -> None:
+    def count(self, mask_s: float, wait_s: float, late: Mapping[SequenceKey, WorkClock]) -> None:
         """Counts a step's masks."""
         self.mask_seconds, self.wait_seconds = self.mask_seconds + mask_s, self.wait_seconds + wait_s
         if late:
             self.num_late += len(late)
-            self._late |= dict.fromkeys(late, time.perf_counter())
+            self._late |= late
             self._buffer = self._buffer[:0]  # threads still write to it
 
     def close(self) -> None:
@@ -144,6 +146,7 @@ class StepMasks:
         self._masks = masks  # [rows that judge windows, words] int32
         self.parts = torch.split(masks, [window.num_verify_rows for window in windows])
         self.jobs: dict[SequenceKey, Future[float]] = {}
+        self.clocks: dict[SequenceKey, WorkClock] = {}
         self.wait_s = 0.0  # that the device thread spent on it
 
     def wait(self, pass_s: float) -> Tensor:  # [rows that judge windows, words] int32
@@ -151,7 +154,7 @@ class StepMasks:
         started, mask_s = time.perf_counter(), 0.0
         until = started + self._owner.patience(pass_s)
         in_time: list[Tensor] = []
-        late: list[SequenceKey] = []
+        late: dict[SequenceKey, WorkClock] = {}
         for window, part in zip(self._windows, self.parts, strict=True):
             job = self.jobs.get(window.target.key)
             try:
@@ -159,7 +162,7 @@ class StepMasks:
                 in_time.append(part)
             except Exception:  # what failed is told to its own sequence, once that looks for it
                 window.target.waits_for = job
-                late.append(window.target.key)
+                late[window.target.key] = self.clocks[window.target.key]
         wait_s = time.perf_counter() - started
         self.wait_s += wait_s
         self._owner.count(mask_s, self.wait_s, late)
@@ -167,8 +170,28 @@ class StepMasks:
         return torch.cat(in_time) if late and in_time else self._masks
 
 
-def write_masks(window: ScheduledSequence, out: Tensor) -> float:  # out: [rows of the window, words] int32
+class WorkClock:
+    """The processor time of a job on another thread: neither what runs before it nor what else the machine does is held
+    against it."""
+
+    def __init__(self) -> None:
+        self._started: tuple[int, float] | None = None  # the thread's clock, and what it said
+
+    def start(self) -> None:
+        """The job begins, on this thread."""
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._started = time.pthread_getcpuclockid(threading.get_ident()), time.thread_time()
+        else:
+            self._started = time.CLOCK_MONOTONIC, time.monotonic()
+
+    def seconds(self) -> float:
+        """So far, while it runs."""
+        return 0.0 if self._started is None else time.clock_gettime(self._started[0]) - self._started[1]
+
+
+def write_masks(window: ScheduledSequence, out: Tensor, clock: WorkClock) -> float:  # out: [rows, words] int32
     """The masks of a window's rows; returns the seconds that it took. Raises GrammarError."""
+    clock.start()
     started, first = time.perf_counter(), 0
     for plan in window.sampling_rows:
         constraint = plan.sampler.constraint
