@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from support.engines import TargetHarness, opened, tiny_model
+from support.engines import GRAMMAR_EOS, TargetHarness, grammars_at_once, opened, tiny_model
 from support.metrics import MODEL, Idle, scraped
 
 from outrider.planner.estimates import Acceptance
 from outrider.rpc.messages import Close, Credit, DraftTokens
+from outrider.rpc.structured import StructuredOutput
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import new_metrics, observed, stats_of
@@ -21,10 +23,10 @@ SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
 class Metered:
     """An engine whose series are scraped."""
 
-    def __init__(self, num_blocks: int = 64, vllm_names: bool = False) -> None:
+    def __init__(self, num_blocks: int = 64, vllm_names: bool = False, **options: Any) -> None:
         self.metrics = TargetMetrics()
         self.harness = TargetHarness.of(
-            tiny_model()[1], num_blocks, on_step=lambda step: self.metrics.add_step(observed(step))
+            tiny_model()[1], num_blocks, on_step=lambda step: self.metrics.add_step(observed(step)), **options
         )
         self.metrics.attach(partial(stats_of, self.harness.engine), Idle(), MODEL, vllm_names)
 
@@ -99,6 +101,20 @@ def test_rows_that_are_cut_are_counted() -> None:
         harness.send(DraftTokens(number, 0, 6, (1, 2, 3, 4)), Credit(number, 11, 4, 60_000))
     harness.run()
     assert metered.read("target_rows_cut_total") > 0
+
+
+def test_constraints_and_their_masks_are_counted() -> None:
+    grammars = grammars_at_once()
+    metered = Metered(eos_ids=(GRAMMAR_EOS,), grammars=grammars)
+    grammars.on_compiled = metered.metrics.add_compiled
+    harness, read = metered.harness, metered.read
+    harness.send(opened(1, range(5), structured_output=StructuredOutput(regex="[ab]{9}")), Credit(1, 9, 0))
+    harness.send(opened(2, range(5), structured_output=StructuredOutput(regex="([")), Credit(2, 9, 0))
+    harness.run()
+    assert len(harness.failures(2)) == 1 and not harness.failures(1)
+    assert read("target_constraint_compile_seconds_count") == read("target_constraints_refused_total") == 1
+    assert read("target_mask_wait_seconds_total") > 0 < read("target_mask_seconds_total")
+    assert read("target_masks_late_total") == 0
 
 
 def test_idle_time_is_what_steps_leave() -> None:

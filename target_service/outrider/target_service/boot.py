@@ -87,6 +87,8 @@ def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     servicer = TargetServicer(thread, outboxes, info, engine.load)
     if metrics is not None:
         metrics.attach(partial(stats_of, engine), thread, info.model, settings.vllm_metrics)
+        if grammars is not None:
+            grammars.on_compiled = metrics.add_compiled
     log.info(
         "steps take %s", ", ".join(f"{us / 1000:.1f} ms with {rows} rows" for rows, us in costs) or "unknown times"
     )

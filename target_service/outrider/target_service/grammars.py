@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -51,8 +51,9 @@ class Grammars:
         self._pin_memory = pin_memory
         self._late: dict[SequenceKey, WorkClock] = {}  # of masks that are
         self._buffer = torch.empty(0, num_words(compiler.vocab_size), dtype=torch.int32)
+        self.on_compiled: Callable[[float], None] = lambda seconds: None  # told of each that a sequence goes on with
         self.num_compiled = self.num_refused = self.num_late = 0
-        self.compile_seconds = self.mask_seconds = self.wait_seconds = 0.0
+        self.mask_seconds = self.wait_seconds = 0.0
 
     def open(self, target: TargetSequence) -> None:
         """Starts to compile what a new sequence asks for, if anything."""
@@ -82,7 +83,8 @@ class Grammars:
             return Internal("the constraint failed in the engine; see the log", reason="GRAMMAR_FAILED")
         if isinstance(found, tuple):
             matcher, seconds = found
-            self.num_compiled, self.compile_seconds = self.num_compiled + 1, self.compile_seconds + seconds
+            self.num_compiled += 1
+            self.on_compiled(seconds)
             target.sampler.constrain(matcher, target.eos_ids if target.open.sampling.ignore_eos else ())
         return None
 

@@ -14,6 +14,8 @@ from outrider.target_service.observed import EngineStats, ObservedStep
 MAX_ROWS_LABEL = 4096  # steps of more rows share the last label
 STEPS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
+COMPILES_S = (0.0001, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
 
 class TargetMetrics(Metrics):
     """`add_step` belongs to the device thread."""
@@ -22,6 +24,11 @@ class TargetMetrics(Metrics):
         super().__init__("target", "target")
         steps = self.histogram("step_seconds", "Of one step, by the power of two that holds its rows", STEPS_S, "rows")
         self._steps = {rows: steps.labels(str(rows)) for rows in _row_labels()}
+        self._compiled = self.histogram(
+            "constraint_compile_seconds",
+            "Of constraints that sequences go on with",
+            COMPILES_S,
+        )
         self._queue = self.histogram("queue_seconds", "From when a sequence could run to its step", PARTS_S)
         self._num_prompt_rows = self._num_verify_rows = 0
         self._busy_s = 0.0
@@ -64,8 +71,20 @@ class TargetMetrics(Metrics):
         self.read_counter("head_steps", "Steps that the head beside the model was behind", lambda: stats().head_steps)
         self.read_counter("head_seconds", "Time that the head took", lambda: stats().head_seconds)
         self.read_counter("head_draft_tokens", "Tokens that it drafted", lambda: stats().head_drafted)
+        self.read_counter(
+            "constraints_refused",
+            "Constraints that do not compile, or not in time",
+            lambda: stats().num_refused_constraints,
+        )
+        self.read_counter("mask_seconds", "Time that masks took on their threads", lambda: stats().mask_seconds)
+        self.read_counter("mask_wait_seconds", "Time that steps waited for masks", lambda: stats().mask_wait_seconds)
+        self.read_counter("masks_late", "Windows put off, whose masks were not there", lambda: stats().num_late_masks)
         if vllm_names:
             self.registry.register(VllmCollector(state))
+
+    def add_compiled(self, seconds: float) -> None:
+        """A constraint was compiled, or found."""
+        self._compiled.observe(seconds)
 
     def add_step(self, step: ObservedStep) -> None:
         """What a step computed, before it is committed."""

@@ -29,6 +29,7 @@ class ObservedStep:
     num_accepted: int
     traceparents: Sequence[str]  # of the sequences in it
     draft_us: int = 0  # what a head beside the model took for the windows
+    mask_us: int = 0  # that masks of constraints held it up
     waits: Sequence[float] = ()  # for how many seconds sequences could have run before, where that is known
 
 
@@ -48,6 +49,10 @@ class EngineStats:
     head_steps: int = 0
     head_seconds: float = 0.0
     head_drafted: int = 0
+    num_refused_constraints: int = 0
+    num_late_masks: int = 0
+    mask_seconds: float = 0.0  # on threads of their own
+    mask_wait_seconds: float = 0.0  # on the device's
 
     @property
     def cache_usage(self) -> float:
@@ -67,13 +72,14 @@ def observed(step: ComputedStep) -> ObservedStep:
         num_accepted=sum(window.num_accepted for window in step.verified),
         traceparents=[scheduled.target.open.traceparent for scheduled in step.scheduled],
         draft_us=max(scheduled.draft_us for scheduled in step.scheduled),
+        mask_us=step.mask_us,
         waits=[max(0.0, step.started - target.ready_since) for target in took],
     )
 
 
 def stats_of(engine: TargetEngine) -> EngineStats:
     """The state of our engine; from any thread."""
-    pool, scheduler, draft = engine.cache.pool, engine.scheduler, engine.local_draft
+    pool, scheduler, draft, grammars = engine.cache.pool, engine.scheduler, engine.local_draft, engine.grammars
     return EngineStats(
         engine.load(),
         num_open=len(scheduler.sequences),
@@ -87,6 +93,10 @@ def stats_of(engine: TargetEngine) -> EngineStats:
         head_steps=draft.num_steps if draft else 0,
         head_seconds=draft.seconds if draft else 0.0,
         head_drafted=draft.num_drafted if draft else 0,
+        num_refused_constraints=grammars.num_refused if grammars else 0,
+        num_late_masks=grammars.num_late if grammars else 0,
+        mask_seconds=grammars.mask_seconds if grammars else 0.0,
+        mask_wait_seconds=grammars.wait_seconds if grammars else 0.0,
     )
 
 
@@ -131,5 +141,6 @@ def trace_step(tracer: StepTracer, step: ObservedStep) -> None:
             "outrider.step.drafted": step.num_drafted,
             "outrider.step.accepted": step.num_accepted,
             "outrider.step.draft_us": step.draft_us,
+            "outrider.step.mask_us": step.mask_us,
         },
     )
