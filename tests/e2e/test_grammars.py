@@ -1,0 +1,121 @@
+"""Constraints through draft, two targets and gateway as processes: JSON is what its schema says, the same for every k,
+and a target that is killed in its middle changes no byte of it. A bad constraint ends its own request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.models import ascii_backend, save_tiny
+
+from outrider.cli.local_services import Service, Services
+from outrider.rpc.channel import connect
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc
+
+VOCAB, END = 97, 2
+START_S = 60.0
+NAMES = ["ada", "grace", "barbara", "katherine"]
+SCHEMA = json.dumps(
+    {"type": "array", "minItems": 8, "maxItems": 8, "items": {"enum": NAMES}},
+)
+
+
+@pytest.fixture(scope="module")
+def services() -> Iterator[Services]:
+    with Services() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def targets(services: Services, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Service], str]:
+    """Two targets, and a gateway before them and a draft."""
+    target = save_tiny(tmp_path_factory.mktemp("target"), seed=1, vocab_size=VOCAB, eos_token_id=END)
+    draft = save_tiny(tmp_path_factory.mktemp("draft"), seed=1, vocab_size=VOCAB, eos_token_id=END, num_hidden_layers=1)
+    for folder in (target, draft):
+        ascii_backend(VOCAB, END).save(str(folder / "tokenizer.json"))
+    common = ["--listen", "127.0.0.1:0", "--threads", "1"]
+    invariant = ["target", "--model", str(target), "--batch-invariant", *common]
+    running = [services.start(name, invariant) for name in ("target", "target-2")]
+    drafting = services.start("draft", ["draft", "--model", str(draft), *common])
+    for service in (*running, drafting):
+        services.wait(service, START_S)
+    peers = ["--target", ",".join(service.address for service in running), "--draft", drafting.address]
+    gateway = services.start("gateway", ["gateway", "--listen", "127.0.0.1:0", *peers, "--tokenizer", str(target)])
+    services.wait(gateway, START_S)
+    return running, gateway.address
+
+
+@pytest.fixture
+async def stub(targets: tuple[list[Service], str]) -> AsyncIterator[Any]:
+    channel = connect(targets[1])
+    yield generation_pb2_grpc.GenerationServiceStub(channel)
+    await channel.close()
+
+
+def asked(k: int = 4, acceptance: int = 0, schema: str = SCHEMA, **sampling: Any) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(text="names: ", sampling={"max_tokens": 200, "temperature": 0.0, **sampling})
+    request.sampling.structured_output.json_schema = schema
+    request.speculation.enabled, request.speculation.acceptance = k > 0, acceptance
+    if k:
+        request.speculation.num_draft_tokens = k
+    return request
+
+
+async def text_of(stub: Any, request: pb.GenerateRequest) -> str:
+    return "".join([response.text async for response in stub.Generate(request, timeout=60, wait_for_ready=True)])
+
+
+def check(text: str) -> None:
+    names = json.loads(text)
+    assert len(names) == 8 and set(names) <= set(NAMES)
+
+
+async def test_json_is_what_was_asked_for_whatever_was_drafted(stub: Any) -> None:
+    for sampling in ({}, {"temperature": 1.0, "seed": 7}):
+        rule = 2 if sampling else 0  # coupled
+        texts = await asyncio.gather(*(text_of(stub, asked(k, rule, **sampling)) for k in (0, 1, 4, 8)))
+        assert len(set(texts)) == 1
+        check(texts[0])
+    for rule in (1, 3):  # rejection, and by blocks
+        check(await text_of(stub, asked(4, rule, temperature=1.0, seed=3)))
+
+
+async def test_a_bad_constraint_among_others_ends_alone(stub: Any) -> None:
+    good = [text_of(stub, asked(4)) for _ in range(15)]
+    bad = text_of(stub, asked(4, schema='{"type": "integer", "multipleOf": 999983}'))
+    *texts, error = await asyncio.gather(*good, bad, return_exceptions=True)
+    assert len(set(map(str, texts))) == 1
+    check(str(texts[0]))
+    assert isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "structured_output" in str(error.details())
+
+
+async def test_a_target_killed_in_the_middle_of_json_changes_nothing(
+    stub: Any, services: Services, targets: tuple[list[Service], str]
+) -> None:
+    """Runs last: it takes one of the targets away."""
+    expected = await text_of(stub, asked(3))
+    request, texts, killed = asked(3), [], False
+    request.text = "names: "
+    async for response in stub.Generate(request, timeout=60):
+        texts.append(response.text)
+        if not killed and len("".join(texts)) >= 10:
+            killed = True
+            # Whichever has it: requests that begin alike go to one target, and the other one stays.
+            victim = max(targets[0], key=cpu_time)
+            victim.kill(10.0)
+    assert killed and "".join(texts) == expected
+    check(expected)
+    assert await text_of(stub, asked(3)) == expected
+
+
+def cpu_time(service: Service) -> int:
+    """Clock ticks that a process has used."""
+    fields = Path(f"/proc/{service.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
