@@ -174,10 +174,11 @@ async def test_seeds_biases_and_logprobs_have_their_effect(openai: AsyncOpenAI) 
     assert all(sum(map(math.exp, top.values())) <= 1 for top in logprobs.top_logprobs)
 
 
-async def test_a_structure_is_refused_by_name(trio: Trio) -> None:
-    """This target has none; its refusal names the field as HTTP does."""
+async def test_a_structure_that_does_not_compile_is_refused_by_name(trio: Trio) -> None:
+    """The target's refusal names the field as HTTP does."""
     async with httpx.AsyncClient(base_url=trio.url) as client:
-        body = {"prompt": PROMPT, "response_format": {"type": "json_object"}}
+        form = {"type": "json_schema", "json_schema": {"name": "none", "schema": {"type": "intger"}}}
+        body = {"prompt": PROMPT, "response_format": form}
         answer = await client.post("/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
 
