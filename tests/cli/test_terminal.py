@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,12 @@ def test_without_a_tokenizer_a_round_has_one_colour() -> None:
 def test_the_text_counts_where_tokens_make_another(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("quick brown")
     assert written(tokenizer, part("qu", ids, (A,) * len(ids))) == f"{GREEN}qu{RESET}"
+
+
+def test_reasoning_is_grey_and_left_out_without_colours() -> None:
+    parts = replace(part("", (1,), (A,)), reasoning="hm"), part("so", (2,), (A,))
+    assert written(None, *parts) == f"\x1b[2mhm{RESET}{GREEN}so{RESET}"
+    assert written(None, *parts, colours=False) == "so"
 
 
 def test_a_terminal_does_not_obey_the_model() -> None:

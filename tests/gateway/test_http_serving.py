@@ -21,7 +21,7 @@ from outrider.gateway.http.protocol import HttpOptions, parse_body, read_complet
 from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.servicer import decode_request
 from outrider.rpc.messages import TokenLogprob
-from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.sampling_params import AcceptanceRule, StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 
 GREEDY: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
@@ -232,6 +232,41 @@ async def test_every_parameter_reaches_the_target() -> None:
         plain = await client.post("/v1/completions", json={**GREEDY, "speculation": {"enabled": False}, "seed": -1})
         assert plain.json()["choices"][0]["speculation"]["num_drafts"] == 0
         assert len(draft.opens) == 2 and target.opens[-1].seed == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutput(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {}}}},
+            StructuredOutput(json_schema="{}"),
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            StructuredOutput(structural_tag='{"type": "structural_tag", "format": {"type": "any_text"}}'),
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<f"]}},
+            StructuredOutput(structural_tag='{"type": "structural_tag", "structures": [], "triggers": ["<f"]}'),
+        ),
+        ({"structured_outputs": {"json": {"type": "null"}}}, StructuredOutput(json_schema='{"type": "null"}')),
+        ({"structured_outputs": {"structural_tag": "{}"}}, StructuredOutput(structural_tag="{}")),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutput(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutput(choice=("a", "b"))),
+        ({"guided_json": {"type": "null"}}, StructuredOutput(json_schema='{"type": "null"}')),
+        ({"guided_json": "{}"}, StructuredOutput(json_schema="{}")),
+        ({"guided_regex": "a+"}, StructuredOutput(regex="a+")),
+        ({"guided_grammar": "start: /a/"}, StructuredOutput(grammar="start: /a/")),
+        ({"guided_choice": ["a"]}, StructuredOutput(choice=("a",))),
+    ],
+)
+async def test_constraints_of_every_kind_arrive(body: dict[str, Any], sent: StructuredOutput | None) -> None:
+    async with gateway() as served, served.client() as client:
+        answer = await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, **body})
+        assert answer.status_code == 200, answer.text
+        assert served.target.opens[0].sampling.structured_output == sent
 
 
 def test_one_request_whatever_the_entry() -> None:

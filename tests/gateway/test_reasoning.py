@@ -242,6 +242,11 @@ async def test_peers_learn_of_it_where_a_constraint_or_a_bound_needs_them(opens:
         await post(served, max_tokens=2, max_reasoning_tokens=7)
         told = [message.reasoning for message in target.opens]
         assert told == [None, *(Reasoning((END,), (START,), most, opens) for most in (0, 7))]
+        async with served.client() as client:  # of a text that is not parted the constraint is on all
+            for prompt in ("x", "x<think>"):
+                body = {"prompt": prompt, "max_tokens": 2, "response_format": schema}
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert [message.reasoning for message in target.opens[3:]] == [None, Reasoning((END,), (START,), 0, True)]
     target = ToyTarget(info=replace(target_info(), capabilities=knows[:-1]))
     async with gateway(target, tokenizer=thinking_tokenizer(opens)) as served:
         answer = await post(served, max_tokens=2, response_format=schema)

@@ -75,13 +75,14 @@ class ReasoningMarkers:
         prompt_ids: Sequence[int],
         capabilities: Collection[str],
     ) -> ReasoningPlan:
-        """Of a request that was checked. A target that knows nothing of reasoning applies a constraint from the first
-        token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that, and for
-        a bound that it would not keep."""
+        """Of a request that was checked. Where the two texts are not told apart, a constraint is on the whole output,
+        unless the prompt has opened reasoning. A target that knows nothing of reasoning applies it from the first token:
+        then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that, and for a bound
+        that the target would not keep."""
         options = request.reasoning or ReasoningOptions()
         splits = request.messages is not None if options.splits is None else options.splits
         is_open, most = _is_open(self, tokenizer, prompt_ids), options.max_tokens or 0
-        if not most and sampling.structured_output is None:
+        if not most and (sampling.structured_output is None or not (splits or is_open)):
             return ReasoningPlan(self, is_open, splits, None)
         if REASONING in capabilities:
             message = Reasoning((self.end_id,), (self.start_id,), most, is_open)
