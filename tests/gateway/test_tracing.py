@@ -34,6 +34,7 @@ from outrider.rpc import telemetry as names
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import Commit, Failure, StepTimings
 from outrider.rpc.sampling_params import SamplingParams, TokenOrigin
+from outrider.rpc.structured import StructuredOutput
 from outrider.rpc.telemetry import setup_tracing
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -234,6 +235,16 @@ async def test_how_a_call_ended_by_the_conventions(
         expected = None if kind is None else str(status)
         assert root.attributes.get(names.ERROR_TYPE) == expected
         assert (root.status.status_code is StatusCode.ERROR) == (kind is not None)
+
+
+async def test_a_constraint_is_told_by_its_kind(tokenizer: Tokenizer) -> None:
+    for constraint, kind in ((None, None), (StructuredOutput(choice=("a",)), "choice")):
+        target = ToyTarget()
+        capabilities = (*target.info.capabilities, "sampling.structured_output")
+        target.info = replace(target.info, capabilities=capabilities)
+        sampling = replace(REQUEST.sampling or SamplingParams(), structured_output=constraint)
+        root = await spans_of(tokenizer, replace(REQUEST, call=CALL, sampling=sampling), target, 0)
+        assert root.attributes is not None and root.attributes.get(names.REQUEST_CONSTRAINT) == kind
 
 
 @pytest.mark.parametrize("trust", [False, True])

@@ -149,6 +149,8 @@ class RequestTrace:
                     names.REQUEST_METHOD: ",".join(prepared.methods),
                 }
             )
+            if sampling.structured_output is not None:
+                self.span.set_attribute(names.REQUEST_CONSTRAINT, sampling.structured_output.kind)
 
     def add_round(self, closed: Round, completion: int) -> None:
         """One round with its parts; after `max_rounds` of a completion, its share of a sum."""

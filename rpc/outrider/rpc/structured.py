@@ -23,6 +23,11 @@ class StructuredOutput:
     json_object: bool = False
     structural_tag: str | None = None  # JSON, as vLLM's
 
+    @property
+    def kind(self) -> str:
+        """The field that is set; of several, which the validator refuses, the first."""
+        return next((name for name in (*TEXT_KINDS, "choice") if getattr(self, name) is not None), "json_object")
+
 
 REASONING = "reasoning"  # the capability of who tracks it: a target bounds it, and constrains what follows it
 CONSTRAINTS = ("sampling.structured_output", REASONING)  # the capabilities of who obeys both
