@@ -62,7 +62,7 @@ async def served(name: str, folder: Path) -> AsyncIterator[AsyncOpenAI]:
             await target.stop()
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_args", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "mistral_args", "deepseek_v3"])
 async def test_what_is_required_is_called(name: str, tmp_path: Path) -> None:
     asked: dict[str, Any] = {
         "model": "toy", "messages": [{"role": "user", "content": "hi"}], "tools": [ADD], "max_tokens": 200,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fakes import EOS
-from support.tools import tool_tokenizer
+from support.tools import as_written, tool_tokenizer
 
 from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarSpec, Matcher
 from outrider.gateway.text.tools.calls import Tool, join_calls
@@ -64,7 +64,7 @@ def walk(name: str, state: Matcher, seed: int) -> str | None:
 
 
 def read(name: str, output: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    parser = FORMATS[name].parser(str, frozenset({"add", "ping"}))
+    parser = FORMATS[name].parser(str, {tool.name: tool.parameters for tool in (ADD, PING)})
     parts = [parser.push(output), parser.finish()]
     calls = join_calls(call for part in parts for call in part.calls)
     return "".join(part.text for part in parts), [(call.name, json.loads(call.arguments)) for call in calls]
@@ -112,7 +112,13 @@ def test_a_strict_tool_among_text(name: str) -> None:
         return EOS in allowed(state)
 
     def call(function: str, arguments: str) -> str:
-        return layout.opening + layout.before.replace("NAME", function) + arguments + layout.after + layout.closing
+        return (
+            layout.opening
+            + layout.before.replace("NAME", function)
+            + as_written(name, arguments)
+            + layout.after
+            + layout.closing
+        )
 
     good = call("add", '{"a": 1, "of": "x"}')
     with compiled(name, [ADD, PING, LISTED], required=False, parallel=True) as grammar:

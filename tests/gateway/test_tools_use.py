@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 from support.fakes import ToyDraft, ToyTarget, target_info
 from support.gateways import gateway, stream_events
-from support.tools import tool_tokenizer, writes, written
+from support.tools import as_written, tool_tokenizer, writes, written
 
 from outrider.client import Client
 from outrider.gateway.request import GenerationRequest
@@ -42,7 +42,10 @@ def layout_of(name: str, several: bool = True) -> Layout:
 
 def output_of(name: str, calls: list[tuple[str, str]] = CALLS) -> str:
     layout = layout_of(name, len(calls) > 1)
-    texts = [layout.before.replace("NAME", function) + arguments + layout.after for function, arguments in calls]
+    texts = [
+        layout.before.replace("NAME", function) + as_written(name, arguments) + layout.after
+        for function, arguments in calls
+    ]
     return layout.opening + layout.between.join(texts) + layout.closing
 
 
@@ -217,7 +220,7 @@ async def test_what_is_wanted_is_constrained(name: str, choice: Any, tools: list
         assert "strict" not in shown(served, name)
         opened = served.target.opens[-1].sampling.structured_output
         assert opened is not None and opened.grammar is not None
-        assert '"required": ["a"]' in opened.grammar and ("weather" in opened.grammar) == (choice == "required")
+        assert '"integer"' in opened.grammar and ("weather" in opened.grammar) == (choice == "required")
 
 
 async def test_over_grpc_too_and_resumed() -> None:
@@ -268,6 +271,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tools[0].type", {"tools": [{**ADD, "type": "custom"}]}),
     ("tools[0].function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}),
     ("tools[0].function.parameters.type", {"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}),
+    (
+        "tools[0].function.parameters.properties",
+        {"tools": [{"function": {"name": "f", "parameters": {"properties": 1}}}]},
+    ),
     ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "f", "strict": "yes"}}]}),
     ("tools[1].function.name", {"tools": [ADD, ADD]}),
     ("tools", {"tools": [{"function": {"name": f"f{index}"}} for index in range(MAX_TOOLS + 1)]}),

@@ -25,6 +25,7 @@ _AS_OBJECT = '{"name": "{{ call.function.name }}", "KEY": {{ call.function.argum
 # By format what a template writes for a call; two of them put the arguments between other texts, as theirs do.
 _CALLS = {
     "hermes": f"<tool_call>\n{_AS_OBJECT.replace('KEY', 'arguments')}\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function={{ call.function.name }}>{{ call.function.arguments }}</function>",
     "llama3_json": f"<|python_tag|>{_AS_OBJECT.replace('KEY', 'parameters')}",
     "mistral": f"[TOOL_CALLS] [{_AS_OBJECT.replace('KEY', 'arguments')}]",
     "mistral_args": "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments }}",
@@ -41,7 +42,7 @@ def tool_tokenizer(name: str) -> Tokenizer:
     tools = "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% if mood %}mood: {{ mood }}\n{% endif %}"
     backend = train_byte_level(380)
     markers = [*one.parser.markers, *one.parser.inner]
-    backend.add_tokens([AddedToken(marker, special=name != "hermes") for marker in markers])
+    backend.add_tokens([AddedToken(marker, special=name not in ("hermes", "qwen3_coder")) for marker in markers])
     backend.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     config: dict[str, Any] = {
         "eos_token": "<|endoftext|>",
@@ -51,6 +52,15 @@ def tool_tokenizer(name: str) -> Tokenizer:
         backend.save(str(Path(folder) / "tokenizer.json"))
         (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
         return Tokenizer.load(folder)
+
+
+def as_written(name: str, arguments: str) -> str:
+    """The JSON text of arguments as a format has it."""
+    if not FORMATS[name].in_xml:
+        return arguments
+    values = json.loads(arguments).items()
+    texts = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in values]
+    return "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts)
 
 
 def written(name: str, output: str) -> tuple[int, ...]:

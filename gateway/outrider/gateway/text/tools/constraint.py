@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.gateway.text.tools.calls import Tool
-from outrider.gateway.text.tools.formats import Layout, ToolFormat
+from outrider.gateway.text.tools.formats import Layout, ToolFormat, is_text
 from outrider.rpc.sampling_params import StructuredOutput
 
 MAX_CALLS = 32  # of a constrained completion
@@ -31,7 +31,8 @@ def calls_grammar(
         marker = ""  # it may begin without
     rules.add("calls", f"({rules.names('first', tools)}){again} {rules.text(layout.closing)}")
     for index, tool in enumerate(tools):
-        arguments = _arguments(tool, required)
+        schema = _schema(tool, required)
+        arguments = rules.elements(schema) if tool_format.in_xml else "%json " + _written(schema)
         opening = (layout.opening + _named(layout, tool)).removeprefix(marker)
         _add_call(rules, f"first_{index}", opening, arguments, layout)
         if again:
@@ -51,12 +52,16 @@ def _named(layout: Layout, tool: Tool) -> str:
     return layout.before.replace("NAME", tool.name)
 
 
-def _arguments(tool: Tool, required: bool) -> str:
-    """A schema of the arguments, written as templates write them. Of parameters that are listed it takes no others: a
+def _schema(tool: Tool, required: bool) -> Mapping[str, Any]:
+    """Of the arguments, written as templates write them. Of parameters that are listed it takes no others: a
     function cannot be called with them."""
     schema = tool.parameters if required or tool.strict else ANY_OBJECT
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN.intersection(schema) else {}
-    return "%json " + json.dumps({"type": "object", **closed, **schema, "x-guidance": _STYLE}, ensure_ascii=False)
+    return {"type": "object", **closed, **schema}
+
+
+def _written(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": _STYLE}, ensure_ascii=False)
 
 
 _OPEN = frozenset(
@@ -88,6 +93,26 @@ class _Rules:
             self.add("head", f"TEXT <[{self._specials[marker]}]>")
         else:
             self.add("head[lazy]", f"TEXT {_quoted(marker)}")
+
+    def elements(self, schema: Mapping[str, Any]) -> str:
+        """Arguments one by one, in the schema's order; a text ends where its element does."""
+        parts, required = [], schema.get("required")
+        required = required if isinstance(required, list) else []
+        for key, given in schema.get("properties", {}).items():
+            own: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+            end, opening = "\n</parameter>\n", _quoted(f"<parameter={key}>\n")
+            whole = {**own, **{name: schema[name] for name in ("$defs", "definitions") if name in schema}}
+            if not is_text(own):
+                part = f"{opening} %json {_written(whole)} {_quoted(end)}"
+            elif isinstance(own.get("enum"), list):
+                part = f"{opening} ({' | '.join(_quoted(f'{one}{end}') for one in own['enum'])})"
+            else:
+                part = f"{opening} element_text"
+            parts.append(part if key in required else f"({part})?")
+        if "element_text[lazy]" not in self.lines:
+            self.add("element_text[lazy]", '/(.|\\n)*/ "\\n</parameter>\\n"')
+        anything = '("<parameter=" /[^>\\n]{1,64}/ ">\\n" element_text)*'
+        return " ".join(parts) if "properties" in schema else anything
 
     def names(self, kind: str, tools: Sequence[Tool]) -> str:
         """Any of the tools."""

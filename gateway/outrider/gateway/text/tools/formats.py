@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from outrider.gateway.text.tools.parser import Reading, ToolParser
+from outrider.gateway.text.tools.parser import NAME, NoCall, Reading, ToolParser
 
 _OBJECT = '{"name": "NAME", "arguments": '
 
@@ -33,6 +35,58 @@ class Hermes(ToolParser):
         yield from self.call_object()
         if (yield from self.follows("</tool_call>")):
             self.end_call()
+
+
+class QwenXml(ToolParser):
+    """Qwen 3 Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>, once for each.
+    Values are texts where the schema says so, or nothing, else JSON."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    inner: ClassVar[tuple[str, ...]] = ("</tool_call>",)
+
+    def calls(self, marker: str) -> Reading:
+        """One."""
+        yield from self.skip_spaces()
+        yield from self.literal("<function=")
+        name, _ = yield from self.until((">",))
+        if not NAME.fullmatch(name):
+            raise NoCall
+        opening, known = "{", self.functions.get(name, {}).get("properties", {})
+        while not (yield from self.follows("</function>")):
+            yield from self.skip_spaces()
+            yield from self.literal("<parameter=")
+            key, _ = yield from self.until((">",))
+            value = yield from self.through("</parameter>")
+            value = value.removeprefix("\n").removesuffix("\n")
+            if opening == "{":
+                self.tell_call(name)
+            self.tell_more(f"{opening}{json.dumps(key, ensure_ascii=False)}: {_as_json(value, known.get(key))}")
+            opening = ", "
+        if opening == "{":
+            self.tell_call(name, "{")
+        self.tell_more("}")
+        if (yield from self.follows("</tool_call>")):
+            self.end_call()
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a parameter in XML is written as it is, and not as JSON. A text of which its schema says more is JSON
+    where a grammar writes it."""
+    if not isinstance(schema, Mapping):
+        return True
+    if schema.get("type") == "string":
+        return not {"pattern", "format", "minLength", "maxLength"}.intersection(schema)
+    return not {"type", "$ref", "anyOf", "oneOf", "allOf"}.intersection(schema)
+
+
+def _as_json(value: str, schema: Any) -> str:
+    if not is_text(schema):
+        try:
+            if isinstance(json.loads(value), str) or schema.get("type") != "string":
+                return value.strip()
+        except (ValueError, RecursionError):
+            pass  # told as it was written
+    return json.dumps(value, ensure_ascii=False)
 
 
 class Llama(ToolParser):
@@ -136,6 +190,7 @@ class ToolFormat:
     parser: type[ToolParser]
     layout: Layout
     several: Layout | None = None  # where more than one may follow; None: the same
+    in_xml: bool = False  # arguments are elements, else JSON
 
 
 FORMATS = {
@@ -145,6 +200,14 @@ FORMATS = {
             "hermes",
             Hermes,
             Layout("<tool_call>\n", between="\n</tool_call>\n<tool_call>\n", closing="\n</tool_call>"),
+        ),
+        ToolFormat(
+            "qwen3_coder",
+            QwenXml,
+            Layout(
+                "<tool_call>\n", "<function=NAME>\n", "</function>", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"
+            ),
+            in_xml=True,
         ),
         ToolFormat("llama3_json", Llama, Layout(before='{"name": "NAME", "parameters": ', between="; ")),
         ToolFormat("mistral", Mistral, Layout("[TOOL_CALLS] [", between=", ", closing="]")),
@@ -168,7 +231,7 @@ def detect(chat_template: str) -> ToolFormat | None:
     if "[TOOL_CALLS]" in chat_template:
         return FORMATS["mistral_args" if "[ARGS]" in chat_template else "mistral"]
     if "<tool_call>" in chat_template:
-        return FORMATS["hermes"]
+        return FORMATS["qwen3_coder" if "<function=" in chat_template else "hermes"]
     if "<|python_tag|>" in chat_template or ("tools" in chat_template and '"parameters": ' in chat_template):
         return FORMATS["llama3_json"]
     return FORMATS["json"] if "tools" in chat_template else None

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from outrider.gateway.text.tokenizer import held_back
 from outrider.gateway.text.tools.calls import ToolCallDelta
@@ -48,8 +48,8 @@ class ToolParser(ABC):
     short_ids: ClassVar[bool] = False  # its templates take no others
     bare: ClassVar[str] = ""  # or at the text's first character, where that is one of these brackets
 
-    def __init__(self, call_id: Callable[[int], str], names: frozenset[str]) -> None:
-        self._call_id, self._names = call_id, names
+    def __init__(self, call_id: Callable[[int], str], functions: Mapping[str, Mapping[str, Any]]) -> None:
+        self._call_id, self.functions = call_id, functions  # these by name, with the schemas of their parameters
         self._buffer, self._at = "", 0  # characters from the first that is not told, and how many of them are read
         self._ended = False
         self._out = Parsed()
@@ -203,7 +203,7 @@ class ToolParser(ABC):
         request's functions alone."""
         call = _Call()
         yield from self._members(call, known)
-        if not call.name or (known and call.name not in self._names):
+        if not call.name or (known and call.name not in self.functions):
             raise NoCall
         if not call.told:
             self.tell_call(call.name, call.arguments or "{}")
@@ -230,6 +230,17 @@ class ToolParser(ABC):
         self.tell_call(name)
         yield from self._tell_value()
 
+    def through(self, end: str) -> ReadingText:
+        """The text up to an end, of any length; both are read."""
+        begin = self._at
+        while (found := self._buffer.find(end, self._at)) < 0:
+            self._at = max(begin, len(self._buffer) - len(end) + 1)
+            if self._ended:
+                raise NoCall
+            yield
+        self._at = found + len(end)
+        return self._buffer[begin:found]
+
     def tell_call(self, name: str, arguments: str = "") -> None:
         """A call begins; with arguments it is whole."""
         if self.num_calls >= MAX_CALLS:
@@ -237,6 +248,15 @@ class ToolParser(ABC):
         self._out.calls.append(ToolCallDelta(self.num_calls, self._call_id(self.num_calls), name, arguments))
         self.num_calls += 1
         self._blank = True
+        self.end_call()
+
+    def tell_more(self, arguments: str) -> None:
+        """A further piece of the last call's arguments, in JSON, of what was read up to here."""
+        piece, calls = ToolCallDelta(self.num_calls - 1, arguments=arguments), self._out.calls
+        if calls and calls[-1].index == piece.index:
+            calls[-1] = calls[-1].followed_by(piece)
+        else:
+            calls.append(piece)
         self.end_call()
 
     def end_call(self) -> None:
@@ -257,12 +277,7 @@ class ToolParser(ABC):
         """As far as they are read."""
         if not self._in_arguments or self._told == self._at:
             return
-        piece = ToolCallDelta(self.num_calls - 1, arguments=self._buffer[self._told : self._at])
-        calls = self._out.calls
-        if calls and calls[-1].index == piece.index:
-            calls[-1] = calls[-1].followed_by(piece)
-        else:
-            calls.append(piece)
+        self.tell_more(self._buffer[self._told : self._at])
         self._buffer, self._told, self._at = self._buffer[self._at :], 0, 0
 
     def _members(self, call: _Call, known: bool) -> Reading:
@@ -289,7 +304,7 @@ class ToolParser(ABC):
             yield from self._members(call, known)
         elif key not in ("arguments", "parameters") or call.told:
             yield from self._value(0)
-        elif char == "{" and call.name and not (known and call.name not in self._names):
+        elif char == "{" and call.name and not (known and call.name not in self.functions):
             self.tell_call(call.name)
             call.told = True
             yield from self._tell_value()

@@ -81,7 +81,7 @@ class ToolUse:
     """Tools that may be called."""
 
     format: ToolFormat
-    names: frozenset[str]
+    functions: Mapping[str, Mapping[str, Any]]  # the schemas of their parameters, by name
     tokenizer: Tokenizer  # gives the text of the markers of calls, though they are special tokens
     parallel: bool  # else the first call counts
     constraint: StructuredOutput | None
@@ -91,7 +91,7 @@ class ToolUse:
         ids = call_ids(
             prepared.request_id, prepared.seed, prepared.prompt_ids, index, short=self.format.parser.short_ids
         )
-        parser = self.format.parser(ids, self.names)
+        parser = self.format.parser(ids, self.functions)
         return ToolStream(prepared.answer_text(self.tokenizer, index), parser, self.parallel)
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
@@ -134,9 +134,9 @@ def tool_use(
         where = "tools" if choice == "auto" else "tool_choice"
         what = "are strict" if choice == "auto" else "is not auto or none"
         found.add(where, f"{what}, which needs a target with structured output", "tools that are not strict, and auto")
-    names = frozenset(tool.name for tool in callable_tools)
+    functions = {tool.name: tool.parameters for tool in callable_tools}
     showing = _showing(tokenizer, tool_format)
-    return ToolUse(tool_format, names, showing, request.parallel_tool_calls, constraint)
+    return ToolUse(tool_format, functions, showing, request.parallel_tool_calls, constraint)
 
 
 def _constraint(
@@ -242,6 +242,9 @@ def _read_tool(found: Violations, where: str, given: Any) -> Tool:
         parameters = {}
     elif parameters.get("type", "object") != "object":
         found.add(f"{where}.function.parameters.type", f"is {quoted(parameters['type'])}", "object")
+    elif not isinstance(parameters.get("properties", {}), Mapping):
+        found.add(f"{where}.function.parameters.properties", f"is {shown(parameters['properties'])}", "an object")
+        parameters = {}
     return Tool(name, parameters, strict is True)
 
 
