@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import COUPLED, VOCAB, TargetHarness, opened, tiny_model
+from support.engines import COUPLED, GRAMMAR_EOS, VOCAB, TargetHarness, grammars_at_once, opened, tiny_model
 from support.heads import LAYOUTS, METHODS, perfect_head, random_head
-from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
+from support.models import ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.batch import Batch
 from outrider.engine.kv_cache import KVCache
@@ -20,7 +20,7 @@ from outrider.engine.loader import LoadedModel
 from outrider.engine.token_tree import TokenTree, path_to
 from outrider.proposers.heads.head import Head
 from outrider.rpc.messages import Credit, DraftTokens, Open
-from outrider.rpc.sampling_params import AcceptanceRule, TokenOrigin
+from outrider.rpc.sampling_params import AcceptanceRule, StructuredOutput, TokenOrigin
 from outrider.target_service import local_draft
 from outrider.target_service.draft_buffer import ChainBuffer, Window
 from outrider.target_service.local_draft import LocalDraft
@@ -98,6 +98,29 @@ def test_drafts_follow_the_processors(models: Any, head: Head, monkeypatch: pyte
             request.sequence_id, request
         )
         assert drafted[request.sequence_id] <= set(request.sampling.allowed_token_ids or range(VOCAB))
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
+def test_drafts_follow_a_constraint(
+    models: Any, head: Head, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits = StructuredOutput(regex="[0-9]{30}")
+    request = asked(1, prompt_of(3), head, max_tokens=20, seed=5, structured_output=digits, **sampling)
+    drafted: set[int] = set()
+    add = ChainBuffer.add
+
+    def watched(self: ChainBuffer, piece: DraftTokens) -> None:
+        drafted.update(piece.ids)
+        add(self, piece)
+
+    monkeypatch.setattr(ChainBuffer, "add", watched)
+    options: dict[str, Any] = {"eos_ids": (GRAMMAR_EOS,), "grammars": grammars_at_once()}
+    plain = TargetHarness.of(models[1], **options).decode_plain(1, request)
+    harness = TargetHarness.of(models[1], head=head, **options)
+    harness.send(request, Credit(1, 1 << 20, 3))
+    harness.run()
+    assert harness.output(1) == plain and len(plain) == 20
+    assert drafted and drafted <= set(ascii_backend(VOCAB, GRAMMAR_EOS).encode("0123456789").ids)
 
 
 TREE = TokenTree.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1)]")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.engine.random import RandomRange, RandomSource, noise_source, word_source
 from outrider.engine.sampler import SamplingRows, assemble
+from outrider.engine.token_masks import ALL_BITS, num_words
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
     adjust_logits,
@@ -155,12 +156,26 @@ class Drawer:
 
 def masks_of(plans: Sequence[SamplingRows], logits: Tensor) -> Tensor | None:  # [rows, ceil(vocab / 32)] int32
     """What the grammars of rows, [rows, vocab], allow; None where none has one. A row is one plan's."""
-    grammars = [(one, one.sampler.draft_masks) for one in plans]
-    found = [None if grammar is None else grammar.masks(one.drafted, one.first) for one, grammar in grammars]
+    found = [_mask_of(one) for one in plans]
     if all(mask is None for mask in found):
         return None
-    every_id = torch.full((1, -(-logits.shape[1] // 32)), -1, dtype=torch.int32)
+    every_id = torch.full((1, num_words(logits.shape[1])), ALL_BITS, dtype=torch.int32)
     return torch.cat([every_id if mask is None else mask for mask in found]).to(logits.device)
+
+
+def _mask_of(plan: SamplingRows) -> Tensor | None:  # [1, ceil(vocab / 32)] int32
+    """By a draft's own grammar, or beside the target by the target's."""
+    sampler = plan.sampler
+    if sampler.draft_masks is not None:
+        return sampler.draft_masks.masks(plan.drafted, plan.first)
+    if sampler.constraint is None:
+        return None
+    mask = torch.empty(1, num_words(sampler.vocab_size), dtype=torch.int32)
+    try:
+        sampler.constraint.write_masks(sampler.num_output, plan.drafted, plan.first, mask)
+    except ValueError:  # too complex here, as the target will find itself
+        return None
+    return mask
 
 
 def race(probs: Tensor, noise: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
