@@ -37,6 +37,7 @@ SCHEMA = {
     },
     "required": ["name", "born", "tags"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # else a random model writes white space for ever
 }
 TAG = json.dumps({
     "type": "structural_tag",
