@@ -17,6 +17,7 @@ from support.gateways import serving as grpc_serving
 
 from outrider.client import Client, Part
 from outrider.gateway.request import GenerationRequest
+from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.reasoning import (
     AUTO,
     MARKERS,
@@ -26,7 +27,7 @@ from outrider.gateway.text.reasoning import (
     ReasoningStream,
     find_markers,
 )
-from outrider.gateway.text.tokenizer import TextStream
+from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
 from outrider.rpc.sampling_params import CAPABILITIES, FinishReason, SamplingParams
 from outrider.rpc.structured import REASONING, Reasoning
@@ -277,6 +278,19 @@ async def test_over_grpc_by_choice() -> None:
         with pytest.raises(InvalidArgument) as raised:
             [part async for part in client.generate("x", max_reasoning_tokens=0, reasoning_effort="huge")]
         assert [one.field for one in raised.value.violations] == ["reasoning.effort", "reasoning.max_tokens"]
+
+
+async def test_what_was_reasoned_goes_back_to_the_template() -> None:
+    """By either of its names, over HTTP and gRPC."""
+    tokenizer = thinking_tokenizer()
+    told = "{% for message in messages %}{{ message.reasoning_content }}+{{ message.content }};{% endfor %}"
+    shown = Tokenizer(tokenizer.backend, "shown", {}, ChatTemplate(told))
+    async with gateway(tokenizer=shown) as served, Client(served.grpc_address) as client:
+        for name in ("reasoning", "reasoning_content"):
+            messages = [{"role": "assistant", "content": "b", name: "a"}]
+            await post(served, messages=messages, max_tokens=1)
+            [part async for part in client.generate(messages=messages, max_tokens=1)]
+        assert [shown.decode(message.prompt_ids) for message in served.target.opens] == ["a+b;"] * 4
 
 
 @pytest.mark.parametrize("cut", range(1, 8))

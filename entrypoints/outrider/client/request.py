@@ -106,6 +106,7 @@ def _put_message(out: pb.ChatMessage, message: Mapping[str, Any]) -> None:
     calls = message.get("tool_calls") or ()
     out.role, out.content = message["role"], (message.get("content") or "") if calls else message["content"]
     out.tool_call_id, out.name = message.get("tool_call_id") or "", message.get("name") or ""
+    out.reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     for call in calls:
         function = call["function"]
         given = function.get("arguments") or "{}"

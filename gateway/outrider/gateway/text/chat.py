@@ -45,6 +45,7 @@ def _decode_message(message: Any) -> dict[str, Any]:
         for call in message.tool_calls
     ]
     further = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    further |= {"reasoning_content": message.reasoning}  # as templates call it
     content = message.content or (None if calls else "")
     return {"role": message.role, "content": content, **{name: value for name, value in further.items() if value}}
 

@@ -76,9 +76,9 @@ class ReasoningMarkers:
         capabilities: Collection[str],
     ) -> ReasoningPlan:
         """Of a request that was checked. Where the two texts are not told apart, a constraint is on the whole output,
-        unless the prompt has opened reasoning. A target that knows nothing of reasoning applies it from the first token:
-        then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that, and for a bound
-        that the target would not keep."""
+        unless the prompt has opened reasoning. A target that knows nothing of it applies a constraint from the first
+        token: then the answer comes at once, unless the prompt has opened reasoning. InvalidArgument for that, and for
+        a bound that the target would not keep."""
         options = request.reasoning or ReasoningOptions()
         splits = request.messages is not None if options.splits is None else options.splits
         is_open, most = _is_open(self, tokenizer, prompt_ids), options.max_tokens or 0
