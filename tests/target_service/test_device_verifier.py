@@ -10,17 +10,26 @@ from typing import Any
 import pytest
 import torch
 from support.devices import PretendedDevice, Replayed, gpu
-from support.engines import BLOCK, COUPLED, REJECTION, VOCAB, TargetHarness, opened
+from support.engines import (
+    BLOCK,
+    COUPLED,
+    GRAMMAR_EOS,
+    REJECTION,
+    VOCAB,
+    TargetHarness,
+    grammars_at_once,
+    opened,
+)
 from support.heads import random_head
 from support.kernels import interpreter
-from support.models import SMALLEST, build_decoder, tiny_config, tiny_hf_model, tiny_state
+from support.models import SMALLEST, ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine import cuda_graphs
 from outrider.engine.batch import StepLimits
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Open, TokenWeights
-from outrider.rpc.sampling_params import LogprobsMode
+from outrider.rpc.sampling_params import LogprobsMode, StructuredOutput
 from outrider.target_service.device_verifier import verifier_of
 
 __all__ = ["gpu", "interpreter"]
@@ -90,9 +99,9 @@ def on_host(checkpoint: Any) -> LoadedModel:
     return build_decoder(*checkpoint, dtype="float32", device="cpu")
 
 
-def on_device(checkpoint: Any, *, captured: bool) -> TargetHarness:
+def on_device(checkpoint: Any, *, captured: bool, **options: Any) -> TargetHarness:
     loaded = build_decoder(*checkpoint, dtype="float32", device="cuda")
-    harness = TargetHarness.of(loaded)
+    harness = TargetHarness.of(loaded, **options)
     if captured:
         runner: ModelRunner = harness.engine._runner
         runner.capture(LIMITS, cuda_graphs.CudaGraphs(runner.model.device))
@@ -134,6 +143,22 @@ def test_requests_that_change_logits(checkpoint: Any, on_host: LoadedModel, gpu:
     requests = requests_of(CHANGED | {"greedy": PLAIN["greedy"]}, logprobs=2, logprobs_mode=mode)
     expected = run(TargetHarness.of(on_host), requests, {}, 1)
     check_equal(run(on_device(checkpoint, captured=True), requests, {}, 1), expected)
+
+
+def test_constraints_beside_others(checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None) -> None:
+    """Beside captured steps, which hold no masks."""
+    digits = StructuredOutput(regex="[0-9]{7}")
+    constrained = {f"{name}, digits": {**options, "structured_output": digits} for name, options in PLAIN.items()}
+    requests = requests_of(constrained | {"coupled": PLAIN["coupled"]})
+    options: dict[str, Any] = {"eos_ids": (GRAMMAR_EOS,)}
+    host = [TargetHarness.of(on_host, grammars=grammars_at_once(), **options) for _ in range(6)]
+    plain = {r.sequence_id: one.decode_plain(r.sequence_id, r) for r, one in zip(requests, host[1:], strict=True)}
+    expected = run(host[0], requests, plain, 2)
+    check_equal(run(on_device(checkpoint, captured=True, grammars=grammars_at_once(), **options), requests, plain, 2),
+                expected)  # fmt: skip
+    backend = ascii_backend(VOCAB, GRAMMAR_EOS)
+    texts = [backend.decode([t for c in expected[number] for t in c.ids]) for number in range(1, 5)]
+    assert all(text.isdigit() and len(text) == MAX_TOKENS for text in texts)
 
 
 def test_trees_beside_chains(checkpoint: Any, on_host: LoadedModel, gpu: PretendedDevice | None) -> None:

@@ -44,7 +44,7 @@ class Grammars:
         patience_s: float = PATIENCE_S,
         pin_memory: bool = False,
     ) -> None:
-        self._compiler = compiler
+        self.compiler = compiler
         self._compile_pool = compile_pool or ThreadPoolExecutor(2, "grammar-compile")
         self._mask_pool = mask_pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar-masks")
         self._patience_s = patience_s
@@ -119,7 +119,7 @@ class Grammars:
         """Ends the threads."""
         self._compile_pool.shutdown(wait=False, cancel_futures=True)
         self._mask_pool.shutdown(wait=False, cancel_futures=True)
-        self._compiler.close()
+        self.compiler.close()
 
     def _rows(self, count: int) -> Tensor:
         if len(self._buffer) < count:
@@ -130,7 +130,7 @@ class Grammars:
     def _compile(self, spec: GrammarSpec, output_ids: Sequence[int]) -> tuple[Matcher, float]:
         started = time.perf_counter()
         try:
-            compiled = self._compiler.compile(spec)
+            compiled = self.compiler.compile(spec)
         except GrammarError as error:
             raise refused(str(error)) from error
         try:
