@@ -14,9 +14,11 @@ import pytest
 import torch
 from packaging.version import Version
 
-from outrider.rpc.messages import TokenWeights
+from outrider.rpc.messages import Open, TokenWeights
+from outrider.rpc.sampling_params import SamplingParams
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.assembly import engine_args, vllm_version
+from outrider.target_service.vllm.requests import prompt_of
 from outrider.vllm import mends
 from outrider.vllm.outputs import FINISH_REASONS
 from outrider.vllm.weights import ATTRIBUTE, weights_of
@@ -111,7 +113,7 @@ FIELDS = {
     "vllm.v1.outputs.ModelRunnerOutput": ["sampled_token_ids", "req_id_to_index"],
     "vllm.v1.outputs.LogprobsLists": ["logprob_token_ids", "logprobs", "sampled_token_ranks"],
     "vllm.v1.spec_decode.metadata.SpecDecodeMetadata": ["num_draft_tokens", "draft_token_ids"],
-    "vllm.v1.engine.EngineCoreOutputs": ["outputs"],
+    "vllm.v1.engine.EngineCoreOutputs": ["outputs", "finished_requests", "scheduler_stats"],
     "vllm.v1.engine.EngineCoreOutput": [
         "request_id",
         "new_token_ids",
@@ -267,6 +269,13 @@ def test_a_grammar_is_being_compiled_when_its_request_comes_to_the_scheduler() -
     assert "self.executor.submit(self._create_grammar, request)" in source
     waits = inspect.getsource(found(f"{SCHEDULER}._handle_blocked_waiting_request"))
     assert "isinstance(struct_output_req.grammar, Exception)" in waits
+
+
+def test_a_prompt_of_ids_is_taken_as_its_renderer_makes_it() -> None:
+    message = Open(1, (5, 6), SamplingParams(max_tokens=4), output_ids=(7,), salt="salt")
+    assert prompt_of(message) == found("vllm.inputs.engine.tokens_input")([5, 6, 7], cache_salt="salt")
+    source = inspect.getsource(found("vllm.v1.engine.async_llm.AsyncLLM.add_request"))
+    assert 'isinstance(prompt, dict) and "type" in prompt' in source
 
 
 def test_what_vllm_refuses_is_known() -> None:

@@ -163,15 +163,18 @@ def test_news_for_the_engine_s_own_loop_end_the_wait(new: Callable[..., Steps]) 
     assert len(source.waits) == 1
 
 
-def test_where_the_source_hands_on_commits_the_client_hears_of_ends_alone(new: Callable[..., Steps]) -> None:
-    steps = started(new(), 1, max_tokens=3)
+@pytest.mark.parametrize("end", [{"max_tokens": 3}, {"stop_token_ids": decoded([*PROMPT, 11], 3)[-1:]}])
+def test_where_the_source_hands_on_commits_the_client_hears_of_ends_alone(
+    new: Callable[..., Steps], end: dict[str, Any]
+) -> None:
+    steps = started(new(), 1, **end)
     steps.open(2, PROMPT, drafted=False)
     steps.source.is_reader = True
 
     steps.step()
     assert [one.request_id for one in steps.told] == ["request-2"]
     steps.step()
-    assert [one.request_id for one in steps.told if one.finish_reason] == ["request-1"]
+    assert [one.request_id for one in steps.told if one.finish_reason is not None] == ["request-1"]
     assert [one.position for one in steps.source.commits(1)] == [4, 5, 6]
 
 

@@ -26,7 +26,7 @@ from support.models import letters_backend, tiny_hf_model
 from support.services import children_of, wait_gone
 
 from outrider.cli.local_services import Service, Services, wait_for_draft
-from outrider.gateway.peers.remote import RemoteTargets
+from outrider.gateway.peers.remote import TARGET_SERVICE, RemoteTargets
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import connect
@@ -137,6 +137,14 @@ def near_ties(hf: Any, prompt: Sequence[int], one: Sequence[int], other: Sequenc
     gap = float(logits.max() - min(logits[one[at]], logits[other[at]]))
     assert gap < NEAR, f"they part at token {at} of {len(one)} by {gap:.1e}"
     return 1
+
+
+async def test_a_target_says_what_its_steps_cost(started: Started) -> None:
+    channel = connect(started.target.address)
+    costs = (await TARGET_SERVICE.get_info(channel)).step_costs
+    await channel.close()
+    assert [rows for rows, _ in costs] == [1, 2, 4, 8, 16, 32, 64][: len(costs)]
+    assert costs and all(step_us > 0 for _, step_us in costs)
 
 
 async def test_greedy_output_is_plain_decodings_whatever_is_drafted(started: Started, stub: Any) -> None:

@@ -78,7 +78,9 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
     def _for_client(self, outputs: dict[int, Any]) -> dict[int, Any]:
         """Of what a step gave, by clients, what the source does not hand on itself: ends, and other requests."""
         for told in outputs.values():
-            told.outputs = [one for one in told.outputs if one.finish_reason or one.request_id not in self._rows]
+            told.outputs = [
+                one for one in told.outputs if one.finish_reason is not None or one.request_id not in self._rows
+            ]
         return {
             client: told
             for client, told in outputs.items()
