@@ -21,6 +21,7 @@ from outrider.target_service.vllm.assembly import engine_args, vllm_version
 from outrider.target_service.vllm.requests import prompt_of
 from outrider.vllm import mends
 from outrider.vllm.outputs import FINISH_REASONS
+from outrider.vllm.scheduler import ask_no_worker
 from outrider.vllm.weights import ATTRIBUTE, weights_of
 
 SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
@@ -269,6 +270,15 @@ def test_a_grammar_is_being_compiled_when_its_request_comes_to_the_scheduler() -
     assert "self.executor.submit(self._create_grammar, request)" in source
     waits = inspect.getsource(found(f"{SCHEDULER}._handle_blocked_waiting_request"))
     assert "isinstance(struct_output_req.grammar, Exception)" in waits
+
+
+def test_workers_are_asked_for_drafts_by_what_we_replace() -> None:
+    source = inspect.getsource(found("vllm.v1.engine.core.EngineCore.post_step"))
+    assert "draft_token_ids = self.model_executor.take_draft_token_ids()\n" in source
+    assert "if draft_token_ids is not None:" in source
+    executor = found("vllm.v1.executor.multiproc_executor.MultiprocExecutor")
+    ask_no_worker()
+    assert executor.take_draft_token_ids(executor.__new__(executor)) is None
 
 
 def test_a_prompt_of_ids_is_taken_as_its_renderer_makes_it() -> None:

@@ -22,6 +22,7 @@ from outrider.vllm.source import DraftSource, StepReport, source_of
 from outrider.vllm.weights import attach_weights
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -35,6 +36,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, source: DraftSource | None = None, **kwargs: Any) -> None:
         check_config(vllm_config)
+        ask_no_worker()
         super().__init__(vllm_config, *args, **kwargs)
         self._source = source_of(vllm_config) if source is None else source
         self._rows: dict[str, DraftedRow] = {}  # by vLLM's ids
@@ -229,6 +231,12 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
             if not self._has_failed:
                 log.exception("drafting failed; steps go on without it where it fails, and it is said once")
             self._has_failed = True
+
+
+def ask_no_worker() -> None:
+    """For drafts, after each step: workers have none (see NoDraft), and the question is one of the three turns that
+    engine and workers take in a step."""
+    MultiprocExecutor.take_draft_token_ids = lambda executor: None
 
 
 def check_config(vllm_config: Any) -> None:
