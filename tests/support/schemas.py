@@ -21,7 +21,7 @@ PATTERNS = (
     "^[a-z]{2,6}$", "^[0-9]{3}-[0-9]{4}$", "^(red|green|blue)$", "^[A-Z][a-z]{1,5}$",
     "^v[0-9]{1,2}(\\.[0-9]{1,2}){0,2}$", "^#[0-9a-f]{6}$", "^[^a-z]{1,4}$",
 )  # fmt: skip
-FORMATS = ("date", "ipv4", "uuid")
+FORMATS = ("ipv4", "uuid")
 MAX_DEPTH = 3
 MAX_DEFINITIONS = 2
 
