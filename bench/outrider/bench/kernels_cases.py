@@ -29,7 +29,6 @@ from outrider.kernels.sampling.reference import (
     draft_sample,
     greedy_choice,
     logits_to_probs,
-    unpack_mask,
 )
 from outrider.kernels.types import ROOT, DraftWeights, Penalties, RowSampling, Truncation, Windows
 from outrider.kernels.verify.reference import (
@@ -131,7 +130,6 @@ WITHOUT_ROW = {
     "sampling.integer_weights": "a part of draft_sample",
     "sampling.most_probable": "a part of logits_to_probs and draft_sample on a CPU",
     "sampling.processed_logits": "plain PyTorch everywhere, for log-probabilities that were asked for",
-    "sampling.unpack_mask": "a part of adjust_logits",
     "random.as_int64": "a number, once a request",
     "random.philox_rounds": "a part of the words and the noise",
     "verify.accept_uniforms": "one expression of a few numbers",
@@ -344,7 +342,8 @@ def _adjusted(place: Place, batch: int, vocab_size: int) -> KernelWork:
     flat = [torch.full((ids.numel(),), value, device=device) for value in (REPETITION, PRESENCE, FREQUENCY)]
     rows = torch.arange(num_rows, device=device).repeat_interleave(SEEN)
     mask = torch.randint(-WORD // 2, WORD // 2, (num_rows, -(-vocab_size // 32)), device=device).int()
-    hidden = ~unpack_mask(mask, vocab_size)  # [rows, vocab]
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    hidden = ((mask[:, :, None] >> bits) & 1).flatten(1)[:, :vocab_size] == 0  # [rows, vocab]
     sampling = RowSampling(penalties=Penalties(rows, ids.flatten(), counts.flatten(), *flat), token_mask=mask)
 
     def against() -> Tensor:

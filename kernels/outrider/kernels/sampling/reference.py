@@ -86,6 +86,10 @@ def processed_logits(
     return logits.masked_fill(cut, -torch.inf)
 
 
+# What is added for the eight ids of every byte of a mask, [256, 8]: 0 where its bit is set, else minus infinity.
+_BYTE_MASKS = torch.zeros(256, 8).masked_fill_((torch.arange(256)[:, None] >> torch.arange(8) & 1) == 0, -torch.inf)
+
+
 def adjust_logits(
     logits: Tensor,  # [rows, vocab]
     sampling: RowSampling,
@@ -108,7 +112,9 @@ def adjust_logits(
         index = (sampling.penalties.rows, sampling.penalties.ids)
         logits = logits.index_put(index, _penalise(logits[index], sampling.penalties))
     if sampling.token_mask is not None:
-        logits = logits.masked_fill(~unpack_mask(sampling.token_mask, logits.shape[1]), -torch.inf)
+        # Adding a table's floats by byte: on a CPU selecting by booleans takes ten times as long.
+        added = F.embedding(sampling.token_mask.contiguous().view(torch.uint8).int(), _BYTE_MASKS.to(logits.device))
+        logits = logits + added.flatten(1)[:, : logits.shape[1]]
     return logits
 
 
@@ -137,12 +143,6 @@ def most_probable(
         num_above = int((descending[row] > threshold[row]).sum())
         kept[row, at_threshold[int(num_kept[row]) - num_above :]] = 0
     return kept
-
-
-def unpack_mask(token_mask: Tensor, vocab_size: int) -> Tensor:
-    """Bits to booleans, [rows, words] int32 -> [rows, vocab] bool."""
-    bits = torch.arange(32, dtype=torch.int32, device=token_mask.device)
-    return ((token_mask[:, :, None] >> bits) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def _scale(logits: Tensor, highest: Tensor, temperature: Tensor | None) -> Tensor:
