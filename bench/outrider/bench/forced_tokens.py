@@ -24,7 +24,7 @@ from outrider.rpc.sampling_params import StructuredOutput
 
 START_S = 120.0
 TOKENS = 160
-WORD = {"type": "string", "pattern": "[a-z_]{1,12}"}
+WORD = {"type": "string", "pattern": "^[a-z_]{1,12}$"}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
 
 
