@@ -100,7 +100,7 @@ async def test_a_client_that_never_reads_is_granted_no_credit() -> None:
 async def test_a_silent_stream_says_that_it_lives() -> None:
     """Before the first token, between tokens, and to a live page; clients see tokens alone."""
     options = HttpOptions(sse_keep_alive_s=0.03)
-    target = ToyTarget(step_s=0.12)
+    target = ToyTarget(step_s=0.4)
     async with gateway(target, options=options) as served, served.client() as client, served.openai() as openai:
         body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "stream": True}
         for method, path, ask in (("POST", "/v1/completions", {"json": body}), ("GET", "/live", {"params": LIVE})):
@@ -109,7 +109,7 @@ async def test_a_silent_stream_says_that_it_lives() -> None:
             kinds = [block.partition(":")[0] for block in text.split("\n\n") if block]
             data = "data" if path.startswith("/v1") else "event"
             assert kinds[:2] == ["", ""] and "" in kinds[kinds.index(data) : -1], text
-            assert text.count(": keep-alive\n\n") == kinds.count("") < 20
+            assert text.count(": keep-alive\n\n") == kinds.count("") < 100
         stream = await openai.completions.create(model="toy", prompt=PROMPT, max_tokens=2, stream=True)
         assert len([chunk async for chunk in stream]) == 2
 
