@@ -188,12 +188,12 @@ def draw_compare(result: Json) -> Figure:
         }
         for axes, key, head in (
             (tokens, "tokens_per_round", "tokens a round"),
-            (times, "draft_ms", "draft, ms a round"),
+            (times, "draft_ms", "draft, ms"),
         ):
             values = [way[key]["median"] for way in ways.values()]
             axes.bar_label(axes.barh(list(ways), values, color=[colours[name] for name in ways]), fmt="%.2f", padding=2)
-            axes.set_title(head)
-        tokens.set_title(f"{found['name']}: tokens a round")
+            axes.set_title(head, fontsize=9)
+        tokens.set_title(f"{found['name']}: tokens a round", fontsize=9)
         for name, way in ways.items():
             places = [place for place, tested in enumerate(way["tested"], 1) if tested]
             accepted.plot(places, shares(way), "o-", markersize=3, color=colours[name], label=name)
