@@ -32,7 +32,7 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM, SamplingParams, Unsupported
 from outrider.llm.backends import speculation_options
 from outrider.llm.local import LocalBackend
-from outrider.rpc.errors import Unavailable
+from outrider.rpc.errors import Internal, Unavailable
 from outrider.rpc.messages import DraftMethod
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -315,5 +315,5 @@ def test_threads_that_are_gone(tiny_pair: TinyPair) -> None:
         outputs = made.generate([[5, 6, 7]], GREEDY, **QUIET)
         assert outputs[0].outputs[0].token_ids == greedy_ids(tiny_pair, [5, 6, 7], 8)
         target.thread.stop()
-        with pytest.raises(Unavailable, match="no target"):
+        with pytest.raises(Internal, match="the target's engine has ended"):
             made.generate([[5, 6, 7]], GREEDY, **QUIET)

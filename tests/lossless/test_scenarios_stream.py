@@ -40,10 +40,9 @@ from support.models import save_tiny, train_byte_level
 
 from outrider.draft_service.engine import DraftEngine
 from outrider.engine.batch import BatchEntry
-from outrider.gateway import engine as gateway_engine
 from outrider.gateway.engine import Completion, EngineConfig, GenerationEngine
 from outrider.gateway.request import GenerationDelta, GenerationRequest
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import TextStream, Tokenizer
 from outrider.rpc.messages import Close, Commit, Open
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
 from outrider.target_service import outputs, verifier
@@ -134,12 +133,12 @@ def ids_and_text(deltas: list[GenerationDelta]) -> tuple[list[int], str, Any, An
 
 
 def sends_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = gateway_engine.TextStream.push
+    push = TextStream.push
 
     def wrong(self: Any, ids: Any, *rest: Any) -> Any:
         return replace(push(self, ids, *rest), num_ids=len(ids))
 
-    monkeypatch.setattr(gateway_engine.TextStream, "push", wrong)
+    monkeypatch.setattr(TextStream, "push", wrong)
 
 
 @BUG

@@ -221,9 +221,12 @@ async def test_a_row_without_drafted_tokens_waits_for_a_draft_that_answers() -> 
     servicer = Recorded(ToyDraft(wrong_every=2, delay_s=0.001))  # every second place leaves the row with nothing
     async with serving(servicer) as server, asking(server.address) as (_, steps):
         await connected(servicer)
-        steps.add(vllm_request(PROMPT, max_tokens=300))
-        await steps.run()
-    assert steps.num_held > 0 and steps.num_accepted > 0
+        for _ in range(20):  # a busy machine may have no time for the draft
+            steps.add(vllm_request(PROMPT, max_tokens=300))
+            await steps.run()
+            if steps.num_held > 0 and steps.num_accepted > 0:
+                return
+    pytest.fail(f"{steps.num_held} waits, {steps.num_accepted} accepted tokens")
 
 
 async def test_which_requests_are_drafted_for() -> None:
