@@ -159,11 +159,12 @@ class LoopThread:
                 self.loop.call_soon_threadsafe(lambda: tasks[0].cancel())
                 ended.wait(JOIN_S)
 
-    def close(self) -> None:
-        """Cancels what runs and ends the thread. A second call does nothing."""
+    def close(self, last: Callable[[], None] = lambda: None) -> None:
+        """Runs `last` on the loop, cancels what runs and ends the thread. A second call does nothing."""
         if self.loop.is_closed():
             return
         with suppress(RuntimeError):  # another call was first
+            self.loop.call_soon_threadsafe(last)
             self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_S)

@@ -185,9 +185,12 @@ class LocalService:
             with suppress(RuntimeError):  # the loop has ended: there is nobody to tell
                 self._loop.call_soon_threadsafe(self._deliver, events)
 
-    def stop(self) -> None:
-        """Ends the device thread, or vLLM's processes. Called from any thread."""
+    def leave(self) -> None:
+        """Gives back what is of the loop, on it, before it ends."""
         self._watch.cancel()
+
+    def stop(self) -> None:
+        """Ends the device thread, or vLLM's processes, once the loop has ended. Called from any thread."""
         if isinstance(self.thread, Worker):
             self.thread.stop(timeout=STOP_S)
         else:
@@ -313,6 +316,11 @@ class VllmTarget(LocalVerifier):
         target = cls(engine, info, asyncio.get_running_loop())
         return target
 
+    def leave(self) -> None:
+        """The link to vLLM's processes is of the loop, too."""
+        super().leave()
+        self.engine.unlink()
+
     def cache_usage(self) -> float:
         """The share of its cache that was in use after the last step."""
         return 1 - self.engine.load().free_blocks / self.engine.limits.num_blocks
@@ -402,11 +410,15 @@ class LocalBackend:
 
     def close(self) -> None:
         """Ends the loop, then the device threads."""
-        self.runtime.close()
+        self.runtime.close(self._leave)
         for service in self.services:
             service.stop()
         if self.by_tokens is not None:
             self.by_tokens.close()
+
+    def _leave(self) -> None:
+        for service in self.services:
+            service.leave()
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,8 @@ class EngineLink:
         self._engine.transport.write(framed(commands))
 
     def close(self) -> None:
-        """Ends it; the engine goes on plainly."""
+        """Ends it, untold; the engine goes on plainly. A second call does nothing."""
+        self.on_end = lambda: None
         if self._server is not None:
             self._server.close()
         if self._engine is not None:

@@ -178,8 +178,12 @@ class VllmEngine:
         if self._llm is None or self._llm.errored:
             raise RuntimeError("vLLM's engine has ended")
 
+    def unlink(self) -> None:
+        """Ends the link, on the loop; vLLM goes on plainly."""
+        self._link.close()
+
     def stop(self) -> None:
-        """Ends vLLM's processes."""
+        """Ends vLLM's processes. Where the loop has ended before, `unlink` comes first."""
         if not self.ended.done():
             self.ended.set_result(None)
         self._link.close()
