@@ -23,7 +23,7 @@ DEMO_PROMPT = $(if $(call given,PROMPT),--prompt="$$PROMPT")
 DEMO_METHOD = $(if $(call given,METHOD),--method="$$METHOD")
 DEMO_MAX_TOKENS = $(if $(call given,MAX_TOKENS),--max-tokens="$$MAX_TOKENS")
 
-.PHONY: help demo test test-clients test-k8s test-vllm prove prove-laws simulate check bench bench-network bench-vllm bench-kernels gpu protos install release clean
+.PHONY: help demo test test-clients test-k8s test-vllm prove prove-laws simulate chaos soak fuzz check bench bench-network bench-vllm bench-kernels gpu protos install release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,9 @@ help:
 	@echo 'make prove                                                        the long forms of what proves losslessness'
 	@echo 'make prove-laws                                                    the exact ones of these, a few minutes'
 	@echo 'make simulate [ARGS="--rounds 100000 --seed 7"]                  1,000,000 simulated rounds under faults'
+	@echo 'make chaos [ARGS="--faults 1000 --seed 7"]                       kills, resets, black holes under running streams'
+	@echo 'make soak [ARGS="--minutes 10 --seed 7"]                         requests given up, services killed; then nothing may be held'
+	@echo 'make fuzz [ARGS="--seconds 600"]                                 what takes bytes from others, by a fuzzer that it installs'
 	@echo 'make check                                                        style, types, protos, import rules'
 	@echo 'make bench [ARGS="--batches 1,4"]                                 the embedded pair against peers and the floor'
 	@echo 'make bench-network [ARGS=--full]                                  what the network between the services costs'
@@ -43,7 +46,7 @@ help:
 	@echo 'make gpu                                                          on a GPU: its tests, its kernels, whole steps'
 	@echo 'make protos                                                       the gRPC stubs, anew, and the image they must stay true to'
 	@echo 'make install                                                      $(VENV) with everything in it'
-	@echo 'make release                                                      archive and wheel of this version, checked, in dist/'
+	@echo 'make release                                                      archive, wheel and bill of materials, checked, in dist/'
 	@echo 'make clean                                                        removes what make made'
 
 install: $(STAMP)
@@ -86,7 +89,7 @@ test-vllm: $(VLLM_STAMP)
 	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest --prove tests/vllm_engine -rs $(ARGS)
 
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/planner tests/gateway/test_target_loss.py \
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/planner tests/gateway/test_target_loss.py \
 		tests/test_packaging.py $(ARGS)
 
 # Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests.
@@ -97,6 +100,16 @@ prove-laws: $(STAMP)
 
 simulate: $(STAMP)
 	$(QUIET) $(BIN)/python tests/simulation/run.py --rounds 1000000 --processes $$(nproc) $(ARGS)
+
+chaos: $(STAMP)
+	@$(QUIET) $(BIN)/python tests/chaos/run.py $(ARGS)
+
+soak: $(STAMP)
+	@$(QUIET) $(BIN)/python tests/chaos/soak.py $(ARGS)
+
+fuzz: $(STAMP)
+	$(BIN)/python $(PIP_INSTALL) 'atheris>=3,<4'
+	@$(QUIET) $(BIN)/python tests/hostile/fuzz.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the source archive and the wheel of the version in pyproject.toml into dist/, and checks them: PYTHON=... release.sh
+# Builds the source archive and the wheel of the version in pyproject.toml into dist/, checks them, and writes beside them
+# what they stand on, as a CycloneDX file: PYTHON=... release.sh
 # The tree must be clean and CHANGELOG.md must tell of the version, so that what is built is what was written down.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -22,4 +23,5 @@ trap 'rm -rf "$installed"' EXIT
 "$PYTHON" -m pip --disable-pip-version-check install --quiet --no-deps --no-index --target "$installed" dist/*.whl
 said=$(PYTHONPATH=$installed "$PYTHON" -S -m outrider.cli --version)
 [ "$said" = "outrider $version" ] || fail "the wheel calls itself $said"
+"$PYTHON" sbom.py "dist/outrider-$version.cdx.json"
 echo "dist/ holds $said; tag it: git tag v$version"

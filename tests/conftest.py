@@ -12,10 +12,15 @@ from support.environment import SEED  # before anything imports torch
 import numpy
 import pytest
 import torch
+from hypothesis import settings
 
 # Triton kernels are interpreted where there is no GPU. Triton reads this when it is first imported, which transformers
 # does; set it to 1 on a machine with a GPU to run the interpreted tests instead of the compiled ones.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+# Every run tries the same cases; a case that was found elsewhere becomes an @example.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 pytest_plugins = ["support.services"]  # its three services are started once for all folders
 

@@ -62,7 +62,7 @@ KNOWS_PROTOBUF = (
     "bench/gateway/peers.py",
     "bench/gateway/clients.py",
 )
-KNOWS_STATUS = ("errors.py", *KNOWS_PROTOBUF)
+KNOWS_STATUS = ("rpc/status.py", "rpc/interceptors.py", *KNOWS_PROTOBUF)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ read by an interpreter that sees nothing else; under --prove it is a new environ
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import httpx
@@ -299,7 +301,7 @@ def clone(project: Path, tmp_path: Path) -> Path:
     """A repository of the project with one commit, in which a build takes seconds."""
     folder = tmp_path / "clone"
     shutil.copytree(project, folder, ignore=shutil.ignore_patterns("out"))
-    for name in ("CHANGELOG.md", "release.sh"):
+    for name in ("CHANGELOG.md", "release.sh", "sbom.py"):
         shutil.copy(REPOSITORY / name, folder)
     git(folder, "init", "--quiet")
     commit(folder)
@@ -328,6 +330,53 @@ def release(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["./release.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+def check_bill(bill: dict[str, Any]) -> None:
+    """What is installed here for the extras of services is in it, in its version, with what it asks for."""
+    assert (bill["bomFormat"], bill["specVersion"], bill["metadata"]["component"]["version"]) == (
+        "CycloneDX", "1.6", VERSION,
+    )  # fmt: skip
+    by_name = {one["name"]: one for one in bill["components"]}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for extra, asked in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        for found in map(Requirement, asked if extra not in ("dev", "vllm") else ()):
+            if (name := canonicalize_name(found.name)) != "outrider":
+                assert by_name[name]["version"] == metadata.version(name)
+                assert by_name[name]["purl"] == f"pkg:pypi/{name}@{metadata.version(name)}"
+    assert with_dependencies({"grpcio", "pydantic", "torch"}) <= by_name.keys() and "pytest" not in by_name
+    assert by_name["grpcio"]["scope"] == "required" and by_name["torch"]["scope"] == "optional"
+    assert "target" in by_name["torch"]["properties"][0]["value"].split(",")
+    refs = {one["bom-ref"] for one in (*bill["components"], bill["metadata"]["component"])}
+    assert len(refs) == len(by_name) + 1 and {one["ref"] for one in bill["dependencies"]} == refs
+    assert {inner for one in bill["dependencies"] for inner in one["dependsOn"]} <= refs
+    (ours,) = [one["dependsOn"] for one in bill["dependencies"] if one["ref"] == f"pkg:pypi/outrider@{VERSION}"]
+    assert by_name["torch"]["bom-ref"] in ours and by_name["pydantic-core"]["bom-ref"] not in ours
+
+
+def test_every_dependency_has_a_lowest_and_a_highest_version() -> None:
+    """What was never tried is not installed by chance: the next major version of a library is another library."""
+    text = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    project = text["project"]
+    lists = (text["build-system"]["requires"], project["dependencies"], *project["optional-dependencies"].values())
+    open_ended = [
+        str(found)
+        for found in (Requirement(line) for lines in lists for line in lines)
+        if found.name != "outrider" and not is_bounded({one.operator for one in found.specifier})
+    ]
+    assert not open_ended, "as name>=1.2,<2: " + ", ".join(open_ended)
+
+
+def is_bounded(operators: set[str]) -> bool:
+    return bool(operators & {"==", "~="} or (operators & {">=", ">"} and operators & {"<", "<="}))
+
+
+@pytest.mark.parametrize(
+    ("line", "bounded"),
+    [("a", False), ("a>=1", False), ("a<2", False), ("a>=1,<2", True), ("a==1", True), ("a~=1.2", True)],
+)
+def test_what_a_bound_is(line: str, bounded: bool) -> None:
+    assert is_bounded({one.operator for one in Requirement(line).specifier}) is bounded
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_a_release_is_built_and_installed(clone: Path) -> None:
     done = release(clone)
@@ -335,7 +384,9 @@ def test_a_release_is_built_and_installed(clone: Path) -> None:
         f"dist/ holds outrider {VERSION}; tag it: git tag v{VERSION}\n"
     )
     built = {path.name for path in (clone / "dist").iterdir()}
-    assert built == {f"outrider-{VERSION}.tar.gz", f"outrider-{VERSION}-py3-none-any.whl"}
+    bill = f"outrider-{VERSION}.cdx.json"
+    assert built == {f"outrider-{VERSION}.tar.gz", f"outrider-{VERSION}-py3-none-any.whl", bill}
+    check_bill(json.loads((clone / "dist" / bill).read_text(encoding="utf-8")))
     git(clone, "tag", f"v{VERSION}")
     (clone / "README.md").write_text("another")
     commit(clone)

@@ -75,8 +75,25 @@ def test_a_repeat_remembers_its_own_answers_alone(small: tuple[str, dict[str, An
     assert known["min"] > 2 > fresh["max"]
 
 
+def test_answers_under_a_schema(tmp_path: Path) -> None:
+    """Plainly nothing is forced. What is forced is the target's, whichever method drafts."""
+    schema = {"type": "object", "properties": {"first_name": {"enum": ["ada", "grace"]}}, "required": ["first_name"],
+              "additionalProperties": False}  # fmt: skip
+    asked = write(tmp_path, {"prompt": "# as JSON:\n", "json_schema": schema, "max_tokens": 40})
+    output = tmp_path / "result.json"
+    flags = ["--methods", "ngram", "--modes", "sequential", "--repeats", "1", "--threads", "1", "--output", str(output)]
+    text = succeed("compare", "python", str(asked), *flags)
+    (found,) = json.loads(output.read_text())["sets"]
+    plain, drafted = found["ways"]["plain"], found["ways"]["ngram, sequential"]
+    assert plain["forced"] == 0 == plain["forced_accepted"] and plain["tokens_per_round"]["median"] == 1.0
+    assert 0 < drafted["forced_accepted"] <= drafted["forced"] and drafted["tokens_per_round"]["median"] > 1
+    assert " forced " in text and f" {drafted['forced_accepted']}/{drafted['forced']} " in text
+    assert drafted["different"] == 0
+
+
 def test_the_table_and_the_figure(small: tuple[str, dict[str, Any], set[str]]) -> None:
     text, result, words = small
+    assert "forced" not in text
     for found in result["sets"]:
         assert f"{found['name']}: {found['prompts']} prompt" in text
         assert f"{found['name']}: tokens a round" in words

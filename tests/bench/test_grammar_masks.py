@@ -17,4 +17,5 @@ def test_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["grammar_masks", *sizes, "--json", str(file)])
     grammar_masks.main()
     result = json.loads(file.read_text())
-    assert result["device_thread_ms"]["median"] > 0 and result["mask_threads_ms"]["median"] > 0 and result["ratio"] > 0
+    assert result["device_thread_ms"]["median"] > 0 and result["mask_threads_ms"]["median"] > 0
+    assert result["kept"]["ratio"] > 0 and result["fought"]["ratio"] > 0

@@ -18,8 +18,9 @@ import pytest
 from support.heads import random_head_of
 from support.services import END_S, Trio, children_of, needs_proc, outrider, succeed, wait_gone
 
+from outrider.cli.demo import DemoSettings, large_target
 from outrider.cli.local_services import ServiceFailed, Services
-from outrider.pairs import pair_path
+from outrider.pairs import expansion, pair_path
 from outrider.proposers.registry import METHODS
 
 START_S = 120
@@ -45,6 +46,23 @@ def test_colours_on_a_terminal_until_ctrl_c(tmp_path: Path) -> None:
     os.close(leader)
     assert b"\x1b[32maccepted" in shown and b"\x1b[33mrecovered" in shown  # the legend
     assert len(children) == 3 and not wait_gone(children)
+
+
+def test_the_large_target_of_vllm_is_a_folder_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[tuple[Path, Path]]()
+
+    def write(source: Path, destination: Path) -> None:
+        destination.mkdir()
+        written.append((source, destination))
+
+    monkeypatch.setattr(expansion, "write_expanded", write)
+    with large_target(DemoSettings(engine="vllm", engine_args={"block_size": 32}).served()) as arguments:
+        ((source, folder),) = written
+        assert source == pair_path().target and folder.is_dir()
+        assert {f"--model={folder}", "--engine=vllm", '--engine-args={"block_size": 32}'} <= {*arguments}
+    assert not folder.exists()
+    with large_target(DemoSettings().served()) as arguments:
+        assert arguments[-1] == "--expand" and len(written) == 1
 
 
 def read_terminal(leader: int) -> Iterator[bytes]:

@@ -88,7 +88,8 @@ async def test_a_sound_deployment_has_no_finding_and_a_waterfall() -> None:
     ]
     assert lines[-1] == "nothing is wrong"
     assert sum(line.startswith("probe of target") for line in lines) == 2  # a target each, with the one draft
-    assert any("V" in line and line.split()[0] == "1" for line in lines), "no round is drawn"
+    # Which part of a round is the longest, a busy machine decides.
+    assert any(line.split()[:1] == ["1"] and line[-1] in ".dqVs" for line in lines), "no round is drawn"
     (asked, _), (probe, _) = seen.gateway_probes, seen.pair_probes
     assert asked.drafted is not None and asked.plain is not None and len(asked.drafted.token_ids) == 32
     assert probe.token_ids == asked.plain.token_ids  # the same prompt, by a loop of the doctor's own
@@ -266,8 +267,8 @@ async def test_a_target_that_refuses_is_seen_at_both_places() -> None:
 async def test_a_target_that_never_answers_a_prompt() -> None:
     stuck = ToyTarget(info=a_target().info, step_s=60.0)
     async with running(Toys([stuck], [], num_gateways=0)) as given:
-        found = diagnose(await look(replace(given, timeout_s=0.3)), FAR)
-    assert the_one(found).message == "the known prompt is not completed within 0.3 s"
+        found = diagnose(await look(replace(given, timeout_s=3.0)), FAR)
+    assert the_one(found).message == "the known prompt is not completed within 3 s"
 
 
 @pytest.mark.parametrize("invariant", [True, False])

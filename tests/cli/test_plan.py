@@ -50,6 +50,7 @@ def test_the_text_has_closed_forms_beside_what_was_simulated(capsys: pytest.Capt
         ((*NUMBERS, "--corrections", "0.8,0.5"), "--corrections sum up to more than 1"),
         ((*NUMBERS, "--target", "127.0.0.1:1"), "--target and --draft are measured together"),
         (("--target", "127.0.0.1:1", "--draft", "127.0.0.1:2"), "give --tokenizer"),
+        ((*NUMBERS, "--peer-ca", "ca.pem"), "are for --target and --draft that run"),
     ],
 )
 def test_settings_that_make_no_plan_are_named(

@@ -28,7 +28,7 @@ from outrider.pairs import PairPaths, pair_path
 from outrider.rpc.settings import parse_settings
 from outrider.target_service.settings import TargetSettings
 
-END_S = 15
+END_S = 60
 READY = "Ctrl-C ends all three."
 
 
@@ -225,6 +225,11 @@ def test_an_address_in_use_is_one_line_before_any_model_is_loaded() -> None:
         ),
         (("--head", "nowhere"), 1, "nowhere is no folder of a checkpoint: it has no config.json"),
         (("--listen", "nowhere"), 1, '"host:port"'),
+        (("--listen", ":0"), 2, "which others can reach in plaintext: give --tls-cert and --tls-key, or --insecure if"),
+        (("--tls-cert", "a"), 2, "tls_cert (--tls-cert) and tls_key (--tls-key) belong together"),
+        (("--tls-cert", "a", "--tls-key", "b", "--listen", ":0"), 1, "a, b: cannot be used as certificate, key"),
+        (("--tokens", "nowhere"), 1, "nowhere: cannot be read"),
+        (("--http", "0.0.0.0:0"), 2, "http (--http) is 0.0.0.0:0"),
         (("--drfat", "ngram"), 2, "unknown flag --drfat: did you mean --draft?"),
         (("a", "b"), 2, "unexpected argument b"),
     ],
@@ -238,7 +243,7 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
     given = settings(
         "large", "--draft", "small", "--dtype", "bfloat16", "--device", "cuda", "--draft-device", "cpu",
         "--threads", "3", "--max-model-len", "99", "--cache-mb", "7", "--batch-invariant", "--mode", "chains",
-        "--listen", ":1",
+        "--listen", ":1", "--insecure",
     )  # fmt: skip
     common = ["--listen=127.0.0.1:0", "--grace-s=2"]
     assert given.target_arguments() == [
@@ -254,8 +259,25 @@ def test_the_services_get_what_is_given_and_no_more() -> None:
     assert "--cache-mb=256" in both.draft_arguments()  # the rest of the device is the target's
     assert not any(flag.startswith("--cache-mb") for flag in both.target_arguments())
     assert given.gateway_arguments("t:1", "d:2") == [
-        "gateway", "--listen=:1", "--grace-s=2", "--target=t:1", "--draft=d:2", "--tokenizer=large", "--mode=chains",
+        "gateway", "--listen=:1", "--grace-s=2", "--target=t:1", "--draft=d:2", "--tokenizer=large", "--insecure",
+        "--mode=chains",
     ]  # fmt: skip
+
+
+def test_who_is_let_in_is_the_gateways_to_check() -> None:
+    """And behind one that does not serve everybody the other two are where no other user comes."""
+    given = settings(
+        "large", "--draft", "small", "--tokens", "t.yaml", "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a",
+        "--tls-client-name", "x", "--tls-client-name", "y", "--listen", ":1",
+    )  # fmt: skip
+    assert given.gateway_arguments("t:1", "d:2")[6:] == [
+        "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a", "--tokens=t.yaml", "--tls-client-name=x",
+        "--tls-client-name=y",
+    ]  # fmt: skip
+    assert given.is_closed and not settings("large", "--draft", "small").is_closed
+    assert "--listen=unix:x" in given.target_arguments("unix:x") and "--listen=unix:y" in given.draft_arguments(
+        "unix:y"
+    )
 
 
 def test_the_target_may_be_on_vllm() -> None:

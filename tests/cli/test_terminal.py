@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.models import train_byte_level
 
-from outrider.cli import demo
+from outrider.cli import chat, demo
 from outrider.cli.generate import CollectedCompletion, GenerateSettings
 from outrider.cli.terminal import Painter, TokenWriter, make_painter, name_bare, parse
 from outrider.client import Part, SpeculationStats, Usage
@@ -150,6 +150,19 @@ def test_the_figures_of_a_completion() -> None:
     assert "56% (5/9) of the drafted tokens" in text
     assert "1: 100% (3/3)  2: 67% (2/3)  3: 0% (0/2)" in text
     assert "1.50 ms a round" in text
+
+
+def test_forced_tokens_are_told_where_there_are_any() -> None:
+    made = answer((1, 2, 3, 4, 5, 6), 1.0)
+    assert "forced" not in "\n".join(demo.summary(made)) + chat.summary(made)
+    assert made.speculation is not None and made.usage is not None
+    made.speculation = replace(made.speculation, num_forced_tokens=8, num_accepted_forced_tokens=6)
+    made.usage = replace(made.usage, reasoning_tokens=2)
+    assert "  forced tokens     75% (6/8) accepted" in demo.summary(made)
+    assert chat.summary(made).startswith(
+        "[6 tokens (2 of reasoning) in 4 rounds (1.50 a round), acceptance 56% (5/9), "
+    )
+    assert "forced 6/8" in chat.summary(made)
 
 
 def compared(*ids: Sequence[int], greedy: bool = True, acceptance: AcceptanceRule = AcceptanceRule.REJECTION) -> str:

@@ -95,6 +95,18 @@ def test_a_waterfall_line_by_line(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_constraint_did(tmp_path: Path) -> None:
+    told = {"request__constraint": "json_schema", "request__compile_us": 2500}
+    numbers = {"round__emitted": 6, "round__forced": 5, "round__forced_accepted": 4, "round__mask_us": 300}
+    text = line(
+        span("outrider.round", "r-1", 100, 108, "r", **numbers, round__drafted=2, round__accepted=1),
+        span("outrider.round", "r-2", 108, 116, "r", round__emitted=1),
+    ) + line(span("chat toy", "r", 100, 116, request__id="mine", request__acceptance="coupled", **told))
+    out = succeed("trace", written(tmp_path, text))
+    assert "\n  constraint json_schema, compiled in 2.5 ms; steps waited 0.3 ms for masks\n" in out
+    assert "2 rounds, 3.50 tokens a round, accepted 50% (1/2), forced 4/5, coupled acceptance" in out
+
+
 def test_one_of_several_requests(tmp_path: Path) -> None:
     file = written(tmp_path, two_rounds("r1", "gen-abc", 500.0), two_rounds("r2", "gen-xyz", 100.0))
     listed = succeed("trace", file).splitlines()

@@ -5,16 +5,20 @@ its sequence while the program goes on, and what they read of a refusal. Those t
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 from support.fakes import ToyDraft, ToyTarget, expected, until
-from support.gateways import over_grpc, text_of, toy_tokenizer
+from support.gateways import HTTP, over_grpc, text_of, toy_tokenizer
 from support.services import Trio
 
 from outrider.client import Client
@@ -42,7 +46,7 @@ class WatchedEngine(GenerationEngine):
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
         if request.sampling is not None and request.sampling.temperature < 0:
-            await until(lambda: not any(link.open for link in self.verifier.links), 3)  # type: ignore[attr-defined]
+            await until(lambda: not any(link.open for link in self.verifier.links), 30)  # type: ignore[attr-defined]
         async for delta in super().generate(request):
             yield delta
 
@@ -61,7 +65,7 @@ async def run(*command: str | Path, environment: dict[str, str] | None = None) -
 
 
 async def check(*command: str | Path, stopped: str, refused: str, build: Path | None = None) -> None:
-    target = ToyTarget(step_s=0.03)  # 200 tokens, three a step, are two seconds
+    target = ToyTarget(step_s=0.15)  # 200 tokens, three a step, are ten seconds
     engine = WatchedEngine(toy_tokenizer(), target, ToyDraft(wrong_every=3))
     async with over_grpc(GenerationServicer(engine)) as address:
         environment = {} if build is None else {"OUT": str(build)}
@@ -79,8 +83,10 @@ def made(language: str, build: Path) -> Path:
     """Builds a language's program, as its user does; skips where that cannot be had, and says why."""
     if absent := [tool for tool in NEEDS[language] if shutil.which(tool) is None]:
         pytest.skip(f"no {', '.join(absent)} on this machine: examples/clients/install.sh {language}")
-    if language == "node" and (build / "node/node_modules/@grpc/proto-loader").exists():
-        return build
+    if language == "node":
+        needed = json.loads((FOLDER / "node/package.json").read_text(encoding="utf-8"))["dependencies"]
+        if all((build / "node/node_modules" / name).exists() for name in needed):
+            return build
     environment = os.environ | {"OUT": str(build), "PYTHON": sys.executable, "npm_config_fetch_retries": "0"}
     command = [FOLDER / "build.sh", language]
     try:
@@ -121,6 +127,36 @@ async def test_other_languages(
     await asyncio.to_thread(made, language, build)
     program = command if len(command) > 1 else (build / command[0],)
     await check(*program, stopped=stopped, refused=refused, build=build)
+
+
+class Place(BaseModel, extra="forbid"):
+    city: Annotated[str, Field(max_length=12)]
+    country: Literal["de", "fr", "it"]
+
+
+class Event(BaseModel, extra="forbid"):
+    name: Annotated[str, Field(min_length=1, max_length=16)]
+    day: Annotated[int, Field(ge=1, le=31)]
+    places: Annotated[list[Place], Field(max_length=2)]
+
+
+@pytest.mark.slow
+async def test_openai_s_client_for_node_parses_what_the_services_give(trio: Trio, build: Path) -> None:
+    """An answer and a call, whole and streamed: its own schemas take them, and so do ours."""
+    await asyncio.to_thread(made, "node", build)
+    flags = ("--mode", "sequential", "--http", "127.0.0.1:0", "--model-name", "python", "--tool-parser", "json")
+    gateway = trio.start_gateway(*flags)
+    try:
+        await asyncio.to_thread(trio.wait, gateway)
+        url = f"http://{gateway.find(re.compile(HTTP))}/v1"
+        out = await run("node", FOLDER / "node/structured.js", url, "python", environment={"OUT": str(build)})
+    finally:
+        trio.services.stop(gateway)
+    answer, streamed, call, streamed_call = (json.loads(line) for line in out.splitlines())
+    Event.model_validate(answer)
+    assert call["name"] == "add_event"
+    Event.model_validate(call["arguments"])
+    assert streamed == answer and streamed_call == call
 
 
 async def test_the_services_without_a_gateway(trio: Trio) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import islice
 
 import pytest
 from support.engines import GREEDY, SAMPLED, STREAM, DraftHarness, commit, credit, naive, new_open
@@ -278,3 +279,13 @@ def test_tokens_that_were_not_noted_are_taken_off() -> None:
     chain.roll_back(cache)
     assert sequence.tokens == [*PROMPT, 70, 71] and not chain.ended
     assert chain.take(1, 2) == DraftTokens(1, 0, len(PROMPT), (70, 71)) and chain.num_unsent == 0
+
+
+def test_a_branch_that_is_wanted_no_more_has_no_pieces() -> None:
+    """Its first window has left, and more of it has not, when the credit for windows ends."""
+    branch = Branch.of(4, Outcome(0, 3, 9), DraftText(CachedSequence([1, 2, 5, 9, 6, 7])))
+    branch.note([DraftedToken(6), DraftedToken(7)])
+    assert [piece.ids for piece in branch.pieces(1, 2, 20)] == [(9, 6, 7)]
+    branch.text.append([8])
+    branch.note([DraftedToken(8)])
+    assert list(islice(branch.pieces(1, 0, 0), 3)) == []

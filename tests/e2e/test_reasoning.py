@@ -6,13 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from support.gateways import over_grpc, thinking_tokenizer
-from support.models import save_tiny
+from support.gateways import over_grpc, save_thinking
 
 from outrider.client import Client, Part
 from outrider.draft_service.boot import start as start_draft
@@ -43,18 +41,6 @@ class Served:
     http: AsyncOpenAI
     grpc: Client
     tokenizer: Tokenizer
-
-
-def save_thinking(folder: Path, seed: int, opens: bool) -> Path:
-    """A checkpoint whose tokenizer has <think> and </think>."""
-    folder.mkdir()
-    save_tiny(folder, seed=seed, vocab_size=400)
-    tokenizer = thinking_tokenizer(opens)
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
-    assert tokenizer.chat_template is not None
-    config = {"eos_token": "<|endoftext|>", "chat_template": tokenizer.chat_template.source}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["opened", "not opened"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from support.metrics import samples_of
+from support.models import other_weights
 from support.services import outrider_process
 
 from outrider.cli.local_services import Services, wait_for_draft
@@ -68,13 +66,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     pair = pair_path()
-    worse = tmp_path_factory.mktemp("models") / "worse"
-    shutil.copytree(pair.draft, worse)
-    state, generator = load_file(worse / "model.safetensors"), torch.Generator().manual_seed(1)
-    noisy = {name: w + 0.6 * w.float().std() * torch.randn(w.shape, generator=generator) for name, w in state.items()}
-    save_file(
-        {name: w.to(state[name].dtype) for name, w in noisy.items()}, worse / "model.safetensors", {"format": "pt"}
-    )
+    worse = other_weights(pair.draft, tmp_path_factory.mktemp("models") / "worse")
     with Services() as services:
         common = ["--listen", "127.0.0.1:0", "--threads", "1"]
         draft = services.start("draft", ["draft", *common, "--model", str(pair.draft), "--allow-reload"])

@@ -68,6 +68,7 @@ def trio(folders: tuple[Path, Path]) -> Iterator[Trio]:
         arguments = ["--target", target.address, "--draft", draft.address, "--tokenizer", str(target_folder)]
         gateway = start(services, "gateway", *arguments, "--http", "127.0.0.1:0", "--model-name", "tiny")
         services.wait(gateway, START_S)
+        services.wait_ready(gateway, START_S)
         yield Trio(services, draft, target, gateway)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from support.models import save_tiny
-from support.tools import tool_tokenizer
+from support.tools import save_tool_tokenizer
 
 from outrider.gateway.engine import EngineConfig
 from outrider.gateway.http.app import HttpServer
@@ -38,12 +38,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 @asynccontextmanager
 async def served(name: str, folder: Path) -> AsyncIterator[AsyncOpenAI]:
     """A target of random weights behind a gateway, by OpenAI's client."""
-    save_tiny(folder, vocab_size=VOCAB)
-    tokenizer = tool_tokenizer(name)
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
-    template = tokenizer.chat_template
-    config = {"eos_token": "<|endoftext|>", "chat_template": "" if template is None else template.source}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    save_tool_tokenizer(name, save_tiny(folder, vocab_size=VOCAB))
     settings = TargetSettings(model=folder, listen="127.0.0.1:0", num_blocks=256, threads=1)
     target = build(settings, load(settings))
     await target.server.start()

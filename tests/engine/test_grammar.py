@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from support.models import train_byte_level
@@ -11,6 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec, num_words
+from outrider.engine.token_masks import Constraint
 
 PADDING = 40  # logits above the tokenizer's ids
 
@@ -104,6 +107,41 @@ def test_masks_along_drafted_tokens_are_those_of_single_steps(compiler: GrammarC
     assert matcher.must_end and allowed(matcher.masks(())[0]) == [END, OTHER_END]
 
 
+REASONED = [
+    ReasoningSpec((51, 52), (50, 49), 0),
+    ReasoningSpec((51, 52), (50, 49), 3),
+    ReasoningSpec((51, 52), (), 2, open=True),
+]
+MASKED = [case[0] for case in CASES] + [replace(CASES[4][0], reasoning=one) for one in REASONED]
+
+
+@pytest.mark.parametrize("spec", [*MASKED, GrammarSpec(None, reasoning=REASONED[1])])
+def test_single_tokens_are_allowed_where_masks_have_them(compiler: GrammarCompiler, spec: GrammarSpec) -> None:
+    """Of all ids there are, the ones above the tokenizer's and those that only spell forced bytes in another way."""
+    grammar, rng = compiler.compile(spec), random.Random(1)
+    for _ in range(2):
+        matcher, drafted = grammar.matcher(), list[int]()
+        for _ in range(10):
+            row = matcher.masks(drafted, first=len(drafted))[0]
+            masked = [token for token in allowed(row) if token < compiler.vocab_size]
+            counts = [matcher.num_allowed([*drafted, token]) for token in range(compiler.vocab_size)]
+            assert [token for token, count in enumerate(counts) if count > len(drafted)] == masked
+            assert set(counts) <= {len(drafted), len(drafted) + 1}
+            others = [token for token in range(compiler.vocab_size) if token not in masked]
+            found = matcher.first_allowed(drafted, [*others, *masked])
+            assert found == (masked[0] if masked else None)
+            found = matcher.first_allowed(drafted, others)
+            assert found is None or [found] == masked  # it is forced
+            if not masked:
+                break
+            drafted.append(rng.choice(masked))
+            if drafted[-1] in (END, OTHER_END):
+                assert matcher.num_allowed([*drafted, 7, 8]) == len(drafted) + 2  # nobody asks what follows
+                break
+            if len(drafted) == 3:
+                matcher.advance([drafted.pop(0)])
+
+
 def test_rows_behind_a_forbidden_token_or_the_end_allow_everything(
     compiler: GrammarCompiler, backend: Tokenizer
 ) -> None:
@@ -138,6 +176,18 @@ def test_forced_tokens_are_those_that_bytes_leave_no_choice_of(compiler: Grammar
     assert '{"a":'.startswith(backend.decode(forced))
     done = compiler.compile(GrammarSpec("choice", choices=("yes",))).matcher(backend.encode("yes").ids)
     assert done.must_end and done.forced(4) == []
+
+
+def test_a_constraint_that_forces_a_long_text_is_slow(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = compiler.compile(GrammarSpec("choice", choices=("a quick one",))).matcher()
+    assert matcher.forced(2) and not matcher.is_slow
+    monkeypatch.setattr("outrider.engine.grammar.SLOW_S", -1.0)
+    constraint = Constraint(matcher, (), 0)
+    assert not matcher.is_slow and constraint.forced_after(0, (), 2)
+    assert matcher.is_slow and matcher.copy().is_slow
+    assert not constraint.forced_after(1, (), 2)
 
 
 THINK, CLOSE = 50, (51, 52)

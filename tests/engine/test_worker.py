@@ -88,6 +88,17 @@ def test_a_wait_ends_by_time_or_by_a_command() -> None:
     thread.stop(TIMEOUT)
 
 
+def test_no_wait_is_too_long_for_the_queue() -> None:
+    """A request's deadline is 64 bits of milliseconds."""
+    worker = Recorder(lambda count: 2.0**64 / 1000)
+    thread = Worker[object](worker, "device")
+    thread.submit("go")
+    assert worker.stepped.wait(TIMEOUT)
+    settle(thread)
+    assert thread.is_alive and not worker.errors
+    thread.stop(TIMEOUT)
+
+
 def test_call_runs_on_the_thread_and_carries_exceptions() -> None:
     thread = Worker[object](Recorder(), "device", num_threads=1)
     assert thread.call(lambda: threading.current_thread().name).result(TIMEOUT) == "device"

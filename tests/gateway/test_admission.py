@@ -1,4 +1,5 @@
-"""How much work runs and waits: what is refused, who comes first, and that who gives up waiting leaves nothing."""
+"""How much work runs and waits: what is refused and when to come back, who comes first, what one caller may have, and
+that who gives up waiting leaves nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
+from support.fakes import ToyTarget, until
+from support.gateways import PROMPT, gateway
 
+from outrider.client import Client
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.http.serving import AdmissionGroup
+from outrider.gateway.request import GenerationRequest
 from outrider.rpc.errors import InvalidArgument, OutriderError, ResourceExhausted
 
 ONE = AdmissionCost(1, 10)
@@ -25,11 +30,11 @@ async def test_cancelled_waits_leave_nothing_and_the_one_that_stays_gets_its_pla
         waits.cancel()
         with suppress(asyncio.CancelledError):
             await waits
-    assert len(admission._waiting) <= 3 and (admission.num_waiting, admission.num_tokens) == (1, 20)
+    assert admission._queue.num_waiting == 1 and (admission.num_waiting, admission.num_tokens) == (1, 20)
     admission.leave(ONE)
     await asyncio.wait_for(stays, 30)
     admission.leave(ONE)
-    assert admission.num_active == admission.num_tokens == 0 and not admission._waiting
+    assert admission.num_active == admission.num_tokens == 0 and not admission._queue.num_waiting
 
 
 async def test_sequences_are_counted_not_requests() -> None:
@@ -112,3 +117,151 @@ async def test_who_leaves_a_party_gives_its_place_back() -> None:
             if end is None:
                 admission.leave(ONE)
         assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (0, 0, 0), turns
+
+
+class Crowd:
+    """Callers of one Admission: each waits beside the test, and notes its turn."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission, self.turns, self.tasks = admission, list[str](), list[asyncio.Task[None]]()
+
+    async def come(self, caller: str, num_tokens: int = 10, priority: int = 0) -> AdmissionCost:
+        work = AdmissionCost(1, num_tokens, caller)
+        self.admission.reserve(work)
+        self.tasks.append(asyncio.create_task(self._wait(work, priority)))
+        await asyncio.sleep(0)
+        return work
+
+    async def _wait(self, work: AdmissionCost, priority: int) -> None:
+        await self.admission.wait_turn(work, priority)
+        self.turns.append(work.caller)
+
+    async def leave(self, *works: AdmissionCost) -> None:
+        for work in works:
+            self.admission.leave(work)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def go(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_a_caller_has_a_share_of_what_others_leave() -> None:
+    """So that who comes next finds room, whoever came before."""
+    admission = Admission(max_active=8, max_waiting=8, share=0.75)
+    crowd = Crowd(admission)
+    for _ in range(12):
+        await crowd.come("a")
+    with pytest.raises(
+        ResourceExhausted, match=r"caller would have 13 sequences .* at most 12 sequences, its share"
+    ) as no:
+        await crowd.come("a")
+    assert no.value.reason == "CALLER_SHARE" and no.value.retry_after_ms > 0
+    for _ in range(3):
+        await crowd.come("b")
+    with pytest.raises(ResourceExhausted, match=r"caller would have 4 sequences .* at most 3 sequences"):
+        await crowd.come("b")
+    await crowd.come("c")  # who has none may have the last place
+    with pytest.raises(ResourceExhausted, match="there would be 17 sequences"):
+        await crowd.come("d")
+    assert admission.num_active == 8 and admission.num_waiting == 8
+    await crowd.go()
+    assert admission.num_waiting == 0
+
+
+async def test_a_share_is_of_tokens_too() -> None:
+    admission = Admission(max_active=8, max_waiting=8, max_tokens=lambda: 100, share=0.5)
+    crowd = Crowd(admission)
+    first = await crowd.come("a", 80)  # alone it may be larger than its share
+    with pytest.raises(ResourceExhausted, match=r"caller would have 81 tokens .* at most 50 tokens"):
+        await crowd.come("a", 1)
+    await crowd.come("b", 20)
+    await crowd.leave(first)
+    await crowd.come("a", 40)
+    with pytest.raises(ResourceExhausted, match=r"caller would have 41 tokens .* at most 40 tokens"):
+        await crowd.come("a", 1)
+
+
+async def test_who_comes_later_is_let_in_before_the_backlog_of_another() -> None:
+    admission = Admission(max_active=1, max_waiting=20)
+    crowd = Crowd(admission)
+    works = [await crowd.come("heavy") for _ in range(6)]
+    works += [await crowd.come("light") for _ in range(2)]
+    for _ in range(5):
+        await crowd.leave(works[0])
+    assert crowd.turns == ["heavy", "heavy", "light", "heavy", "light", "heavy"]
+    await crowd.go()
+
+
+async def test_what_runs_is_bounded_by_tokens_and_no_small_one_starves_a_large_one() -> None:
+    admission = Admission(max_active=8, max_waiting=8, max_running_tokens=lambda: 100)
+    crowd = Crowd(admission)
+    first = [await crowd.come("a", 40), await crowd.come("a", 40)]
+    await crowd.come("large", 70)
+    await crowd.come("small", 5)  # there would be room for it
+    assert crowd.turns == ["a", "a"] and admission.num_waiting == 2
+    await crowd.leave(first[0])
+    assert crowd.turns == ["a", "a"]
+    await crowd.leave(first[1])
+    assert crowd.turns == ["a", "a", "large", "small"]
+    huge = Admission(max_active=8, max_waiting=8, max_running_tokens=lambda: 100)
+    await asyncio.wait_for(huge.enter(AdmissionCost(1, 500)), 30)  # alone it runs
+
+
+async def test_who_is_refused_is_told_a_time_by_the_measured_rate() -> None:
+    now = [0.0]
+    admission = Admission(max_active=4, max_waiting=0, max_tokens=lambda: 100, clock=lambda: now[0])
+    waits_ms = []
+
+    def refused(work: AdmissionCost) -> int:
+        with pytest.raises(ResourceExhausted) as raised:
+            admission.require_room(work)
+        return raised.value.retry_after_ms
+
+    for _ in range(4):
+        await admission.enter(ONE)
+    assert refused(ONE) == 1000, "nothing is known yet"
+    for _ in range(8):  # one of 10 tokens leaves every 3 s
+        now[0] += 3
+        admission.leave(ONE)
+        await admission.enter(ONE)
+    waits_ms = [refused(ONE) for _ in range(3)]
+    assert waits_ms == [3000, 6000, 9000], "each has a time of its own"
+    for _ in range(4):
+        now[0] += 3
+        admission.leave(ONE)
+    now[0] += 1000  # nobody is there: that says nothing of how long work takes
+    await admission.enter(AdmissionCost(1, 80))
+    assert refused(AdmissionCost(1, 40)) == 6000, "20 tokens are to leave first"
+    now[0] += 1e6
+    assert refused(AdmissionCost(1, 40)) == 60_000
+
+
+def test_a_credential_comes_before_a_salt_and_that_before_the_host() -> None:
+    """And nobody takes another's share by its name in another field."""
+    accounts = [
+        GenerationRequest(caller="x", salt="y", peer="z").account,
+        GenerationRequest(salt="x", peer="z").account,
+        GenerationRequest(peer="x").account,
+        GenerationRequest().account,
+    ]
+    assert accounts == ["caller x", "salt x", "peer x", ""]
+
+
+async def test_requests_of_both_interfaces_share_by_salt_or_host() -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "cache_salt": "heavy"}
+    async with gateway(ToyTarget(step_s=0.02), max_active=1) as served, served.client() as http:
+        heavy = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(4)]
+        await until(lambda: served.engine.admission.num_waiting == 3)
+        async with Client(served.grpc_address) as grpc:
+            async for _ in grpc.generate(token_ids=PROMPT, max_tokens=2, salt="light"):
+                pass
+            assert [opened.salt for opened in served.target.opens].index("light") <= 2
+            assert all(answer.status_code == 200 for answer in await asyncio.gather(*heavy))
+            nameless = asyncio.create_task(http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20}))
+            await until(lambda: served.engine.admission.num_active == 1)
+            async for _ in grpc.generate(token_ids=PROMPT, max_tokens=2):
+                assert not served.engine.admission._of_callers.keys() - {"peer 127.0.0.1"}
+            await nameless

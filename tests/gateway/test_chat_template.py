@@ -10,7 +10,7 @@ import pytest
 from support.models import train_byte_level
 from transformers import PreTrainedTokenizerFast
 
-from outrider.gateway.text.chat_template import ChatTemplate, find_chat_template
+from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 SHOWN = "{%- if tools is not none %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif -%}"
@@ -87,3 +87,25 @@ def test_the_template_for_tools(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("file for tools")
     found = find_chat_template(tmp_path, {})
     assert found is not None and found.render(messages, tools=TOOLS) == "file for tools"
+
+
+BROKEN = {
+    "no template": "{% for %}",
+    "an unknown tag": "{% made_up %}",
+    "a range too far": "{% for i in range(10 ** 9) %}{% endfor %}",
+    "a division by zero": "{{ 1 // 0 }}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "nested too deep": "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+    "a key that is not there": "{{ {}.a.b.c }}",
+    "the interpreter's own": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "a filter given what it does not take": "{{ messages | sum }}",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_template_that_fails_refuses_the_conversation(kind: str) -> None:
+    template = ChatTemplate(BROKEN[kind])
+    assert template.variables == frozenset() or kind == "a filter given what it does not take"
+    with pytest.raises(TemplateRefusal) as refused:
+        template.render([{"role": "user", "content": "hi"}])
+    assert str(refused.value)

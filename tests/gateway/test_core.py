@@ -9,6 +9,7 @@ import pytest
 
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import (
+    MAX_PIECES,
     CloseDraft,
     Effect,
     Emit,
@@ -42,6 +43,7 @@ REFUSED = {
     "method": DraftTokens(0, 0, 3, (7,), method="m" * 129),
     "parent": DraftTokens(0, 3, 3, (7,), parent=3),
     "ids": DraftTokens(0, 1, 3, tuple(range(MAX_PIECE_IDS + 1))),
+    "chain": DraftTokens(0, 2**31, 3, (7,)),
 }
 
 
@@ -240,6 +242,15 @@ def test_a_piece_that_the_target_would_refuse_ends_the_drafting_alone(name: str)
     assert isinstance(again, OpenTarget) and not any(isinstance(message, DraftTokens) for message in again.messages)
 
 
+def test_a_draft_that_floods_is_left() -> None:
+    """The journal would hold it all, and send it to the next target."""
+    made = core()
+    floods = [made.on_draft(DraftTokens(0, number, 3, (7, 8))) for number in range(MAX_PIECES + 1)]
+    assert sent(floods[-2]) and CloseDraft in kinds(floods[-1]) and not made.drafting
+    (opened,) = [effect for effect in made.on_target(Lost("gone"), 0.0) if isinstance(effect, OpenTarget)]
+    assert len(opened.messages) <= 1 + MAX_PIECES
+
+
 def test_a_piece_past_the_drafts_credit_is_dropped() -> None:
     made = core()  # its credit reaches to position 7
     assert made.on_draft(DraftTokens(0, 0, 8, (7,))) == [] and made.drafting
@@ -276,6 +287,19 @@ def test_targets_behind_a_broken_network_are_no_failed_attempts() -> None:
     made.on_target(Lost("died"), 4.0)
     made.on_target(Lost("died"), 4.5)
     assert made.finished  # what dies at once counts as before
+
+
+def test_a_fork_that_comes_too_late_is_one_attempt_that_does_not_count() -> None:
+    """And no more than one: a target that always says so is given up."""
+    gone = Failure(0, 14, "the sequence to fork is gone", "PARENT_GONE")
+    made = core(policy=Policy(0))
+    opened = [effect for event in (gone, Lost("died"), Lost("died")) for effect in made.on_target(event, 0.1)]
+    assert [effect.request.suspect for effect in opened if isinstance(effect, OpenTarget)] == [False, False, True]
+    made = core(policy=Policy(0))
+    for _ in range(Policy(0).max_target_opens + 1):
+        assert not made.finished
+        made.on_target(gone, 0.1)
+    assert made.finished
 
 
 def test_targets_that_are_full_are_no_failed_attempts() -> None:

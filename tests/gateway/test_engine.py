@@ -439,6 +439,17 @@ async def test_too_many_requests_are_refused_at_once(tokenizer: Tokenizer) -> No
     assert engine.admission.num_active == engine.admission.num_waiting == 0
 
 
+async def test_no_more_runs_than_the_target_s_cache_takes(tokenizer: Tokenizer) -> None:
+    """The rest waits here, in its order, and is not refused there."""
+    target = ToyTarget(step_s=0.01, info=target_info(num_blocks=5))  # of 16 tokens, let in four times over
+    engine = GenerationEngine(tokenizer, target, config=EngineConfig(num_draft_tokens=0))
+    running = [asyncio.create_task(run(engine, ask(max_tokens=100))) for _ in range(4)]
+    await until(lambda: engine.admission.num_waiting == 1)
+    assert engine.admission.num_active == 3 and len(target.opens) <= 3
+    assert all(len(ids_of(answer[0])) == 100 for answer in await asyncio.gather(*running))
+    assert engine.admission.num_active == engine.admission.num_tokens == 0
+
+
 async def test_each_completion_counts_until_it_ends(tokenizer: Tokenizer) -> None:
     config = EngineConfig(max_active=4, max_waiting=0, max_admitted_tokens=1000, num_draft_tokens=0)
     engine = GenerationEngine(tokenizer, ToyTarget(), config=config)
@@ -477,16 +488,16 @@ async def test_who_waits_may_go_and_the_lowest_priority_number_is_first(tokenize
 
 
 async def test_the_deadline_ends_a_request(tokenizer: Tokenizer) -> None:
-    target = ToyTarget(step_s=0.02)
+    target = ToyTarget(step_s=0.2)
     engine = GenerationEngine(tokenizer, target, ToyDraft(), EngineConfig(max_active=1))
-    request = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(max_tokens=200), n=2, timeout_s=0.1)
+    request = GenerationRequest(token_ids=PROMPT, sampling=SamplingParams(max_tokens=200), n=2, timeout_s=1.0)
     waiting = asyncio.create_task(run(engine, request))
-    queued = asyncio.create_task(run(engine, GenerationRequest(token_ids=PROMPT, timeout_s=0.05)))
+    queued = asyncio.create_task(run(engine, GenerationRequest(token_ids=PROMPT, timeout_s=0.5)))
     for task in (waiting, queued):
         with pytest.raises(DeadlineExceeded):
             await task
     assert engine.admission.num_active == 0
-    assert not any(link.open for link in target.links) and 0 < target.opens[0].timeout_ms <= 100
+    assert not any(link.open for link in target.links) and 0 < target.opens[0].timeout_ms <= 1000
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,13 @@ from support.fakes import ToyDraft, ToyTarget, expected, target_info, until
 from support.gateways import PROMPT, gateway, stream_events, text_of
 from support.tools import tool_tokenizer, writes
 
+from outrider.gateway.http import app, protocol
 from outrider.gateway.http.app import build_app
 from outrider.gateway.http.protocol import HttpOptions
+from outrider.gateway.text.tokenizer import TextStream
+from outrider.rpc.messages import Failure
+from outrider.rpc.sampling_params import CAPABILITIES
+from outrider.rpc.structured import StructuredOutput
 
 LIVE = {"prompt": "x", "max_tokens": "2"}
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0}
@@ -100,29 +106,69 @@ async def test_a_client_that_never_reads_is_granted_no_credit() -> None:
 async def test_a_silent_stream_says_that_it_lives() -> None:
     """Before the first token, between tokens, and to a live page; clients see tokens alone."""
     options = HttpOptions(sse_keep_alive_s=0.03)
-    target = ToyTarget(step_s=0.4)
+    target = ToyTarget(step_s=60.0)  # it takes its steps when it is told to
     async with gateway(target, options=options) as served, served.client() as client, served.openai() as openai:
         body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "stream": True}
         for method, path, ask in (("POST", "/v1/completions", {"json": body}), ("GET", "/live", {"params": LIVE})):
+            lines = list[str]()
             async with client.stream(method, path, **ask) as response:
-                text = (await response.aread()).decode()
+                async for line in response.aiter_lines():
+                    lines.append(line)
+                    if line == ": keep-alive" and lines.count(line) % 2 == 0:
+                        for link in target.links:
+                            link.sequence.step()
+            text = "\n".join([*lines, ""])
             kinds = [block.partition(":")[0] for block in text.split("\n\n") if block]
             data = "data" if path.startswith("/v1") else "event"
             assert kinds[:2] == ["", ""] and "" in kinds[kinds.index(data) : -1], text
             assert text.count(": keep-alive\n\n") == kinds.count("") < 100
+        target.step_s = 0.1
         stream = await openai.completions.create(model="toy", prompt=PROMPT, max_tokens=2, stream=True)
         assert len([chunk async for chunk in stream]) == 2
 
 
 async def test_an_error_after_a_sign_of_life_is_an_event() -> None:
-    options = HttpOptions(sse_keep_alive_s=0.05)
-    async with gateway(ToyTarget(step_s=1), options=options) as served, served.client() as client:
-        body = {"prompt": PROMPT, "stream": True, "timeout_ms": 150}
-        comment, error, done = (await stream_events(client, "/v1/completions", body))[-3:]
+    options, target = HttpOptions(sse_keep_alive_s=0.05), ToyTarget(step_s=60.0)
+    async with gateway(target, options=options) as served, served.client() as client:
+        body, lines = {"prompt": PROMPT, "stream": True}, list[str]()
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                lines += [line.removeprefix("data: ")] if line else []
+                if lines == [": keep-alive"]:
+                    target.links[0].emit(Failure(0, 4, "the request's time ran out"))
+        comment, error, done = lines[-3:]
         assert comment == ": keep-alive" and done == "[DONE]"
         assert json.loads(error)["error"]["code"] == "deadline_exceeded"
         body = {**body, "temperature": -1}
         assert (await client.post("/v1/completions", json=body)).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_a_stream_that_the_gateway_cannot_go_on_with_ends_with_an_error(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since it stops, and its grace period is over; or by a bug."""
+    field = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}[path]
+    body = {field: [{"role": "user", "content": "x"}] if field == "messages" else "x", "stream": True}
+    body |= {"max_output_tokens": 200} if field == "input" else {"max_tokens": 200, "ignore_eos": True}
+
+    async def last_words(bug: bool) -> str:
+        async with gateway(ToyTarget(step_s=0.05)) as served, served.client() as client:
+            async with client.stream("POST", path, json=body) as response:
+                lines = response.aiter_lines()
+                seen = [await anext(lines) for _ in range(6)]
+                if bug:
+                    monkeypatch.setattr(TextStream, "push", None)
+                stopping = None if bug else asyncio.create_task(served.http.stop(0))
+                seen += [line async for line in lines]
+            if stopping is not None:
+                await stopping
+            monkeypatch.undo()
+        return "\n".join(seen[6:])
+
+    for bug, said in ((False, "the gateway stops"), (True, "unexpected TypeError")):
+        words = await last_words(bug)
+        assert said in words and ("response.failed" if field == "input" else "[DONE]") in words
 
 
 async def test_who_goes_away_before_the_first_token_ends_its_sequence() -> None:
@@ -137,6 +183,34 @@ async def test_an_answer_s_body_does_not_wait_for_its_head() -> None:
     """They are two writes: with Nagle's algorithm the second waits for the first's acknowledgement, 40 ms."""
     async with gateway() as served:
         assert served.http._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def events_of(text: str) -> list[tuple[str, Any]]:
+    """The named events of a stream, with their data."""
+    blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("event")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+
+
+async def test_a_live_page_learns_what_a_constraint_did() -> None:
+    capabilities = (*CAPABILITIES, "sampling.structured_output")
+    target = ToyTarget(info=replace(target_info(), capabilities=capabilities), num_forced=2)
+    async with gateway(target, ToyDraft(wrong_every=5)) as served, served.client() as client:
+        asked = {**LIVE, "max_tokens": "40", "temperature": "0"}
+        answer = await client.get("/live", params={**asked, "constraint": "json", "match": '{"type": "object"}'})
+        (_, start), *rounds, (name, end) = events_of(answer.text)
+        assert target.opens[0].sampling.structured_output == StructuredOutput(json_schema='{"type": "object"}')
+        assert start["constraint"] == "json_schema" and name == "end"
+        for one, total in (("forced", "num_forced_tokens"), ("forced_accepted", "num_accepted_forced_tokens")):
+            assert sum(told[one] for _, told in rounds) == end[total] > 0
+        assert [told["compile_us"] for _, told in rounds] == [1500, *[0] * (len(rounds) - 1)]
+        assert {told["mask_us"] for _, told in rounds} == {20}
+
+        await client.get("/live", params={**asked, "constraint": "json_object"})
+        assert target.opens[1].sampling.structured_output == StructuredOutput(json_object=True)
+        (_, start), *rounds, _ = events_of((await client.get("/live", params={**asked, "constraint": ""})).text)
+        assert start["constraint"] is None and not any(told["forced"] or told["mask_us"] for _, told in rounds)
+        ((name, refusal),) = events_of((await client.get("/live", params={**asked, "constraint": "rhyme"})).text)
+        assert name == "failure" and "structured_outputs" in refusal["message"]
 
 
 async def test_another_site_s_page_cannot_ask() -> None:
@@ -181,7 +255,7 @@ def node(repository: Path) -> tuple[str, dict[str, str]]:
     program = shutil.which("node")
     if program is None:
         pytest.skip("no node on this machine")
-    prefixes = (Path(program).parents[1] / "lib", Path("/usr/local/lib"), repository)
+    prefixes = (Path(program).parents[1] / "lib", Path("/usr/local/lib"), repository, repository / "build/clients/node")
     places = [os.environ.get("NODE_PATH", ""), *(str(prefix / "node_modules") for prefix in prefixes)]
     environment = {**os.environ, "NODE_PATH": os.pathsep.join(filter(None, places))}
     found = subprocess.run([program, "-e", 'require("openai")'], env=environment, capture_output=True, timeout=60)
@@ -249,3 +323,74 @@ async def test_the_npm_client(node: tuple[str, dict[str, str]]) -> None:
             "param": "temperature",
             "type": "invalid_request_error",
         }
+
+
+async def test_what_is_for_operators_is_not_at_an_address_for_all() -> None:
+    async with gateway(options=HttpOptions(operator_paths=False)) as served, served.client() as client:
+        for path in ("/", "/live?prompt=x", "/metrics"):
+            assert (await client.get(path)).status_code == 404
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1})).status_code == 200
+
+
+async def raw(address: str, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    return reader, writer
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /readyz HTTP/1.1\r\nhost: x\r\n", b"POST /v1/comp"])
+async def test_a_head_that_does_not_come_ends_its_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HEAD_S", 0.3)
+    async with gateway() as served:
+        reader, writer = await raw(served.http.address, sent)
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
+async def test_one_that_drips_after_a_good_request_does_not_stay_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HEAD_S", 0.3)
+    async with gateway() as served:
+        good = b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n"
+        reader, writer = await raw(served.http.address, good)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(0.6)
+        writer.write(good)  # the first head's time does not count
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        ended = asyncio.create_task(reader.read())
+        for _ in range(200):
+            writer.write(b"G")
+            await asyncio.wait((ended,), timeout=0.1)
+            if ended.done():
+                break
+        assert ended.done() and not ended.exception()
+        writer.close()
+
+
+async def test_a_connection_that_asks_nothing_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "KEEP_ALIVE_S", 1)
+    async with gateway() as served:
+        reader, writer = await raw(served.http.address, b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "BODY_S", 0.2)
+    async with gateway() as served:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+        )
+        reader, writer = await raw(served.http.address, head)
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_a_long_stream_is_not_cut_by_the_times_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HEAD_S", 2.0)
+    monkeypatch.setattr(protocol, "BODY_S", 2.0)
+    async with gateway(ToyTarget(step_s=0.05)) as served, served.client() as client:
+        events = await stream_events(client, "/v1/completions", {**LONG, "max_tokens": 60, "stream": True})
+        assert events[-1] == "[DONE]"

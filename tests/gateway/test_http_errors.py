@@ -68,6 +68,18 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("temperature: is a text; allowed: a finite number", {"temperature": "hot"}),
     ("temperature: is a list; allowed: a finite number", {"temperature": []}),
     ("stream: is an object; allowed: true or false", {"stream": {}}),
+    ("output_ids: is a text; allowed: a list", {"output_ids": "a"}),
+    ("output_ids: has 2 entries; allowed: none, or as many as completions (1)", {"output_ids": [[1], [2]]}),
+    ("output_ids: has 1 entries; allowed: none, or as many as completions (2)", {"output_ids": [1], "n": 2}),
+    ("output_ids[1]: is a number; allowed: a list of token ids", {"output_ids": [[1], 2], "n": 2}),
+    ("output_ids[1]: is 400; allowed: a token id, 0 to 399", {"output_ids": [1, 400]}),
+    ("output_ids[1][0]: is a text; allowed: a token id, 0 to 399", {"output_ids": [[1], ["a"]], "n": 2}),
+    ("output_ids: has 21 entries; allowed: at most max_tokens (20)", {"output_ids": [1] * 21}),
+    ("output_ids: is given beside 2 prompts; allowed: one prompt", {"output_ids": [1], "prompt": ["a", "b"]}),
+    (
+        "output_ids: is given with echo, and the prompt was said; allowed: without echo",
+        {"output_ids": [1], "echo": True},
+    ),
     ("timeout_ms: is 0; allowed: a whole number, 1 to 86400000", {"timeout_ms": 0}),
     (
         "response_format.type: is 'xml'; allowed: text, json_object, json_schema, structural_tag",
@@ -245,6 +257,11 @@ async def test_what_does_not_fit_says_so_in_openai_s_words() -> None:
         (b"[" * 100_000, "application/json", "body"),
         (b'{"prompt": "\\ud800"}', "application/json", "body"),
         (b"\xff\xfe", "application/json", "body"),
+        (b'{"prompt": "\xed\xa0\x80"}', "application/json", "body"),  # half a surrogate pair, as bytes
+        ('{"prompt": "x"}'.encode("utf-16"), "application/json", "body"),
+        (b'{"prompt": "x", "user": NaN}', "application/json", "body"),
+        (b'{"prompt": "x", "user": 1e400}', "application/json", "body"),
+        (b'{"prompt": "x", "user": ' + b"[" * 101 + b"]" * 101 + b"}", "application/json", "body"),
         (b'{"prompt": "x"}', "text/plain", "content-type"),
     ],
 )

@@ -228,6 +228,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("input[0].call_id", {"input": [{"type": "function_call_output", "output": "x"}]}),
     ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}),
     ("previous_response_id", {"previous_response_id": "resp_1"}),
+    ("output_ids", {"output_ids": [1]}),
     ("conversation", {"conversation": "x"}),
     ("background", {"background": True}),
     ("truncation", {"truncation": "auto"}),

@@ -155,6 +155,67 @@ async def test_offsets_are_places_in_the_text(stream: bool) -> None:
         assert all(text[offset:].startswith(token) for token, offset in whole)
 
 
+def said_by(events: list[str], path: str, index: int = 0) -> dict[str, Any]:
+    """What the events of a stream say of a completion, joined."""
+    said: dict[str, Any] = {"text": "", "ids": [], "tokens": [], "offsets": [], "finish": None, "seed": None}
+    for event in events:
+        for choice in json.loads(event).get("choices", ()) if event != "[DONE]" else ():
+            if choice["index"] != index:
+                continue
+            said["text"] += choice["text"] if path == "/v1/completions" else choice["delta"].get("content", "")
+            said["ids"] += choice.get("token_ids", ())
+            said["seed"] = choice.get("seed", said["seed"])
+            said["finish"] = said["finish"] or choice["finish_reason"]
+            logprobs = choice["logprobs"] or {}
+            said["tokens"] += logprobs.get("tokens", [entry["token"] for entry in logprobs.get("content", ())])
+            said["offsets"] += logprobs.get("text_offset", ())
+    return said
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("temperature", [0, 1])
+async def test_a_stream_that_was_cut_goes_on_by_output_ids(path: str, temperature: float) -> None:
+    """Behind whichever of its events it was cut, half a character or what might have become a stop string held back:
+    text, ids, log probabilities and their places are together those of the unbroken stream, and what an earlier stream
+    brought is not charged again."""
+    chat = path != "/v1/completions"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": PROMPT}
+    body |= {"temperature": temperature, "max_tokens": 24, "stream": True, "return_token_ids": True}
+    body |= {"logprobs": True} if chat else {"logprobs": 0}
+    body |= {"speculation": {"acceptance": "coupled"}, "stream_options": {"include_usage": True}}
+    async with gateway(draft=ToyDraft(wrong_every=3)) as served, served.client() as client:
+        first = said_by(await stream_events(client, path, body), path)
+        body |= {"seed": first["seed"], "stop": [f"{one}\u2603" for one in sorted(set(first["text"]) - {"\ufffd"})[:8]]}
+        events = await stream_events(client, path, body)
+        unbroken = said_by(events, path)
+        assert unbroken["ids"] == first["ids"] and len(first["ids"]) == 24 and unbroken["finish"] == "length"
+        for cut in range(len(events)):
+            begun = said_by(events[:cut], path)
+            resumed = {**body, "output_ids": begun["ids"] if cut % 2 else [begun["ids"]]}
+            more = await stream_events(client, path, resumed)
+            rest = said_by(more, path)
+            for what in ("text", "ids", "tokens", "offsets"):
+                assert begun[what] + rest[what] == unbroken[what], (what, cut)
+            assert rest["finish"] == "length"
+            assert json.loads(more[-2])["usage"]["completion_tokens"] == 24 - len(begun["ids"])
+
+
+async def test_every_completion_goes_on_by_its_own_ids() -> None:
+    body = {**GREEDY, "n": 3, "stream": True, "return_token_ids": True, "seed": 5, "temperature": 1}
+    async with gateway(draft=ToyDraft(wrong_every=3)) as served, served.client() as client:
+        events = await stream_events(client, "/v1/completions", body)
+        whole = [said_by(events, "/v1/completions", index) for index in range(3)]
+        have = [whole[0]["ids"][:7], [], whole[2]["ids"]]
+        events = await stream_events(client, "/v1/completions", {**body, "output_ids": have})
+        for index in range(3):
+            rest = said_by(events, "/v1/completions", index)
+            assert have[index] + rest["ids"] == whole[index]["ids"] and rest["finish"] == "length"
+            assert whole[index]["text"].endswith(rest["text"])
+        answer = (await client.post("/v1/completions", json={**body, "stream": False, "output_ids": have})).json()
+        assert answer["choices"][0]["token_ids"] == whole[0]["ids"][7:] and answer["choices"][0]["seed"] == 5
+        assert answer["usage"]["completion_tokens"] == 20 - 7 + 20
+
+
 async def test_usage_comes_last_and_only_if_asked_for() -> None:
     async with gateway() as served, served.client() as client:
         body = {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}
@@ -278,10 +339,11 @@ def test_one_request_whatever_the_entry() -> None:
         b'"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},'
         b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
         b'"methods": ["ngram"], "draft_confidence": 0.25,'
-        b'"enabled": true}, "request_id": "r"}'
+        b'"enabled": true}, "request_id": "r", "output_ids": [[1, 2], []]}'
     )
     message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1)
     message.prediction.text = "ab"
+    message.output_ids.extend([pb.TokenIds(ids=[1, 2]), pb.TokenIds()])
     for name, value in {
         "temperature": 0.5,
         "top_k": 3,

@@ -33,7 +33,8 @@ from outrider.planner.policy import Policy, Round, SpeculationTally
 from outrider.proposers.ngram import NgramProposer
 from outrider.rpc.errors import Internal, OutriderError, ResourceExhausted, Unavailable
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure, Open, PromptLogprobs
-from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.rpc.sampling_params import FinishReason, SamplingParams, TokenOrigin
+from outrider.rpc.structured import StructuredOutput
 
 PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)
@@ -59,7 +60,7 @@ def ids_of(rounds: list[Round]) -> list[int]:
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 async def test_output_is_the_targets(wrong_every: int, k: int) -> None:
     draft, target = ToyDraft(wrong_every=wrong_every), ToyTarget()
-    rounds = await collect(draft, target, request(), Policy(k, patience_ms=50))
+    rounds = await collect(draft, target, request(), Policy(k, patience_ms=60_000))
     assert ids_of(rounds) == expected(PROMPT, 30)
     assert [closed.index for closed in rounds] == list(range(len(rounds)))
     assert all(closed.commit.num_drafted <= k for closed in rounds)
@@ -96,7 +97,8 @@ async def test_an_absent_or_failing_draft_means_plain_decoding(available: bool) 
     assert credits[-1].max_window == 0 and credits[-1].patience_ms == 0
 
 
-async def test_a_draft_that_dies_mid_stream_and_returns() -> None:
+async def test_a_draft_that_dies_mid_stream_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 60.0)
     draft, target = ToyDraft(wrong_every=3), ToyTarget(step_s=0.001)
     rounds = []
     async for item in speculate(draft, target, request(60), K4):
@@ -229,20 +231,42 @@ async def test_a_new_request_is_refused_at_once_where_every_target_is_full(code:
             await collect(None, targets[0], request(), Policy(0))
 
 
+async def test_a_new_request_may_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has had its turn at the gateway is not sent away for others' load."""
+    monkeypatch.setattr(loop, "TARGET_RETRY_S", 0.01)
+    busy = replace(BUSY, retry_after_ms=10)
+    one, two = ToyTarget(full=busy), ToyTarget(full=busy)
+    task = asyncio.create_task(collect(None, Replicas(one, two), request(), Policy(0, room_s=60)))
+    await until(lambda: len(one.opens) > 3)
+    two.full = None
+    rounds = await asyncio.wait_for(task, 30)
+    assert ids_of(rounds) == expected(PROMPT, 30) and len(one.opens) > 1
+    with pytest.raises(ResourceExhausted):
+        await collect(None, one, request(), Policy(0, room_s=0.05))
+    with pytest.raises(OutriderError, match="no target"):  # none at all is no matter of room
+        await collect(None, Replicas(), request(), Policy(0, room_s=60))
+
+
 async def test_a_sequence_that_lost_its_target_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "TARGET_RETRY_S", 0.01)
     busy = replace(BUSY, retry_after_ms=10)
     one, two = ToyTarget(step_s=0.001), ToyTarget(full=busy)
-    rounds = []
-    async for item in speculate(None, Replicas(one, two), request(40), Policy(0)):
-        assert isinstance(item, Round)
-        rounds.append(item)
-        if len(rounds) == 3:
-            one.full = busy
-            asyncio.get_running_loop().call_later(0.2, setattr, two, "full", None)
-            one.links[0].lose()
+    rounds: list[Round] = []
+    most = Policy(0).max_target_opens
+
+    async def read() -> None:
+        async for item in speculate(None, Replicas(one, two), request(40), Policy(0, reopen_s=60)):
+            assert isinstance(item, Round)
+            rounds.append(item)
+            if len(rounds) == 3:
+                one.full = busy
+                one.links[0].lose()
+
+    task = asyncio.create_task(read())
+    await until(lambda: len(one.opens) > most < len(two.opens))
+    two.full = None
+    await asyncio.wait_for(task, 30)
     assert ids_of(rounds) == expected(PROMPT, 40)
-    assert len(one.opens) > Policy(0).max_target_opens < len(two.opens)
 
 
 @pytest.mark.parametrize(("retry_after_ms", "times"), [(100, 2), (1000, 1)])
@@ -260,16 +284,30 @@ async def test_it_asks_when_it_is_told_to_and_no_longer_than_reopen_s(
     assert 2 + 1 <= len(one.opens) <= 2 + times + 1  # the last time at the end
 
 
-async def test_a_full_draft_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 0.02)
+async def test_a_full_draft_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "DRAFT_RETRY_S", 60.0)  # as after one that was lost
+    monkeypatch.setattr(loop, "FULL_DRAFT_RETRY_S", 0.0)
     draft, target = ToyDraft(mute=True), ToyTarget(step_s=0.001)
     task = asyncio.create_task(collect(draft, target, request(200)))
     await until(lambda: draft.links)
-    draft.links[0].emit(BUSY)
+    draft.links[0].emit(replace(BUSY, retry_after_ms=20))
     draft.mute = False
     rounds = await asyncio.wait_for(task, 30)
     assert ids_of(rounds) == expected(PROMPT, 200)
     assert len(draft.opens) == 2 and rounds[1].num_draft_tokens == 0 and rounds[-1].num_draft_tokens == 4
+
+
+@pytest.mark.parametrize(("retry_after_ms", "least"), [(20, 0.1), (3000, 3.0)])
+async def test_no_draft_is_asked_again_sooner_than_it_says(retry_after_ms: int, least: float) -> None:
+    """Nor in every step, whatever it says; each sequence at a time of its own."""
+    drivers: list[SpeculationDriver] = []
+    draft, target = ToyDraft(mute=True), ToyTarget()
+    async with aclosing(speculate(draft, target, request(200), K4, driver_out=drivers)) as rounds:
+        await anext(rounds)
+        before = asyncio.get_running_loop().time()
+        draft.links[0].emit(replace(BUSY, retry_after_ms=retry_after_ms))
+        after, due = asyncio.get_running_loop().time(), drivers[0]._draft_retry_at
+        assert due is not None and before + least <= due <= after + 1.5 * least
 
 
 async def test_resume_continues_where_it_stopped() -> None:
@@ -373,6 +411,23 @@ async def test_tally_counts_as_vllm_does() -> None:
     assert tally.tested_per_position[0] == tally.num_drafts
 
 
+async def test_the_tally_keeps_forced_tokens_apart() -> None:
+    """Two a window, of which the toy's second is wrong: what is known of the draft stays what it was."""
+    plain = await collect(ToyDraft(wrong_every=5), ToyTarget(), request())
+    constrained = replace(
+        request(), sampling=replace(request().sampling, structured_output=StructuredOutput(regex="x"))
+    )
+    rounds = await collect(ToyDraft(wrong_every=5), ToyTarget(num_forced=2), constrained)
+    assert ids_of(rounds) == ids_of(plain)
+    tally = SpeculationTally()
+    for closed in rounds:
+        tally.add(closed)
+    kept = sum(closed.commit.origins.count(TokenOrigin.ACCEPTED) for closed in rounds)
+    assert tally.num_forced_tokens == 2 * len(rounds) and 0 < tally.num_accepted_forced_tokens < len(rounds)
+    assert tally.num_accepted_tokens + tally.num_accepted_forced_tokens == kept
+    assert sum(tally.accepted_per_position) == tally.num_accepted_tokens
+
+
 def test_eos_in_a_window_ends_it() -> None:
     rounds = asyncio.run(collect(ToyDraft(rule=scripted([5, 6, 7])), ToyTarget(rule=scripted([5, 6, 7])), request()))
     assert ids_of(rounds) == [5, 6, 7, EOS]
@@ -439,6 +494,23 @@ def test_pieces_past_the_committed_length_follow_a_target_that_dies() -> None:
     assert isinstance(effects[0], OpenTarget)
     pieces = [message for message in effects[0].messages if isinstance(message, DraftTokens)]
     assert [(piece.chain, piece.position) for piece in pieces][-2:] == [(0, 5), (2, 6)]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_pieces_of_a_dead_chain_do_not_follow_a_target_that_dies(is_late: bool) -> None:
+    made, rest = core(), DraftTokens(0, 0, 5, (3, 4))
+    made.on_draft(DraftTokens(0, 0, 3, (1, 2)))
+    if not is_late:
+        made.on_draft(rest)
+    made.on_target(commit(3, 1), 0.1)
+    made.on_target(commit(4, 9), 0.2)  # not the 2 that the rest was drafted behind
+    made.on_draft(DraftTokens(0, 2, 5, (7,), parent=0))  # of the chain as it was, neither
+    if is_late:
+        assert made.on_draft(rest) == []
+    made.on_draft(DraftTokens(0, 3, 4, (9, 5), parent=0))  # but this one is as it came
+    (effect,) = made.on_target(Lost("x"), 0.3)
+    assert isinstance(effect, OpenTarget)
+    assert [message.chain for message in effect.messages if isinstance(message, DraftTokens)] == [3]
 
 
 def test_the_journal_keeps_what_a_branch_of_a_branch_rests_on() -> None:

@@ -17,6 +17,7 @@ from support.gateways import (
     NOT_SERVING,
     PROMPT,
     SERVING,
+    START_S,
     announced,
     gateway,
     health,
@@ -49,7 +50,7 @@ async def test_waits_for_its_target_serves_and_drains(folder: Path) -> None:
     """Over gRPC and HTTP at once: what is under way at SIGTERM, and what comes within the drain delay, is served."""
     async with serving(TargetServicer(ToyTarget())) as server:
         target_address = server.address
-    flags = ("--drain-delay-s", "1.5", "--max-request-bytes", "2048", "--http", "127.0.0.1:0")
+    flags = ("--drain-delay-s", "5", "--max-request-bytes", "2048", "--http", "127.0.0.1:0")
     name = f"dns:///localhost:{target_address.rpartition(':')[2]}"
     async with running(folder, "--target", name, "--draft", "127.0.0.1:1", *flags) as process:
         url = f"http://{await announced(process, HTTP)}"
@@ -82,7 +83,7 @@ async def test_waits_for_its_target_serves_and_drains(folder: Path) -> None:
                 with pytest.raises(httpx.TransportError):  # refused, or closed on a connection kept from before
                     while True:
                         await http.get("/health")
-                assert await asyncio.wait_for(process.wait(), 30) == 0
+                assert await asyncio.wait_for(process.wait(), START_S) == 0
         assert process.stderr is not None
         log = (await process.stderr.read()).decode()
         assert log.count("decoding goes on without a draft") == 1
@@ -104,7 +105,7 @@ async def test_refuses_what_is_no_pair(folder: Path, wrong: str) -> None:
         serving(DraftServicer(ToyDraft(info=other))) as draft,
         running(folder, "--target", target.address, "--draft", draft.address) as process,
     ):
-        assert await asyncio.wait_for(process.wait(), 30) == 2
+        assert await asyncio.wait_for(process.wait(), START_S) == 2
         assert process.stderr is not None
         last = (await process.stderr.read()).decode().splitlines()[-1]
         assert "outrider gateway: error:" in last and "toy" in last

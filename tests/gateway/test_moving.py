@@ -29,7 +29,7 @@ PROMPTS = [(number, 5, 9) for number in range(1, 17)]
 
 async def test_a_draft_that_comes_later_takes_its_part_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "MOVE_PAUSE_S", 0.001)
-    target = TargetServicer(ToyTarget(step_s=0.01))
+    target = TargetServicer(ToyTarget(step_s=0.2))
     one, two = DraftServicer(ToyDraft(wrong_every=3)), DraftServicer(ToyDraft(wrong_every=3))
     async with AsyncExitStack() as stack:
         address = (await stack.enter_async_context(serving(target))).address
@@ -49,5 +49,6 @@ async def test_a_draft_that_comes_later_takes_its_part_of_what_runs(monkeypatch:
         loads = [replica.num_sequences for replica in drafts.replicas]
         assert sum(loads) == len(PROMPTS) and max(loads) <= 12, "each is at one draft, and neither has most"
         assert not any(replica.breaker.open for replica in drafts.replicas), "who gives some away has not failed"
+        target.toy.step_s = 0.0
         assert await asyncio.gather(*tasks) == [expected(prompt, 150) for prompt in PROMPTS]
         assert all(opened.first_chain > 1 for opened in two.opens), "chains that the target has seen are not used again"

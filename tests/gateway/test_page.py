@@ -14,13 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support.fakes import ToyDraft, ToyTarget, until
+from support.fakes import ToyDraft, ToyTarget, target_info, until
 from support.gateways import gateway
+
+from outrider.rpc.sampling_params import CAPABILITIES
+from outrider.rpc.structured import StructuredOutput
 
 PHONE = {"width": 375, "height": 812}
 WAIT_MS = 20_000
@@ -206,6 +210,34 @@ async def test_the_mode_is_asked_for_and_shown(browser: Any) -> None:
         await seen.generate(prompt="the quick brown fox", max_tokens="60", k="0")
         assert await seen.modes() == ["off"] and await seen.text("#rate") == "none drafted"
         assert not seen.complaints
+        await seen.page.close()
+
+
+async def test_a_constraint_is_asked_for_and_shown(browser: Any, pictures: Path) -> None:
+    capabilities = (*CAPABILITIES, "sampling.structured_output")
+    target = ToyTarget(info=replace(target_info(), capabilities=capabilities), num_forced=2)
+    async with gateway(target, ToyDraft(wrong_every=5)) as served:
+        seen = await visit(browser, served.url)
+        await seen.generate(max_tokens="30")
+        assert not await seen.page.is_visible("#constrained") and not await seen.page.is_visible("#match")
+        await seen.page.select_option("#constraint", "regex")
+        await seen.page.fill("#match", "[ab]+")
+        await seen.page.fill("#max_tokens", "60")
+        await seen.page.click("#go")
+        await seen.page.wait_for_selector("#go:enabled", timeout=WAIT_MS)
+        constrained, plain = target.opens[-2:]
+        assert (
+            constrained.sampling.structured_output
+            == StructuredOutput(regex="[ab]+")
+            == (plain.sampling.structured_output)
+        )
+        kept, forced = map(int, (await seen.text("#forced")).split(" of "))
+        assert 0 < kept < forced and await seen.text("#kind") == "regex"
+        assert await seen.text("#compiled") == "1.5 ms" and float((await seen.text("#masks")).split()[0]) > 0
+        titles = await seen.page.locator("#waterfall .part title").all_text_contents()
+        assert any(title.endswith("of 2 forced") for title in titles) and not seen.complaints
+        assert await seen.page.evaluate("document.documentElement.scrollWidth") <= 1200
+        await seen.page.screenshot(path=pictures / "constraint.png", full_page=True)
         await seen.page.close()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.fakes import EOS, ToyDraft, ToyTarget, scripted, target_info
 from support.gateways import Gateway, ask, gateway, stream_events, thinking_tokenizer
 from support.gateways import serving as grpc_serving
+from support.metrics import scraped
 
 from outrider.client import Client, Part
 from outrider.gateway.request import GenerationRequest
@@ -34,7 +35,7 @@ from outrider.rpc.structured import REASONING, Reasoning
 
 TOKENIZER = thinking_tokenizer()
 START, END = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in ("<think>", "</think>"))
-OURS = ReasoningMarkers(START, END)
+OURS = ReasoningMarkers((START,), (END,))
 PROMPT = [11, 12, 13]
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 
@@ -59,7 +60,7 @@ def test_the_markers_are_one_token_each_and_found() -> None:
         find_markers(TOKENIZER, "mistral")
     with pytest.raises(FailedPrecondition, match="'guess'; allowed: auto, none, deepseek_r1"):
         find_markers(TOKENIZER, "guess")
-    assert all(start != end for start, end in MARKERS.values())
+    assert all(len(set(texts)) == len(texts) >= 2 for texts in MARKERS.values())
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,8 @@ async def test_over_http_whole_and_streamed(opens: bool) -> None:
             for name, text in (("reasoning_content", "the fox"), ("reasoning", "the fox"), ("content", "the lazy dog")):
                 assert "".join(delta.get(name) or "" for delta in deltas) == text
         assert chunks[-1]["usage"] == answer["usage"]
+        metrics = scraped(served.engine.metrics)
+        assert metrics["reasoning_tokens_total", ()] == 4 * count < metrics["generation_tokens_total", ()]
 
 
 async def test_what_the_openai_client_sees() -> None:
@@ -199,8 +202,18 @@ async def test_it_can_be_left_out_or_left_in() -> None:
     async with thinking() as served:
         message = (await post(served, include_reasoning=False))["choices"][0]["message"]
         assert message == {"role": "assistant", "content": "the lazy dog", "refusal": None}
-        chunks = await post(served, include_reasoning=False, stream=True)
-        assert not any("reasoning" in one["delta"] for chunk in chunks for one in chunk["choices"])
+        for asked in ({}, {"return_token_ids": True}):
+            chunks = await post(served, include_reasoning=False, stream=True, **asked)
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            assert not any("reasoning" in choice["delta"] for choice in choices)
+            assert "".join(choice["delta"].get("content") or "" for choice in choices) == "the lazy dog"
+            opening, *pieces, last = choices
+            assert opening["delta"]["role"] and last["finish_reason"] == "stop"
+            if asked:  # tokens are told, whatever they say
+                ids = [token for choice in choices for token in choice.get("token_ids", ())]
+                assert ids == [*ids_of("<think>the fox</think>the lazy dog"), EOS]
+            else:
+                assert pieces and all(choice["delta"]["content"] for choice in pieces)
         async with served.client() as client:
             body = {"prompt": "x", "max_tokens": 60, "temperature": 0}
             text = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
@@ -241,13 +254,15 @@ async def test_peers_learn_of_it_where_a_constraint_or_a_bound_needs_them(opens:
         await post(served, max_tokens=2)
         await post(served, max_tokens=2, response_format=schema)
         await post(served, max_tokens=2, max_reasoning_tokens=7)
+        await post(served, max_tokens=2, thinking_token_budget=8)
+        await post(served, max_tokens=2, thinking_token_budget=-1)
         told = [message.reasoning for message in target.opens]
-        assert told == [None, *(Reasoning((END,), (START,), most, opens) for most in (0, 7))]
+        assert told == [None, *(Reasoning((END,), (START,), most, opens) for most in (0, 7, 8)), None]
         async with served.client() as client:  # of a text that is not parted the constraint is on all
             for prompt in ("x", "x<think>"):
                 body = {"prompt": prompt, "max_tokens": 2, "response_format": schema}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
-        assert [message.reasoning for message in target.opens[3:]] == [None, Reasoning((END,), (START,), 0, True)]
+        assert [message.reasoning for message in target.opens[5:]] == [None, Reasoning((END,), (START,), 0, True)]
     target = ToyTarget(info=replace(target_info(), capabilities=knows[:-1]))
     async with gateway(target, tokenizer=thinking_tokenizer(opens)) as served:
         answer = await post(served, max_tokens=2, response_format=schema)
@@ -258,8 +273,11 @@ async def test_peers_learn_of_it_where_a_constraint_or_a_bound_needs_them(opens:
 async def test_bounds_are_refused_where_nobody_keeps_them() -> None:
     async with gateway() as plain, thinking() as served:
         for one, value in ((plain, 5), (served, 0), (served, "many"), (served, 257)):
-            error = (await post(one, max_reasoning_tokens=value))["error"]
-            assert error["param"] == "max_reasoning_tokens", error
+            for name in ("max_reasoning_tokens", "thinking_token_budget"):
+                error = (await post(one, **{name: value}))["error"]
+                assert error["param"] == name and error["message"].startswith(name), error
+        error = (await post(served, max_reasoning_tokens=5, thinking_token_budget=5))["error"]
+        assert error["message"] == "thinking_token_budget: is given beside max_reasoning_tokens; allowed: one of them"
 
 
 def texts_of(parts: Sequence[Part]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,10 @@ from support.fakes import (
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import MAX_FAILURES
 from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from outrider.rpc.messages import Commit, Credit, DraftInfo, DraftMethod, Failure, TargetInfo
+from outrider.rpc.messages import OVERCOMMIT, Commit, Credit, DraftInfo, DraftMethod, Failure, TargetInfo
 from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, StructuredOutput
 from outrider.rpc.stream import StreamConfig
 
@@ -65,12 +67,35 @@ async def test_reconnects_and_the_sequence_goes_on() -> None:
     target = TargetServicer(ToyTarget(step_s=0.002))
     async with serving(target) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
         await targets.wait_usable()
-        task = asyncio.create_task(generate(None, targets, request()))
-        await until(lambda: targets.replicas[0].num_sequences == 1)
-        await asyncio.sleep(0.05)
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for item in speculate(None, targets, request(), Policy(0)):
+                assert isinstance(item, Round)
+                tokens.extend(item.commit.ids)
+
+        task = asyncio.create_task(read())
+        await until(lambda: len(tokens) > 5)
         await target.streams[0].close()
-        assert await asyncio.wait_for(task, 30) == expected(PROMPT, 200)
+        await asyncio.wait_for(task, 30)
+        assert tokens == expected(PROMPT, 200)
         assert len(target.streams) == 2 and target.opens[1].output_ids
+
+
+async def test_the_room_is_that_of_all_targets_of_the_model() -> None:
+    one, two, other = (TargetServicer(ToyTarget(info=target_info(num_blocks=10))) for _ in range(3))
+    other.toy.info = target_info(num_blocks=10, digest="another")
+    async with serving(one) as first, serving(two) as second, serving(other) as third:
+        addresses = [server.address for server in (first, second, third)]
+        async with RemoteTargets(addresses, stream_config=QUICK) as targets:
+            await until(lambda: all(replica.usable for replica in targets.replicas))
+            assert targets.max_open_tokens == 2 * OVERCOMMIT * 160
+            two.toy.info = target_info()
+            await until(lambda: two.streams)
+            await two.streams[0].close()
+            await until(
+                lambda: len(two.streams) == 2 and targets.max_open_tokens == 0
+            )  # one does not say what it holds
 
 
 async def test_a_request_goes_where_all_that_it_sets_is_known() -> None:
@@ -211,6 +236,51 @@ async def test_a_draft_that_fails_again_and_again_is_left_alone() -> None:
         assert len(bad.opens) == MAX_FAILURES
 
 
+async def test_a_full_draft_is_no_faulty_one() -> None:
+    """Every request asks it once, and again when it has said to; it does not rest as one does that fails."""
+    full, target = DraftServicer(ToyDraft()), TargetServicer(ToyTarget(step_s=0.002))
+    full.refuse = Failure(0, 8, "256 sequences are open already", "BUSY", retry_after_ms=100)
+    async with (
+        serving(full) as draft,
+        serving(target) as server,
+        RemoteTargets([server.address], stream_config=QUICK) as targets,
+        RemoteDrafts([draft.address], stream_config=QUICK) as drafts,
+    ):
+        await until(lambda: drafts.usable and targets.usable)
+        for number in range(2 * MAX_FAILURES):
+            assert await generate(drafts, targets, request(5, completion=number)) == expected(PROMPT, 5)
+        assert len(full.opens) >= 2 * MAX_FAILURES and not drafts.replicas[0].breaker.open
+        rounds = speculate(drafts, targets, request(200), Policy(4))
+        async with asyncio.timeout(30), aclosing(rounds):
+            async for item in rounds:
+                assert isinstance(item, Round)
+                full.refuse = None  # once it was asked
+                if item.commit.num_drafted:
+                    return
+        pytest.fail("it was not asked again")
+
+
+async def test_another_draft_is_asked_before_a_full_one() -> None:
+    full, roomy = DraftServicer(ToyDraft()), DraftServicer(ToyDraft())
+    async with (
+        serving(full) as one,
+        serving(roomy) as two,
+        RemoteDrafts([one.address, two.address], stream_config=QUICK) as drafts,
+    ):
+        await until(lambda: all(replica.usable for replica in drafts.replicas))
+        events: list[Any] = []
+        assert drafts.open(request(), events.append) is not None
+        await until(lambda: full.opens or roomy.opens)
+        if roomy.opens:
+            full, roomy = roomy, full
+        full.refuse = Failure(0, 8, "256 sequences are open already", "BUSY", retry_after_ms=60_000)
+        for number in range(4):
+            assert drafts.open(request(completion=number), events.append) is not None
+            await until(lambda number=number: len(full.opens) + len(roomy.opens) == number + 2)
+            await until(lambda: events)
+        assert (len(full.opens), len(roomy.opens)) == (2, 3)
+
+
 async def test_a_full_target_is_passed_over_and_two_are_a_refusal_at_once() -> None:
     one, two = TargetServicer(ToyTarget()), TargetServicer(ToyTarget())
     full = Failure(0, 8, "256 sequences are open already", "BUSY", 700)
@@ -305,7 +375,7 @@ async def test_a_sequence_of_a_silent_target_knows_whether_anything_came_since(
     monkeypatch.setattr(fakes, "QUICK", StreamConfig(heartbeat_s=60, silence_s=60))  # the target's: commits alone
     async with (
         serving(TargetServicer(ToyTarget())) as server,
-        RemoteTargets([server.address], stream_config=replace(QUICK, silence_s=0.2)) as targets,
+        RemoteTargets([server.address], stream_config=replace(QUICK, silence_s=1.0)) as targets,
     ):
         await targets.wait_usable()
         heard: list[Any] = []

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import pytest
 from support.fakes import (
     PROMPT,
     QUICK,
+    VOCAB,
     DraftServicer,
     TargetServicer,
     ToyDraft,
@@ -45,8 +46,9 @@ from outrider.gateway.peers.replicas import (
     ReplicaLink,
 )
 from outrider.gateway.speculation.backends import Lost
-from outrider.rpc.errors import Internal, InvalidArgument
-from outrider.rpc.messages import Commit, Failure, ModelInfo, Open
+from outrider.rpc.errors import Internal, InvalidArgument, Unavailable
+from outrider.rpc.messages import Commit, Failure, ModelInfo, Open, TokenLogprob
+from outrider.rpc.sampling_params import FinishReason
 
 
 def test_a_breaker_trips_rests_longer_each_time_and_closes() -> None:
@@ -200,7 +202,7 @@ async def test_every_address_of_a_name_is_a_replica(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_gone_address_keeps_its_sequences_and_a_new_one_gets_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = TargetServicer(ToyTarget(step_s=0.003)), TargetServicer(ToyTarget(step_s=0.003))
+    one, two = TargetServicer(ToyTarget(step_s=0.2)), TargetServicer(ToyTarget())
     async with two_behind_a_name(monkeypatch, one, two) as (targets, resolver):
         resolver.hosts["targets"] = HOSTS[:1]
         await asyncio.wait_for(targets.wait_usable(), 30)
@@ -210,13 +212,14 @@ async def test_a_gone_address_keeps_its_sequences_and_a_new_one_gets_some(monkey
         await until(lambda: len(targets.replicas) == 2 and targets.replicas[0].usable)  # in the order of the addresses
         assert [replica.retired for replica in targets.replicas] == [False, True]
         assert await generate(None, targets, request(20)) == expected(PROMPT, 20) and len(two.opens) == 1
+        one.toy.step_s = 0.0
         assert await asyncio.wait_for(task, 30) == expected(PROMPT, 120) and len(one.opens) == 1
         await until(lambda: len(targets.replicas) == 1 and one.streams[0].closed)
         assert targets.usable and not two.streams[0].closed
 
 
 async def test_an_address_that_returns_before_its_last_sequence_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = TargetServicer(ToyTarget(step_s=0.003)), TargetServicer(ToyTarget())
+    one, two = TargetServicer(ToyTarget(step_s=0.2)), TargetServicer(ToyTarget())
     async with two_behind_a_name(monkeypatch, one, two) as (targets, resolver):
         resolver.hosts["targets"] = HOSTS[:1]
         await asyncio.wait_for(targets.wait_usable(), 30)
@@ -230,6 +233,7 @@ async def test_an_address_that_returns_before_its_last_sequence_stays(monkeypatc
         assert targets.replicas == [replica] and replica.retired
         resolver.hosts["targets"] = HOSTS[:1]
         await until(lambda: targets.usable)
+        one.toy.step_s = 0.0
         assert await asyncio.wait_for(task, 30) == expected(PROMPT, 120) and len(one.streams) == 1
 
 
@@ -320,6 +324,62 @@ async def test_a_target_that_fails_again_and_again_is_passed_over_while_there_is
         assert await generate(None, targets, request(5)) == expected(PROMPT, 5)  # better than none
 
 
+NO_COMMITS: dict[str, Callable[[Commit], Commit]] = {
+    "an id of no token": lambda commit: replace(commit, ids=(VOCAB,)),
+    "more ids than any window": lambda commit: replace(commit, ids=(7,) * 2000, origins=()),
+    "more ids than may come": lambda commit: replace(commit, ids=(7,) * 60, origins=()),
+    "at another position": lambda commit: replace(commit, position=commit.position + 1),
+    "origins of others": lambda commit: replace(commit, origins=commit.origins * 3),
+    "log probabilities of others": lambda commit: replace(commit, logprobs=((TokenLogprob(7, -1.0, 1),),) * 3),
+    "more accepted than drafted": lambda commit: replace(commit, num_drafted=3, num_accepted=4),
+    "drafted without end": lambda commit: replace(commit, num_drafted=2**32 - 1, num_accepted=2**32 - 1),
+    "forced without end": lambda commit: replace(commit, num_forced=2**32 - 1),
+    "an origin that there is not": lambda commit: replace(commit, origins=(99,)),  # type: ignore[arg-type]
+    "an end, with an id of no token": lambda commit: replace(commit, ids=(VOCAB,), finish_reason=FinishReason.STOP),
+}
+
+
+class BrokenTarget(TargetServicer):
+    """Its third commit, and every one behind it, is none."""
+
+    def __init__(self, spoil: Callable[[Commit], Commit]) -> None:
+        super().__init__(ToyTarget())
+        self._spoil, self._num_commits = spoil, 0
+
+    def start(self, request: Open, sequences: dict[int, Any], emit: Callable[[Any], None]) -> Any:
+        def spoilt(event: Any) -> None:
+            self._num_commits += isinstance(event, Commit)
+            emit(self._spoil(event) if isinstance(event, Commit) and self._num_commits > 2 else event)
+
+        return super().start(request, sequences, spoilt)
+
+
+@pytest.mark.parametrize("name", NO_COMMITS)
+async def test_what_is_no_commit_ends_its_sequence_there_and_no_other(name: str) -> None:
+    """It goes on at another target as if nothing had been, and so does what shares the stream."""
+    broken, sound = BrokenTarget(NO_COMMITS[name]), TargetServicer(ToyTarget())
+    async with serving(broken) as one, serving(sound) as other, RemoteTargets([one.address, other.address]) as targets:
+        await until(lambda: all(replica.usable for replica in targets.replicas))
+        prompts = [(number + 5, 9, 7) for number in range(24)]
+        asked = [generate(None, targets, replace(request(40), prompt_ids=prompt), 0) for prompt in prompts]
+        assert await asyncio.gather(*asked) == [expected(prompt, 40) for prompt in prompts]
+        assert broken.opens, "nothing was asked of it"
+        replica = next(replica for replica in targets.replicas if replica.address == one.address)
+        await until(lambda: not replica.num_sequences)
+
+
+async def test_what_is_no_commit_counts_against_the_target() -> None:
+    """Alone it is asked as often as a target that dies, and then the request ends with its name."""
+    broken = BrokenTarget(NO_COMMITS["an id of no token"])
+    async with serving(broken) as one, RemoteTargets([one.address]) as targets:
+        await until(lambda: targets.usable)
+        with pytest.raises(Unavailable, match=r"target 127.0.0.1:\d+: commit.ids\[0\]: is 400"):
+            await generate(None, targets, request(40), 0)
+        assert targets.replicas[0].breaker.open
+        await until(lambda: len(broken.closes) == len(broken.opens) > 1)
+        assert len(broken.streams) == 1 and not broken.streams[0].closed, "others' sequences go on there"
+
+
 async def test_what_a_step_says_of_many_sequences_is_told_in_turns_and_all_of_it_before_a_loss() -> None:
     replica = Replica("a:1", TARGET_SERVICE, lambda info: None, lambda: None)
     stream: Any = SimpleNamespace(error=None, send=lambda *messages: None)
@@ -333,7 +393,7 @@ async def test_what_a_step_says_of_many_sequences_is_told_in_turns_and_all_of_it
             told.append((number, event))
 
         ReplicaLink(replica.links, stream, number, on_event, ModelInfo("m", "d", 9, 9), request())
-    commits = [Commit(number, position, (1,)) for position in (4, 5) for number in range(8)]
+    commits = [Commit(number, position, (1,)) for position in (3, 4) for number in range(8)]
     replica._on_messages(commits[:8])
     replica._on_messages(commits[8:])
     for count in range(1, 13):

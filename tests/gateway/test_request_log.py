@@ -54,6 +54,7 @@ async def test_a_line_has_ids_and_counts_and_no_prompt(caplog: pytest.LogCapture
     assert line["num_output_tokens"] == 20 and line["finish_reasons"] == ["length"]
     assert line["num_prompt_tokens"] == len(toy_tokenizer().encode(TEXT))
     assert 0 < line["num_accepted_tokens"] <= line["num_draft_tokens"] and line["num_rounds"] > 1
+    assert line["num_forced_tokens"] == line["num_reasoning_tokens"] == 0
     assert 0 < line["first_token_s"] <= line["duration_s"]
     assert len(line["trace_id"]) == 32 and len(line["span_id"]) == 16
     assert TEXT not in json.dumps(line) and "secret" not in json.dumps(line)

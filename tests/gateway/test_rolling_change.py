@@ -5,7 +5,7 @@ Weights and arithmetic of targets: a sequence stays with its weights, and a chan
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +132,7 @@ async def test_what_a_target_says_of_itself_changes_with_its_restart() -> None:
 
 
 async def test_a_request_under_way_keeps_its_model_while_a_target_has_it() -> None:
-    slow = [old(step_s=0.004), old(step_s=0.004)]
+    slow = [old(step_s=0.2), old(step_s=0.2)]
     async with (
         Fleet(*slow, old(), old()) as fleet,
         RemoteTargets(fleet.addresses, stream_config=QUICK) as targets,
@@ -151,6 +151,8 @@ async def test_a_request_under_way_keeps_its_model_while_a_target_has_it() -> No
         await fleet.replace(busy, new())
         await until(lambda: targets.info.model.name == "new")
         assert await generate(None, targets, request(20)) == expected(PROMPT, 20, new_rule)
+        await until(lambda: slow[1 - busy].opens)
+        slow[1 - busy].toy.step_s = 0.0
         assert await asyncio.wait_for(task, 30) == expected(PROMPT, 150)
         assert len(slow[1 - busy].opens) == 1  # the last one that has its model
 
@@ -235,8 +237,8 @@ async def test_a_draft_that_loads_other_weights_is_asked_again() -> None:
         await asyncio.wait_for(asyncio.gather(drafts.wait_usable(), targets.wait_usable()), 30)
         engine = GenerationEngine(toy_tokenizer(), targets, drafts, EngineConfig(mode="auto"))
         await learned(engine, "one")
-        task = asyncio.create_task(generate(drafts, targets, request(150)))
-        await until(lambda: drafts.replicas[0].num_sequences)
+        rounds = speculate(drafts, targets, request(150), Policy(4, patience_ms=200, max_unread=8))
+        tokens = list((await held(rounds)).commit.ids)  # it goes on when somebody reads on
         for version, (digest, num_tokens) in enumerate((("two", 300), ("three", 200), ("four", 300)), start=1):
             toy.info, draft.info_version = draft_info(num_tokens=num_tokens, digest=digest), version
             await until(lambda digest=digest: changes[-1] == digest)  # type: ignore[misc]
@@ -245,8 +247,17 @@ async def test_a_draft_that_loads_other_weights_is_asked_again() -> None:
             if drafts.usable:
                 await until(lambda digest=digest: drafts.info and drafts.info.model.digest == digest)  # type: ignore[misc]
                 await learned(engine, digest)
-        assert await asyncio.wait_for(task, 60) == expected(PROMPT, 150)
+        async with asyncio.timeout(60):
+            tokens += [token async for item in rounds if isinstance(item, Round) for token in item.commit.ids]
+        assert tokens == expected(PROMPT, 150)
         assert changes == ["one", "two", "three", "four"] and drafts.replicas[0].num_streams == 1
+
+
+async def held(rounds: AsyncGenerator[Any, None]) -> Round:
+    """The first round of a stream."""
+    item = await anext(rounds)
+    assert isinstance(item, Round)
+    return item
 
 
 async def learned(engine: GenerationEngine, digest: str) -> None:

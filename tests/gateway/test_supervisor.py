@@ -52,6 +52,18 @@ class Scripted:
     def lives(self, index: int) -> Path:
         return self.folder / f"lives-{index}"
 
+    @property
+    def go(self) -> Path:
+        """Scripts wait for this file."""
+        return self.folder / "go"
+
+    def dies(self, how: str, says: str) -> str:
+        """A script that ends like this once it is told to."""
+        return (
+            f"import os, time\nprint({says!r}, flush=True)\n"
+            f"while not os.path.exists({str(self.go)!r}): time.sleep(0.005)\n{how}"
+        )
+
     def num_lives(self, index: int) -> int:
         return len(self.lives(index).read_text()) if self.lives(index).exists() else 0
 
@@ -99,13 +111,15 @@ async def test_a_child_that_ends_is_started_again(
 ) -> None:
     """Whatever it ended with, once the gateway serves."""
     die = "os.kill(os.getpid(), 9)" if status == "-9" else f"sys.exit({status})"
-    scripted.write(1, f"import os, time\nprint('gateway listening on x\\nready', flush=True)\ntime.sleep(0.3)\n{die}")
+    scripted.write(1, scripted.dies(die, "gateway listening on x\nready"))
     async with listening(scripted, capsys) as running:
+        await until(lambda: scripted.supervisor._served, START_S)
+        scripted.go.touch()
         await until(lambda: scripted.num_lives(1) > 2, START_S)
         assert scripted.num_lives(0) == 1
-        scripted.write(1, SERVES)
-        before = scripted.num_lives(1)
-        await until(lambda: scripted.num_lives(1) > before or all(c.ready for c in scripted.supervisor._children), 20)
+        well = scripted.folder / "well"
+        scripted.write(1, f"open({str(well)!r}, 'w').close()\n{SERVES}")
+        await until(well.exists, START_S)
         scripted.supervisor.stop()
         assert await running == 0
 
@@ -128,8 +142,9 @@ async def test_a_refusal_before_anything_was_served_ends_all(
     """A gateway learns what its peers are after it listens."""
     for index in range(2):
         scripted.write(index, SERVES.replace('"ready"', '"not ready"'))
-    scripted.write(1, "import time\nprint('gateway listening on x', flush=True)\ntime.sleep(0.5)\nsys.exit(2)")
+    scripted.write(1, scripted.dies("sys.exit(2)", "gateway listening on x"))
     async with listening(scripted, capsys) as running:
+        scripted.go.touch()
         assert await asyncio.wait_for(running, START_S) == 2
 
 
@@ -171,17 +186,21 @@ async def test_two_processes_behind_one_address(tmp_path: Path) -> None:
         address = await announced(process)
         await stack.enter_async_context(scrapes)
         await until_serving(ports[-1])
-        streams: list[asyncio.Task[list[int]]] = []
+        streams: list[asyncio.Task[None]] = []
+        received: list[list[int]] = []
         while min(await by_process(scrapes, "num_requests_running")) == 0:
             assert len(streams) < 64, "connections are not shared out"
             client = await stack.enter_async_context(Client(address))
-            streams.append(asyncio.create_task(read(client, LONG)))
-            await until(lambda: len(servicer.opens) == len(streams), 20)
+            received.append([])
+            streams.append(asyncio.create_task(read(client, LONG, received[-1])))
+            await until(lambda: len(servicer.opens) == len(streams), START_S)
+        await until(lambda: all(received), START_S)  # so that each is resumed with some output
         victim = (await by_process(scrapes, "num_requests_running"))[0]
         os.kill(min(children_of(process.pid), key=index_of), signal.SIGKILL)
-        await until(lambda: sum(bool(opened.output_ids) for opened in servicer.opens) == victim, 20)
+        await until(lambda: sum(bool(opened.output_ids) for opened in servicer.opens) == victim, START_S)
         target.step_s = 0.0
-        assert [await stream for stream in streams] == [expected(PROMPT, LONG)] * len(streams)
+        await asyncio.gather(*streams)
+        assert received == [expected(PROMPT, LONG)] * len(streams)
         assert len(servicer.opens) == len(streams) + victim, "a stream of the other process was opened again"
 
         async with asyncio.timeout(START_S):
@@ -199,20 +218,22 @@ async def test_two_processes_behind_one_address(tmp_path: Path) -> None:
 
         target.step_s = 0.01
         async with Client(address) as client:
-            last = asyncio.create_task(read(client, 100))
+            tokens: list[int] = []
+            last = asyncio.create_task(read(client, 100, tokens))
             num_opens = len(servicer.opens)
-            await until(lambda: len(servicer.opens) > num_opens, 20)
+            await until(lambda: len(servicer.opens) > num_opens, START_S)
             process.send_signal(signal.SIGTERM)
-            assert await last == expected(PROMPT, 100)
+            await last
+            assert tokens == expected(PROMPT, 100)
         assert await asyncio.wait_for(process.wait(), START_S) == 0
 
 
 LONG = 400  # tokens: no stream ends before the kill
 
 
-async def read(client: Client, max_tokens: int) -> list[int]:
-    parts = client.generate(token_ids=PROMPT, temperature=0.0, max_tokens=max_tokens)
-    return [token async for part in parts for token in part.token_ids]
+async def read(client: Client, max_tokens: int, received: list[int]) -> None:
+    async for part in client.generate(token_ids=PROMPT, temperature=0.0, max_tokens=max_tokens):
+        received.extend(part.token_ids)
 
 
 async def by_process(scrapes: httpx.AsyncClient, name: str) -> list[float]:

@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 from support.collector import collecting
-from support.fakes import ToyDraft, ToyTarget
-from support.gateways import over_grpc
+from support.fakes import EOS, ToyDraft, ToyTarget, scripted
+from support.gateways import over_grpc, thinking_tokenizer
 from support.models import train_byte_level
 
 from outrider.client import Client
@@ -245,6 +245,40 @@ async def test_a_constraint_is_told_by_its_kind(tokenizer: Tokenizer) -> None:
         sampling = replace(REQUEST.sampling or SamplingParams(), structured_output=constraint)
         root = await spans_of(tokenizer, replace(REQUEST, call=CALL, sampling=sampling), target, 0)
         assert root.attributes is not None and root.attributes.get(names.REQUEST_CONSTRAINT) == kind
+
+
+@pytest.mark.parametrize("trace_rounds", [256, 2])
+async def test_what_a_constraint_did_is_in_the_trace(tokenizer: Tokenizer, trace_rounds: int) -> None:
+    """The same sums, whichever rounds have spans of their own."""
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    target = ToyTarget(num_forced=2)
+    target.info = replace(target.info, capabilities=(*target.info.capabilities, "sampling.structured_output"))
+    config = EngineConfig(trace_rounds=trace_rounds)
+    engine = GenerationEngine(tokenizer, target, ToyDraft(wrong_every=7), config, provider.get_tracer("test"))
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, structured_output=StructuredOutput(regex="x"))
+    last = [delta async for delta in engine.generate(replace(REQUEST, n=1, sampling=sampling))][-1]
+    found = [span.attributes or {} for span in exporter.get_finished_spans()]
+    assert last.tally is not None and last.tally.num_accepted_forced_tokens > 0
+
+    def total(name: str) -> int:
+        return sum(int(attributes.get(name, 0)) for attributes in found)  # type: ignore[arg-type]
+
+    assert total(names.ROUND_FORCED) == last.tally.num_forced_tokens == 2 * last.tally.num_rounds
+    assert total(names.ROUND_FORCED_ACCEPTED) == last.tally.num_accepted_forced_tokens
+    assert total(names.ROUND_MASK_US) == 20 * last.tally.num_rounds
+    assert found[-1][names.REQUEST_COMPILE_US] == 1500
+
+
+async def test_reasoning_is_told_of_the_request() -> None:
+    thinking = thinking_tokenizer()
+    ids = thinking.encode("<think>the fox</think>the lazy dog", add_special_tokens=False)
+    request = replace(REQUEST, n=1, token_ids=None, messages=({"role": "user", "content": "x"},))
+    root = await spans_of(thinking, request, ToyTarget(rule=scripted([*ids, EOS])))
+    count = len(thinking.encode("the fox", add_special_tokens=False))
+    assert root.attributes is not None and root.attributes[names.GEN_AI_USAGE_REASONING_TOKENS] == count
+    plain = await spans_of(thinking, REQUEST, ToyTarget())
+    assert plain.attributes is not None and names.GEN_AI_USAGE_REASONING_TOKENS not in plain.attributes
 
 
 @pytest.mark.parametrize("trust", [False, True])

@@ -7,6 +7,7 @@ const PACKAGES = {
   "keda.sh": "keda",
   "monitoring.coreos.com": "prometheus-operator",
   "gateway.networking.k8s.io": "gateway-api",
+  "cert-manager.io": "cert-manager",
 };
 
 for (const manifest of JSON.parse(readFileSync(0, "utf8"))) {

@@ -3,7 +3,8 @@
 # custom resources.
 set -euo pipefail
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)/build/k8s
-packages=(@kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0)
+packages=(@kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/gateway-api@2.0.0
+    @kubernetes-models/cert-manager@6.0.0)
 "$(dirname "${BASH_SOURCE[0]}")/prometheus.sh"
 marker=$folder/.installed
 [ "$(cat "$marker" 2>/dev/null)" = "${packages[*]}" ] && exit 0

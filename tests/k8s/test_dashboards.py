@@ -20,12 +20,14 @@ from outrider.cli.local_services import Services, wait_for_draft
 from outrider.cli.serve import METRICS
 from outrider.client import SyncClient
 from outrider.pairs import pair_path
+from outrider.rpc.structured import StructuredOutput
 
 PROMPTS = (
     "def parse(path):\n    return",
     "import os\n\nfor name in os.listdir(",
     "class Point:\n    def __init__(self",
 )
+CONSTRAINTS = (StructuredOutput(regex='"[a-z]{1,8}"'), None, None)
 RECORDED = {rule["record"] for rule in rules() if "record" in rule}
 OF_THE_CLIENT = {"process_cpu_seconds_total", "process_resident_memory_bytes"}  # prometheus_client's own
 
@@ -92,14 +94,14 @@ def test_nothing_is_wrong_with_the_demo(prometheus: Prometheus) -> None:
 
 @contextmanager
 def asking(address: str) -> Iterator[None]:
-    """Requests, one after the other, until it is left."""
+    """Requests, one after the other, until it is left: the first of every turn under a constraint."""
     enough = threading.Event()
 
     def ask() -> None:
         with SyncClient(address) as client:
             while not enough.is_set():
-                for prompt in PROMPTS:
-                    for _ in client.generate(prompt, max_tokens=32, temperature=0.0):
+                for prompt, constraint in zip(PROMPTS, CONSTRAINTS, strict=True):
+                    for _ in client.generate(prompt, max_tokens=32, temperature=0.0, structured_output=constraint):
                         pass
 
     thread = threading.Thread(target=ask)

@@ -15,7 +15,7 @@ import pytest
 from support.manifests import KUBERNETES, OVERLAYS, RENDERED, Manifest, Overlay
 
 VERSIONS = ("1.32", "1.34", "1.37")
-CUSTOM = ("keda.sh/", "monitoring.coreos.com/", "gateway.networking.k8s.io/")
+CUSTOM = ("keda.sh/", "monitoring.coreos.com/", "gateway.networking.k8s.io/", "cert-manager.io/")
 LEADER_WORKER_SET = "leaderworkerset.x-k8s.io/"
 MODULES = KUBERNETES.parent / "build/k8s/node_modules"
 
@@ -97,7 +97,8 @@ def faults(schemas: Path, manifests: list[Manifest]) -> list[str]:
 
 def test_custom_resources_fit_their_schemas(schemas: Path) -> None:
     custom = [manifest for name in OVERLAYS for manifest in Overlay(name).manifests if is_custom(manifest)]
-    assert {"ScaledObject", "PodMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute"} <= {
+    routes = {"GRPCRoute", "HTTPRoute", "BackendTLSPolicy"}
+    assert {"ScaledObject", "PodMonitor", "PrometheusRule", *routes, "Certificate", "Issuer"} <= {
         manifest["kind"] for manifest in custom
     }
     assert faults(schemas, custom) == []
@@ -110,6 +111,8 @@ def test_custom_resources_fit_their_schemas(schemas: Path) -> None:
         ("ScaledObject", ("spec", "scaleTargetRef"), None),
         ("PodMonitor", ("spec", "selector"), None),
         ("GRPCRoute", ("spec", "rules"), "all"),
+        ("Certificate", ("spec", "issuerRef"), None),
+        ("BackendTLSPolicy", ("spec", "validation", "hostname"), None),
     ],
 )
 def test_a_wrong_custom_resource_is_found(schemas: Path, kind: str, path: tuple[str, ...], value: str | None) -> None:

@@ -104,6 +104,68 @@ def test_only_what_is_scratch_can_be_written(workload: Workload) -> None:
     assert any(workload.environment["XDG_CACHE_HOME"].startswith(f"{path}/") for path in writable)
 
 
+SECURED = ["prod", "prod-hpa", "vllm-hosts", "vllm-tp"]
+
+
+def certificate_of(workload: Workload, *files: str) -> Manifest:
+    """What fills the secret that these files are of."""
+    (mount,) = [one for one in workload.container["volumeMounts"] if one["name"] == "tls"]
+    (volume,) = [one for one in workload.pod["volumes"] if one["name"] == "tls"]
+    assert files == tuple(f"{mount['mountPath']}/{name}" for name in ("tls.crt", "tls.key", "ca.crt"))
+    (found,) = [
+        one for one in workload.overlay.of("Certificate") if one["spec"]["secretName"] == volume["secret"]["secretName"]
+    ]
+    return found
+
+
+@pytest.mark.parametrize("name", SECURED)
+def test_services_know_one_another_by_certificates(name: str) -> None:
+    overlay = Overlay(name)
+    workloads = {workload.role: workload for workload in overlay.workloads}
+    gateway = settings_of(workloads["gateway"])
+    shown = certificate_of(workloads["gateway"], *map(str, (gateway.peer_cert, gateway.peer_key, gateway.peer_ca)))
+    assert shown["spec"]["usages"] == ["client auth", "server auth"]
+    for role, expected in (("target", gateway.target_tls_name), ("draft", gateway.draft_tls_name)):
+        settings = settings_of(workloads[role])
+        files = map(str, (settings.tls_cert, settings.tls_key, settings.tls_client_ca))
+        own = certificate_of(workloads[role], *files)
+        assert own["spec"]["usages"] == ["server auth"] and own["spec"]["dnsNames"] == [expected]
+        assert settings.tls_client_name == shown["spec"]["dnsNames"]
+        assert own["spec"]["issuerRef"] == shown["spec"]["issuerRef"]
+    (issuer,) = [one for one in overlay.of("Issuer") if one["metadata"]["name"] == shown["spec"]["issuerRef"]["name"]]
+    (authority,) = [one for one in overlay.of("Certificate") if one["spec"].get("isCA")]
+    assert authority["spec"]["secretName"] == issuer["spec"]["ca"]["secretName"]
+
+
+@pytest.mark.parametrize("name", SECURED)
+def test_routes_reach_gateways_by_tls(name: str) -> None:
+    """A policy for the Service that every route names; its authority signed what the gateways show there."""
+    overlay = Overlay(name)
+    (workload,) = [one for one in overlay.workloads if one.role == "gateway"]
+    settings = settings_of(workload)
+    shown = certificate_of(workload, str(settings.tls_cert), str(settings.tls_key), "/tls/ca.crt")
+    (policy,) = overlay.of("BackendTLSPolicy")
+    (target,), validation = policy["spec"]["targetRefs"], policy["spec"]["validation"]
+    backends = [
+        backend["name"]
+        for kind in ("GRPCRoute", "HTTPRoute")
+        for route in overlay.of(kind)
+        for rule in route["spec"]["rules"]
+        for backend in rule["backendRefs"]
+    ]
+    service = overlay.named("Service", target["name"])
+    assert {*backends} == {target["name"]} and overlay.selected({"matchLabels": service["spec"]["selector"]}) == [
+        workload
+    ]
+    assert validation["hostname"] in shown["spec"]["dnsNames"]
+    assert [one["name"] for one in validation["caCertificateRefs"]] == [shown["spec"]["secretName"]]
+    assert not [port for port in service["spec"]["ports"] if "h2c" in port.get("appProtocol", "")], "that is plaintext"
+
+
+def test_plaintext_is_said_aloud_and_only_where_it_is_meant(workload: Workload) -> None:
+    assert settings_of(workload).insecure == (workload.overlay.name not in SECURED)
+
+
 def test_models_are_there(workload: Workload) -> None:
     settings = settings_of(workload)
     (volume,) = [volume for volume in workload.pod["volumes"] if volume["name"] == "models"]

@@ -50,6 +50,11 @@ FIRES: dict[str, tuple[Series, int, dict[str, str]]] = {
         30,
         {"role": "draft", "address": "a"},
     ),
+    "OutriderReplicaDisagrees": (
+        {'outrider_replica_disagrees{role="target", address="a"}': "0x5 1x60"},
+        30,
+        {"role": "target", "address": "a"},
+    ),
 }
 QUIET: dict[str, list[Series]] = {
     "OutriderDraftDead": [
@@ -73,6 +78,7 @@ QUIET: dict[str, list[Series]] = {
             'outrider_replica_up{role="draft", address="a", instance="g2"}': "1x60",
         },
     ],
+    "OutriderReplicaDisagrees": [{'outrider_replica_disagrees{role="target", address="a"}': "0x5 1x2 0x60"}],
 }
 
 

@@ -95,6 +95,8 @@ async def test_what_a_request_can_say(tmp_path: Path) -> None:
             assert own.num_spec_steps == sum(own.acceptance_histogram) > 0 and own.per_step_accepted is None
             values: dict[str, Any] = {metric.name: metric for metric in made.get_metrics()}
             assert len(values["vllm:spec_decode_num_accepted_tokens_per_pos"].values) == 2
+            with pytest.raises(ValueError, match=r"^thinking_token_budget: is given, and no reasoning"):
+                made.generate([[11, 12]], SamplingParams(thinking_token_budget=5), use_tqdm=False)
             with pytest.raises(ValueError, match="max_tokens=None"):
                 made.generate("text", SamplingParams(max_tokens=None), use_tqdm=False)
             with pytest.raises(ValueError, match="tokenizer"):

@@ -356,6 +356,10 @@ def test_keywords_that_act(tmp_path: Path) -> None:
         EngineArguments.of({})
     with pytest.raises(ValueError, match="gateway"):
         made(gateway="127.0.0.1:1")
+    with pytest.raises(ValueError, match="are shown to a gateway"):
+        made(token="3c1f0a6be2d94d7c")
+    with pytest.raises(TypeError, match="credentials must be of grpc"):
+        EngineArguments.of({"gateway": "127.0.0.1:1", "credentials": "ca.pem"})
 
 
 def test_old_keywords_warn_and_act() -> None:

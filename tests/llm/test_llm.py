@@ -319,6 +319,40 @@ def test_chat_and_its_templates(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], greedy)
 
 
+SHOWING_TOOLS = (
+    "{% for tool in tools or [] %}<|tool|>{{ tool.function.name }}: {{ tool.function.parameters | tojson }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}({{ call.function.arguments.a }}){% endfor %}{% endfor %}"
+)
+
+
+def test_chat_shows_tools_and_gives_text(llm: LLM) -> None:
+    """As vLLM's: tools are the template's, a call is text like any other, and nobody chooses among them."""
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    talk: list[Mapping[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "8"},
+    ]
+    options: dict[str, Any] = {"chat_template": SHOWING_TOOLS, **QUIET}
+    shown = llm.chat([talk, talk[:1]], greedy, tools=tools, **options)
+    assert [output.prompt for output in shown] == [
+        '<|tool|>add: {"type": "object"}<|user|>hi<|assistant|>add(7)<|tool|>8',
+        '<|tool|>add: {"type": "object"}<|user|>hi',
+    ]
+    for nothing in (None, []):
+        (without,) = llm.chat(talk[:1], greedy, tools=nothing, **options)
+        assert without.prompt == "<|user|>hi"
+    (own,) = llm.chat(talk[:1], greedy, tools=tools, **QUIET)  # the checkpoint's template knows of none
+    assert own.prompt == "<|user|>hi<|assistant|>"
+    (same,) = llm.generate([shown[0].prompt_token_ids], greedy, **QUIET)
+    assert same.outputs == shown[0].outputs and same.outputs[0].text and not hasattr(same.outputs[0], "tool_calls")
+    with pytest.raises(TypeError, match="chat has no keyword 'tool_choice'"):
+        llm.chat(talk, greedy, tool_choice="required")  # type: ignore[call-arg]
+
+
 async def test_inside_a_running_loop(llm: LLM, tiny_pair: TinyPair) -> None:
     """As in a notebook: start, call and end block this loop, not their own."""
     assert asyncio.get_running_loop().is_running()

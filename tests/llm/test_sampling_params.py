@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.llm import RequestOutputKind, SamplingParams, Unsupported
-from outrider.llm.sampling_params import NO_BOUND, REFUSED, to_wire
+from outrider.llm.sampling_params import NO_BOUND, REFUSED, reasoning_options, to_wire
 from outrider.rpc.sampling_params import LogprobsMode
 from outrider.rpc.sampling_params import SamplingParams as WireSampling
 
@@ -22,7 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "truncate_prompt_tokens": None, "logit_bias": None,
     "allowed_token_ids": None, "bad_words": [], "skip_reading_prefix_cache": None, "structured_outputs": None,
-    "guided_decoding": None,
+    "guided_decoding": None, "thinking_token_budget": None,
 }  # fmt: skip
 
 WRONG: list[tuple[str, Any]] = [
@@ -31,7 +32,7 @@ WRONG: list[tuple[str, Any]] = [
     ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("min_p", -0.1), ("min_p", 1.1), ("max_tokens", 0),
     ("min_tokens", -1), ("min_tokens", 17), ("logprobs", -2), ("prompt_logprobs", -2), ("stop", [""]), ("stop", [3]),
     ("stop_token_ids", ["a"]), ("allowed_token_ids", []), ("bad_words", [""]), ("truncate_prompt_tokens", 0),
-    ("truncate_prompt_tokens", -2), ("output_kind", 2),
+    ("truncate_prompt_tokens", -2), ("output_kind", 2), ("thinking_token_budget", 0), ("thinking_token_budget", -2),
 ]  # fmt: skip
 
 
@@ -51,7 +52,8 @@ OF_ANOTHER_KIND: list[tuple[str, Any, str]] = [
     ("allowed_token_ids", "12", "a list of integers"), ("allowed_token_ids", [1.5], "a list of integers"),
     ("allowed_token_ids", [True], "a list of integers"), ("logit_bias", {1: math.nan}, "finite"),
     ("logit_bias", {1: math.inf}, "finite"), ("logit_bias", {1: "2"}, "finite"), ("logit_bias", {"a": 1}, "token ids"),
-    ("logit_bias", [1], "a dict"), ("n", "2", "an integer"), ("top_k", 1.5, "an integer"),
+    ("thinking_token_budget", 1.5, "an integer of at least 1, -1"), ("logit_bias", [1], "a dict"),
+    ("n", "2", "an integer"), ("top_k", 1.5, "an integer"),
 ]  # fmt: skip
 
 
@@ -111,6 +113,11 @@ def test_values_that_are_taken_in_other_forms() -> None:
     assert SamplingParams(logit_bias={1: -(10**6), 2: 5}).logit_bias == {1: -100.0, 2: 5.0}
     for seed, sent in ((2**64 - 1, 2**64 - 1), (-(2**63), 2**63)):
         assert wire(SamplingParams(seed=seed)).seed == sent
+
+
+def test_how_long_a_model_may_reason() -> None:
+    assert reasoning_options(SamplingParams()) is reasoning_options(SamplingParams(thinking_token_budget=-1)) is None
+    assert reasoning_options(SamplingParams(thinking_token_budget=np.int64(7))) == ReasoningOptions(max_tokens=7)  # type: ignore[arg-type]
 
 
 def test_greedy_and_almost_greedy(caplog: pytest.LogCaptureFixture) -> None:

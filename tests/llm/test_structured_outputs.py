@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
+from support.gateways import save_thinking
 
 from outrider.llm import LLM, GuidedDecodingParams, SamplingParams, StructuredOutputsParams, Unsupported
 from outrider.llm.sampling_params import to_wire, with_guided
@@ -48,8 +50,8 @@ def wire(constraint: StructuredOutputsParams) -> StructuredOutput:
         ({"choice": ("yes",)}, StructuredOutput(choice=("yes",))),
         ({"grammar": 'start: "a"'}, StructuredOutput(grammar='start: "a"')),
         ({"json_object": True}, StructuredOutput(json_object=True)),
-        # TAG        ({"structural_tag": TAG}, StructuredOutput(structural_tag=json.dumps(TAG))),
-        # TAG        ({"structural_tag": json.dumps(TAG)}, StructuredOutput(structural_tag=json.dumps(TAG))),
+        ({"structural_tag": TAG}, StructuredOutput(structural_tag=json.dumps(TAG))),
+        ({"structural_tag": json.dumps(TAG)}, StructuredOutput(structural_tag=json.dumps(TAG))),
     ],
 )
 def test_every_kind_reaches_the_wire(given: dict[str, Any], sent: StructuredOutput) -> None:
@@ -171,3 +173,19 @@ def test_the_engines_of_this_process_keep_to_it() -> None:
             llm.generate(["x = "], wrong, use_tqdm=False)
         (again,) = llm.generate(["x = "], free, use_tqdm=False)
         assert again.outputs[0].text == texts[0]
+
+
+def test_a_budget_ends_reasoning(tmp_path: Path, llm: LLM) -> None:
+    """After so many tokens only its end may follow; the text is the whole output's."""
+    folder, talk = save_thinking(tmp_path / "thinking", 0, opens=True), [{"role": "user", "content": "the quick"}]
+    budgets = (-1, 2, 6)
+    params = [SamplingParams(temperature=0, max_tokens=12, thinking_token_budget=budget) for budget in budgets]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(folder, speculative_config=drafts, threads=1) as thinking:
+        end = thinking.get_tokenizer().convert_tokens_to_ids("</think>")
+        outputs = [output.outputs[0] for output in thinking.chat([talk] * 3, params, use_tqdm=False)]
+        assert end not in outputs[0].token_ids
+        assert [output.token_ids.index(end) for output in outputs[1:]] == [2, 6]
+        assert all("</think>" in output.text for output in outputs[1:])
+    with pytest.raises(ValueError, match=r"^thinking_token_budget: is given, and no reasoning of this model is known"):
+        llm.generate([[4, 5]], params[1], use_tqdm=False)

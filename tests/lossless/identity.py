@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lossless.plain import VOCAB, Arithmetic, PlainOutputs, Prompt, draft_model, make_prompt
 from support.fakes import until
@@ -46,6 +47,7 @@ from outrider.rpc.server import Server
 from outrider.rpc.servicer import Deliver, Detach
 from outrider.rpc.settings import ServerSettings
 from outrider.rpc.stream import Outboxes
+from outrider.target_service import boot
 from outrider.target_service.boot import TargetService, build
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.settings import TargetSettings
@@ -351,7 +353,10 @@ async def serving(
         cut_windows=cut_windows,
         batch_invariant=target.model.batch_invariant,
     )
-    one, other = build(settings, target), build_draft(draft, draft_blocks, vocabularies)
+    # A cell in which sequences are to lose their blocks has more of them open than a target of so few would let in.
+    with patch.object(boot, "OVERCOMMIT", MOST_OVERCOMMIT):
+        one = build(settings, target)
+    other = build_draft(draft, draft_blocks, vocabularies)
     await one.server.start()
     await other.server.start()
     try:
@@ -369,6 +374,7 @@ async def serving(
         await one.stop()
 
 
+MOST_OVERCOMMIT = 1 << 10  # tokens open by tokens that the cache holds
 WARM_BLOCKS = 2  # of each prompt; what follows them is long enough to be cut in chunks
 WHOLE_ROWS = 1 << 16  # a step's room: every prompt at once
 AHEAD = {"sequential": (0, 0), "chains": (1, 0), "branches": (2, 6)}  # windows, branches; of branches, too

@@ -29,6 +29,7 @@ from outrider.draft_service.boot import start as start_draft
 from outrider.draft_service.settings import DraftSettings
 from outrider.gateway.peers.handshake import vocabulary_for
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.peers.untrusted import UntrustedDrafts
 from outrider.gateway.speculation.backends import Lost, VerifierLink
 from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -263,11 +264,10 @@ def _arguments(command: str, model: Path) -> list[str]:
 
 
 @asynccontextmanager
-async def target_in_process(model: Path, head: Path | None = None) -> AsyncIterator[str]:
-    """The address of a target that can be harmed."""
-    settings = TargetSettings(
-        model=model, head=head, listen="127.0.0.1:0", threads=1, max_rows=MAX_ROWS, cache_mb=16, cut_windows=False
-    )
+async def target_in_process(model: Path, head: Path | None = None, **more: Any) -> AsyncIterator[str]:
+    """The address of a target that can be harmed, with more settings than its model."""
+    common = {"listen": "127.0.0.1:0", "threads": 1, "max_rows": MAX_ROWS, "cache_mb": 16, "cut_windows": False}
+    settings = TargetSettings(model=model, head=head, **common, **more)
     service = build(settings, load(settings))
     await service.server.start()
     try:
@@ -377,9 +377,11 @@ class _HeldLink:
         self._link.close()
 
 
-async def draw(setting: Setting, target: str, draft: str, seeds: range, tokenizer: Path | None = None) -> Draws:
+async def draw(
+    setting: Setting, target: str, draft: str, seeds: range, tokenizer: Path | None = None, trusted: bool = True
+) -> Draws:
     """One sequence per seed, from the services at these addresses. A draft that lacks the target's vocabulary is given
-    it where the tokenizer's folder is known."""
+    it where the tokenizer's folder is known; one that is not `trusted` is believed nothing."""
 
     def offer(info: DraftInfo) -> TokenizerFile | None:
         known = tokenizer is not None and has_tokenizer(tokenizer)
@@ -390,7 +392,8 @@ async def draw(setting: Setting, target: str, draft: str, seeds: range, tokenize
     remaining = iter(seeds)
     async with AsyncExitStack() as stack:
         targets = await stack.enter_async_context(RemoteTargets([target]))
-        drafts = None if setting.at_target else await stack.enter_async_context(RemoteDrafts([draft], offer=offer))
+        connections = RemoteDrafts if trusted else UntrustedDrafts
+        drafts = None if setting.at_target else await stack.enter_async_context(connections([draft], offer=offer))
         await asyncio.wait_for(targets.wait_admitted(), START_S)
         if drafts is not None:
             await asyncio.wait_for(drafts.wait_attempted(), START_S)

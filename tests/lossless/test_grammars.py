@@ -109,6 +109,18 @@ def check_text(kind: str, text: str) -> None:
         assert isinstance(json.loads(text), dict)
 
 
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_they_are_those_under_masks_from_the_start(kind: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = asked(1, CONSTRAINTS[kind], 11, **RULES[rule])
+    reference = plain(request)
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.target_service.verifier.takes_masks_lazily", lambda target: False)
+        assert plain(request) == reference
+    monkeypatch.setattr("outrider.target_service.lazy_masks._settled", lambda again, masks: ())
+    assert kind == "structural_tag" or plain(request) != reference, "without masks it is the same"
+
+
 @pytest.mark.parametrize("acceptance", [REJECTION, AcceptanceRule.BLOCK])
 @pytest.mark.parametrize("k", [2, 5])
 def test_drawn_and_judged_texts_are_what_was_asked_for(acceptance: AcceptanceRule, k: int) -> None:
@@ -274,12 +286,13 @@ def test_masks_that_are_late_cost_their_own_sequence_time_and_nothing_else() -> 
     assert target.output(1) == expected[1] and grammars.num_late == 1
 
 
-def test_masks_that_never_come_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "acceptance": REJECTION}], ids=["wanted", "ahead"])
+def test_masks_that_never_come_end_their_request(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     late = Late()
     late.held = []
     grammars = Grammars(grammar_compiler(), AtOnce(), late, patience_s=0.0)
     target = TargetHarness.of(target_model(), eos_ids=(GRAMMAR_EOS,), grammars=grammars)
-    target.send(asked(1), Credit(1, 99, 0))
+    target.send(asked(1, CONSTRAINTS["choice"], **options), Credit(1, 99, 0))
     target.run()
     assert not target.failures(1) and not target.output(1)
     monkeypatch.setattr("outrider.target_service.grammars.GIVE_UP_S", -1.0)

@@ -144,5 +144,5 @@ def test_a_matcher_that_stays_behind_a_window_is_seen(matcher: Matcher, monkeypa
     right = allowed_ids(other.masks(())[0], VOCAB_SIZE)
     with monkeypatch.context() as patch:
         patch.setattr(Matcher, "_back", lambda *_: None)
-        other.masks((0, 1))
+        other.masks((0, 1), first=1)
         assert allowed_ids(other.masks(())[0], VOCAB_SIZE) != right

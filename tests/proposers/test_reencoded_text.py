@@ -6,14 +6,14 @@ from __future__ import annotations
 from functools import cache, partial
 from itertools import permutations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.models import LINES, train_byte_fallback, train_byte_level, train_unigram, train_wordpiece
 from tokenizers import Tokenizer as Backend
 
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager
 from outrider.proposers.reencoded_text import ReencodedText
-from outrider.proposers.reencoding import Reencoding, Writer
+from outrider.proposers.reencoding import MARK, Reencoding, Writer
 from outrider.proposers.vocabulary_map import VocabularyMap
 from outrider.rpc.lexicon import lexicon_of
 
@@ -79,9 +79,10 @@ class Drafting:
         self.check()
 
     def said(self, ids: list[int]) -> bytes:
-        text = b""
+        text, at_start = b"", True
         for token_id in ids:
-            text += self.pair.told(token_id, not text)
+            part = self.pair.told(token_id, at_start)
+            text, at_start = text + part, part.startswith(MARK)
         return text
 
     def read(self) -> bytes:
@@ -107,6 +108,8 @@ rounds = st.lists(st.tuples(texts, st.integers(1, 8), st.integers(0, 6), texts),
 
 @settings(max_examples=300)
 @given(pair=st.sampled_from(EXACT), prompt=texts, rounds=rounds)
+@example(pair=("byte_fallback", "byte_level"), prompt="", rounds=[(" 0", 2, 0, "")])  # begins with two lone spaces
+@example(pair=("byte_fallback", "byte_level"), prompt="", rounds=[(" 0", 2, 3, " 1")])
 def test_what_is_proposed_says_what_was_drafted(
     pair: tuple[str, str], prompt: str, rounds: list[tuple[str, int, int, str]]
 ) -> None:

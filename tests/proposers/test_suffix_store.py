@@ -216,8 +216,8 @@ def test_a_writer_of_its_own_writes_what_is_new(tmp_path: Path, monkeypatch: pyt
     saved_once = Event()
 
     def noted(store: SuffixStore, path: Path) -> None:
+        saved_by.append(current_thread().name)  # before the file can be seen
         save(store, path)
-        saved_by.append(current_thread().name)
         saved_once.set()
 
     monkeypatch.setattr(store_file, "save", noted)

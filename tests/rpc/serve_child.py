@@ -25,7 +25,7 @@ async def main() -> None:
         lambda grpc_server: target_pb2_grpc.add_TargetServiceServicer_to_server(Slow(), grpc_server),
         enable_reflection=True,
     )
-    await serve_until_signal(server, name="child", grace_s=5, on_drain=lambda: print("draining", flush=True))
+    await serve_until_signal(server, name="child", grace_s=30, on_drain=lambda: print("draining", flush=True))
     print("stopped", flush=True)
     assert gc.get_freeze_count() > 10_000, "what was loaded is collected again and again"
 

@@ -13,6 +13,7 @@ import pytest
 from google.rpc import error_details_pb2
 
 from outrider.rpc import errors, messages
+from outrider.rpc import status as statuses
 from outrider.rpc.channel import connect
 from outrider.rpc.messages import Failure
 from outrider.rpc.server import build_server
@@ -88,7 +89,7 @@ async def call(kind: str, channel: grpc.aio.Channel) -> None:
 async def raised(kind: str, channel: grpc.aio.Channel) -> errors.OutriderError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(kind, channel)
-    return errors.from_rpc_error(caught.value)
+    return statuses.from_rpc_error(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["unary", "server stream", "bidi"])
@@ -121,6 +122,25 @@ async def test_timeouts_and_peers_errors_are_translated(raiser: tuple[Raiser, gr
     assert type(await raised("unary", channel)) is errors.NotFound
 
 
+UNREADABLE = {
+    "no tag": ("TargetService/GetTargetInfo", b"\xff"),
+    "cut off": ("GenerationService/Generate", b"\x0a\x05x"),
+    "no UTF-8": ("GenerationService/Generate", b"\x0a\x01\xff"),
+}
+
+
+@pytest.mark.parametrize("problem", UNREADABLE)
+async def test_a_request_that_cannot_be_read_is_named(raiser: tuple[Raiser, grpc.aio.Channel], problem: str) -> None:
+    servicer, channel = raiser
+    servicer.error = KeyError("not reached")
+    method, raw = UNREADABLE[problem]
+    call = channel.unary_stream(f"/outrider.v1.{method}", request_serializer=bytes, response_deserializer=bytes)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(raw, timeout=60).read()
+    error = statuses.from_rpc_error(caught.value)
+    assert type(error) is errors.InvalidArgument and [one.field for one in error.violations] == ["request"]
+
+
 async def test_a_hundred_thousand_violations_fit_in_a_trailer(raiser: tuple[Raiser, grpc.aio.Channel]) -> None:
     servicer, channel = raiser
     servicer.error = errors.InvalidArgument.of(
@@ -132,7 +152,7 @@ async def test_a_hundred_thousand_violations_fit_in_a_trailer(raiser: tuple[Rais
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_statuses_round_trip(cls: type[errors.OutriderError]) -> None:
-    error = errors.from_status(errors.to_status(cls("message")))
+    error = statuses.from_status(statuses.to_status(cls("message")))
     assert type(error) is cls and (error.message, error.reason) == ("message", cls.default_reason)
     failure = messages.to_failure(7, cls("message", retry_after_ms=5))
     assert failure == Failure(7, cls.code.value[0], "message", cls.default_reason, 5)
@@ -140,25 +160,25 @@ def test_statuses_round_trip(cls: type[errors.OutriderError]) -> None:
 
 
 def test_unknown_codes_and_details_do_no_harm() -> None:
-    status = errors.make_status(11, "out of range")
+    status = statuses.make_status(11, "out of range")
     status.details.add().Pack(error_details_pb2.DebugInfo(detail="x"))
-    error = errors.from_status(status)
+    error = statuses.from_status(status)
     assert type(error) is errors.Internal and error.reason == "OUT_OF_RANGE"
     assert errors.status_code(4711) is grpc.StatusCode.UNKNOWN
     mangled = grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE,
         grpc.aio.Metadata(),
-        grpc.aio.Metadata((errors.STATUS_DETAILS_KEY, b"\xff\xff")),
+        grpc.aio.Metadata((statuses.STATUS_DETAILS_KEY, b"\xff\xff")),
         "gone",
     )
-    assert type(errors.from_rpc_error(mangled)) is errors.Unavailable
+    assert type(statuses.from_rpc_error(mangled)) is errors.Unavailable
 
 
 def test_a_deadline_of_grpc_s_own_has_our_words() -> None:
     late = grpc.aio.AioRpcError(
         grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Deadline Exceeded"
     )
-    assert errors.from_rpc_error(late).message == "the request's time ran out"
+    assert statuses.from_rpc_error(late).message == "the request's time ran out"
 
 
 async def test_a_call_that_ends_while_it_is_written_to_is_unavailable(
@@ -175,7 +195,7 @@ async def test_a_call_that_ends_while_it_is_written_to_is_unavailable(
                 while True:
                     await stream.write(target_pb2.VerifyRequest())
             await stream.read()
-        return type(errors.from_rpc_error(caught.value))
+        return type(statuses.from_rpc_error(caught.value))
 
     kinds = await asyncio.gather(*(write_on() for _ in range(200)))
     assert set(kinds) == {errors.Unavailable}

@@ -352,6 +352,22 @@ def test_a_broken_peer_is_a_protocol_error(problem: str) -> None:
             assembler.accept(frame)
 
 
+def test_what_is_open_in_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may announce as much as it likes, and never send the last slice."""
+    monkeypatch.setattr(frames, "MAX_PARTIAL_IDS", 4 * frames.HEAD_IDS)
+    assembler = FrameAssembler(COMMANDS)
+    parts = [command(open=pb.Open(sequence_id=number, num_prompt_ids=9, prompt_ids=[1])) for number in range(1, 9)]
+    assert assembler.accept(frame_of(*parts[:3])).messages == []
+    with pytest.raises(ProtocolError, match="4 sequences are open in part"):
+        assembler.accept(frame_of(parts[3], number=2))
+    assembler = FrameAssembler(COMMANDS)
+    head = command(open=pb.Open(sequence_id=1, num_prompt_ids=50_000, prompt_ids=[1]))
+    more = [command(open_slice=pb.OpenSlice(sequence_id=1, ids=[5] * 6_000)) for _ in range(3)]
+    assert assembler.accept(frame_of(head, *more[:2])).messages == []
+    with pytest.raises(ProtocolError, match="1 sequences are open in part"):
+        assembler.accept(frame_of(more[2], number=2))
+
+
 NEWER_ENUMS: dict[str, dict[str, Any]] = {
     "open.acceptance: is 9, which this version does not know; allowed: 0 to 3": {"acceptance": 9},
     "open.sampling.logprobs_mode: is 7, which this version does not know; allowed: 0 to 4": {

@@ -24,7 +24,7 @@ from outrider.v1 import generation_pb2 as pb
 
 WEIGHTS = st.builds(m.TokenWeights.of, ids=tuples(UINT32, min_size=1), weights=tuples(UINT32, min_size=1))
 LOGPROBS = tuples(tuples(st.builds(m.TokenLogprob, id=UINT32, logprob=FLOATS, rank=UINT32)))
-TIMINGS = st.builds(m.StepTimings, *[UINT32] * 5)
+TIMINGS = st.builds(m.StepTimings, *[UINT32] * 8)
 LOAD = st.builds(m.Load, *[UINT32] * 3)
 MESSAGES: dict[str, SearchStrategy] = {
     "open": st.builds(
@@ -161,6 +161,24 @@ def test_a_number_that_no_field_holds_is_a_value_error() -> None:
         codec.COMMIT.encode(Commit(1, -1, ()))
 
 
+@pytest.mark.parametrize(
+    ("num_origins", "num_accepted", "num_forced", "kept"),
+    [
+        (6, 4, 2, 2),  # all held
+        (5, 4, 2, 1),  # ... up to a stop, or a token that another spelling took
+        (3, 4, 2, 0),  # a stop among the drafted ones, of which more held
+        (2, 2, 2, 0),
+        (4, 4, 0, 0),  # none were forced
+        (3, 0, 3, 3),  # nothing was drafted
+    ],
+)
+def test_which_of_the_kept_tokens_were_forced(num_origins: int, num_accepted: int, num_forced: int, kept: int) -> None:
+    origins = (s.TokenOrigin.ACCEPTED,) * num_origins + (s.TokenOrigin.RECOVERED,)
+    ids = (5,) * len(origins)
+    commit = Commit(1, 9, ids, origins, num_drafted=4, num_accepted=num_accepted, num_forced=num_forced)
+    assert commit.num_accepted_forced == kept
+
+
 def test_small_codecs_of_parts() -> None:
     unspecified = pb.SamplingParams(logprobs_mode=pb.LOGPROBS_MODE_UNSPECIFIED)
     assert s.decode_sampling(unspecified).logprobs_mode is s.LogprobsMode.RAW_LOGPROBS
@@ -214,8 +232,10 @@ BAD_OPEN: list[tuple[str, dict[str, Any]]] = [
     ("open.output_ids[0]", {"output_ids": (-1,)}),
     ("open.output_ids", {"output_ids": (1,) * 17}),
     ("open.completion", {"completion": 64}),
+    ("open.first_chain", {"first_chain": 2**31}),
     ("open.seed", {"seed": 2**64}),
     ("open.priority", {"priority": 2**31}),
+    ("open.draft_confidence", {"draft_confidence": float("nan")}),
     ("open.salt", {"salt": "x" * 129}),
     ("open.reasoning.end_ids", {"reasoning": m.Reasoning(())}),
     ("open.reasoning.start_ids[0]", {"reasoning": m.Reasoning((1,), (VOCAB,))}),
@@ -261,6 +281,8 @@ def test_credits_and_commits() -> None:
     m.validate_commit(Commit(1, 4, (5,), (TokenOrigin.PLAIN,)), VOCAB)
     bad = Commit(1, 4, (VOCAB,), (TokenOrigin.PLAIN,) * 2, num_accepted=1)
     assert fields(lambda: m.validate_commit(bad, VOCAB)) == ["commit.ids[0]", "commit.origins", "commit.num_accepted"]
+    endless = Commit(1, 4, (5,), num_drafted=2**32 - 1, num_accepted=2**32 - 1)
+    assert fields(lambda: m.validate_commit(endless, VOCAB)) == ["commit.num_drafted"]
 
 
 def test_types_have_json_s_names() -> None:

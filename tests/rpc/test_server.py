@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc.channel import connect, dial_target, listen_target
 from outrider.rpc.errors import InvalidArgument, Unavailable
-from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
+from outrider.rpc.server import MAX_WATCHES, HealthMonitor, build_server, serve_until_signal
 from outrider.v1 import target_pb2, target_pb2_grpc
 
 SERVICE = "outrider.v1.TargetService"
@@ -118,6 +118,85 @@ async def test_health_has_an_address_of_its_own_that_answers_until_the_end() -> 
         build_server("localhost:0", [SERVICE], lambda _: None, health_address="192.0.2.1:1")
 
 
+async def test_so_many_may_watch_health_and_no_more() -> None:
+    server = build_server("localhost:0", [SERVICE], lambda _: None, health_address="localhost:0")
+    await server.start()
+    async with connect(server.address) as channel, connect(server.health_address) as probe:
+        stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        watches = [stub.Watch(request) for _ in range(MAX_WATCHES)]
+        for watch in watches:
+            assert (await watch.read()).status
+        for other in (stub, health_pb2_grpc.HealthStub(probe)):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await other.Watch(request).read()
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await other.Check(request)).status
+        watches[0].cancel()
+        async with asyncio.timeout(30):
+            while True:
+                watches[0] = stub.Watch(request)
+                try:
+                    assert (await watches[0].read()).status
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.05)
+        for watch in watches:
+            watch.cancel()
+    await server.stop()
+
+
+async def test_a_watch_that_ends_costs_the_others_nothing() -> None:
+    """Nor does one that reads nothing; of a service that comes later it tells, too."""
+    is_alive = True
+    server = build_server(
+        "localhost:0",
+        [SERVICE],
+        lambda _: None,
+        health=HealthMonitor([SERVICE], is_alive=lambda: is_alive, poll_s=0.01),
+    )
+    await server.start()
+    async with connect(server.address) as channel:
+        stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=SERVICE)
+        ended, unread, watch = (stub.Watch(request) for _ in range(3))
+        for one in (ended, watch):
+            assert Serving((await one.read()).status) == "SERVING"
+        other = stub.Watch(health_pb2.HealthCheckRequest(service="later"))
+        assert Serving((await other.read()).status) == "SERVICE_UNKNOWN"
+        ended.cancel()
+        await health_of(channel, SERVICE)  # the server has heard of it
+        is_alive = False
+        assert Serving((await asyncio.wait_for(watch.read(), 30)).status) == "NOT_SERVING"
+        server.health.servicer.set("later", health_pb2.HealthCheckResponse.SERVING)
+        assert Serving((await asyncio.wait_for(other.read(), 30)).status) == "SERVING"
+        for one in (unread, watch, other):
+            one.cancel()
+    await server.stop()
+
+
+async def test_reflection_is_off_unless_it_is_asked_for() -> None:
+    server = build_server("localhost:0", [SERVICE], lambda _: None)
+    await server.start()
+    async with connect(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([])).read()
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await server.stop()
+
+
+async def test_a_connection_of_age_takes_no_new_calls_and_loses_none() -> None:
+    server = build_server("localhost:0", [SERVICE], lambda _: None, max_connection_age_s=0.3)
+    await server.start()
+    async with connect(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status
+        for _ in range(10):
+            assert await health_of(channel, "") == "SERVING"
+            await asyncio.sleep(0.1)
+        assert not watch.done()
+        watch.cancel()
+    await server.stop()
+
+
 async def test_a_port_in_use_is_refused_and_unix_sockets_work(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     first = build_server("localhost:0", [], lambda _: None)
@@ -200,7 +279,7 @@ async def test_sigterm_drains_and_lets_running_calls_end() -> None:
 
 
 async def test_a_second_signal_ends_at_once() -> None:
-    async with child(hold_s=20) as (process, channel):
+    async with child(hold_s=60) as (process, channel):
         stub = target_pb2_grpc.TargetServiceStub(channel)
         call = stub.GetTargetInfo(target_pb2.GetTargetInfoRequest())
         await asked(process)

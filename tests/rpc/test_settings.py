@@ -251,7 +251,7 @@ def test_the_environment_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Serving(ServerSettings):
     section: ClassVar[str] = "serving"
-    listen: Address = ":0"
+    listen: Address = "localhost:0"
 
 
 @pytest.mark.parametrize("address", ["9090", "host", "unix:/tmp/metrics", "host:", "host:x", ":65536"])
@@ -259,3 +259,30 @@ def test_metrics_are_served_over_tcp_alone(address: str) -> None:
     with pytest.raises(SettingsError, match=f"--metrics: must be HOST:PORT or :PORT.*not '{address}'"):
         load_settings(Serving, {"metrics": address}, environ={})
     assert load_settings(Serving, {"metrics": ":9090"}, environ={}).metrics == ":9090"
+
+
+class PublicSettings(Serving):
+    exposed: ClassVar[tuple[str, ...]] = ("listen", "http")
+    http: str = ""
+
+
+@pytest.mark.parametrize("field", ["listen", "http"])
+@pytest.mark.parametrize("address", [":0", "0.0.0.0:1", "[::]:1", "10.0.0.7:1", "gateway.example:1", "[fe80::1]:1"])
+def test_an_address_that_others_reach_needs_tls_or_a_word(field: str, address: str) -> None:
+    with pytest.raises(SettingsError, match=f"--{field}. is .*others.*give --tls-cert and --tls-key.*--insecure"):
+        load_settings(PublicSettings, {field: address}, environ={})
+    tls = {"tls_cert": "a", "tls_key": "b"}
+    assert getattr(load_settings(PublicSettings, {field: address, "insecure": True}, environ={}), field) == address
+    assert getattr(load_settings(PublicSettings, {field: address, **tls}, environ={}), field) == address
+    with pytest.raises(SettingsError, match="--insecure"):
+        load_settings(PublicSettings, {"insecure": True, **tls}, environ={})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.1.2.3:1", "localhost:1", "[::1]:1", "unix:/tmp/s", "unix:s"])
+def test_this_machines_own_addresses_need_nothing(address: str) -> None:
+    assert load_settings(PublicSettings, {"listen": address, "http": address}, environ={}).listen == address
+
+
+def test_health_and_metrics_are_open_to_others() -> None:
+    given = {"health": ":1", "metrics": ":2"}
+    assert load_settings(PublicSettings, given, environ={}).health == ":1"

@@ -20,10 +20,12 @@ from outrider.rpc.errors import OutriderError, ProtocolError, Unavailable
 from outrider.rpc.messages import Close, Closed, Commit, Credit, Failure, FrameHeader, Open, TokenLogprob
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.server import build_server
+from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import FrameStream, Outboxes, RoundTrip, StreamConfig, client_stream, server_stream
 from outrider.v1 import target_pb2_grpc
 
-QUICK = StreamConfig(heartbeat_s=0.05, silence_s=0.3)
+QUICK = StreamConfig(heartbeat_s=0.05, silence_s=30.0)  # a busy machine is no silent peer
+IMPATIENT = replace(QUICK, silence_s=0.3)
 
 
 class Clock:
@@ -100,10 +102,10 @@ async def test_an_idle_side_sends_heartbeats_with_its_state() -> None:
     async with stream:
         await turns()
         for _ in range(9):
-            clock.now += 0.125  # exact in binary
+            clock.now += 0.0625  # exact in binary
             stream.tick()
             await turns()
-        assert len(script.written) == 3  # the hello, and one each 500 ms
+        assert len(script.written) == 3  # the hello, and one each 200 ms, at the next tick
         assert script.written[-1].header.step_age_ms == 77 and not script.written[-1].header.draining
 
 
@@ -118,8 +120,8 @@ async def test_a_silent_peer_breaks_the_stream() -> None:
             stream.tick()
             if stream.closed:
                 break
-        assert step == 30  # more than 3 s after its last frame
-        with pytest.raises(Unavailable, match="no frame for 3 s"):
+        assert step == 20  # more than 1.8 s after its last frame
+        with pytest.raises(Unavailable, match=r"no frame for 1\.8 s"):
             await anext(stream)
         with pytest.raises(Unavailable):
             await stream.wait_closed()
@@ -127,12 +129,19 @@ async def test_a_silent_peer_breaks_the_stream() -> None:
     assert script.aborted
 
 
-async def test_a_pause_of_our_own_is_not_the_peers_silence() -> None:
+@pytest.mark.parametrize("pause_s", [0.5, 60.0])
+async def test_pauses_of_our_own_are_not_the_peers_silence(pause_s: float) -> None:
+    """One long one, as when this process is stopped, or many, as on a machine that has too much to do."""
     stream, _, clock = scripted()
     async with stream:
-        clock.now += 60
-        stream.tick()
+        for _ in range(9):
+            clock.now += pause_s
+            stream.tick()
+            stream.tick()  # no time has passed
         assert not stream.closed
+        clock.now += pause_s
+        stream.tick()
+        assert stream.closed, "in ten turns of this process nothing has come"
 
 
 async def test_a_gap_breaks_the_stream() -> None:
@@ -294,6 +303,7 @@ class Echo(target_pb2_grpc.TargetServiceServicer):
     """Commits one token per credit; fails sequence 13; goes mute when told."""
 
     mute = False
+    config = QUICK
 
     def __init__(self) -> None:
         self.streams: list[FrameStream] = []
@@ -303,7 +313,7 @@ class Echo(target_pb2_grpc.TargetServiceServicer):
         if self.mute:
             await context.read()
             await asyncio.sleep(30)
-        stream = server_stream(TARGET_STREAM, context, config=QUICK)
+        stream = server_stream(TARGET_STREAM, context, config=self.config)
         self.streams.append(stream)
         try:
             async with stream:
@@ -355,13 +365,14 @@ async def test_messages_cross_a_real_stream(echo: tuple[Echo, Any]) -> None:
 async def test_a_mute_service_is_noticed(echo: tuple[Echo, Any]) -> None:
     servicer, stub = echo
     servicer.mute = True
-    async with client_stream(TARGET_STREAM, stub.Verify(), config=QUICK) as stream:
+    async with client_stream(TARGET_STREAM, stub.Verify(), config=IMPATIENT) as stream:
         with pytest.raises(Unavailable, match=r"no frame for 0\.3 s"):
             await asyncio.wait_for(stream.wait_closed(), 30)
 
 
 async def test_a_mute_client_is_noticed_and_told_why(echo: tuple[Echo, Any]) -> None:
     servicer, stub = echo
+    servicer.config = IMPATIENT
     call = stub.Verify()
     await call.write(commands(1, new_open(1)))
     with pytest.raises(grpc.aio.AioRpcError, match="no frame") as caught:
@@ -375,6 +386,30 @@ async def test_a_protocol_error_reaches_the_peer_with_its_reason(echo: tuple[Ech
     async with client_stream(TARGET_STREAM, stub.Verify(), config=QUICK) as stream:
         stream._number = 5
         with pytest.raises(ProtocolError, match="frame 6 after frame 0"):
+            await asyncio.wait_for(stream.wait_closed(), 30)
+
+
+async def test_a_frame_that_cannot_be_read_is_a_protocol_error(echo: tuple[Echo, Any]) -> None:
+    servicer, stub = echo
+    call = stub.Verify()
+    call._request_serializer = lambda frame: frame if isinstance(frame, bytes) else frame.SerializeToString()
+    await call.write(commands(1, new_open(1)))
+    await call.write(b"\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await asyncio.wait_for(call.read(), 30)
+    assert type(from_rpc_error(caught.value)) is ProtocolError and servicer.released == [1]
+
+
+async def test_a_frame_that_a_client_cannot_read_is_a_protocol_error() -> None:
+    stream, script, _ = scripted()
+
+    async def read() -> None:  # as gRPC gives what it cannot deserialize to a client
+        return None
+
+    script.read = read  # type: ignore[method-assign]
+    async with stream:
+        with pytest.raises(ProtocolError, match="a frame that is no message"):
             await asyncio.wait_for(stream.wait_closed(), 30)
 
 
@@ -469,3 +504,18 @@ async def test_a_message_that_no_frame_can_hold_fails_its_sequence_and_the_other
     failure, commit = peers[0].heard
     assert isinstance(failure, Failure) and failure.sequence_id == 1 and "allowed: at most 1000" in failure.message
     assert commit == Commit(2, 2, (7,)) and peers[1].heard == [Commit(1, 2, (8,))]
+
+
+async def test_a_number_that_no_field_can_hold_fails_its_sequence_and_the_others_leave() -> None:
+    peer = Peer()
+    async with FrameStream(TARGET_STREAM, peer, client=False) as stream:
+        await anext(stream)
+        boxes = Outboxes(asyncio.get_running_loop())
+        boxes.put(stream, Commit(1, 2, (3,), chain=2**32))
+        boxes.put(stream, Commit(2, 2, (7,)))
+        boxes.flush()
+        await turns(10)
+        assert not stream.closed
+    failure, commit = peer.heard
+    assert isinstance(failure, Failure) and (failure.sequence_id, failure.code) == (1, 13)
+    assert commit == Commit(2, 2, (7,))

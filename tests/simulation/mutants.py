@@ -31,7 +31,7 @@ class Mutant:
     apply: Callable[[], AbstractContextManager[Any]]
 
 
-def _wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
     """Replaces a method; the change gets the original first."""
     original = getattr(owner, name)
 
@@ -125,19 +125,19 @@ def _ignore_stream_end(handle: Any, engine: TargetEngine, command: Any) -> None:
 
 
 MUTANTS = (
-    Mutant("the target forgets to kill a chain", Mode.GREEDY, _wrapped(ChainBuffer, "_mark_dead", lambda *_: None)),
+    Mutant("the target forgets to kill a chain", Mode.GREEDY, wrapped(ChainBuffer, "_mark_dead", lambda *_: None)),
     Mutant("a commit is repeated after a reopening", Mode.COUPLED, _commit_twice),
-    Mutant("fresh randomness after a reopening", Mode.COUPLED, _wrapped(SpeculationCore, "_open_request", _fresh_seed)),
-    Mutant("the target goes past its credit", Mode.GREEDY, _wrapped(TargetSequence, "grant", _grants_more)),
-    Mutant("a slow reader is forgotten", Mode.GREEDY, _wrapped(SpeculationCore, "_within_reader", _reads_all)),
-    Mutant("the draft relabels a refused chain", Mode.GREEDY, _wrapped(DraftSequence, "_restart", _keeps_tail)),
-    Mutant("a piece after a gap is held", Mode.GREEDY, _wrapped(ChainBuffer, "add", _takes_gaps)),
-    Mutant("a block is cached before it is computed", Mode.GREEDY, _wrapped(KVCacheManager, "publish", _publishes_all)),
-    Mutant("chain numbers are used again", Mode.GREEDY, _wrapped(SpeculationCore, "_open_draft", _first_chain_again)),
-    Mutant("a removed sequence keeps its blocks", Mode.GREEDY, _wrapped(TargetScheduler, "remove", _forgets_blocks)),
-    Mutant("a broken stream's sequences stay", Mode.GREEDY, _wrapped(TargetEngine, "handle", _ignore_stream_end)),
-    Mutant("patience has no end", Mode.GREEDY, _wrapped(TargetSequence, "due", _waits)),
-    Mutant("k is cut after the token was seen", Mode.LAW, _wrapped(Drawer, "_draw_weighted", _cuts)),
-    Mutant("the residual is the target's law", Mode.LAW, _wrapped(verifier, "accept", _target_as_residual)),
+    Mutant("fresh randomness after a reopening", Mode.COUPLED, wrapped(SpeculationCore, "_open_request", _fresh_seed)),
+    Mutant("the target goes past its credit", Mode.GREEDY, wrapped(TargetSequence, "grant", _grants_more)),
+    Mutant("a slow reader is forgotten", Mode.GREEDY, wrapped(SpeculationCore, "_within_reader", _reads_all)),
+    Mutant("the draft relabels a refused chain", Mode.GREEDY, wrapped(DraftSequence, "_restart", _keeps_tail)),
+    Mutant("a piece after a gap is held", Mode.GREEDY, wrapped(ChainBuffer, "add", _takes_gaps)),
+    Mutant("a block is cached before it is computed", Mode.GREEDY, wrapped(KVCacheManager, "publish", _publishes_all)),
+    Mutant("chain numbers are used again", Mode.GREEDY, wrapped(SpeculationCore, "_open_draft", _first_chain_again)),
+    Mutant("a removed sequence keeps its blocks", Mode.GREEDY, wrapped(TargetScheduler, "remove", _forgets_blocks)),
+    Mutant("a broken stream's sequences stay", Mode.GREEDY, wrapped(TargetEngine, "handle", _ignore_stream_end)),
+    Mutant("patience has no end", Mode.GREEDY, wrapped(TargetSequence, "due", _waits)),
+    Mutant("k is cut after the token was seen", Mode.LAW, wrapped(Drawer, "_draw_weighted", _cuts)),
+    Mutant("the residual is the target's law", Mode.LAW, wrapped(verifier, "accept", _target_as_residual)),
     Mutant("coin and residual share a word", Mode.LAW, lambda: patch.object(verifier, "RECOVERED", verifier.ACCEPT)),
 )

@@ -172,10 +172,20 @@ def run_crowd(world: World, profile: Sequence[tuple[int, float]]) -> None:
         world._until(lambda: all(client.over for client in world.clients), 600.0)
 
 
-def crowd_of(policy: Policy, new_controller: Callable[[], Controller] | None, num_requests: int, number: int) -> World:
-    """Coupled requests; about three quarters of the drafted tokens are accepted."""
+def crowd_of(
+    policy: Policy,
+    new_controller: Callable[[], Controller] | None,
+    num_requests: int,
+    number: int,
+    num_tokens: int = CROWD_TOKENS,
+    is_foreign: bool = False,
+) -> World:
+    """Coupled requests; about three quarters of the drafted tokens are accepted, or, of a foreign draft, all have an id
+    that the target does not know."""
     target = Table.random(number, 40, 2.0)
-    sampling = SamplingParams(max_tokens=CROWD_TOKENS, ignore_eos=True)
+    draft = target.near(number + 1, 0.45, num_more_ids=int(is_foreign))
+    draft.logits[:, target.vocab_size :] = 100.0
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     plans = [
         Plan(
             request=Open(0, prompt_of(index), sampling, seed=index, acceptance=AcceptanceRule.COUPLED),
@@ -190,7 +200,7 @@ def crowd_of(policy: Policy, new_controller: Callable[[], Controller] | None, nu
     setting = Setting(
         replay=f"burst {number}",
         target=target,
-        draft=target.near(number + 1, 0.45),
+        draft=draft,
         plans=tuple(plans),
         weather=Weather(WAY_S),
         climate=Climate(0.0, 0.0),
@@ -219,6 +229,45 @@ def test_auto_is_not_slower_than_plain_decoding(profile: str, num_requests: int,
     ratios = [fast / slow for fast, slow in zip(auto, plain, strict=True)]
     print(profile, num_requests, [f"{ratio:.3f}" for ratio in ratios])
     assert min(ratios) > 0.87 and sum(ratios) / len(ratios) > least
+
+
+LEARNING = 64  # tokens that do not count
+
+
+def foreign_pace(policy: Policy, num_tokens: int, *, num_requests: int = 1, chooses: bool = False) -> list[float]:
+    """Milliseconds a token behind the first ones, of requests one after another, beside a foreign draft."""
+    profile, known, trials = PROFILES["fast"], SharedStats(VerifyCosts()), SharedTrials()
+    found = []
+    for number in range(num_requests):
+        controller = partial(Controller, Limits(Policy(4), most=8), known, trials, lambda: 1e3)
+        world = crowd_of(policy, controller if chooses else None, 1, number, num_tokens, is_foreign=True)
+        (client,) = world.clients
+        learned_at: list[float] = []
+
+        def note(now: float, client: Client = client, learned_at: list[float] = learned_at) -> None:
+            if len(client.output) >= LEARNING and not learned_at:
+                learned_at.append(now)
+
+        client.on_tokens = note
+        run_crowd(world, profile)
+        assert client.tally.num_draft_tokens == 0
+        found.append(1e3 * (world.clock.now - learned_at[0]) / (num_tokens - LEARNING))
+    return found
+
+
+@pytest.mark.parametrize("policy", [SEQUENTIAL, CHAINS, FLAT], ids=lambda policy: policy.mode)
+def test_a_foreign_draft_costs_a_round_its_way_and_no_patience(policy: Policy) -> None:
+    """Where each id that is drafted is none of the target's: 500 ms would be waited for a chain."""
+    (plain,), (beside,) = foreign_pace(Policy(0), 96), foreign_pace(policy, 96)
+    print(plain, beside)
+    assert beside < plain + 1e3 * (8 * WAY_S) + 5 * (PASS_MS + ROW_MS)
+
+
+def test_a_foreign_draft_is_left_soon() -> None:
+    (plain,) = foreign_pace(Policy(0), 256)
+    shares = [plain / auto for auto in foreign_pace(Policy(4), 256, num_requests=3, chooses=True)]
+    print(shares)
+    assert min(shares) > 0.95
 
 
 @pytest.mark.parametrize(

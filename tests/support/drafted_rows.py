@@ -89,6 +89,13 @@ class Steps:
         dues = [(row, row.due(now)) for row in self.rows.values()]
         return [row for row, due in dues if due is not None and due <= now]
 
+    async def until_drafted(self, *rows: DraftedRow) -> None:
+        """Takes what comes until each of these rows has drafted tokens for its next step."""
+        async with asyncio.timeout(60):
+            while any(row.chains.live() is None for row in rows):
+                self._client.take(self.rows)
+                await asyncio.sleep(0.001)
+
     async def run(self, num_steps: int = 1000) -> None:
         """To the end of all rows, or so many steps."""
         for _ in range(num_steps):

@@ -236,9 +236,16 @@ class TargetHarness:
 
     @classmethod
     def of(
-        cls, loaded: LoadedModel, num_blocks: int = 64, eos_ids: tuple[int, ...] = (), **options: Any
+        cls,
+        loaded: LoadedModel,
+        num_blocks: int = 64,
+        eos_ids: tuple[int, ...] = (),
+        max_open_tokens: int = 0,
+        **options: Any,
     ) -> TargetHarness:
-        limits = TargetLimits(loaded.vocab_size, loaded.max_model_len, eos_ids, num_blocks)
+        limits = TargetLimits(
+            loaded.vocab_size, loaded.max_model_len, eos_ids, num_blocks, max_open_tokens=max_open_tokens
+        )
         harness: TargetHarness
 
         def count(_: ComputedStep) -> None:

@@ -49,7 +49,7 @@ async def generate(drafts: RemoteDrafts | None, targets: RemoteTargets, opened: 
 
 VOCAB = 400
 EOS = 0
-QUICK = StreamConfig(heartbeat_s=0.05, silence_s=0.6, device_timeout_s=1.0)
+QUICK = StreamConfig(heartbeat_s=0.05, silence_s=30.0, device_timeout_s=1.0)  # a busy machine is no silent peer
 Rule = Callable[[Sequence[int], int], int]  # tokens and prompt length to the next token
 
 
@@ -134,6 +134,9 @@ class TargetSequence:
                 self.timer = asyncio.get_running_loop().call_later(self.patience_ms / 1000, self.lose_patience)
             return
         self.first = False
+        if self.timer is not None:
+            self.timer.cancel()  # the wait that it was for is over
+            self.timer = None
         self.commit(chain, window)
         self.schedule()
 
@@ -162,7 +165,16 @@ class TargetSequence:
     def left(self) -> int:
         return self.request.sampling.max_tokens - (len(self.tokens) - self.prompt_len)
 
-    def commit(self, chain: int | None, window: list[int]) -> None:
+    def forced(self, window: list[int]) -> list[int]:
+        """What a constraint forces behind the window, the last of it wrong."""
+        tokens = [*self.tokens, *window]
+        for _ in range(self.toy.num_forced if self.request.sampling.structured_output else 0):
+            tokens.append(self.toy.rule(tokens, self.prompt_len))
+        forced = tokens[len(self.tokens) + len(window) :]
+        return [*forced[:-1], *((token + 1) % VOCAB for token in forced[-1:])]
+
+    def commit(self, chain: int | None, drafted: list[int]) -> None:
+        window = [*drafted, *self.forced(drafted)]
         position, ids, origins, num_accepted = len(self.tokens), [], [], 0
         finish = stop = None
         for index in range(len(window) + 1):
@@ -180,13 +192,15 @@ class TargetSequence:
                 break
         logprobs = tuple((TokenLogprob(token, -0.5, 1),) for token in ids)
         self.over = finish is not None
-        timings = StepTimings(10, 200, 30, len(window) + 1, 1, 50 * self.drafts * len(window))
+        timings = StepTimings(10, 200, 30, len(window) + 1, 1, 50 * self.drafts * len(drafted))
+        if self.request.sampling.structured_output:
+            timings.mask_us, timings.compile_us = 20, 1500 if position == self.prompt_len else 0
         self.emit(
             Commit(
-                0, position, tuple(ids), tuple(origins), chain, len(window), num_accepted,
+                0, position, tuple(ids), tuple(origins), chain, len(drafted), min(num_accepted, len(drafted)),
                 logprobs if self.request.sampling.logprobs is not None else (),
                 finish_reason=finish, stop_token_id=stop, timings=timings,
-                num_cached_ids=self.toy.num_cached,
+                num_cached_ids=self.toy.num_cached, num_forced=len(window) - len(drafted),
             )
         )  # fmt: skip
 
@@ -286,6 +300,7 @@ class ToyTarget:
     available: bool = True
     full: Failure | None = None  # what it answers every Open
     num_cached: int = 0
+    num_forced: int = 0  # tokens of each window, where there is a constraint
     links: list[ToyLink] = field(default_factory=list)
     opens: list[Open] = field(default_factory=list)
     num_closed: int = 0

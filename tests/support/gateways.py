@@ -22,7 +22,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI
 from support.fakes import ToyDraft, ToyTarget
-from support.models import train_byte_level
+from support.models import save_tiny, train_byte_level
 from tokenizers import AddedToken
 
 from outrider.client import Client, Part, Retry, SyncClient
@@ -68,6 +68,18 @@ def thinking_tokenizer(opens: bool = False) -> Tokenizer:
     backend.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     template = THINKING_TEMPLATE.replace("{% if opens %}", "{% if " + str(opens).lower() + " %}")
     return Tokenizer(backend, "thinking", {"eos_token": "<|endoftext|>"}, ChatTemplate(template))
+
+
+def save_thinking(folder: Path, seed: int, opens: bool) -> Path:
+    """A checkpoint of random weights with that tokenizer."""
+    folder.mkdir()
+    save_tiny(folder, seed=seed, vocab_size=400)
+    tokenizer = thinking_tokenizer(opens)
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    assert tokenizer.chat_template is not None
+    config = {"eos_token": "<|endoftext|>", "chat_template": tokenizer.chat_template.source}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @asynccontextmanager
@@ -256,6 +268,6 @@ async def health(address: str, service: str = SERVICE_NAME) -> int:
 
 
 async def until_serving(address: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(START_S):
         while await health(address) != SERVING:  # noqa: ASYNC110 (another process's)
             await asyncio.sleep(0.05)

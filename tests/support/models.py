@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
@@ -134,6 +136,17 @@ def save_tiny(
     model.save_pretrained(folder, max_shard_size=shard_size)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def other_weights(source: Path, folder: Path, noise: float = 0.6) -> Path:
+    """Writes a checkpoint like another one, each tensor with noise of that share of its standard deviation."""
+    shutil.copytree(source, folder)
+    state, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(1)
+    noisy = {name: w + noise * w.float().std() * torch.randn(w.shape, generator=generator) for name, w in state.items()}
+    save_file(
+        {name: w.to(state[name].dtype) for name, w in noisy.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     return folder
 
 

@@ -31,7 +31,7 @@ async def target_process(step_s: float) -> AsyncIterator[tuple[Process, str]]:
 
 async def main() -> None:
     toy = ToyTarget(step_s=float(sys.argv[1]), info=target_info(max_model_len=1 << 16))
-    async with serving(TargetServicer(toy, StreamConfig())) as server:
+    async with serving(TargetServicer(toy, StreamConfig(silence_s=120.0))) as server:
         print(server.address, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

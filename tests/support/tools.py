@@ -54,6 +54,16 @@ def tool_tokenizer(name: str) -> Tokenizer:
         return Tokenizer.load(folder)
 
 
+def save_tool_tokenizer(name: str, folder: Path) -> Path:
+    """The same in a checkpoint's folder."""
+    tokenizer = tool_tokenizer(name)
+    template = tokenizer.chat_template
+    config = {"eos_token": "<|endoftext|>", "chat_template": "" if template is None else template.source}
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def as_written(name: str, arguments: str) -> str:
     """The JSON text of arguments as a format has it."""
     if not FORMATS[name].in_xml:

@@ -64,6 +64,10 @@ class ScriptedSource:
     is_reader: bool = False
     longest_wait_s: float = 0.002
     has_news: bool = False  # what `take` says
+    suspects: set[int] = field(default_factory=set)  # of the rows that are opened
+
+    def output_len(self, request: Any) -> int:
+        return 0
 
     def opened(self, request: Any) -> DraftedRow | None:
         self.fault("opened")
@@ -73,6 +77,7 @@ class ScriptedSource:
         chains = ChainBuffer(request.all_token_ids, VOCAB)
         tokens = request.all_token_ids
         row = DraftedRow(request.request_id, number, tokens, len(tokens), request.max_tokens, False, chains)
+        row.suspect = number in self.suspects
         row.grant(Credit(number, len(tokens) + self.credit, K, patience_ms=self.patience_ms))
         self.rows[number] = row
         return row
@@ -146,8 +151,10 @@ class Steps:
         self.told: list[Any] = []  # to vLLM's client, of the last step
 
     def open(self, number: int, prompt: Sequence[int], priority: int = 0, drafted: bool = True, **params: Any) -> None:
-        extra = {"number": number} if drafted else None
-        sampling = SamplingParams(temperature=0, ignore_eos=True, extra_args=extra, **{"max_tokens": 40, **params})
+        extra = ({"number": number} if drafted else {}) | params.pop("extra_args", {})
+        sampling = SamplingParams(
+            temperature=0, ignore_eos=True, extra_args=extra or None, **{"max_tokens": 40, **params}
+        )
         request = Request(
             request_id=f"request-{number}",
             prompt_token_ids=list(prompt),

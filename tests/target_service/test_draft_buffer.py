@@ -159,6 +159,18 @@ def test_bounds_vocabulary_and_trees() -> None:
     assert d.buffer.take_dropped() == (1,)
 
 
+def test_where_an_unknown_id_is_proposed_nothing_is_waited_for() -> None:
+    c = Committed()
+    c.buffer.add(piece(0, 4, 1, 5000, 2))
+    assert not c.buffer.draft_is_idle
+    c.commit(1)
+    assert c.window() == () and c.buffer.draft_is_idle
+    c.commit(7)
+    assert not c.buffer.draft_is_idle
+    c.buffer.add(piece(1, 6, 5000))
+    assert c.buffer.draft_is_idle
+
+
 def test_trees() -> None:
     """What is committed leads to a subtree; ids that the target does not know are left out with what follows them."""
     c = Committed()

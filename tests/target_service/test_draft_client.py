@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,9 +16,21 @@ from support.drafted_rows import Steps, vllm_config, vllm_request, vllm_sampling
 from support.fakes import QUICK, VOCAB, DraftServicer, ToyDraft, draft_info, expected, serving, until
 
 from outrider.rpc.errors import InvalidArgument
-from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Failure, Open
+from outrider.rpc.messages import Close, Commit, Credit, DraftTokens, Failure, Load, Open, StepTimings
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason
-from outrider.vllm.draft_client import TRIAL_EVERY, DraftClient, Patience, draft_client, joined_salt
+from outrider.rpc.security import ClientTls
+from outrider.vllm.draft_client import (
+    MOST_BRANCHES,
+    TRIAL_EVERY,
+    AskedRow,
+    BranchUse,
+    DraftClient,
+    Patience,
+    draft_client,
+    draft_tls,
+    joined_salt,
+)
+from outrider.vllm.source import StepReport
 
 K = 4
 PROMPT = (11, 12, 13)
@@ -49,8 +63,7 @@ async def asking(*addresses: str, **options: Any) -> AsyncIterator[tuple[DraftCl
 
 
 async def connected(servicer: DraftServicer) -> None:
-    await until(lambda: servicer.streams)
-    await asyncio.sleep(0.05)
+    await until(lambda: servicer.streams and servicer.streams[0].round_trip_us)  # the client has answered
 
 
 async def test_what_a_draft_is_told() -> None:
@@ -58,12 +71,14 @@ async def test_what_a_draft_is_told() -> None:
     async with serving(servicer) as server, asking(server.address, salt="here") as (_, steps):
         await connected(servicer)
         row = steps.add(vllm_request(PROMPT, max_tokens=30))
+        await steps.run(1)
+        await steps.until_drafted(row)
         await steps.run()
         await until(lambda: servicer.closes)
     opened, credit, *rest = servicer.told
     assert isinstance(opened, Open) and opened.prompt_ids == PROMPT and not opened.output_ids
     assert (opened.acceptance, opened.salt, opened.sampling.max_tokens) == (AcceptanceRule.REJECTION, "here", 30)
-    assert credit == Credit(opened.sequence_id, len(PROMPT) + 2 * (K + 1), K)
+    assert credit == Credit(opened.sequence_id, len(PROMPT) + 2 * (K + 1), K, max_branches=MOST_BRANCHES)
     assert isinstance(rest[-1], Close)
     position = len(PROMPT)
     for commit, following in zip(rest[0:-2:2], rest[1:-2:2], strict=True):  # a commit, then the credit that follows
@@ -79,19 +94,21 @@ async def test_an_absent_draft_costs_nothing_and_is_found() -> None:
     servicer = Recorded()
     async with serving(servicer) as server:
         address = server.address
-    async with asking(address) as (_, steps):
+    async with asking(address) as (client, steps):
         row = steps.add(vllm_request(PROMPT, max_tokens=2000))
         await steps.run(20)
         assert steps.num_drafted == steps.num_held == 0
         async with serving(servicer, address):
-            await until(lambda: servicer.opens, 15)
+            await until(lambda: servicer.opens, 60)
             committed = row.committed
+            await steps.until_drafted(row)
             await steps.run(30)
         assert steps.num_accepted > 0
         opened = servicer.opens[0]
         assert opened.output_ids == tuple(row.tokens[len(PROMPT) : len(PROMPT) + len(opened.output_ids)])
         assert len(PROMPT) < len(PROMPT) + len(opened.output_ids) <= committed
-        await steps.run(20)  # it is gone again
+        await until(lambda: not client._pool._drafts[0].usable)  # it is gone again
+        await steps.run(20)
         accepted = steps.num_accepted
         await steps.run(20)
         assert steps.num_accepted == accepted
@@ -106,13 +123,14 @@ async def test_another_draft_goes_on_for_one_that_dies() -> None:
             await connected(second)
             rows = [steps.add(vllm_request((*PROMPT, n), max_tokens=2000)) for n in range(4)]
             await steps.run(10)
-            assert len(first.opens) == len(second.opens) == 2
+            await until(lambda: len(first.opens) == len(second.opens) == 2)
             await server.stop(0)
             await steps.run(10)
             accepted = steps.num_accepted
             await until(lambda: len(second.opens) == 4)
+            await steps.until_drafted(*rows)
             await steps.run(20)
-            assert steps.num_accepted > accepted + 20
+            assert steps.num_accepted > accepted + 2 * len(rows)
         before = {opened.seed: opened for opened in first.opens}
         for again in second.opens[2:]:
             assert again.output_ids and again.first_chain > 0 and again.seed not in before
@@ -126,11 +144,11 @@ async def test_a_stuck_draft_is_left() -> None:
     async with addresses[0] as server, addresses[1] as other, asking(server.address, other.address) as (_, steps):
         await connected(first)
         await connected(second)
-        for n in range(2):
-            steps.add(vllm_request((*PROMPT, n), max_tokens=2000))
+        rows = [steps.add(vllm_request((*PROMPT, n), max_tokens=2000)) for n in range(2)]
         await steps.run(5)
         first.step_age_ms = 60_000
         await until(lambda: len(second.opens) == 2)
+        await steps.until_drafted(*rows)
         await steps.run(10)
         assert steps.num_accepted > steps.num_drafted / 2 > 0
 
@@ -158,6 +176,8 @@ async def test_what_a_draft_cannot_take(answer: Any, goes_on: bool) -> None:
         else:
             await asyncio.sleep(1.2)
             assert len(servicer.opens) == 2 and len(servicer.closes) == isinstance(answer, DraftTokens)
+        await steps.run(1)
+        await steps.until_drafted(other)
         await steps.run(20)
         assert steps.num_accepted > 0
         for one in (row, other):
@@ -229,6 +249,101 @@ async def test_a_row_without_drafted_tokens_waits_for_a_draft_that_answers() -> 
     pytest.fail(f"{steps.num_held} waits, {steps.num_accepted} accepted tokens")
 
 
+class Branching(Recorded):
+    """Sends beside every chain a branch where it errs, of the next number, if it may."""
+
+    def start(self, request: Any, sequences: dict[int, Any], emit: Any) -> Any:
+        def emit_both(piece: DraftTokens) -> None:
+            sequence = sequences[request.sequence_id]
+            chain = 2 * piece.chain
+            emit(replace(piece, chain=chain))
+            right = [*sequence.drafted[: piece.position], *expected_from(sequence.drafted[: piece.position], K + 3)]
+            at = next((at for at, token in enumerate(piece.ids) if token != right[piece.position + at]), None)
+            credit = next(one for one in reversed(self.told) if isinstance(one, Credit))
+            if at is not None and credit.max_branches:
+                first = piece.position + at
+                emit(DraftTokens(0, chain + 1, first, tuple(right[first : first + 3]), parent=chain))
+
+        return super().start(request, sequences, emit_both)
+
+
+def expected_from(tokens: list[int], count: int) -> list[int]:
+    """What the toys' rule says behind tokens that begin with PROMPT."""
+    return expected(PROMPT, len(tokens) - len(PROMPT) + count)[len(tokens) - len(PROMPT) :]
+
+
+@pytest.mark.parametrize("most", [0, MOST_BRANCHES])
+async def test_branches_are_verified_where_a_chain_was_refused(most: int) -> None:
+    servicer = Branching(ToyDraft(wrong_every=7))
+    async with serving(servicer) as server, asking(server.address, max_branches=most) as (_, steps):
+        await connected(servicer)
+        for times in range(1, 21):  # a busy machine may have no time for the draft
+            row = steps.add(vllm_request(PROMPT, max_tokens=200))
+            await steps.run()
+            await until(lambda times=times: len(servicer.closes) == times)
+            branches = [one for one in servicer.told if isinstance(one, Commit) and (one.chain or 0) % 2]
+            if bool(branches) == bool(most):
+                break
+    assert bool(branches) == bool(most)
+    assert all(one.num_accepted == one.num_drafted for one in branches)
+    assert list(row.tokens[len(PROMPT) :])[:200] == expected(PROMPT, 200)
+
+
+def test_branches_are_asked_for_while_they_come_into_use() -> None:
+    use = BranchUse()
+    row: Any = None
+
+    def granted(requests: int) -> list[int]:
+        return [use.grant() for _ in range(requests)]
+
+    def follow(branches: set[int], *chains: int) -> None:
+        asked = AskedRow(row, max_branches=use.grant())
+        for chain in chains:
+            asked.branches |= branches
+            asked.verified(chain, use)
+
+    assert granted(3) == [MOST_BRANCHES] * 3
+    for _ in range(100):
+        follow({1}, 0, 0, 1)  # the first of a request follows none
+    assert granted(3) == [MOST_BRANCHES] * 3
+    while use.grant():
+        follow({1, 3}, 0, 2, 4)
+    assert sorted(granted(2 * TRIAL_EVERY)) == [0] * (2 * TRIAL_EVERY - 2) + [MOST_BRANCHES] * 2
+    for _ in range(10 * TRIAL_EVERY):
+        follow({1, 3, 5, 7}, 0, 1, 3, 5, 7)
+    assert granted(3) == [MOST_BRANCHES] * 3
+    assert BranchUse(0).grant() == 0
+
+
+async def test_what_came_during_a_step_is_not_waited_for() -> None:
+    servicer = Recorded(ToyDraft(mute=True))
+    async with serving(servicer) as server, asking(server.address) as (client, steps):
+        await connected(servicer)
+        row = steps.add(vllm_request(PROMPT, max_tokens=40))
+        await steps.run(2)
+        tokens: Any = row.tokens
+        for heard in (False, True):
+            client._asked[row.sequence_id].is_heard, row.patience_spent = True, False
+            following = tuple(expected_from(tokens, 3))
+            if heard:
+                client._on_news(DraftTokens(row.sequence_id, 0, row.committed, following))
+            tokens.append(following[0])
+            row.advance(time.monotonic())
+            commit = Commit(row.sequence_id, row.committed - 1, following[:1])
+            client.committed(StepReport(0, 0.004, StepTimings(), [commit], Load()))
+            assert (row.patience == 0.0) == heard
+
+
+def test_the_engines_thread_does_not_keep_the_interpreter() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        DraftClient(["127.0.0.1:1"], vllm_config()).close()
+        assert sys.getswitchinterval() < 0.001
+    finally:
+        sys.setswitchinterval(before)
+
+
 async def test_which_requests_are_drafted_for() -> None:
     servicer = Recorded()
     async with serving(servicer) as server, asking(server.address) as (client, _):
@@ -248,6 +363,8 @@ async def test_which_requests_are_drafted_for() -> None:
         assert plain is not None and bound is not None and nearly_greedy is not None
         assert (plain.weighs, bound.weighs, nearly_greedy.weighs) == (True, False, False)
         await until(lambda: len(servicer.opens) == 3)
+        credits = [one.max_branches for one in servicer.told if isinstance(one, Credit)]
+        assert credits == [0, MOST_BRANCHES, MOST_BRANCHES]  # a guess among drawn tokens hardly ever holds
     first, second, third = servicer.opens
     assert (first.one_hot, second.one_hot, third.sampling.greedy) == (False, True, True)
     assert first.sampling.bad_words_ids == ((1, 2),) and first.sampling.stop_token_ids == (3, 9)
@@ -263,6 +380,22 @@ def test_a_requests_salt_parts_what_its_deployments_shares() -> None:
 def test_what_the_environment_says_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="address"):
         draft_client("127.0.0.1", vllm_config())
-    monkeypatch.setenv("OUTRIDER_PATIENCE", "much")
-    with pytest.raises(ValueError, match="OUTRIDER_PATIENCE is 'much'"):
-        draft_client("127.0.0.1:1", vllm_config())
+    for name, value in (("OUTRIDER_BRANCHES", "65"), ("OUTRIDER_PATIENCE", "much")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=f"{name} is '{value}'"):
+            draft_client("127.0.0.1:1", vllm_config())
+
+
+def test_drafts_are_known_by_what_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(ClientTls, "of", lambda settings, name: made.append((settings, name)))
+    draft_tls({"OUTRIDER_PEER_CA": "ca.pem", "OUTRIDER_PEER_KEY": ""})
+    draft_tls(
+        {f"OUTRIDER_PEER_{name.upper()}": f"{name}.pem" for name in ("ca", "cert", "key")}
+        | {"OUTRIDER_DRAFT_TLS_NAME": "draft.example"}
+    )
+    files = [tuple(map(str, (given.peer_ca, given.peer_cert, given.peer_key))) for given, _ in made]
+    assert files == [("ca.pem", "None", "None"), ("ca.pem", "cert.pem", "key.pem")]
+    assert [name for _, name in made] == ["", "draft.example"]
+    with pytest.raises(ValueError, match="peer_key"):
+        draft_tls({"OUTRIDER_PEER_CA": "ca.pem", "OUTRIDER_PEER_CERT": "cert.pem"})

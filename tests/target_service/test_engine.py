@@ -38,6 +38,7 @@ from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import draft_sample
 from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.rpc.servicer import Deliver
 from outrider.rpc.telemetry import StepTracer
 from outrider.target_service import outputs
 from outrider.target_service.goodput import Goodput
@@ -407,3 +408,51 @@ def test_steps_link_to_their_requests() -> None:
     assert {link.context.trace_id for link in spans[0].links} == {7, 8}
     assert spans[0].attributes is not None and spans[0].attributes["outrider.step.sequences"] == 3
     assert len(spans) == 3 and all(span.end_time >= span.start_time for span in spans)
+
+
+def test_two_gateways_are_not_both_told_yes(models: tuple[Any, LoadedModel]) -> None:
+    """What is asked for is reserved with the Open, whichever stream brings it, before the first step."""
+    harness, told = TargetHarness.of(models[1], max_open_tokens=100), dict[int, list[Any]]()
+    request = opened(1, prompt_of(1, 20), max_tokens=40)
+
+    def ask(stream: int) -> None:
+        told[stream] = []
+        harness.engine.handle(Deliver(stream, (request, Credit(1, 1 << 20, 0)), told[stream].append))
+
+    ask(1)
+    ask(2)
+    (refused,) = told[2]
+    assert (refused.code, refused.reason) == (8, "BUSY") and refused.retry_after_ms > 0 and not told[1]
+    harness.run()
+    assert sum(len(commit.ids) for commit in told[1]) == 40
+    ask(2)  # there is room again
+    harness.run()
+    assert sum(len(commit.ids) for commit in told[2]) == 40
+
+
+def test_no_more_is_let_in_than_there_is_room_for(models: tuple[Any, LoadedModel]) -> None:
+    """Prompts and max_tokens count, of a fork max_tokens alone; who is refused is told when to come back."""
+    harness = TargetHarness.of(models[1], max_open_tokens=100)
+    prompt = prompt_of(1, 20)
+    harness.send(
+        opened(1, prompt, max_tokens=30), opened(2, (), fork_of=1, max_tokens=30), opened(3, prompt, max_tokens=1)
+    )
+    (refused,) = harness.failures(3)
+    assert (refused.code, refused.reason, refused.retry_after_ms) == (8, "BUSY", 1000)
+    assert "101 tokens would be open" in refused.message and "allowed: 100" in refused.message
+    harness.send(opened(70, prompt, max_tokens=2**31))  # no waiting helps
+    assert harness.failures(70)[0].code == 3 and "max_tokens: is 2147483648" in harness.failures(70)[0].message
+    for number in (4, 8):  # they lost their target: their room was promised
+        harness.send(opened(number, prompt, output_ids=(5, 6), max_tokens=60))
+        assert not harness.failures(number)
+    harness.now = 6.0
+    harness.send(Close(1), Close(4), Close(8))
+    harness.send(opened(5, prompt, max_tokens=50), opened(6, prompt, max_tokens=30))
+    assert not harness.failures(5)
+    assert 1000 < harness.failures(6)[0].retry_after_ms < 2000  # 50 tokens are to leave, 210 have in 6 s
+    for number in (2, 5):
+        harness.send(Credit(number, 1 << 20, 0))
+    harness.run()
+    assert len(harness.output(5)) == 50
+    harness.send(opened(7, prompt, max_tokens=90))  # alone, whatever its size
+    assert not harness.failures(7)

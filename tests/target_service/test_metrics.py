@@ -14,7 +14,7 @@ from outrider.rpc.messages import Close, Credit, DraftTokens
 from outrider.rpc.structured import StructuredOutput
 from outrider.target_service.goodput import Goodput
 from outrider.target_service.metrics import TargetMetrics
-from outrider.target_service.observed import new_metrics, observed, stats_of
+from outrider.target_service.observed import ObservedStep, new_metrics, observed, stats_of
 from outrider.target_service.settings import TargetSettings
 
 SAMPLED = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -115,6 +115,29 @@ def test_constraints_and_their_masks_are_counted() -> None:
     assert read("target_constraint_compile_seconds_count") == read("target_constraints_refused_total") == 1
     assert read("target_mask_wait_seconds_total") > 0 < read("target_mask_seconds_total")
     assert read("target_masks_late_total") == 0
+
+
+def test_a_commit_tells_what_its_constraint_took() -> None:
+    """Compiling once, with the first; the wait for masks with each. Forced tokens are none of the draft's."""
+    steps: list[ObservedStep] = []
+    harness = TargetHarness.of(
+        tiny_model()[1],
+        eos_ids=(GRAMMAR_EOS,),
+        grammars=grammars_at_once(),
+        on_step=lambda step: steps.append(observed(step)),
+    )
+    harness.engine.scheduler.max_forced = 4
+    harness.send(opened(1, range(5), structured_output=StructuredOutput(regex="[ab]abcabc")), Credit(1, 12, 0))
+    harness.run()
+    commits = harness.commits(1)
+    assert [commit.timings.compile_us > 0 for commit in commits] == [True, *[False] * (len(commits) - 1)]
+    assert all(commit.timings.mask_us > 0 for commit in commits)
+    assert [step.timings.mask_us for step in steps] == [commit.timings.mask_us for commit in commits]
+    assert sum(step.num_forced for step in steps) == sum(commit.num_forced for commit in commits) > 0
+    assert not any(step.num_drafted or step.num_accepted for step in steps)
+    harness.send(opened(2, range(5)), Credit(2, 8, 0))
+    harness.run()
+    assert all(commit.timings.mask_us == commit.timings.compile_us == 0 for commit in harness.commits(2))
 
 
 def test_idle_time_is_what_steps_leave() -> None:

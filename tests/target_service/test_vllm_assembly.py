@@ -10,8 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.engines import opened
 
+from outrider.rpc.errors import ResourceExhausted
 from outrider.rpc.messages import Load, StepTimings
+from outrider.target_service.sequence import check_open
 from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm import assembly
 from outrider.vllm.source import StepReport
@@ -72,3 +75,63 @@ def test_intels_openmp_is_loaded_on_a_cpu_where_it_is(
     with assembly.told_of_threads(settings):
         assert os.environ["LD_PRELOAD"] == after.format(openmp=openmp)
     assert os.environ["LD_PRELOAD"] == before
+
+
+@pytest.mark.parametrize(
+    ("said", "environment", "nodes", "is_one"),
+    [
+        ({}, {}, 1, True),
+        ({"threads": 3}, {}, 0, True),
+        ({"engine_args": {"speculative_config": {"method": "eagle"}}}, {}, 1, True),
+        ({"device": "cuda"}, {}, 1, False),
+        ({"tensor_parallel_size": 2}, {}, 1, False),
+        ({"engine_args": {"tensor_parallel_size": 2}}, {}, 1, False),
+        ({"engine_args": {"data_parallel_size": 2}}, {}, 1, False),
+        ({"engine_args": {"distributed_executor_backend": "mp"}}, {}, 1, False),
+        ({}, {assembly.BINDING: "0-3"}, 1, False),
+        ({}, {}, 2, False),
+    ],
+)
+def test_a_single_rank_on_a_cpu_has_no_process_of_its_own(
+    said: dict[str, Any], environment: dict[str, str], nodes: int, is_one: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv(assembly.BINDING, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for node in range(nodes):
+        (tmp_path / f"node{node}").mkdir()
+    monkeypatch.setattr(assembly, "MEMORY_NODES", tmp_path)
+    settings = TargetSettings(model=tmp_path, engine="vllm", **said)
+    with assembly.told_of_threads(settings):  # in which vLLM is started
+        backend = assembly.engine_args(settings).get("distributed_executor_backend")
+    assert (backend == assembly.ONE_PROCESS) is is_one
+
+
+@pytest.mark.parametrize(
+    ("threads", "before", "after"), [(3, None, ("3", "1")), (None, None, ("2", "1")), (3, "200", ("3", "200"))]
+)
+def test_the_engine_s_own_products_know_their_threads(
+    threads: int | None, before: str | None, after: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "MEMORY_NODES", tmp_path)
+    monkeypatch.delenv(assembly.BINDING, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.delenv("KMP_BLOCKTIME", raising=False)
+    if before is not None:
+        monkeypatch.setenv("KMP_BLOCKTIME", before)
+    with assembly.told_of_threads(TargetSettings(model=tmp_path, engine="vllm", threads=threads)):
+        assert (os.environ["OMP_NUM_THREADS"], os.environ["KMP_BLOCKTIME"]) == after
+    assert (os.environ["OMP_NUM_THREADS"], os.environ.get("KMP_BLOCKTIME")) == ("2", before)
+
+
+def test_one_block_is_vllms_own() -> None:
+    """A request that needed it, too, would wait for ever."""
+    settings = TargetSettings(model=Path("model"), engine="vllm", num_blocks=4)
+    loaded = assembly.Checkpoint("digest", 97, 128, (2,), {}, "float32")
+    config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=32))
+    limits = assembly.limits_of(settings, loaded, config)
+    assert limits.num_blocks == 3
+    check_open(opened(1, range(60), max_tokens=36), limits)
+    with pytest.raises(ResourceExhausted):
+        check_open(opened(1, range(60), max_tokens=37), limits)

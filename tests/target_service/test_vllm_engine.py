@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.engines import opened
+from support.fakes import until
 from support.metrics import MODEL, scraped
 
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, Load, Open, StepTimings
+from outrider.rpc.sampling_params import FinishReason
 from outrider.rpc.servicer import Deliver
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
+from outrider.target_service.vllm import engine as engine_module
 from outrider.target_service.vllm.engine import VllmEngine
 from outrider.vllm.source import StepReport
 
@@ -147,6 +151,23 @@ async def test_what_fails_in_the_scheduler_ends_its_sequence_alone(harness: Harn
     assert harness.engine.stats().num_open == 1
 
 
+async def test_a_commit_that_cannot_be_handed_on_ends_its_sequence_alone(harness: Harness) -> None:
+    """An exception would end the link, and with it the service."""
+
+    def refuse_commits(event: Any) -> None:
+        if isinstance(event, Commit):
+            raise RuntimeError("of the sink")
+        harness.events.append(event)
+
+    harness.engine.submit(Deliver(STREAM, (opened(7, range(5)), Credit(7, 8, 4)), refuse_commits))
+    harness.send(opened(8, range(5)), Credit(8, 8, 4))
+    harness.report(Commit(1, 5, (11,)), Commit(2, 5, (11,)), num_rows=2)
+    failure, commit = harness.events
+    assert (failure.sequence_id, failure.reason) == (7, "COMMIT_FAILED")
+    assert isinstance(commit, Commit) and commit.sequence_id == 8
+    assert harness.engine.is_alive and Close(1) in harness.link.sent
+
+
 async def test_where_the_scheduler_is_gone_the_gateways_open_elsewhere(harness: Harness) -> None:
     harness.send(opened(7, range(5)), Credit(7, 8, 4))
     harness.link.on_end()
@@ -155,3 +176,50 @@ async def test_where_the_scheduler_is_gone_the_gateways_open_elsewhere(harness: 
     with pytest.raises(RuntimeError, match="has ended"):
         harness.send(Close(7))
     assert isinstance(harness.engine.ended.exception(), RuntimeError)
+
+
+class Asked:
+    """A sequence whose request is asked for while another one comes."""
+
+    def __init__(self, sequences: dict[Any, Any]) -> None:
+        self._sequences = sequences
+
+    @property
+    def request(self) -> None:
+        self._sequences[STREAM, len(self._sequences)] = self
+
+
+async def test_the_load_is_read_while_sequences_come(harness: Harness) -> None:
+    """By the thread that answers a scrape."""
+    sequences: dict[Any, Any] = harness.engine._sequences
+    for number in range(2):
+        sequences[STREAM, number] = Asked(sequences)
+    assert harness.engine.load() == Load(free_blocks=8)
+    assert len(sequences) == 4
+
+
+class EndingLlm(FakeLlm):
+    """Every request ends at once."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length")])
+
+
+async def test_a_request_whose_last_commit_does_not_come_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the scheduler could make no row of it: nobody waits for ever."""
+    monkeypatch.setattr(engine_module, "sampling_of", lambda *args: None)
+    monkeypatch.setattr(engine_module, "LAST_COMMIT_S", 0.05)
+    link, events = FakeLink(), list[Any]()
+    engine = VllmEngine(EndingLlm(), link, TargetLimits(97, 512, (2,), num_blocks=8, block_size=16))
+    for number in (7, 8):
+        engine.submit(Deliver(STREAM, (opened(number, range(5)), Credit(number, 9, 4)), events.append))
+    last = Commit(2, 5, (11,), finish_reason=FinishReason.LENGTH)
+    link.on_event(StepReport(17, 0.002, StepTimings(), [last], Load()))
+
+    await until(lambda: len(events) == 2)
+
+    await asyncio.sleep(0.1)
+    commit, failure = events
+    assert isinstance(commit, Commit) and commit.sequence_id == 8
+    assert (failure.sequence_id, failure.reason) == (7, "COMMIT_LOST")
+    assert not engine.stats().num_open

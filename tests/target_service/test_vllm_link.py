@@ -16,7 +16,7 @@ from outrider.vllm.rows import DraftedRow
 from outrider.vllm.source import LINK, StepReport
 
 CONFIG = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 97))
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Linked:
@@ -32,7 +32,9 @@ class Linked:
     def open(self, number: int) -> DraftedRow:
         request = SimpleNamespace(
             request_id=f"request-{number}", all_token_ids=[1, 2, 3], num_prompt_tokens=3, max_tokens=40,
-            sampling_params=SimpleNamespace(extra_args={EXTRA: {"sequence_id": number, "weighs": False}}),
+            sampling_params=SimpleNamespace(
+                extra_args={EXTRA: {"sequence_id": number, "weighs": False, "num_output": 0, "suspect": True}}
+            ),
         )  # fmt: skip
         row = self.engine.opened(request)
         assert row is not None
@@ -71,6 +73,7 @@ async def linked(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Linked]:
 
 async def test_commands_and_reports_cross(linked: Linked) -> None:
     row = linked.open(1)
+    assert row.is_suspect
     linked.link.send([Credit(1, 9, 4), DraftTokens(1, 0, 3, (11, 12))])
     assert not await linked.take()
     assert (row.until, row.max_window) == (9, 4)
@@ -134,6 +137,16 @@ async def test_without_a_service_the_engine_goes_on_and_its_waits_end_by_the_clo
     assert not linked.engine.take(linked.rows)
 
 
+async def test_what_is_sent_to_a_service_that_is_gone_ends_the_link_and_nothing_else(linked: Linked) -> None:
+    linked.link.close()
+
+    def is_found_when_it_is_told() -> bool:
+        linked.engine.committed(StepReport(17, 0.002, StepTimings(), [], Load()))
+        return linked.engine._has_ended
+
+    await linked.until(is_found_when_it_is_told)
+
+
 async def test_who_has_no_key_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     link = await new_link(monkeypatch)
     monkeypatch.setenv("OUTRIDER_LINK_KEY", "00" * 32)
@@ -141,8 +154,9 @@ async def test_who_has_no_key_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> N
     events: list[Any] = []
     link.on_event = link.on_end = lambda *event: events.append(event)
     stranger.committed(StepReport(17, 0.002, StepTimings(), [], Load()))
-    await asyncio.to_thread(stranger.wait, WAIT_S)
-    stranger.take({})
+    if not stranger._has_ended:  # by what it could not send any more
+        await asyncio.to_thread(stranger.wait, WAIT_S)
+        stranger.take({})
     assert stranger._has_ended
     assert not events
     with pytest.raises(OSError, match="not linked"):
@@ -152,8 +166,9 @@ async def test_who_has_no_key_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_messages_are_whole_wherever_the_socket_cuts_them() -> None:
-    sent = [Credit(1, 9, 4), [Close(1)], "x" * 300]
+    sent = [[Credit(1, 9, 4)], [Close(1), DraftTokens(1, 0, 3, (11,) * 200)], []]
     stream = b"".join(map(framed, sent))
     for size in (1, 3, 7, 1000):
         received = Unframing()
-        assert [one for at in range(0, len(stream), size) for one in received.feed(stream[at : at + size])] == sent
+        read = [one for at in range(0, len(stream), size) for one in received.feed(stream[at : at + size])]
+        assert read == [one for messages in sent for one in messages]

@@ -100,7 +100,7 @@ def test_a_few_steps_learn_and_a_run_goes_on_from_its_checkpoint(
     whole = new_model(SHAPE)
     losses = train(whole, text_loss(whole), PLAN, corpus_batches(PLAN, random_stream()))
     assert losses[-1] < losses[0] - 0.5
-    checkpoint = tmp_path / "run.pt"
+    checkpoint = tmp_path / "run.safetensors"
     resumed = new_model(SHAPE)
     batches = corpus_batches(PLAN, random_stream())
 

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import re
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from packaging.version import Version
 from outrider.rpc.messages import Open, TokenWeights
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.assembly import engine_args, vllm_version
+from outrider.target_service.vllm.assembly import ONE_PROCESS, engine_args, vllm_version
 from outrider.target_service.vllm.requests import prompt_of
 from outrider.vllm import mends
 from outrider.vllm.outputs import FINISH_REASONS
@@ -45,7 +46,10 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     f"{RUNNER}._get_spec_decode_draft_probs": ((SELF, ONE), {}),
     "vllm.v1.worker.gpu_worker.Worker.init_device": ((SELF,), {}),
     "vllm.v1.worker.gpu_worker.Worker.execute_model": ((SELF, ONE), {}),
-    "vllm.v1.engine.async_llm.AsyncLLM.from_engine_args": ((ONE,), {}),
+    "vllm.v1.engine.async_llm.AsyncLLM.from_engine_args": ((ONE,), {"stat_loggers": []}),
+    "vllm.v1.metrics.loggers.StatLoggerBase": ((ONE, 0), {}),
+    "vllm.v1.metrics.loggers.StatLoggerBase.record": ((SELF, ONE, ONE), {}),
+    "vllm.v1.metrics.loggers.StatLoggerBase.log_engine_initialized": ((SELF,), {}),
     "vllm.v1.engine.async_llm.AsyncLLM.generate": ((SELF, {}, ONE, "id"), {"priority": 0}),
     "vllm.v1.engine.async_llm.AsyncLLM.shutdown": ((SELF,), {}),
     "vllm.v1.engine.async_llm.AsyncLLM.reset_prefix_cache": ((SELF,), {}),
@@ -102,6 +106,7 @@ ATTRIBUTES = {
     "vllm.v1.engine.async_llm.AsyncLLM": ["vllm_config", "errored", "tokenizer"],
     "vllm.v1.executor.multiproc_executor.MultiprocExecutor": ["workers"],
     "vllm.sampling_params.SamplingParams": ["bad_words_token_ids", "all_stop_token_ids"],
+    "vllm.v1.metrics.stats.IterationStats": ["num_preempted_reqs"],
     "vllm.outputs.RequestOutput": ["outputs", "prompt_logprobs", "num_cached_tokens"],
 }
 FIELDS = {
@@ -131,6 +136,7 @@ FIELDS = {
         "stop_reason",
         "spec_decode_metrics",
     ],
+    "vllm.v1.metrics.stats.SchedulerStats": ["num_running_reqs", "num_waiting_reqs", "kv_cache_usage"],
     "vllm.v1.metrics.stats.PrefillStats": ["num_cached_tokens"],
     "vllm.v1.metrics.stats.RequestSpecDecodeMetrics": ["histogram", "num_draft_tokens"],
     "vllm.config.ParallelConfig": [
@@ -238,6 +244,13 @@ def test_a_row_is_held_by_its_step() -> None:
     )
 
 
+def test_every_request_that_waits_is_asked_for_before_it_runs() -> None:
+    source = inspect.getsource(found(f"{SCHEDULER}.schedule"))
+    asked = "ready_to_schedule = self._handle_blocked_waiting_request(request)\n"
+    assert source.index("request = request_queue.peek_request()") < source.index(asked)
+    assert source.index(asked) < source.index("request = request_queue.pop_request()")
+
+
 def test_tokens_of_a_request_are_read_as_they_grow() -> None:
     params = found("vllm.sampling_params.SamplingParams")(max_tokens=7, extra_args={"outrider": {"sequence_id": 1}})
     request = found(REQUEST)("id", [5, 6], params, None)
@@ -272,13 +285,24 @@ def test_a_grammar_is_being_compiled_when_its_request_comes_to_the_scheduler() -
     assert "isinstance(struct_output_req.grammar, Exception)" in waits
 
 
-def test_workers_are_asked_for_drafts_by_what_we_replace() -> None:
+@pytest.mark.parametrize("name", ["multiproc_executor.MultiprocExecutor", "uniproc_executor.UniProcExecutor"])
+def test_workers_are_asked_for_drafts_by_what_we_replace(name: str) -> None:
     source = inspect.getsource(found("vllm.v1.engine.core.EngineCore.post_step"))
     assert "draft_token_ids = self.model_executor.take_draft_token_ids()\n" in source
     assert "if draft_token_ids is not None:" in source
-    executor = found("vllm.v1.executor.multiproc_executor.MultiprocExecutor")
+    executor = found(f"vllm.v1.executor.{name}")
     ask_no_worker()
     assert executor.take_draft_token_ids(executor.__new__(executor)) is None
+
+
+def test_an_engine_that_computes_by_itself_may_be_asked_for_on_a_cpu() -> None:
+    """By its class's name: the short one is taken for a worker in a process of its own, for the threads' sake."""
+    config = found("vllm.config.ParallelConfig")(distributed_executor_backend=ONE_PROCESS)
+    made = found("vllm.v1.executor.abstract.Executor.get_class")(SimpleNamespace(parallel_config=config))
+    assert made is found(ONE_PROCESS)
+    source = inspect.getsource(found("vllm.platforms.cpu.CpuPlatform.check_and_update_config"))
+    assert 'distributed_executor_backend == "uni"\n' in source
+    assert source.count("distributed_executor_backend") == 2
 
 
 def test_a_prompt_of_ids_is_taken_as_its_renderer_makes_it() -> None:

@@ -15,6 +15,7 @@ from support.vllm_scheduler import BLOCK, MAX_MODEL_LEN, VOCAB, K, Steps, decode
 
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.vllm import scheduler
 
 ACCEPTED, RECOVERED, BONUS, PLAIN = (
     TokenOrigin.ACCEPTED,
@@ -185,15 +186,15 @@ def test_a_source_that_drafts_alone_leaves_the_client_its_tokens(new: Callable[.
 
 
 def test_patience_holds_a_row_while_others_go_on_and_is_spent_once(new: Callable[..., Steps]) -> None:
-    steps = started(new(patience_ms=60), 1)
+    steps = started(new(patience_ms=600), 1)
     steps.open(2, PROMPT, drafted=False, max_tokens=120)
     first = steps.source.rows[1].last_commit
     assert sorted(steps.step()) == [2]  # the first waits for a chain
 
     while 1 not in steps.step():
         assert 2 in steps.windows
-        time.sleep(0.002)
-    assert time.monotonic() >= first + 0.06
+        time.sleep(0.01)  # 60 of its 120 tokens at most
+    assert time.monotonic() >= first + 0.6
     assert steps.windows[1] == []  # a plain token after it
     assert sorted(steps.step()) == [1, 2]  # a dead draft costs one patience
     assert sorted(steps.step()) == [1, 2]
@@ -415,6 +416,25 @@ def test_a_fault_of_ours_costs_drafts_alone(
     assert caplog.text.count("drafting failed") == 1  # said once
 
 
+def test_what_a_client_puts_beside_its_parameters_is_nobodys_word(new: Callable[..., Steps]) -> None:
+    """`vllm_xargs` of vLLM's HTTP server come where a service says what it knows of a request."""
+    steps = new()
+    steps.open(1, PROMPT, extra_args={"outrider": 5})
+    steps.run()
+    assert steps.output(1) == decoded(PROMPT, 40)
+
+
+def test_a_step_whose_result_cannot_be_read_is_committed_by_vllm_alone(
+    new: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheduler, "num_accepted", lambda *args: 1 / 0)
+    steps = started(new(), 1)
+    steps.draft(1, chain=0, count=3)
+    steps.run()
+    assert steps.output(1) == decoded([*PROMPT, 11], 40)
+    assert caplog.text.count("drafting failed") == 1
+
+
 def test_a_row_whose_window_fails_goes_on_plainly_and_no_other_notices(
     new: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +460,31 @@ def test_who_cannot_be_told_of_a_commit_is_told_that(new: Callable[..., Steps], 
     assert last.reason == "COMMIT_FAILED"
     assert steps.source.closed_rows == [1]
     assert len(steps.source.commits(2)) == 3
+
+
+def test_suspects_run_alone_in_turn_with_the_others_until_they_have_a_token(new: Callable[..., Steps]) -> None:
+    steps = started(new(), 1, 2)
+    steps.source.suspects = {5, 6}
+    steps.open(5, PROMPT)
+    steps.open(3, PROMPT)
+    steps.open(6, PROMPT, max_tokens=1)
+
+    assert [set(steps.step()) for _ in range(4)] == [{5}, {1, 2, 3, 5}, {6}, {1, 2, 3, 5}]
+    steps.run()
+    assert steps.output(5) == decoded(PROMPT, 40)
+
+
+def test_a_suspect_that_has_no_credit_or_ends_holds_nobody_up(new: Callable[..., Steps]) -> None:
+    steps = started(new(), 1)
+    steps.source.suspects, steps.source.credit = {5, 6}, 0
+    steps.open(5, PROMPT)
+    assert [set(steps.step()) for _ in range(3)] == [{1}] * 3
+    steps.source.credit = 1 << 20
+    steps.open(6, PROMPT)
+    steps.abort(6)
+    assert [set(steps.step()) for _ in range(3)] == [{1}] * 3
+    steps.source.sent.append(Credit(5, 1 << 20, K))
+    assert [set(steps.step()) for _ in range(2)] == [{5}, {1, 5}]
 
 
 def test_who_nobody_drafts_for_is_left_alone(new: Callable[..., Steps]) -> None:

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 from support.heads import random_head_of
+from support.metrics import samples_of
 from support.services import children_of, wait_gone
+from vllm_engine.test_service import METRICS
 
 from outrider.cli.local_services import LOOPBACK, Service, Services, wait_for_peers
 from outrider.client import SyncClient
@@ -58,11 +61,23 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tu
     given = json.dumps({"speculative_config": speculative, "max_num_seqs": 8})
     with Services() as services:
         flags = ["--model", str(pair.target), "--max-model-len", "256", "--cache-mb", "64", "--listen", LOOPBACK]
-        target = services.start("target", ["target", "--engine", "vllm", *flags, "--engine-args", given])
+        told = ["--metrics", "127.0.0.1:0", "--engine-args", given]
+        target = services.start("target", ["target", "--engine", "vllm", *flags, *told])
         peers = ["--target", services.wait(target, START_S), "--tokenizer", str(pair.target)]
         gateway = services.wait(services.start("gateway", ["gateway", *peers, "--listen", LOOPBACK]), START_S)
         wait_for_peers(gateway, START_S, services.check, with_draft=False)
         yield request.param, target, gateway
+
+
+def check_series(text: str) -> None:
+    """Steps are counted as an engine's of ours, and vLLM says how full it is."""
+    read = samples_of(text)
+    num_steps = sum(value for (name, _), value in read.items() if name == "target_step_seconds_count")
+    assert 3 * NUM_TOKENS / 5 <= num_steps <= 5 * NUM_TOKENS  # of four drafted tokens, and one of the target's own
+    assert read["target_step_rows_total", (("kind", "verify"),)] >= num_steps
+    assert read["target_step_rows_total", (("kind", "prompt"),)] > 0
+    assert read["target_num_requests_running", ()] == 0
+    assert 0 <= read["target_kv_cache_usage_perc", ()] < 0.1
 
 
 def test_vllm_drafts_by_itself(served: tuple[str, Service, str], ours: list[list[int]]) -> None:
@@ -81,6 +96,7 @@ def test_vllm_drafts_by_itself(served: tuple[str, Service, str], ours: list[list
         stopped = list(client.generate(PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0.0, stop_token_ids=[ours[0][5]]))
         cut = ours[0][: ours[0].index(ours[0][5]) + 1]
         assert [token for part in stopped for token in part.token_ids] == cut
+    check_series(httpx.get(f"http://{target.find(METRICS)}/metrics", trust_env=False).text)
     processes = [target.pid, *children_of(target.pid)]
     os.kill(target.pid, signal.SIGTERM)
     assert len(processes) > 1 and wait_gone(processes) == []

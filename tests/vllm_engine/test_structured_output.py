@@ -15,12 +15,21 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from support.gateways import save_toy_tokenizer, toy_tokenizer
+from openai import AsyncOpenAI
+from support.fakes import until
 from support.models import tiny_hf_model
 from support.services import children_of
+from support.tools import save_tool_tokenizer, tool_tokenizer
 
 from outrider.cli.local_services import LOOPBACK, Service, Services, wait_for_draft
+from outrider.cli.serve import HTTP
+from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.speculation.loop import speculate
+from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import connect
+from outrider.rpc.messages import Open
+from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.structured import StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
@@ -46,6 +55,15 @@ TAG = json.dumps({
 })  # fmt: skip
 LONG = {"type": "array", "items": {"type": "boolean"}, "minItems": 16, "maxItems": 24}
 JSON = {"json_schema": json.dumps(SCHEMA)}
+LONG_JSON = {"json_schema": json.dumps({**SCHEMA, "properties": {**SCHEMA["properties"], "tags": LONG}})}
+FORMAT = "hermes"  # of calls: their marks are tokens
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "of": {"enum": ["x", "y"]}},
+    "required": ["a", "of"],
+    "additionalProperties": False,
+}
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
 
 @dataclass
@@ -67,7 +85,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         with torch.no_grad():
             hf.lm_head.weight *= 4
         hf.save_pretrained(folder / name)
-        save_toy_tokenizer(folder / name)
+        save_tool_tokenizer(FORMAT, folder / name)
     with Services() as services:
         draft = services.start(
             "draft", ["draft", "--model", str(folder / "half"), "--threads", "1", "--listen", LOOPBACK]
@@ -79,14 +97,14 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 
 def vllm_arguments(model: Path) -> list[str]:
-    arguments = ["target", "--engine", "vllm", "--model", str(model), "--num-blocks", "32", "--max-model-len", "256"]
+    arguments = ["target", "--engine", "vllm", "--model", str(model), "--num-blocks", "32", "--max-model-len", "400"]
     return [*arguments, "--engine-args", '{"block_size": 32}', "--listen", LOOPBACK]
 
 
 def gateway(services: Services, folder: Path, draft: Service, *targets: Service) -> Service:
     peers = [word for target in targets for word in ("--target", target.address)]
     arguments = ["gateway", "--draft", draft.address, *peers, "--tokenizer", str(folder / "target")]
-    made = services.start("gateway", [*arguments, "--listen", LOOPBACK])
+    made = services.start("gateway", [*arguments, "--listen", LOOPBACK, "--http", LOOPBACK])
     wait_for_draft(services.wait(made, START_S), START_S, services.check)
     return made
 
@@ -129,7 +147,7 @@ def tokens_of(responses: list[Any]) -> list[int]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    return toy_tokenizer().decode([token for token in ids if token != EOS])
+    return tool_tokenizer(FORMAT).decode([token for token in ids if token != EOS])
 
 
 def is_valid(ids: Sequence[int]) -> bool:
@@ -207,16 +225,14 @@ async def test_a_bad_grammar_costs_its_own_request(
 
 
 async def test_where_vllm_dies_in_mid_json_another_vllm_goes_on(started: Started, stub: Any) -> None:
-    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "tags": LONG}}
-    long = {"json_schema": json.dumps(schema)}
-    whole = [tokens_of(await generate(stub, long, prompt)) for prompt in PROMPTS]
+    whole = [tokens_of(await generate(stub, LONG_JSON, prompt)) for prompt in PROMPTS]
     with Services() as services:
         first = services.start("first", vllm_arguments(started.folder / "target"))
         await asyncio.to_thread(services.wait, first, START_S)
         own = await asyncio.to_thread(gateway, services, started.folder, started.draft, first, started.target)
         channel = connect(own.address)
         both = generation_pb2_grpc.GenerationServiceStub(channel)
-        streams = [both.Generate(request(long, prompt), timeout=120) for prompt in PROMPTS]
+        streams = [both.Generate(request(LONG_JSON, prompt), timeout=120) for prompt in PROMPTS]
         begun = [tokens_of([await stream.read()]) for stream in streams]
         os.kill(first.pid, signal.SIGKILL)
         for pid in children_of(first.pid):
@@ -224,3 +240,78 @@ async def test_where_vllm_dies_in_mid_json_another_vllm_goes_on(started: Started
         rest = [await rest_of(stream) for stream in streams]
         assert [one + other for one, other in zip(begun, rest, strict=True)] == whole
         await channel.close()
+
+
+@dataclass
+class Reader:
+    """A completion by the gateway's loop in this process, which is held a little behind its first tokens."""
+
+    ids: list[int]
+    has_moved: bool = False
+
+    async def read(self, drafts: RemoteDrafts, targets: RemoteTargets, asked: Open, go_on: asyncio.Event) -> None:
+        async for item in speculate(drafts, targets, asked, Policy(4, plain_ahead=4, max_unread=8)):
+            assert isinstance(item, Round)
+            self.ids += item.commit.ids
+            self.has_moved = self.has_moved or item.moved
+            await go_on.wait()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_where_our_engine_dies_in_mid_json_vllm_goes_on(started: Started, stub: Any, temperature: float) -> None:
+    """Greedily with the same text. Drawn tokens have other noise there; the JSON stays what its schema says."""
+    whole = [tokens_of(await generate(stub, LONG_JSON, prompt)) for prompt in PROMPTS]
+    with Services() as services:
+        arguments = ["--model", str(started.folder / "target"), "--threads", "1", "--listen", LOOPBACK]
+        own = services.start("own", ["target", *arguments])
+        await asyncio.to_thread(services.wait, own, START_S)
+        async with (
+            RemoteTargets([own.address, started.target.address]) as targets,
+            RemoteDrafts([started.draft.address]) as drafts,
+        ):
+            await until(lambda: drafts.usable and all(replica.usable for replica in targets.replicas))
+            on_ours, on_vllm = targets.replicas
+            go_on, readers = asyncio.Event(), [Reader([]) for _ in PROMPTS]
+            constraint, digest = StructuredOutput(**LONG_JSON), targets.info.model.digest
+            tasks = []
+            for prompt, reader in zip(PROMPTS, readers, strict=True):
+                sampling = SamplingParams(temperature=temperature, max_tokens=200, structured_output=constraint)
+                asked = Open(0, tuple(prompt), sampling, model_digest=digest, seed=7, one_hot=not temperature)
+                tasks.append(asyncio.create_task(reader.read(drafts, targets, asked, go_on)))
+            await until(lambda: all(reader.ids for reader in readers))
+            num_ours = on_ours.num_sequences
+            assert num_ours and on_vllm.num_sequences
+            os.kill(own.pid, signal.SIGKILL)
+            go_on.set()
+            await asyncio.gather(*tasks)
+    assert sum(reader.has_moved for reader in readers) == num_ours
+    if not temperature:
+        assert [reader.ids for reader in readers] == whole
+    for reader in readers:
+        found = json.loads(text_of(reader.ids))
+        assert set(found) == {"name", "born", "tags"} and 16 <= len(found["tags"]) <= 24
+
+
+async def test_a_tool_that_is_required_is_called(started: Started) -> None:
+    """A model of random weights knows no tools: all that it does right is the grammar's doing."""
+    named = {"type": "function", "function": {"name": "add"}}
+    url = f"http://{started.gateway.find(HTTP)}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        model = (await client.models.list()).data[0].id
+        for choice, temperature in (("required", 0), (named, 1)):
+            fields: dict[str, Any] = {
+                "model": model, "messages": [{"role": "user", "content": "hi"}], "tools": [ADD], "max_tokens": 120,
+                "tool_choice": choice, "temperature": temperature, "seed": 4, "parallel_tool_calls": False,
+            }  # fmt: skip
+            written = []
+            for enabled in (True, False):
+                answer = await client.chat.completions.create(
+                    **fields, extra_body={"speculation": {"enabled": enabled}}
+                )
+                message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+                (call,) = message.tool_calls or ()
+                assert message.content is None and reason == "tool_calls" and call.function.name == "add"
+                arguments = json.loads(call.function.arguments)
+                assert set(arguments) == {"a", "of"} and 0 <= arguments["a"] <= 99 and arguments["of"] in ("x", "y")
+                written.append(arguments)
+            assert temperature or written[0] == written[1]

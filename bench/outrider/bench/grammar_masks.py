@@ -4,7 +4,8 @@
 
 First masks alone: of so many sequences with windows, over a made-up tokenizer of so many tokens, what the device thread
 spends on them in a step (handing them out, and taking them once they are there), and what the threads spend that make
-them. Then steps of the embedded pair's target, with and without a constraint, with equal rows."""
+them. Then steps of the embedded pair's target, with and without a constraint, with equal rows: one that the model would
+mostly keep by itself (indented lines behind a function's head), and one that forbids nearly all that it would write."""
 
 from __future__ import annotations
 
@@ -33,11 +34,14 @@ from outrider.rpc.vocabulary import load_backend
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.engine import TargetEngine
 from outrider.target_service.grammars import Grammars
+from outrider.target_service.outputs import ComputedStep
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetLimits, admit
 
 SCHEMA = json.dumps({"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}})
 PROMPT = tuple(range(5, 37))
+TEXT = 'def parse_args(argv):\n    """Parse the command line."""\n'
+KEPT, FOUGHT = r"(    [^\n]*\n|\n){1,400}", r"[a-z ]{1,4000}"
 END = 0
 PATIENCE_S = 60
 
@@ -74,10 +78,10 @@ def measure_masks(vocab_size: int, num_sequences: int, k: int, num_steps: int) -
         handed_out = time.perf_counter() - started
         if masks is None:
             raise RuntimeError("no window has a constraint")
-        for job in masks.jobs.values():
-            job.result()
+        masks.wait_for_all()
         started = time.perf_counter()
         masks.wait(0.0)
+        masks.close()
         own.append(1000 * (handed_out + time.perf_counter() - started))
         made.append(1000 * (grammars.mask_seconds - before))
     grammars.close()
@@ -121,55 +125,75 @@ def _window(number: int, backend: Tokenizer, grammars: Grammars, vocab_size: int
 
 
 def measure_steps(num_streams: int, k: int, num_steps: int) -> Json:
-    """Milliseconds of steps with equal rows: every window is refused, so that each has one token and k drafted ones."""
-    plain, constrained = (_steps(num_streams, k, num_steps, with_grammar) for with_grammar in (False, True))
-    ratio = median(constrained) / median(plain)
-    return {"plain_step_ms": spread_of(plain), "constrained_step_ms": spread_of(constrained), "ratio": round(ratio, 4)}
+    """Milliseconds of steps with equal rows, with and without a constraint in turn, so that both meet the same machine:
+    every window is refused, so that each has one token and k drafted ones."""
+    text = tuple(load_backend(pair_path().target)[0].encode(TEXT).ids)
+    result: Json = {}
+    for name, prompt, regex in (("kept", text, KEPT), ("fought", PROMPT, FOUGHT)):
+        both = [Streams(num_streams, k, prompt, one) for one in (None, regex)]
+        plain, constrained = zip(*([one.step() for one in both] for _ in range(min(num_steps, 300))), strict=True)
+        result[name] = {
+            "plain_step_ms": spread_of(list(plain)),
+            "constrained_step_ms": spread_of(list(constrained)),
+            "ratio": round(median(constrained) / median(plain), 4),
+        }
+        for one in both:
+            one.close()
+    return result
 
 
-def _steps(num_streams: int, k: int, num_steps: int, with_grammar: bool) -> list[float]:
-    folder = pair_path().target
-    loaded = load_model(folder, dtype="float32", device="cpu")
-    layout = load_backend(folder)[0].to_str().encode()
-    grammars = Grammars(GrammarCompiler(layout, loaded.vocab_size, loaded.eos_token_ids))
-    limits = TargetLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids, 2048)
-    seconds: list[float] = []
-    engine = TargetEngine(
-        ModelRunner(loaded.model, 2048), limits, grammars=grammars, on_step=lambda step: seconds.append(step.seconds)
-    )
-    constraint = StructuredOutput(regex=r"[a-z ]{1,4000}") if with_grammar else None
-    lengths = dict.fromkeys(range(num_streams), len(PROMPT))
-    failed: list[Any] = []
+class Streams:
+    """Greedy sequences of the embedded target that share every step."""
 
-    def sink(event: Any) -> None:
+    def __init__(self, num_streams: int, k: int, prompt: tuple[int, ...], regex: str | None) -> None:
+        folder = pair_path().target
+        loaded = load_model(folder, dtype="float32", device="cpu")
+        layout = load_backend(folder)[0].to_str().encode()
+        self._grammars = Grammars(GrammarCompiler(layout, loaded.vocab_size, loaded.eos_token_ids))
+        limits = TargetLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids, 2048)
+        self._milliseconds = 0.0
+        runner = ModelRunner(loaded.model, 2048)
+        self._engine = TargetEngine(runner, limits, grammars=self._grammars, on_step=self._note)
+        self._k, self._vocab_size, self._chain, self._rng = k, loaded.vocab_size, 0, random.Random(0)
+        self._lengths = dict.fromkeys(range(num_streams), len(prompt))
+        self._failed: list[Any] = []
+        constraint = None if regex is None else StructuredOutput(regex=regex)
+        sampling = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, structured_output=constraint)
+        for number in self._lengths:
+            messages: list[Any] = [Open(number, prompt, sampling), Credit(number, len(prompt) + 1, 0)]
+            self._engine.handle(Deliver(0, messages, self._sink))
+        self._rest()
+
+    def step(self) -> float:
+        """Milliseconds of one in which every sequence has a window that no model would draft."""
+        self._chain += 1
+        for number, length in self._lengths.items():
+            drafted = tuple(self._rng.randrange(self._vocab_size) for _ in range(self._k))
+            piece = DraftTokens(number, self._chain, length, drafted)
+            credit = Credit(number, length + self._k + 1, self._k, 1000 * PATIENCE_S)
+            self._engine.handle(Deliver(0, [piece, credit], self._sink))
+        self._rest()
+        if self._failed:
+            raise RuntimeError(f"a sequence failed: {self._failed[0]}")
+        return self._milliseconds
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._grammars.close()
+
+    def _note(self, step: ComputedStep) -> None:
+        self._milliseconds = 1000 * step.seconds
+
+    def _sink(self, event: Any) -> None:
         if not hasattr(event, "ids"):
-            failed.append(event)
+            self._failed.append(event)
         elif event.finish_reason is None:
-            lengths[event.sequence_id] = event.position + len(event.ids)
+            self._lengths[event.sequence_id] = event.position + len(event.ids)
 
-    rng = random.Random(0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, structured_output=constraint)
-    for number in lengths:
-        messages: list[Any] = [Open(number, PROMPT, sampling), Credit(number, len(PROMPT) + 1, 0)]
-        engine.handle(Deliver(0, messages, sink))
-    _rest(engine)
-    seconds.clear()
-    for chain in range(min(num_steps, 300)):
-        for number, length in lengths.items():
-            drafted = tuple(rng.randrange(loaded.vocab_size) for _ in range(k))
-            piece = DraftTokens(number, chain + 1, length, drafted)
-            engine.handle(Deliver(0, [piece, Credit(number, length + k + 1, k, 1000 * PATIENCE_S)], sink))
-        _rest(engine)
-        if failed:
-            raise RuntimeError(f"a sequence failed: {failed[0]}")
-    grammars.close()
-    return [1000 * one for one in seconds]
-
-
-def _rest(engine: TargetEngine) -> None:
-    """Steps until every sequence waits for its next window, or for credit."""
-    while (wait := engine.step(time.monotonic())) is not None and wait < PATIENCE_S / 2:
-        time.sleep(wait)
+    def _rest(self) -> None:
+        """Steps until every sequence waits for its next window, or for credit."""
+        while (wait := self._engine.step(time.monotonic())) is not None and wait < PATIENCE_S / 2:
+            time.sleep(wait)
 
 
 if __name__ == "__main__":

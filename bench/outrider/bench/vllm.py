@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -38,12 +35,10 @@ from outrider.cli.terminal import load_tokenizer, parse, split_ids
 from outrider.gateway.peers.remote import TARGET_SERVICE
 from outrider.rpc.channel import connect
 from outrider.rpc.sampling_params import AcceptanceRule
-from outrider.rpc.settings import usable_cores
 
 PLAIN, OWN = "vllm plain", "vllm draft"
 ENGINES = ("vllm", "outrider")
 CACHE_MB = 1024
-POLLING_S = 1.2  # vLLM's processes poll for a second after a step
 QUICK = {"expand": False, "batches": (1,), "temperatures": (0.0,), "repeats": 1, "max_tokens": 24, "store": False}
 
 
@@ -64,17 +59,6 @@ class VllmBenchSettings(PairSettings):
     repeats: int = Field(5, ge=1, le=100, description="runs of each way, in random order")
     results: Path = Field(Path("bench/results/vllm"), description="folder of the stored results")
     quick: bool = Field(False, description="does it run? One stream, greedy, the small target; stores nothing")
-
-
-@dataclass(frozen=True, slots=True)
-class PollingBackend(GatewayBackend):
-    """Before a target on vLLM: others are not measured beside its polling. vLLM's own ways stop while they wait."""
-
-    def decode(self, cell: Cell, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> Run:
-        """Streams all prompts, and waits until the processes rest."""
-        run = GatewayBackend.decode(self, cell, prompts, max_tokens, seed)
-        time.sleep(POLLING_S)
-        return run
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m outrider.bench.vllm") -> int:
@@ -117,7 +101,6 @@ def start(
     stack: ExitStack, runner: asyncio.Runner, settings: VllmBenchSettings, folders: Folders
 ) -> tuple[list[BenchBackend], dict[str, int]]:
     """The ways, and how many tokens the target's keys and values have room for in each engine."""
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{usable_cores() - 1}")
     backends: list[BenchBackend] = []
     room: dict[str, int] = {}
     script = Path(peers.__file__)
@@ -149,8 +132,7 @@ def start(
         room[f"{engine}, remote drafts"] = runner.run(tokens_of(target.address))
         k = settings.num_draft_tokens
         for name, drafted in ((f"{engine}, remote drafts", k), (f"{engine} behind the gateway, plain", 0)):
-            way = PollingBackend if engine == "vllm" else GatewayBackend
-            backends.append(way(name, runner, gateway.address, drafted, AcceptanceRule.AUTO, settings.mode))
+            backends.append(GatewayBackend(name, runner, gateway.address, drafted, AcceptanceRule.AUTO, settings.mode))
     return backends, room
 
 

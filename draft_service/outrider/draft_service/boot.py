@@ -61,6 +61,7 @@ async def start(settings: DraftSettings) -> DraftService:
         make_methods(methods),
         settings.max_sequences,
         settings.max_rows,
+        max_open_tokens=info.model.max_open_tokens,
         flush=outboxes.flush,
         tracer=StepTracer.if_enabled("outrider.draft"),
         observer=metrics,

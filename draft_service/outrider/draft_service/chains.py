@@ -171,7 +171,7 @@ class Branch(Chain):
         while unsent := self.num_unsent:
             first = self.sent == self.position
             count = min(unsent, piece_len + first)
-            if count < piece_len + first and not rests:
+            if not count or (count < piece_len + first and not rests):  # none: no window is wanted any more
                 return
             yield self.take(sequence_id, count, parent=self.parent if first else None)
 

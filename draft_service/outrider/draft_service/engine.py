@@ -16,6 +16,7 @@ from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import probe
 from outrider.engine.token_tree import TokenTree
 from outrider.engine.worker import require_device
+from outrider.planner.estimates import OpenWork
 from outrider.planner.method_choice import MethodRates
 from outrider.proposers.base import LearningProposer, teach
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_MS = 1000
 MAX_BRANCH_STEPS = 64  # branches in one pass, over all sequences
 STALLED_S = 0.01  # pause when nothing could run though something wants to
 
@@ -57,12 +57,14 @@ class DraftEngine:
         max_sequences: int = 256,
         max_rows: int = 512,
         *,
+        max_open_tokens: int = 0,
         flush: Callable[[], None] = lambda: None,
         tracer: StepTracer | None = None,
         observer: DraftMetrics | None = None,
         default_methods: Sequence[str] = (),
     ) -> None:
-        """`default_methods` draft in turn for a sequence that names none; else the first method alone."""
+        """`default_methods` draft in turn for a sequence that names none; else the first method alone. With a model at
+        most `max_open_tokens` are open, of prompts and max_tokens; 0: any number."""
         self._methods, self._default_methods = methods, tuple(default_methods)
         self._rates = MethodRates()
         self._learners = [method for method in methods.values() if isinstance(method, LearningProposer)]
@@ -73,7 +75,7 @@ class DraftEngine:
         for method in methods.values():
             if isinstance(method, ModelMethod):
                 self._draft_with(method)
-        self._max_sequences = max_sequences
+        self._work = OpenWork(max_sequences, max_open_tokens)
         self._tracer, self._observer = tracer, observer
         self._flush = flush
         self._sequences: dict[SequenceKey, DraftSequence] = {}
@@ -209,16 +211,16 @@ class DraftEngine:
             sink(to_failure(message.sequence_id, failure))
 
     def _open(self, key: SequenceKey, request: Open, sink: Sink) -> None:
-        if len(self._sequences) >= self._max_sequences:
-            message = f"{self._max_sequences} sequences are open"
-            raise ResourceExhausted(message, reason="TOO_MANY_SEQUENCES", retry_after_ms=RETRY_AFTER_MS)
+        now, num_tokens = time.monotonic(), len(request.prompt_ids) + request.sampling.max_tokens
+        if problem := self._work.problem(num_tokens):
+            raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=self._work.wait_ms(num_tokens, now))
         parent = self._sequences.get((key[0], request.fork_of)) if request.fork_of is not None else None
         self._arrivals += 1
-        now = time.monotonic()
         names = request.named_methods or self._default_methods
         self._sequences[key] = build_sequence(
             key, request, sink, self._methods, names, self._rates, parent, self._arrivals, now
         )
+        self._work.add(key, num_tokens, now)
 
     def _update(self, draft: DraftSequence, message: Commit | Credit) -> None:
         if isinstance(message, Credit):
@@ -350,6 +352,7 @@ class DraftEngine:
         draft = self._sequences.pop(key, None)
         if draft is not None:
             draft.released = True
+            self._work.remove(key, time.monotonic())
             if self._observer is not None:
                 self._observer.on_release(key)
             self._suspects = [suspect for suspect in self._suspects if suspect is not draft]

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
@@ -27,13 +27,20 @@ from outrider.engine.sampler import OFF
 
 INDEX_NAME = "model.safetensors.index.json"
 SAMPLING_KEYS = (*OFF, "repetition_penalty")
+MAX_JSON_BYTES = 64 << 20
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its library has it
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object, or an empty one where the file is absent."""
+    """An object, or an empty one where the file is absent. Raises WrongCheckpoint."""
     if not path.is_file():
         return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise WrongCheckpoint(f"{path} has {size} bytes; allowed: at most {MAX_JSON_BYTES}")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WrongCheckpoint(f"{path} holds no JSON: {error}") from error
     if not isinstance(value, dict):
         raise WrongCheckpoint(f"{path} does not hold a JSON object")
     return value
@@ -50,6 +57,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files in order of name. Raises UnsupportedModel where there are none, or an index names one that
     is absent."""
     index = read_json(folder / INDEX_NAME).get("weight_map")
+    if index is not None and not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
+        raise WrongCheckpoint(f"{folder / INDEX_NAME}: weight_map is no object of file names")
     names = sorted(set(index.values())) if index else sorted(path.name for path in folder.glob("*.safetensors"))
     if not names and any(folder.glob("*.bin")):
         raise UnsupportedModel(
@@ -64,23 +73,27 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_tensors(files: tuple[Path, ...]) -> dict[str, Tensor]:
-    """All tensors, mapped from the files."""
+    """All tensors, mapped from the files. Raises WrongCheckpoint."""
     state: dict[str, Tensor] = {}
     for path in files:
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                if name in state:
-                    raise WrongCheckpoint(f"{path} holds {name} a second time")
-                state[name] = opened.get_tensor(name)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    if name in state:
+                        raise WrongCheckpoint(f"{path} holds {name} a second time")
+                    state[name] = opened.get_tensor(name)
+        except (SafetensorError, RuntimeError) as error:
+            raise WrongCheckpoint(f"{path} is damaged or cut off: {error}") from error
     return state
 
 
 def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence ids: those of generation_config.json before those of config.json."""
-    ids = generation.get("eos_token_id", config.get("eos_token_id"))
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    """The end-of-sequence ids: those of generation_config.json before those of config.json. Raises WrongCheckpoint."""
+    given = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(type(one) is int and one >= 0 for one in ids):
+        raise WrongCheckpoint(f"eos_token_id: is {given!r:.100}; allowed: a token id, or a list of them")
+    return tuple(ids)
 
 
 MASK_FIELDS = ("pard_token", "ptd_token_id")  # PARD's own, and vLLM's other name
@@ -92,20 +105,24 @@ def mask_token_id(config: Mapping[str, Any]) -> int | None:
     if value is None:
         return None
     vocab_size = config.get("vocab_size", 0)
-    if not isinstance(value, int) or not 0 <= value < vocab_size:
+    if not (isinstance(value, int) and isinstance(vocab_size, int) and 0 <= value < vocab_size):
         raise WrongCheckpoint(f"config.json: {name} is {value!r}; allowed: an id below vocab_size, {vocab_size}")
     return value
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str | None:
     """What config.json says that the weights are, in the words of any version of transformers: "float16", ..."""
-    parts = (config, config.get("text_config") or {})
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     return next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None), None)
 
 
 def default_sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling parameters that the model's authors recommend."""
-    return {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
+    """The sampling parameters that the model's authors recommend. Raises WrongCheckpoint."""
+    found = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
+    for key, value in found.items():
+        if type(value) not in (int, float):
+            raise WrongCheckpoint(f"generation_config.json: {key} is {value!r:.100}; allowed: a number")
+    return found
 
 
 CACHE_NAME = ".outrider-digest"
@@ -152,15 +169,24 @@ def _submit_file(pool: ThreadPoolExecutor, path: Path) -> Iterator[_Pending]:
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         try:
-            header: dict[str, dict[str, Any]] = json.loads(opened.read(min(length, path.stat().st_size)))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError
+            header: dict[str, dict[str, Any]] = json.loads(opened.read(length))
             header.pop("__metadata__", None)
             entries = sorted(
-                (*entry["data_offsets"], name, entry["dtype"], entry["shape"]) for name, entry in header.items()
+                (*_offsets(*entry["data_offsets"]), name, entry["dtype"], entry["shape"])
+                for name, entry in header.items()
             )
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise WrongCheckpoint(f"{path} has no header of safetensors: it is damaged or cut off") from None
     for start, end, *facts in entries:
         yield facts, pool.submit(_hash_range, path, 8 + length + start, 8 + length + end)
+
+
+def _offsets(start: Any, end: Any) -> tuple[int, int]:
+    if not (type(start) is type(end) is int and 0 <= start <= end):
+        raise ValueError
+    return start, end
 
 
 def _hash_range(path: Path, start: int, end: int) -> str:

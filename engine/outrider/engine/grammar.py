@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -34,6 +35,7 @@ from outrider.engine.token_masks import ALL_BITS, clear_bit, num_words, set_bit
 __all__ = ["KINDS", "CompiledGrammar", "GrammarCompiler", "GrammarError", "GrammarSpec", "Kind", "Matcher"]
 __all__ += ["ReasoningSpec", "num_words"]
 
+SLOW_S = 0.005  # of a processor's time
 MAX_CACHED = 128  # grammars, and as many that were refused
 
 
@@ -129,6 +131,7 @@ class Matcher:
         self._compiler = compiler
         self._matcher = matcher
         self._reasoning = reasoning
+        self.is_slow = False  # what was forced took long to find: more than a device's thread has time for
         self._place = _Place(Phase.TEXT)
         if reasoning is not None and (reasoning.open or reasoning.start_ids):
             self._place = _Place(Phase.REASONING if reasoning.open else Phase.STARTING)
@@ -168,6 +171,9 @@ class Matcher:
         on the host, is written where it is given. Raises GrammarError where the library gives up."""
         shape = len(drafted) - first + 1, num_words(self._compiler.vocab_size)
         masks = (torch.empty(shape, dtype=torch.int32) if out is None else out).fill_(ALL_BITS)
+        if first == 0 and self._is_plain_walk(drafted):
+            self._write_walk(drafted, masks)
+            return masks
         before = place = self._place
         try:
             for length in range(len(drafted) + 1):
@@ -203,7 +209,13 @@ class Matcher:
             return list(reasoning.end_ids[place.num_matched :][:limit]) if self._is_spent(place) else []
         if place.phase is Phase.STARTING or self._matcher is None or place.ended or self._matcher.is_stopped():
             return []
-        forced: list[int] = self._matcher.compute_ff_tokens()[:limit]
+        return self._forced_ids()[:limit]
+
+    def _forced_ids(self) -> list[int]:
+        """All of them, which may be a whole text."""
+        started = time.thread_time()
+        forced: list[int] = [] if self._matcher is None else self._matcher.compute_ff_tokens()
+        self.is_slow = self.is_slow or time.thread_time() - started > SLOW_S
         return forced
 
     def fits(self, ids: Sequence[int]) -> int:
@@ -218,11 +230,53 @@ class Matcher:
         self._back(place, before)
         return count
 
+    def num_allowed(self, ids: Sequence[int]) -> int:
+        """How many of these tokens masks allow, each behind those before it; behind an end all. Fewer than fit where
+        bytes are forced: of their spellings a mask has one. The state stays. Raises GrammarError where the library
+        gives up."""
+        before = place = self._place
+        count = 0
+        try:
+            for token in ids:
+                if place.ended:
+                    return len(ids)
+                after = None if self._is_other_spelling(place, token) else self._after(place, token)
+                if after is None:
+                    break
+                place, count = after, count + 1
+        finally:
+            self._back(place, before)
+        return count
+
+    def first_allowed(self, drafted: Sequence[int], candidates: Iterable[int]) -> int | None:
+        """Of the candidates the first that the mask behind `drafted` allows; where that has but one token for what is
+        forced, that one, asked for or not. None: none of them, or something of `drafted` is forbidden, or behind the
+        end. The state stays. Raises GrammarError where the library gives up."""
+        before = place = self._place
+        try:
+            for token in drafted:
+                after = None if place.ended else self._after(place, token)
+                if after is None:
+                    return None
+                place = after
+            if place.ended:
+                return None
+            if forced := self._forced_at(place, 1) if place.phase is Phase.TEXT else []:
+                return forced[0]
+            for token in candidates:
+                after = None if self._is_other_spelling(place, token) else self._after(place, token)
+                if after is not None:
+                    self._back(after, place)
+                    return token
+            return None
+        finally:
+            self._back(place, before)
+
     def copy(self) -> Matcher:
         """Another in the same state."""
         matcher = None if self._matcher is None else self._matcher.deep_copy()
         other = Matcher(self._compiler, matcher, self._reasoning)
-        other._place = self._place
+        other._place, other.is_slow = self._place, self.is_slow
         return other
 
     def _after(self, place: _Place, token: int) -> _Place | None:
@@ -270,6 +324,21 @@ class Matcher:
             return replace(place, phase=Phase.TEXT, num_matched=0)
         return replace(place, num_matched=len(matched), num_reasoned=place.num_reasoned + 1)
 
+    def _is_other_spelling(self, place: _Place, token: int) -> bool:
+        """Whether the text's next bytes are forced, and this is not the token that a mask has for them."""
+        matcher, reasoning = self._matcher, self._reasoning
+        if matcher is None or place.phase is Phase.REASONING:
+            return False
+        begun: Sequence[int] = ()
+        if place.phase is Phase.STARTING and reasoning is not None:
+            if token == reasoning.start_ids[place.num_matched]:
+                return False
+            begun = reasoning.start_ids[: place.num_matched]
+        held = matcher.try_consume_tokens(list(begun)) if begun else 0
+        forced = self._forced_ids() if held == len(begun) else []
+        self._back(_Place(Phase.TEXT, num_consumed=held), _Place(Phase.TEXT))
+        return bool(forced) and forced[0] != token
+
     def _is_spent(self, place: _Place) -> bool:
         """Whether reasoning has had its tokens."""
         bound = 0 if self._reasoning is None else self._reasoning.max_tokens
@@ -278,6 +347,24 @@ class Matcher:
     def _back(self, place: _Place, before: _Place) -> None:
         count = place.num_consumed - before.num_consumed
         if count and self._matcher is not None and not self._matcher.rollback(count):
+            self._require()
+
+    def _is_plain_walk(self, drafted: Sequence[int]) -> bool:
+        """Whether the library's matcher alone says what may follow: inside the text, no end before the last row."""
+        place, compiler = self._place, self._compiler
+        if self._matcher is None or not drafted or place.phase is not Phase.TEXT or place.ended:
+            return False
+        return not self._matcher.is_stopped() and not any(
+            token in compiler.eos_ids or not 0 <= token < compiler.vocab_size for token in drafted
+        )
+
+    def _write_walk(self, drafted: Sequence[int], masks: Tensor) -> None:  # [drafted + 1, words] int32, all bits set
+        """All rows in one call: a thread that makes masks asks for Python's lock once, not twice a row. The device
+        thread waits for that lock."""
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]  # its stub lacks it
+                masks.data_ptr(), masks.stride(0) * masks.element_size(), list(drafted)
+            )
             self._require()
 
     def _write_mask(self, place: _Place, row: Tensor) -> None:  # [words] int32, all bits set

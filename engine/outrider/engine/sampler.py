@@ -171,8 +171,8 @@ class SequenceSampler:
 
     @property
     def restricted(self) -> bool:
-        """Whether single ids are allowed, banned or biased now."""
-        return self._restricted_always or self.num_output < self.params.min_tokens or self.constrained
+        """Whether single ids are allowed, banned or biased now, other than by a constraint."""
+        return self._restricted_always or self.num_output < self.params.min_tokens
 
     def _known(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size
@@ -212,8 +212,8 @@ def assemble(
     for_argmax: bool = False,
 ) -> RowSampling:
     """Row parameters for a packed batch, in the order of `plans`; for the arg max of every row those that change it."""
-    if for_argmax and token_mask is None and all(is_numeric_only(plan.sampler) for plan in plans):
-        return RowSampling()
+    if for_argmax and not any(plan.sampler.restricted or plan.sampler.penalised for plan in plans):
+        return RowSampling(token_mask=None if token_mask is None else token_mask.to(device, non_blocking=True))
     assembly = _Assembly()
     for plan in plans:
         assembly.add(plan)
@@ -333,7 +333,7 @@ def _mask_of(ids: tuple[int, ...], vocab_size: int) -> Tensor | None:
     wanted = torch.tensor(ids, dtype=torch.int64)  # [ids]
     known = wanted[(wanted >= 0) & (wanted < vocab_size)]
     if not len(known):
-        raise ValueError("none of allowed_token_ids is in the vocabulary")
+        raise ValueError("allowed_token_ids: has none of the vocabulary; allowed: at least one")
     return torch.full((vocab_size,), -torch.inf).index_fill_(0, known, 0.0)
 
 
@@ -360,8 +360,8 @@ def parameters_of(sampler: SequenceSampler) -> dict[str, float]:
 
 
 def is_numeric_only(sampler: SequenceSampler) -> bool:
-    """Whether the columns hold all that a sequence asks for: no single ids, and no penalties."""
-    return not (sampler.restricted or sampler.penalised or sampler.draft_masks is not None)
+    """Whether the columns hold all that a sequence asks for: no single ids, no masks, and no penalties."""
+    return not (sampler.restricted or sampler.constrained or sampler.penalised or sampler.draft_masks is not None)
 
 
 def row_sampling(columns: StagedColumns) -> RowSampling:

@@ -33,6 +33,11 @@ def clear_bit(row: Tensor, token: int) -> None:  # [words] int32
     row.numpy().view("uint32")[token // 32] &= 0xFFFFFFFF ^ (1 << token % 32)
 
 
+def has_bit(row: Tensor, token: int) -> bool:  # [words] int32
+    """Whether a token is allowed."""
+    return bool(row.numpy().view("uint32")[token // 32] >> np.uint32(token % 32) & 1)
+
+
 def allowed_ids(row: Tensor, vocab_size: int) -> set[int]:  # [words] int32
     """The ids whose bits are set."""
     bits = np.unpackbits(row.numpy().view("uint8"), bitorder="little")[:vocab_size]
@@ -64,12 +69,38 @@ class Constraint:
             if early or self._ignored:
                 _hold_back(out[row], (*early, *self._ignored))
 
+    def num_allowed(self, num_output: int, ids: Sequence[int]) -> int:
+        """How many of these tokens, behind `num_output`, its masks allow, each behind those before it. An end that is
+        held back counts as forbidden: what masks say of it depends on what else may follow. 0 where it gives up: its
+        masks will say so."""
+        held = (place for place, token in enumerate(ids) if self._is_held_back(num_output + place, token))
+        try:
+            return self.matcher.num_allowed(ids[: next(held, None)])
+        except ValueError:
+            return 0
+
+    def first_allowed(self, num_output: int, drafted: Sequence[int], candidates: Iterable[int]) -> int | None:
+        """The first of the candidates that the mask behind `num_output` and then `drafted` tokens allows, or what is
+        forced there, candidate or not; None: only the mask says it."""
+        position = num_output + len(drafted)
+        try:
+            tokens = (token for token in candidates if not self._is_held_back(position, token))
+            found = self.matcher.first_allowed(drafted, tokens)
+        except ValueError:
+            return None
+        return None if found is None or self._is_held_back(position, found) else found
+
+    def _is_held_back(self, num_output: int, token: int) -> bool:
+        """Whether a token, behind so many, is an end that may not come unless nothing else may."""
+        is_held = token in self._ignored or (num_output < self._min_tokens and token in self._ends)
+        return is_held and self.holds_ends_back
+
     def forced_after(self, committed: int, drafted: tuple[int, ...], limit: int) -> Sequence[int]:
         """At most `limit` tokens that it forces behind drafted ones, which follow so many committed ones; none where it
         gives up: its masks will say so. A step asks several times."""
         if self._forced[0] != (committed, drafted):
             try:
-                forced = self.matcher.forced(MAX_FORCED, drafted)
+                forced = [] if self.matcher.is_slow else self.matcher.forced(MAX_FORCED, drafted)
             except ValueError:
                 forced = []
             self._forced = (committed, drafted), forced

@@ -20,6 +20,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05  # pause after a failed step, unless a command comes
+MOST_WAIT_S = 3600.0  # without a step: a deadline may lie further away than a queue can wait
 
 Command = TypeVar("Command")
 CommandIn = TypeVar("CommandIn", contravariant=True)
@@ -157,7 +158,7 @@ class Worker(Generic[Command]):
     def _apply(self, wait: float | None) -> bool:
         """Waits as long as the engine asked for, then takes everything that is queued; False to end."""
         try:
-            item = self._queue.get(block=wait != 0.0, timeout=wait)
+            item = self._queue.get(block=wait != 0.0, timeout=None if wait is None else min(wait, MOST_WAIT_S))
             while True:
                 if isinstance(item, _Stop):
                     return False

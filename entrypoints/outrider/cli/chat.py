@@ -168,11 +168,15 @@ def summary(answer: CollectedCompletion) -> str:
     """The numbers of an answer that has ended."""
     stats, usage = answer.speculation, answer.usage
     words = [f"{len(answer.token_ids)} tokens"]
+    if usage is not None and usage.reasoning_tokens:
+        words[0] += f" ({usage.reasoning_tokens} of reasoning)"
     if stats is not None and stats.num_rounds:
         words[0] += f" in {stats.num_rounds} rounds ({len(answer.token_ids) / stats.num_rounds:.2f} a round)"
         drafted = stats.num_draft_tokens
         share = f"{stats.acceptance_rate:.0%} ({stats.num_accepted_tokens}/{drafted})" if drafted else "none drafted"
         words.append(f"acceptance {share}")
+        if stats.num_forced_tokens:
+            words.append(f"forced {stats.num_accepted_forced_tokens}/{stats.num_forced_tokens}")
     words.append(f"{answer.tokens_per_s:.1f} tokens/s")
     if usage is not None:
         words.append(f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached)")
@@ -261,7 +265,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider chat") -> int:
     settings = parse(ChatSettings, sys.argv[1:] if argv is None else argv, prog, DESCRIPTION)
     try:
         tokenizer = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, "--tokenizer")
-        with SyncClient(settings.gateway) as client:
+        with SyncClient(settings.gateway, **settings.access()) as client:
             info = client.info(timeout=ASK_S)
             conversation = Conversation(client, settings.system, settings.options() | settings.given())
             conversation.speculate = settings.speculation

@@ -23,6 +23,7 @@ from outrider.rpc.hub import locate
 from outrider.rpc.logs import setup_logging
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.pair import check_pair
+from outrider.rpc.security import ServerTls
 from outrider.rpc.server import HealthMonitor, build_server, serve_until_signal
 from outrider.rpc.settings import Address, ServerSettings, parse_settings
 from outrider.rpc.telemetry import setup_tracing
@@ -99,6 +100,7 @@ async def _serve(settings: ColocatedSettings) -> None:
             enable_reflection=settings.reflection,
             max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
             max_message_bytes=MAX_REQUEST_BYTES,
+            tls=ServerTls.of(settings),
         )
         await serve_until_signal(server, name="colocated", grace_s=settings.grace_s)
     finally:

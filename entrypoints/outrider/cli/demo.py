@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from pydantic import Field, field_validator
@@ -19,11 +21,12 @@ from outrider.client import SpeculationStats, generate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.proposers.registry import HEADS, MethodNames, check_methods
 from outrider.rpc.errors import OutriderError
+from outrider.target_service.settings import EngineSettings
 
 PROMPT = 'def parse_args(argv):\n    """'
 
 
-class DemoSettings(LocalSettings):
+class DemoSettings(LocalSettings, EngineSettings):
     """What the demo generates, measures and shows."""
 
     section: ClassVar[str] = "demo"
@@ -54,7 +57,8 @@ class DemoSettings(LocalSettings):
 
     def served(self) -> ServeSettings:
         """The services of the demo."""
-        names = ("pair", "method", "head", "threads", "num_draft_tokens", "trace_file", "start_timeout")
+        names = ["pair", "method", "head", "threads", "num_draft_tokens", "trace_file", "start_timeout"]
+        names += [name for name in EngineSettings.model_fields if name in self.model_fields_set]
         return ServeSettings(listen=LOOPBACK, **{name: getattr(self, name) for name in names})
 
 
@@ -96,6 +100,7 @@ def rounds(answer: CollectedCompletion) -> list[str]:
         _line("tokens per round", f"{len(answer.token_ids) / stats.num_rounds:.2f} in {stats.num_rounds} rounds"),
         _line("acceptance", _share(stats.num_accepted_tokens, stats.num_draft_tokens) + " of the drafted tokens"),
         *by_method(stats),
+        *forced(stats),
         _line("  by position", by_position(stats.num_accepted_per_position, stats.num_tested_per_position)),
         _line("control overhead", f"{stats.overhead_us / 1000:.2f} ms a round (median, forward passes left out)"),
     ]
@@ -109,6 +114,13 @@ def by_method(stats: SpeculationStats) -> list[str]:
         f"{name}: {_share(did.num_accepted_tokens, did.num_draft_tokens)}" for name, did in stats.by_method.items()
     )
     return [_line("  by method", ", ".join(shares))]
+
+
+def forced(stats: SpeculationStats) -> list[str]:
+    """What became of tokens that a constraint forced, where one did."""
+    if not stats.num_forced_tokens:
+        return []
+    return [_line("forced tokens", _share(stats.num_accepted_forced_tokens, stats.num_forced_tokens) + " accepted")]
 
 
 def comparison(compared: Comparison) -> list[str]:
@@ -200,9 +212,24 @@ def _show(settings: DemoSettings, painter: Painter, services: Services) -> None:
     if settings.expand:
         with steps(painter, "making the target large: the same function, about 300M parameters", total=2) as advance:
             services.stop(running.gateway, running.target)
-            large = services.start("target", [*served.target_arguments(), "--expand"])
-            running = connect(services, served, running.draft, large, advance)
+            with large_target(served) as arguments:
+                large = services.start("target", arguments)
+                running = connect(services, served, running.draft, large, advance)
         _compare(settings, painter, running.gateway.address)
+
+
+@contextmanager
+def large_target(served: ServeSettings) -> Iterator[list[str]]:
+    """The command line of a target that computes the same function with about 300M parameters, made in memory; for
+    vLLM, which reads it from a folder, in one that lasts until it has."""
+    if served.engine != "vllm":
+        yield [*served.target_arguments(), "--expand"]
+        return
+    from outrider.pairs.expansion import write_expanded
+
+    with TemporaryDirectory(prefix="outrider-demo-") as folder:
+        write_expanded(served.target_folder, Path(folder) / "target")
+        yield served.model_copy(update={"target": Path(folder) / "target"}).target_arguments()
 
 
 def _stream(settings: DemoSettings, painter: Painter, address: str, tokenizer: Tokenizer) -> None:

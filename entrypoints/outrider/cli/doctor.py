@@ -14,16 +14,15 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from outrider.cli.deployment import PROMPT, Deployment, GatewayProbe, Given, PairProbe, look
+from outrider.cli.deployment import PROMPT, Deployment, DeploymentAccessSettings, GatewayProbe, Given, PairProbe, look
 from outrider.cli.diagnosis import PROBLEM, Finding, Limits, diagnose
 from outrider.cli.terminal import fail, load_tokenizer, make_painter, painted, parse
 from outrider.cli.trace import Paint, Span, TracedRequest, TracedRound, legend, sums, unpainted, waterfall
 from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.tracing import TimedSpan, spans_for
 from outrider.planner.policy import Round
-from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.errors import InvalidArgument, OutriderError
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, DraftInfo, ModelInfo, TargetInfo
-from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (
     "Check a running deployment: whether all answer, their versions, weights, tokenizers, kernels and round trips, the "
@@ -34,7 +33,7 @@ DESCRIPTION = (
 GATEWAY = "127.0.0.1:50050"
 
 
-class DoctorSettings(ServiceSettings):
+class DoctorSettings(DeploymentAccessSettings):
     """What is looked at, and from where on a number is a problem."""
 
     section: ClassVar[str] = "doctor"
@@ -79,6 +78,7 @@ class DoctorSettings(ServiceSettings):
             prompt_ids=ids,
             num_draft_tokens=self.num_draft_tokens,
             timeout_s=self.timeout,
+            access=self.deployment_access(),
         )
 
     def limits(self) -> Limits:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider doctor") -> in
     logging.getLogger("outrider").addHandler(logging.NullHandler())  # what a peer lacks is a finding, no line of a log
     try:
         seen = asyncio.run(look(settings.given()))
-    except (OSError, ValueError) as error:
+    except (OutriderError, OSError, ValueError) as error:
         return fail(prog, error)
     found = diagnose(seen, settings.limits())
     if settings.output == "json":

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from outrider.cli.access import AccessSettings
 from outrider.cli.terminal import (
     TokenWriter,
     fail,
@@ -29,13 +30,12 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import PositionLogprobs
 from outrider.rpc.sampling_params import AcceptanceRule, LogprobsMode, SamplingParams, StructuredOutput
-from outrider.rpc.settings import ServiceSettings
 
 # What the protocol's unsigned fields hold; whether a value makes sense is the gateway's to say.
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class RequestSettings(ServiceSettings):
+class RequestSettings(AccessSettings):
     """What both `generate` and `chat` ask of a gateway. What is not given is the model's or the gateway's default; the
     gateway judges the values."""
 
@@ -266,6 +266,7 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
         method=settings.method,
         request_id=settings.request_id,
         model=settings.model,
+        **settings.access(),
         **settings.options(),
         **settings.given(),
     )

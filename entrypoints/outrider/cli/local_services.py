@@ -25,6 +25,7 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.settings import ServiceSettings
 
 LISTENING = re.compile(r"^\S+ listening on (\S+)$", re.MULTILINE)
+PEERS = re.compile(r"^gateway has (its peers)$", re.MULTILINE)  # it shows so to whoever may not ask it
 POLL_S = 0.05
 TERMINATE_S = 4.0  # then SIGKILL
 TAIL_LINES = 12
@@ -131,17 +132,28 @@ class Services:
         self._running.append(service)
         return service
 
+    def private_address(self, name: str) -> str:
+        """Where no other user of the machine comes: a Unix socket in a folder of this user's own."""
+        return f"unix:{Path(self._folder.name) / name}.sock"
+
     def wait(self, service: Service, timeout_s: float) -> str:
         """Waits until a service listens, and returns its address. Raises ServiceFailed if any of them ends."""
+        self._wait_for(service, service.poll, timeout_s, "listen")
+        return service.address
+
+    def wait_ready(self, gateway: Service, timeout_s: float) -> None:
+        """Waits until a gateway has found its target and its draft, if it has one. Raises ServiceFailed as `wait`."""
+        self._wait_for(gateway, lambda: bool(gateway.find(PEERS)), timeout_s, "find its peers")
+
+    def _wait_for(self, service: Service, has_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         end = time.monotonic() + timeout_s
-        while not service.poll():
+        while not has_done():
             self.check()
             if time.monotonic() > end:
                 raise ServiceFailed(
-                    f"the {service.name} did not listen within {timeout_s:g} s. Its last lines:\n{service.tail()}"
+                    f"the {service.name} did not {what} within {timeout_s:g} s. Its last lines:\n{service.tail()}"
                 )
             time.sleep(POLL_S)
-        return service.address
 
     def check(self) -> None:
         """Raises ServiceFailed if one of them has ended."""

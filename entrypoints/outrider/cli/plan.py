@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from outrider.cli.access import ServicesAccessSettings
 from outrider.cli.terminal import fail, one_line, parse, split_ids
 from outrider.cli.virtual_loop import gateway_loop, new_crowd
 from outrider.planner.crowd import Machines
@@ -32,7 +33,6 @@ from outrider.planner.sizing import (
 )
 from outrider.planner.virtual_services import MAX_ROWS, DraftQuality
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.settings import ServiceSettings
 
 DESCRIPTION = (
     "Say what a token takes, which mode is best and how many targets, drafts and gateways a number of streams needs, "
@@ -68,7 +68,7 @@ Costs = Annotated[StepCosts, BeforeValidator(read_costs)]
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], BeforeValidator(split_ids)]
 
 
-class PlanSettings(ServiceSettings):
+class PlanSettings(ServicesAccessSettings):
     """What is planned for."""
 
     section: ClassVar[str] = "plan"
@@ -108,6 +108,8 @@ class PlanSettings(ServiceSettings):
             raise ValueError("--target and --draft are measured together: give both, or neither")
         if self.target is not None and self.acceptance is None and self.tokenizer is None:
             raise ValueError("give --tokenizer, to measure acceptance on --prompt, or --acceptance")
+        if self.target is None and (self.peer_ca is not None or self.target_tls_name or self.draft_tls_name):
+            raise ValueError("--peer-ca and the names of certificates are for --target and --draft that run; give both")
         given = {"target_ms": self.target_ms, "draft_ms": self.draft_ms, "rtt_ms": self.rtt_ms}
         given["acceptance"] = self.acceptance
         missing = ["--" + name.replace("_", "-") for name, value in given.items() if value is None]
@@ -135,13 +137,15 @@ def measured(settings: PlanSettings) -> PlanSettings:
     """With what running services say and show, where nothing else was given. Raises OutriderError and ValueError."""
     import asyncio
 
-    from outrider.cli.plan_measure import measure  # gRPC comes with it
+    from outrider.cli.plan_measure import measure
     from outrider.cli.terminal import load_tokenizer
 
     ids: Sequence[int] = (1, 2, 3, 4)  # where acceptance is given, any tokens will do
     if settings.tokenizer is not None:
         ids = load_tokenizer(settings.tokenizer, "--tokenizer").encode(settings.prompt)
-    found = asyncio.run(measure(str(settings.target), str(settings.draft), ids))
+    found = asyncio.run(
+        measure(str(settings.target), str(settings.draft), ids, settings.target_tls(), settings.draft_tls())
+    )
     if found.cache_tokens and settings.target_kv_kb and not settings.kv_gb:
         settings = settings.model_copy(update={"kv_gb": found.cache_tokens * settings.target_kv_kb * 1e3 / 1e9})
     known = {

@@ -17,6 +17,7 @@ from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import Open
 from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.security import ClientTls
 
 ANSWER_S = 10.0  # until which both services must have answered
 WINDOW, NUM_TOKENS = 4, 128  # drafted tokens of a round, and tokens that are decoded to measure
@@ -34,10 +35,16 @@ class MeasuredPair:
     cache_tokens: int  # whose keys and values the target holds
 
 
-async def measure(target: str, draft: str, prompt_ids: Sequence[int]) -> MeasuredPair:
-    """Decodes one completion. Raises OutriderError where a service does not answer, or they are no pair, and
-    ValueError where the draft proposes nothing."""
-    async with RemoteTargets([target]) as targets, RemoteDrafts([draft]) as drafts:
+async def measure(
+    target: str,
+    draft: str,
+    prompt_ids: Sequence[int],
+    target_tls: ClientTls | None = None,
+    draft_tls: ClientTls | None = None,
+) -> MeasuredPair:
+    """Decodes one completion, over TLS where it is given. Raises OutriderError where a service does not answer, or they
+    are no pair, and ValueError where the draft proposes nothing."""
+    async with RemoteTargets([target], tls=target_tls) as targets, RemoteDrafts([draft], tls=draft_tls) as drafts:
         for name, pool, address in (("target", targets, target), ("draft", drafts, draft)):
             try:
                 await asyncio.wait_for(pool.wait_usable(), ANSWER_S)

@@ -10,13 +10,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from outrider.cli.deployment import PROMPT, Given, probe_gateway, probe_pair
+from outrider.cli.deployment import PROMPT, DeploymentAccessSettings, Given, probe_gateway, probe_pair
 from outrider.cli.terminal import fail, load_tokenizer, parse
 from outrider.gateway.peers.remote import reload_model
-from outrider.rpc.channel import connect
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
-from outrider.rpc.settings import ServiceSettings
+from outrider.rpc.security import open_channel
 
 DESCRIPTION = (
     "Put other weights in a draft's place while it serves. The draft is one that was started with --allow-reload; it "
@@ -26,7 +25,7 @@ DESCRIPTION = (
 GATEWAY = "127.0.0.1:50050"
 
 
-class ReloadSettings(ServiceSettings):
+class ReloadSettings(DeploymentAccessSettings):
     """What is put where, and what is asked before and after."""
 
     section: ClassVar[str] = "reload"
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider reload") -> in
 async def _reload(settings: ReloadSettings) -> None:
     prompt_ids = _prompt_ids(settings)
     before = await _acceptance(settings, prompt_ids)
-    async with connect(settings.draft) as channel:
+    async with open_channel(settings.draft, settings.deployment_access().draft) as channel:
         done = await reload_model(channel, settings.model, settings.timeout)
     print(f"before  {_model(done.before)}: {before}", flush=True)
     went_on = f"{done.num_sequences} open sequence{'' if done.num_sequences == 1 else 's'} went on"
@@ -89,6 +88,7 @@ async def _acceptance(settings: ReloadSettings, prompt_ids: tuple[int, ...]) -> 
         prompt=settings.prompt,
         num_draft_tokens=settings.num_draft_tokens,
         timeout_s=settings.probe_timeout,
+        access=settings.deployment_access(),
     )
     if settings.target:
         pair = await probe_pair(settings.target, settings.draft, prompt_ids, given)

@@ -22,10 +22,10 @@ from outrider.cli.local_services import (
     ServiceFailed,
     Services,
     leave_on_signals,
-    wait_for_peers,
 )
 from outrider.cli.terminal import Advance, Painter, fail, make_painter, parse, steps
 from outrider.engine.token_tree import TokenTree
+from outrider.gateway.auth import Tokens
 from outrider.pairs import pair_path
 from outrider.proposers.registry import (
     HEADS,
@@ -39,7 +39,9 @@ from outrider.proposers.registry import (
 )
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
+from outrider.rpc.security import ServerTls
 from outrider.rpc.server import require_free
+from outrider.rpc.settings import TlsSettings, is_loopback
 from outrider.rpc.vocabulary import has_tokenizer
 from outrider.target_service.settings import EngineSettings
 
@@ -47,10 +49,11 @@ MTP = "mtp"  # its layers may be in the target's own checkpoint
 CACHE_BESIDE_TARGET = 256  # MiB of a draft on the target's GPU
 
 
-class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
-    """Which models, where they run, and where clients come in."""
+class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
+    """Which models, where they run, and where clients come in, and which of them."""
 
     section: ClassVar[str] = "serve"
+    exposed: ClassVar[tuple[str, ...]] = ("listen", "http")
 
     target: Path | None = Field(
         None, description="folder or hub id of the target's checkpoint; also the bare argument (the embedded pair's)"
@@ -77,6 +80,9 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
     http: str = Field("", description="address of the HTTP interface and the live page, as 127.0.0.1:8000 (none)")
     metrics: str = Field(
         "", description="address of the gateway's /metrics; the target's and the draft's have the next two ports (none)"
+    )
+    tokens: Path | None = Field(
+        None, description="YAML file of callers and their bearer tokens: without one nobody is served"
     )
     model_name: str = Field("", description="name to serve the model under (default: the folder's)")
     num_draft_tokens: int | None = Field(None, ge=1, le=128, description="tokens drafted a round (the gateway's: 4)")
@@ -184,7 +190,18 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
             if folder is not None and not (folder / "config.json").is_file():
                 raise ValueError(f"{folder} is no folder of a checkpoint: it has no config.json")
 
-    def target_arguments(self) -> list[str]:
+    @property
+    def is_closed(self) -> bool:
+        """Whether not everybody who reaches the gateway is served: then no other user reaches the other two either."""
+        return self.tls_cert is not None or self.tokens is not None
+
+    def check_access(self) -> None:
+        """OutriderError for files that cannot be used."""
+        ServerTls.of(self)
+        if self.tokens is not None:
+            Tokens(self.tokens)
+
+    def target_arguments(self, listen: str = LOOPBACK) -> list[str]:
         """`outrider target ...`"""
         flags = {
             "model": self.target_folder,
@@ -201,9 +218,9 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
             "trust-remote-code": self.trust_remote_code,
             **self.of_engine(),
         }
-        return ["target", *self._common(LOOPBACK, 1), *_flags(flags)]
+        return ["target", *self._common(listen, 1), *_flags(flags)]
 
-    def draft_arguments(self) -> list[str]:
+    def draft_arguments(self, listen: str = LOOPBACK) -> list[str]:
         """`outrider draft ...`"""
         flags = {
             "method": None if self.drafts_by == "draft_model" else self.drafts_by,
@@ -218,7 +235,7 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
             "max-model-len": self.max_model_len,
             "cache-mb": self.draft_cache_mb or self._cache_beside_target,
         }
-        return ["draft", *self._common(LOOPBACK, 2), *_flags(flags)]
+        return ["draft", *self._common(listen, 2), *_flags(flags)]
 
     def gateway_arguments(self, target: str, draft: str) -> list[str]:
         """`outrider gateway ...`, in front of the target and, if it has an address, the draft."""
@@ -227,6 +244,11 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
             "draft": draft or None,
             "tokenizer": self.target_folder,
             "http": self.http or None,
+            "insecure": self.insecure,
+            "tls-cert": self.tls_cert,
+            "tls-key": self.tls_key,
+            "tls-client-ca": self.tls_client_ca,
+            "tokens": self.tokens,
             "num-draft-tokens": self.num_draft_tokens,
             "mode": self.mode,
             "max-logprobs": self.max_logprobs,
@@ -234,7 +256,8 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings):
             "reasoning-parser": self.reasoning_parser,
             "model-name": self.model_name or None,
         }
-        return ["gateway", *self._common(self.listen, 0), *_flags(flags)]
+        names = [f"--tls-client-name={name}" for name in self.tls_client_name]
+        return ["gateway", *self._common(self.listen, 0), *_flags(flags), *names]
 
     @property
     def _cache_beside_target(self) -> int | None:
@@ -304,6 +327,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "outrider serve") -> int
     leave_on_signals()
     painter = make_painter(settings.plain)
     try:
+        settings.check_access()
         settings = settings.located()
         require_free(settings.listen, settings.http, *(settings.metrics_address(place) for place in range(3)))
         with Services(shows_logs=settings.log_format is not None) as services:
@@ -323,8 +347,9 @@ def starting(painter: Painter, settings: ServeSettings) -> AbstractContextManage
 
 def start(services: Services, settings: ServeSettings, advance: Advance) -> Running:
     """Starts all and returns when the gateway has found the others."""
-    draft = services.start("draft", settings.draft_arguments()) if settings.has_draft else None
-    target = services.start("target", settings.target_arguments())  # both load at the same time
+    at = {name: services.private_address(name) if settings.is_closed else LOOPBACK for name in ("draft", "target")}
+    draft = services.start("draft", settings.draft_arguments(at["draft"])) if settings.has_draft else None
+    target = services.start("target", settings.target_arguments(at["target"]))  # both load at the same time
     if draft is not None:
         advance(f"draft listens on {services.wait(draft, settings.start_timeout)}")
     return connect(services, settings, draft, target, advance)
@@ -340,7 +365,7 @@ def connect(
         "gateway", settings.gateway_arguments(target.address, "" if draft is None else draft.address)
     )
     address = services.wait(gateway, timeout)
-    wait_for_peers(address, timeout, services.check, draft is not None)
+    services.wait_ready(gateway, timeout)
     advance(f"gateway listens on {address}")
     return Running(draft, target, gateway)
 
@@ -363,13 +388,17 @@ def watch(running: Running, painter: Painter) -> int:
 def welcome(settings: ServeSettings, running: Running) -> list[str]:
     """What to do next."""
     address = running.gateway.address
+    scheme, access = ("http", "") if settings.tls_cert is None else ("https", " --peer-ca CA")
+    access += " --peer-cert CERT --peer-key KEY" if settings.tls_client_ca is not None else ""
+    access += " --token-file FILE" if settings.tokens is not None else ""
     lines = [
         f"serving {settings.target_folder}, {'; '.join(_drafts(settings))}",
-        f"  chat      outrider chat --gateway {address}",
-        f'  complete  outrider generate --gateway {address} "Once upon a time" --max-tokens 64',
+        f"  chat      outrider chat --gateway {address}{access}",
+        f'  complete  outrider generate --gateway {address}{access} "Once upon a time" --max-tokens 64',
     ]
     if http := running.http:
-        lines += [f"  OpenAI    http://{http}/v1", f"  live page http://{http}/"]
+        lines.append(f"  OpenAI    {scheme}://{http}/v1")
+        lines += [f"  live page {scheme}://{http}/"] if is_loopback(http) and settings.tokens is None else []
     lines += [f"  metrics   http://{address}/metrics" for address in running.metrics]
     if settings.trace_file is not None:
         lines.append(f"  traces    outrider trace {settings.trace_file}")

@@ -444,6 +444,7 @@ def heading(request: TracedRequest) -> Iterator[str]:
             + (f", the first after {first * 1e3:.1f} ms" if isinstance(first, float) else "")
             + f", then {_finish(root.attributes)}"
         )
+        yield from _constraint(request, root)
     if request.num_rounds:
         rule = "" if root is None else f", {root.attributes.get(names.REQUEST_ACCEPTANCE, '')} acceptance"
         policies = dict.fromkeys(str(one.span.attributes.get(names.ROUND_POLICY, "")) for one in request.rounds)
@@ -451,6 +452,14 @@ def heading(request: TracedRequest) -> Iterator[str]:
             f"  {request.num_rounds} rounds, {request.total(names.ROUND_EMITTED) / request.num_rounds:.2f} tokens a "
             f"round, {_accepted(request)}{rule}, mode {' then '.join(filter(None, policies)) or 'not known'}"
         )
+
+
+def _constraint(request: TracedRequest, root: Span) -> Iterator[str]:
+    """Which constraint the output had, and what that took; nothing without one."""
+    kind = root.attributes.get(names.REQUEST_CONSTRAINT)
+    if kind is not None:
+        compiled, masked = root.number(names.REQUEST_COMPILE_US), request.total(names.ROUND_MASK_US)
+        yield f"  constraint {kind}, compiled in {compiled / 1e3:.1f} ms; steps waited {masked / 1e3:.1f} ms for masks"
 
 
 def overview(requests: Sequence[TracedRequest]) -> Iterator[str]:
@@ -475,8 +484,9 @@ def _share(request: TracedRequest) -> str:
 
 
 def _accepted(request: TracedRequest) -> str:
-    share = _share(request)
-    return share if share == NOT_DRAFTED else f"accepted {share}"
+    share, forced = _share(request), request.total(names.ROUND_FORCED)
+    accepted = f", forced {request.total(names.ROUND_FORCED_ACCEPTED)}/{forced}" if forced else ""
+    return (share if share == NOT_DRAFTED else f"accepted {share}") + accepted
 
 
 def _finish(attributes: dict[str, object]) -> str:

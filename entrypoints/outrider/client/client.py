@@ -16,7 +16,8 @@ from outrider.client.request import build_request, request_metadata
 from outrider.client.resume import NO_RETRY, Resumption, Retry, Route, addresses_of
 from outrider.client.types import GatewayInfo, Part, decode_info
 from outrider.rpc.channel import connect, connect_blocking
-from outrider.rpc.errors import OutriderError, from_rpc_error
+from outrider.rpc.errors import OutriderError
+from outrider.rpc.status import from_rpc_error
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
 
@@ -31,11 +32,17 @@ class _Gateways:
         address: str | Sequence[str],
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        server_name: str = "",
+        token: str = "",
         retry: Retry | None = None,
     ) -> None:
-        self._channels = [self._connect(one, credentials=credentials) for one in addresses_of(address)]
+        """`credentials` are for TLS, `server_name` is what the certificate must have in the host's place, and `token`
+        says to the gateway who asks."""
+        self._channels = [
+            self._connect(one, credentials=credentials, server_name=server_name) for one in addresses_of(address)
+        ]
         self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
-        self._retry = retry or Retry()
+        self._retry, self._token = retry or Retry(), token
         self._index = 0  # of the gateway that answered last
 
     def _route(self, timeout: float | None, retry: Retry | None = None) -> Route:
@@ -67,7 +74,7 @@ class Client(_Gateways):
         while True:
             try:
                 answer = await self._stubs[route.index].GetGatewayInfo(
-                    pb.GetGatewayInfoRequest(), timeout=route.remaining
+                    pb.GetGatewayInfoRequest(), timeout=route.remaining, metadata=request_metadata(token=self._token)
                 )
             except grpc.aio.AioRpcError as error:
                 await asyncio.sleep(route.failed(from_rpc_error(error)))
@@ -87,7 +94,7 @@ class Client(_Gateways):
         `build_request`. Closing the iterator ends the request."""
         resumption = Resumption(build_request(prompt, **options))
         route = self._route(timeout)
-        metadata = request_metadata(traceparent)
+        metadata = request_metadata(traceparent, self._token)
         while True:
             call = self._stubs[route.index].Generate(resumption.begin(), timeout=route.remaining, metadata=metadata)
             try:
@@ -132,7 +139,9 @@ class SyncClient(_Gateways):
         route = self._route(timeout, NO_RETRY)
         while True:
             try:
-                answer = self._stubs[route.index].GetGatewayInfo(pb.GetGatewayInfoRequest(), timeout=route.remaining)
+                answer = self._stubs[route.index].GetGatewayInfo(
+                    pb.GetGatewayInfoRequest(), timeout=route.remaining, metadata=request_metadata(token=self._token)
+                )
             except grpc.RpcError as error:
                 route.failed(from_rpc_error(error))
             else:
@@ -153,7 +162,7 @@ class SyncClient(_Gateways):
         """The parts in the caller's own thread; what ends the waiting is handed to `on_stop`."""
         stopped = threading.Event()
         on_stop(stopped.set)
-        resumption, metadata = Resumption(request), request_metadata(traceparent)
+        resumption, metadata = Resumption(request), request_metadata(traceparent, self._token)
         route = self._route(timeout)
         while not stopped.is_set():
             call = self._stubs[route.index].Generate(resumption.begin(), timeout=route.remaining, metadata=metadata)
@@ -183,13 +192,16 @@ def generate(
     timeout: float | None = None,
     traceparent: str = "",
     retry: Retry | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
+    server_name: str = "",
+    token: str = "",
     **options: Any,
 ) -> Iterator[Part]:
     """One request of a SyncClient of its own: one connection a call."""
     request = build_request(prompt, **options)
 
     def iterate(on_stop: _OnStop) -> Iterator[Part]:
-        with SyncClient(address, retry=retry) as client:
+        with SyncClient(address, credentials=credentials, server_name=server_name, token=token, retry=retry) as client:
             yield from client.parts(request, timeout, traceparent, on_stop)
 
     return Background(iterate).items()

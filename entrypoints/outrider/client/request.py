@@ -257,9 +257,10 @@ def _with_near_miss(name: str) -> str:
     return f"{name} (is {near[0]} meant?)" if near else name
 
 
-_TRACEPARENT = "traceparent"
+_TRACEPARENT, _AUTHORIZATION = "traceparent", "authorization"
 
 
-def request_metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
-    """What goes with a request: its trace's context."""
-    return ((_TRACEPARENT, traceparent),) if traceparent else ()
+def request_metadata(traceparent: str = "", token: str = "") -> tuple[tuple[str, str], ...]:
+    """What goes with a request: its trace's context, and who asks."""
+    given = ((_TRACEPARENT, traceparent), (_AUTHORIZATION, token and f"Bearer {token}"))
+    return tuple((key, value) for key, value in given if value)

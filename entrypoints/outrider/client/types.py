@@ -48,6 +48,8 @@ class SpeculationStats:
     mode: str = ""  # of the last round
     num_rounds_by_mode: Mapping[str, int] = field(default_factory=dict)
     by_method: Mapping[str, MethodStats] = field(default_factory=dict)  # what each method drafted
+    num_forced_tokens: int = 0  # that a constraint forced, and were verified: num_draft_tokens does not count them
+    num_accepted_forced_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -150,6 +152,8 @@ def _decode_stats(stats: pb.SpeculationStats) -> SpeculationStats:
             one.method: MethodStats(one.num_drafts, one.num_draft_tokens, one.num_accepted_tokens)
             for one in stats.by_method
         },
+        num_forced_tokens=stats.num_forced_tokens,
+        num_accepted_forced_tokens=stats.num_accepted_forced_tokens,
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import field, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
+import grpc
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic.dataclasses import dataclass
 
@@ -131,6 +132,12 @@ def _generation(override: Mapping[str, Any]) -> Mapping[str, Any]:
     return override
 
 
+def _credentials(value: object) -> Any:
+    if not isinstance(value, grpc.ChannelCredentials | None):
+        raise TypeError(f"credentials must be of grpc.ssl_channel_credentials(...), or None; got {value!r:.100}")
+    return value
+
+
 Folder = Annotated[Path | None, BeforeValidator(_folder)]
 Size = Annotated[Integer | None, integer(1, or_none=True)]
 FlagOrDefault = Annotated[Flag, OrDefault]
@@ -143,6 +150,9 @@ class EngineArguments:
 
     model: Folder = None
     gateway: str | None = None
+    credentials: Annotated[Any, BeforeValidator(_credentials)] = None  # of grpc's: TLS to the gateway
+    server_name: Annotated[str, OrDefault] = ""  # that its certificate has, in place of its host
+    token: Annotated[str, OrDefault] = field(default="", repr=False)  # by which it knows this caller
     tokenizer: Folder = None
     trust_remote_code: FlagOrDefault = False
     allow_code: FlagOrDefault = False  # speculative_config may name a class, which is imported and run
@@ -192,6 +202,8 @@ class EngineArguments:
     def __post_init__(self) -> None:
         if (self.model is None) == (self.gateway is None):
             raise ValueError("LLM takes a model's folder or hub id, or gateway='host:port' of one that runs")
+        if self.gateway is None and (self.credentials is not None or self.server_name or self.token):
+            raise ValueError("credentials, server_name and token are shown to a gateway; give gateway='host:port', too")
 
     def located(self) -> EngineArguments:
         """With folders in place of hub ids. Raises ModelNotFound, a ValueError."""

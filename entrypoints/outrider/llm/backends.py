@@ -188,6 +188,9 @@ MAX_CALLS = 64  # at once; a gateway refuses what it cannot queue
 # Keywords that this process decides; all others are the services' own.
 OWN = (
     "gateway",
+    "credentials",
+    "server_name",
+    "token",
     "tokenizer",
     "seed",
     "max_logprobs",
@@ -288,10 +291,10 @@ def attach(
     if arguments.per_request_spec_decode_metrics == "detailed":
         raise Unsupported("LLM(gateway=...): per_request_spec_decode_metrics is 'none' or 'summary' over a gateway")
     speculation = speculation_options(config, arguments.mode or "")
-    address = arguments.gateway or ""
 
     async def connect() -> Client:
-        return Client(address)
+        access: dict[str, Any] = {name: getattr(arguments, name) for name in ("credentials", "server_name", "token")}
+        return Client(arguments.gateway or "", **access)
 
     client = runtime.run(connect())
     try:
@@ -369,6 +372,8 @@ def _tally_of(stats: SpeculationStats) -> SpeculationTally:
         num_drafts=stats.num_drafts,
         num_draft_tokens=stats.num_draft_tokens,
         num_accepted_tokens=stats.num_accepted_tokens,
+        num_forced_tokens=stats.num_forced_tokens,
+        num_accepted_forced_tokens=stats.num_accepted_forced_tokens,
         accepted_per_position=list(stats.num_accepted_per_position),
         tested_per_position=list(stats.num_tested_per_position),
         method=stats.method,

@@ -27,7 +27,15 @@ from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
 from outrider.llm.metrics import Metric, Statistics
 from outrider.llm.outputs import OutputBuilder, RequestOutput
-from outrider.llm.sampling_params import SamplingParams, params_per_prompt, seeded, to_wire, with_guided
+from outrider.llm.sampling_params import (
+    SamplingParams,
+    own_name,
+    params_per_prompt,
+    reasoning_options,
+    seeded,
+    to_wire,
+    with_guided,
+)
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument
 from outrider.rpc.messages import ModelInfo
@@ -85,6 +93,7 @@ class JobMaker:
             text=prompt.text if prompt.token_ids is None else None,
             token_ids=prompt.token_ids,
             sampling=seeded(sampling, arguments.seed, number),
+            reasoning=reasoning_options(params),
             max_tokens_given=False,  # as in vLLM a completion ends where the context does
             speculation=replace(
                 backend.speculation,
@@ -321,7 +330,7 @@ class LLM:
                 for _ in with_progress(ended, len(jobs), use_tqdm):
                     pass
         except InvalidArgument as error:
-            raise ValueError(error.message) from error
+            raise ValueError(own_name(error.message)) from error
         return [job.builder.output for job in jobs]
 
     def _tokenizer(self, what: str) -> Tokenizer:

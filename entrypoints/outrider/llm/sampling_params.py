@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf
 from pydantic.dataclasses import dataclass
 
+from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.llm.structured_outputs import GuidedDecodingParams, StructuredOutputsParams, of_guided_options
 from outrider.llm.validation import (
     CONFIG,
@@ -154,7 +155,9 @@ class SamplingParams:
     bad_words: Texts = None
     extra_args: Annotated[Any, absent("no plug-in reads them")] = None
     skip_reading_prefix_cache: Annotated[Flag | None, Field(description="True or False")] = None
-    thinking_token_budget: Annotated[Any, absent("it is not there")] = None
+    thinking_token_budget: Annotated[  # 0, which vLLM takes, is none of a target's bounds
+        Integer | None, Field(ge=1, description="an integer of at least 1, -1 (no bound), or None"), MinusOneIsNone
+    ] = None
     repetition_detection: Annotated[Any, absent("it is not there; use the penalties")] = None
     logprob_token_ids: Annotated[Any, absent("the chosen and the most probable ids are reported")] = None
     watermarking: Annotated[Any, absent("it would change the distribution")] = None
@@ -220,6 +223,17 @@ def to_wire(params: SamplingParams, mode: LogprobsMode, max_logprobs: int, max_m
     if params.structured_outputs is not None:
         wire["structured_output"] = params.structured_outputs.constraint()
     return WireSampling(**wire)
+
+
+def reasoning_options(params: SamplingParams) -> ReasoningOptions | None:
+    """How long the model may reason; None where nothing is said of it."""
+    budget = params.thinking_token_budget
+    return None if budget is None else ReasoningOptions(max_tokens=budget)
+
+
+def own_name(message: str) -> str:
+    """A refusal with the field as it is called here."""
+    return message.replace("reasoning.max_tokens", "thinking_token_budget")
 
 
 def seeded(sampling: WireSampling, seed: int | None, number: int) -> WireSampling:

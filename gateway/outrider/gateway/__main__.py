@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
+from outrider.gateway.auth import Tokens
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.addresses import Addresses
+from outrider.gateway.peers.canary import Canary
 from outrider.gateway.peers.handshake import check_tokenizer, vocabulary_for
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.peers.moving import MovingDrafts
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
+from outrider.gateway.peers.untrusted import UntrustedDrafts
 from outrider.gateway.servicer import SERVICE_NAME, GenerationServicer
 from outrider.gateway.siblings import Siblings
 from outrider.gateway.speculation.backends import Drafter
@@ -40,12 +43,14 @@ from outrider.proposers.registry import (
 from outrider.rpc.channel import MAX_MESSAGE_BYTES
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError
 from outrider.rpc.hub import ModelNotFound, locate
+from outrider.rpc.interceptors import Gate
 from outrider.rpc.logs import setup_logging
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS, DraftInfo, TargetInfo
 from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
+from outrider.rpc.security import ClientTls, ServerTls
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
-from outrider.rpc.settings import Address, ServerSettings, VllmMetrics, parse_settings
+from outrider.rpc.settings import Address, PeerSettings, ServerSettings, VllmMetrics, is_loopback, parse_settings
 from outrider.rpc.stream import StreamConfig
 from outrider.rpc.telemetry import setup_tracing
 from outrider.rpc.vocabulary import TokenizerFile
@@ -56,13 +61,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ROOM_WAIT_S = 15.0  # where other gateways fill the targets: by its own requests alone one sends no more than they take
 STREAMS_BESIDE = 64  # calls beside generation that are always let in: health, reflection, info
 
 
-class GatewaySettings(ServerSettings, MethodSettings):
+class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
     """What a gateway is told at start, besides what all services are."""
 
     section: ClassVar[str] = "gateway"
+    exposed: ClassVar[tuple[str, ...]] = ("listen", "http")
 
     target: list[str] = Field(
         min_length=1,
@@ -75,7 +82,14 @@ class GatewaySettings(ServerSettings, MethodSettings):
         f"{', '.join(TOKEN_METHODS)}, package.module.Class",
     )
     tokenizer: Path = Field(description="Folder of the target's checkpoint, for its tokenizer, or its hub id: ORG/NAME")
+    target_tls_name: str = Field(
+        default="", description="Name (SAN) that the targets' certificates must have (default: the host of the address)"
+    )
+    draft_tls_name: str = Field(default="", description="The same of the drafts'")
     listen: Address = "127.0.0.1:50050"
+    tokens: Path | None = Field(
+        default=None, description="YAML file of callers and their bearer tokens: without one nobody is served"
+    )
     processes: int = Field(
         default=1,
         ge=1,
@@ -86,6 +100,15 @@ class GatewaySettings(ServerSettings, MethodSettings):
     http: str = Field(
         default="",
         description="Address of the OpenAI-compatible HTTP interface, /metrics and the live page; empty: none",
+    )
+    operator_paths: bool | None = Field(
+        default=None,
+        description="The live page and /metrics at the HTTP address, too (default: if this machine alone reaches it)",
+    )
+    max_connection_age_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="After which a gRPC connection takes no new calls, so that its client connects again; 0: never",
     )
     num_draft_tokens: int = Field(default=4, ge=0, le=MAX_DRAFT_TOKENS, description="Tokens drafted a round")
     draft_tokens_by_batch: str = Field(
@@ -102,6 +125,16 @@ class GatewaySettings(ServerSettings, MethodSettings):
     draft_patience_ms: int = Field(
         default=500, ge=0, le=MAX_PATIENCE_MS, description="How long a round waits for its draft, at most"
     )
+    untrusted_draft: bool = Field(
+        default=False,
+        description="Believe no draft: under rejection its weights are ignored, and it is not told the request's seed",
+    )
+    canary_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds between two runs of the canary, a prompt by which targets of equal arithmetic are held "
+        "against one another; 0: none",
+    )
     max_active: int = Field(default=64, ge=1, description="Sequences (prompts times n) that run at once")
     max_waiting: int = Field(default=256, ge=0, description="Sequences that may wait; more are refused")
     max_admitted_tokens: int | None = Field(
@@ -109,6 +142,13 @@ class GatewaySettings(ServerSettings, MethodSettings):
         ge=1,
         description="Tokens of prompts and max_tokens that run and wait together; not given: half a context for each "
         "sequence that may",
+    )
+    caller_share: float = Field(
+        default=0.75,
+        gt=0,
+        le=1,
+        description="How much one caller may take of the sequences and tokens that others leave; callers are told "
+        "apart by their salt, else by their host",
     )
     max_request_bytes: int = Field(
         default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Largest request, over gRPC or HTTP"
@@ -135,6 +175,9 @@ class GatewaySettings(ServerSettings, MethodSettings):
     )
     sse_keep_alive_s: float = Field(
         default=15.0, ge=0, description="Silence after which a stream over HTTP gets a comment; 0: never"
+    )
+    stall_s: float = Field(
+        default=60.0, gt=0, description="How long a client may read nothing while more is held back for it"
     )
     log_requests: Literal["off", "counts", "prompts"] = Field(
         default="off",
@@ -258,7 +301,12 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
     tokenizer.tool_parser = settings.tool_parser
     metrics = _metrics(settings)
     streams = {role: None if metrics is None else metrics.stream_config(role) for role in ("target", "draft")}
-    targets = RemoteTargets(settings.target, lambda info: _check_target(tokenizer, info), streams["target"])
+    targets = RemoteTargets(
+        settings.target,
+        lambda info: _check_target(tokenizer, info),
+        streams["target"],
+        tls=ClientTls.of(settings, settings.target_tls_name),
+    )
     drafts = _drafts(settings, tokenizer, targets, streams["draft"])
     if isinstance(drafts, RemoteDrafts):
         targets.on_model = drafts.recheck
@@ -271,6 +319,9 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
         max_active=settings.max_active,
         max_waiting=settings.max_waiting,
         max_admitted_tokens=settings.max_admitted_tokens,
+        caller_share=settings.caller_share,
+        max_running_tokens=lambda: targets.max_open_tokens,
+        room_wait_s=ROOM_WAIT_S,
         model_name=settings.model_name,
         max_logprobs=settings.max_logprobs,
         reasoning_parser=settings.reasoning_parser,
@@ -279,8 +330,10 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
         trace_rounds=settings.trace_rounds,
     )
     engine = _engine(settings, tokenizer, targets, drafts, config, metrics)
-    server = _build(settings, engine, targets, reuse_port=siblings is not None)
-    http = await _start_http(settings, engine, server, siblings)
+    tls = ServerTls.of(settings)
+    tokens = None if settings.tokens is None else Tokens(settings.tokens)
+    server = _build(settings, engine, targets, tls, tokens, reuse_port=siblings is not None)
+    http = await _start_http(settings, engine, server, siblings, tls, tokens)
     async with AsyncExitStack() as stack:
         if metrics is not None:
             from outrider.rpc.metrics import exported
@@ -302,10 +355,14 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
             )
         )
         reporting = [] if siblings is None else [asyncio.create_task(siblings.report(server.health))]
+        if settings.canary_s:
+            reporting.append(asyncio.create_task(Canary(targets, settings.canary_s).run()))
         try:
             await asyncio.wait((startup, serving), return_when=asyncio.FIRST_COMPLETED)
             if startup.done():
                 startup.result()  # raises where the models are no pair
+                if siblings is None:  # else its output is its supervisor's
+                    print("gateway has its peers", flush=True)
             await serving
         finally:
             for task in (startup, serving, *reporting):
@@ -346,7 +403,12 @@ def _engine(
 
 
 async def _start_http(
-    settings: GatewaySettings, engine: GenerationEngine, server: Server, siblings: Siblings | None
+    settings: GatewaySettings,
+    engine: GenerationEngine,
+    server: Server,
+    siblings: Siblings | None,
+    tls: ServerTls | None,
+    tokens: Tokens | None,
 ) -> HttpServer | None:
     """Nothing of HTTP is imported unless it is served."""
     if not settings.http:
@@ -355,7 +417,8 @@ async def _start_http(
     from outrider.gateway.http.protocol import HttpOptions
 
     wanted = settings.per_request_spec_decode_metrics
-    options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s, wanted)
+    shows_all = is_loopback(settings.http) if settings.operator_paths is None else settings.operator_paths
+    options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s, wanted, shows_all, settings.stall_s)
     http = HttpServer(
         engine,
         settings.http,
@@ -363,6 +426,8 @@ async def _start_http(
         grace_s=settings.grace_s,
         options=options,
         siblings=siblings,
+        tls=tls,
+        tokens=tokens,
     )
     await http.start()
     print(f"gateway http on {http.address}", flush=True)
@@ -389,16 +454,27 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         raise FailedPrecondition(f"cannot load a tokenizer from {folder}: {error}") from error
 
 
-def _build(settings: GatewaySettings, engine: GenerationEngine, targets: RemoteTargets, *, reuse_port: bool) -> Server:
+def _build(
+    settings: GatewaySettings,
+    engine: GenerationEngine,
+    targets: RemoteTargets,
+    tls: ServerTls | None,
+    tokens: Tokens | None,
+    *,
+    reuse_port: bool,
+) -> Server:
     health = HealthMonitor([SERVICE_NAME], probe=targets.wait_usable, is_ready=lambda: targets.usable)
     return build_server(
         settings.listen,
         [SERVICE_NAME],
-        GenerationServicer(engine).register,
+        GenerationServicer(engine, settings.stall_s).register,
         health=health,
         enable_reflection=settings.reflection,
         max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
         max_message_bytes=settings.max_request_bytes,
+        max_connection_age_s=settings.max_connection_age_s,
+        tls=tls,
+        interceptors=() if tokens is None else (Gate(tokens.check_call),),
         health_address=settings.health,
         reuse_port=reuse_port,
     )
@@ -421,7 +497,9 @@ def _drafts(
     def offer(info: DraftInfo) -> TokenizerFile | None:
         return vocabulary_for(info, targets.info.model, tokenizer)
 
-    return MovingDrafts(settings.draft, check, streams, offer=offer)
+    tls = ClientTls.of(settings, settings.draft_tls_name)
+    drafts = UntrustedDrafts if settings.untrusted_draft else MovingDrafts
+    return drafts(settings.draft, check, streams, offer=offer, tls=tls)
 
 
 def _check_target(tokenizer: Tokenizer, info: TargetInfo) -> None:
@@ -430,12 +508,13 @@ def _check_target(tokenizer: Tokenizer, info: TargetInfo) -> None:
 
 
 async def _start_peers(stack: AsyncExitStack, targets: RemoteTargets, drafts: Drafter | None) -> None:
-    """Connects to the drafts once a target can be used. FailedPrecondition where every target, or every draft, answers
-    and none may be used; one among others, or a later one, counts as absent."""
+    """Connects to the drafts once a target can be used, and returns when both can. FailedPrecondition where every
+    target, or every draft, answers and none may be used; one among others, or a later one, counts as absent."""
     _require(await targets.wait_admitted())
     if isinstance(drafts, RemoteDrafts):
         await stack.enter_async_context(drafts)
         _require(await drafts.wait_attempted())
+        await drafts.wait_usable()
 
 
 def _require(refusal: FailedPrecondition | None) -> None:

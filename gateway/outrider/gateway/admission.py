@@ -1,19 +1,20 @@
-"""How much work is let in: the sequences that run and wait, and the tokens that all of them may still take. Who waits
-is let in by priority, the lowest number first, then by arrival."""
+"""How much work is let in: the sequences that run and wait, and the tokens that all of them may still take. One caller
+has a share of that alone, so that there is room for who comes next. Who waits is let in as the FairQueue says."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.gateway.fair_queue import FairQueue
+from outrider.planner.estimates import Departures
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 
 MAX_REQUEST_BYTES = 4 << 20  # of one message or body
-RETRY_AFTER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,14 @@ class AdmissionCost:
 
     num_sequences: int = 0  # one for each completion
     num_tokens: int = 0  # of the prompt, and max_tokens of every completion
+    caller: str = ""  # whose share it is a part of
 
     def __add__(self, other: AdmissionCost) -> AdmissionCost:
-        return AdmissionCost(self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens)
+        num_sequences, num_tokens = self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens
+        return AdmissionCost(num_sequences, num_tokens, self.caller or other.caller)
 
     def __sub__(self, other: AdmissionCost) -> AdmissionCost:
-        return AdmissionCost(self.num_sequences - other.num_sequences, self.num_tokens - other.num_tokens)
+        return self + AdmissionCost(-other.num_sequences, -other.num_tokens)
 
 
 class AdmissionGate(Protocol):
@@ -38,26 +41,37 @@ class AdmissionGate(Protocol):
 
 
 class Admission:
-    """Lets `max_active` sequences run and `max_waiting` wait, of at most `max_tokens()` tokens together; refuses more
-    at once. A request of more sequences than may run waits until it is alone."""
+    """Lets `max_active` sequences of `max_running_tokens()` run and `max_waiting` wait, of at most `max_tokens()`
+    together; one caller has no more than its `share` of what others leave. Refuses more at once. A request that is
+    larger than what may run waits until it is alone."""
 
-    def __init__(self, max_active: int, max_waiting: int, max_tokens: Callable[[], int] = lambda: sys.maxsize) -> None:
-        self._max_active, self._max_tokens = max_active, max_tokens
+    def __init__(
+        self,
+        max_active: int,
+        max_waiting: int,
+        max_tokens: Callable[[], int] = lambda: sys.maxsize,
+        max_running_tokens: Callable[[], int] = lambda: sys.maxsize,
+        share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_active, self._max_tokens, self._max_running_tokens = max_active, max_tokens, max_running_tokens
         self._max_sequences = max_active + max_waiting
-        self._admitted = AdmissionCost()  # what runs and waits
-        self._num_active = 0
-        self._num_arrived = 0
-        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []  # priority, arrival, sequences
+        self._share, self._clock = share, clock
+        self._admitted, self._running = AdmissionCost(), AdmissionCost()  # what runs and waits; what runs
+        self._of_callers: dict[str, AdmissionCost] = {}  # what runs and waits, by caller
+        self._queue: FairQueue[tuple[asyncio.Future[None], AdmissionCost]] = FairQueue()
+        self._departures = Departures()
+        self.on_turn: Callable[[float], None] = lambda waited_s: None
 
     @property
     def num_active(self) -> int:
         """Sequences that run."""
-        return self._num_active
+        return self._running.num_sequences
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait."""
-        return self._admitted.num_sequences - self._num_active
+        return self._admitted.num_sequences - self._running.num_sequences
 
     @property
     def num_tokens(self) -> int:
@@ -66,17 +80,16 @@ class Admission:
 
     def require_room(self, work: AdmissionCost) -> None:
         """ResourceExhausted with a time to come back if it cannot be let in now, InvalidArgument if it never can."""
-        wanted, tokens = self._admitted + work, self._max_tokens()
-        sequences = "sequences (max_active and max_waiting together)"
+        tokens, held = self._max_tokens(), self._of_callers.get(work.caller, AdmissionCost())
         if work.num_sequences > self._max_sequences:
-            raise _too_large("n", f"asks for {work.num_sequences} completions", f"{self._max_sequences} {sequences}")
+            allowed = f"{self._max_sequences} sequences (max_active and max_waiting together)"
+            raise _too_large("n", f"asks for {work.num_sequences} completions", allowed)
         if work.num_tokens > tokens:
             asked = f"asks for {work.num_tokens} tokens in all, of prompts and max_tokens"
             raise _too_large("sampling.max_tokens", asked, f"{tokens} (max_admitted_tokens)")
-        if wanted.num_sequences > self._max_sequences:
-            raise _busy(f"{wanted.num_sequences} sequences", f"{self._max_sequences} {sequences}", "SEQUENCES")
-        if wanted.num_tokens > tokens:
-            raise _busy(f"{wanted.num_tokens} tokens", f"{tokens} tokens (max_admitted_tokens)", "TOKENS")
+        all_of_it, mine = self._admitted + work, held + work
+        self._check("sequences", all_of_it.num_sequences, mine.num_sequences, work.num_sequences, self._max_sequences)
+        self._check("tokens", all_of_it.num_tokens, mine.num_tokens, work.num_tokens, tokens)
 
     async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
         """Waits until the work may run; who was let in gives it back by `leave`, in parts or as a whole."""
@@ -86,54 +99,85 @@ class Admission:
     def reserve(self, work: AdmissionCost) -> None:
         """Admits the work, or raises as `require_room` does; `wait_turn` has to follow."""
         self.require_room(work)
-        self._admitted += work
+        if not self._of_callers:
+            self._departures.since = self._clock()
+        self._change(work)
 
     async def wait_turn(self, work: AdmissionCost, priority: int = 0) -> None:
         """Waits until what was reserved may run; a wait that is given up gives it back."""
-        self._num_arrived += 1
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, self._num_arrived, work.num_sequences, future))
+        began = self._clock()
+        if not self._queue.num_waiting and self._fits(work):
+            self._running += work
+            self.on_turn(0.0)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ticket = self._queue.add((turn, work), work.caller, work.num_tokens, priority, began)
         self._let_in()
         try:
-            await future
+            await turn
         except asyncio.CancelledError:
-            if not future.cancelled():
-                self._num_active -= work.num_sequences  # it was let in within the same turn
-            elif len(self._waiting) > 2 * sum(not entry[3].done() for entry in self._waiting):
-                self._waiting = [entry for entry in self._waiting if not entry[3].done()]
-                heapq.heapify(self._waiting)
+            self._queue.remove(ticket)
+            if not turn.cancelled():
+                self._running -= work  # it was let in within the same turn of the event loop
             self.give_back(work)
             raise
+        self.on_turn(self._clock() - began)
 
     def leave(self, work: AdmissionCost) -> None:
         """Work that ran is done."""
-        self._num_active -= work.num_sequences
+        self._running -= work
         self.give_back(work)
 
     def give_back(self, work: AdmissionCost) -> None:
-        """Work that was reserved will not run."""
-        self._admitted -= work
+        """Work that was reserved will not run, or has."""
+        self._change(AdmissionCost(caller=work.caller) - work)
+        self._departures.add(work.num_sequences, work.num_tokens, self._clock())
         self._let_in()
 
+    def _change(self, by: AdmissionCost) -> None:
+        self._admitted += by
+        mine = self._of_callers.pop(by.caller, AdmissionCost()) + by
+        if mine.num_sequences or mine.num_tokens:
+            self._of_callers[by.caller] = mine
+
+    def _fits(self, work: AdmissionCost) -> bool:
+        running = self._running + work
+        within = running.num_sequences <= self._max_active and running.num_tokens <= self._max_running_tokens()
+        return within or not self._running.num_sequences
+
     def _let_in(self) -> None:
-        """No one overtakes the first: a large request is not starved by small ones."""
-        while self._waiting:
-            _, _, num_sequences, future = self._waiting[0]
-            if not future.done():
-                if self._num_active and self._num_active + num_sequences > self._max_active:
-                    return
-                self._num_active += num_sequences
-                future.set_result(None)
-            heapq.heappop(self._waiting)
+        """As many of those that wait as there is room for."""
+        while self._queue.num_waiting and self._running.num_sequences < self._max_active:
+            ticket = self._queue.first(self._clock())
+            turn, work = ticket.item
+            if turn.done():  # it has given up, and not come to say so
+                self._queue.remove(ticket)
+            elif self._fits(work):
+                self._queue.let_in(ticket)
+                self._running += work
+                turn.set_result(None)
+            else:
+                self._queue.hold(ticket)
+                return
+
+    def _check(self, what: str, wanted: int, mine: int, asked: int, limit: int) -> None:
+        """Of sequences or tokens: with this request there would be `wanted`, of its caller `mine`. Who has none yet may
+        have all that is left, others their share of what is not other callers'."""
+        most = int(self._share * (limit - wanted + mine))
+        if wanted > limit:
+            names = "max_admitted_tokens" if what == "tokens" else "max_active and max_waiting together"
+            reason, missing = f"TOO_MANY_{what.upper()}", wanted - limit
+            problem, allowed = f"there would be {wanted}", f"{limit} {what} ({names})"
+        elif mine > max(most, asked):
+            reason, missing = "CALLER_SHARE", mine - most
+            problem = f"its caller would have {mine}"
+            allowed = f"{most} {what}, its share (caller_share) of what others leave"
+        else:
+            return
+        wait_ms = self._departures.wait_ms(*((0, missing) if what == "tokens" else (missing, 0)), self._clock())
+        message = f"with this request {problem} {what} running and waiting; allowed: at most {allowed}"
+        raise ResourceExhausted(message, reason=reason, retry_after_ms=wait_ms)
 
 
 def _too_large(field: str, problem: str, allowed: str) -> InvalidArgument:
     return InvalidArgument.of([Violation(field, f"{problem}; allowed: at most {allowed}")])
-
-
-def _busy(wanted: str, allowed: str, what: str) -> ResourceExhausted:
-    return ResourceExhausted(
-        f"with this request there would be {wanted} running and waiting; allowed: at most {allowed}",
-        reason=f"TOO_MANY_{what}",
-        retry_after_ms=RETRY_AFTER_MS,
-    )

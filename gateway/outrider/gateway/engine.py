@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -12,26 +13,20 @@ from dataclasses import dataclass, field, replace
 from opentelemetry import trace
 
 from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
+from outrider.gateway.learning import Learned, limits_of
 from outrider.gateway.prediction import PREDICTION, predictor
-from outrider.gateway.request import (
-    GenerationDelta,
-    GenerationRequest,
-    Prepared,
-    TokenUsage,
-    no_such_model,
-    prepare,
-)
+from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, no_such_model, prepare
 from outrider.gateway.request_log import RequestLog, log_refusal
 from outrider.gateway.speculation.backends import Drafter, Verifier
-from outrider.gateway.speculation.contest import SharedTrials
 from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
+from outrider.gateway.speculation.retry_budget import Retries
 from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.gateway.text.reasoning import AUTO, find_markers
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
-from outrider.planner.forecast import SharedStats, VerifyCosts
-from outrider.planner.policy import AHEAD, Limits, MethodShare, Mode, Policy, PolicyController, Round, SpeculationTally
+from outrider.planner.forecast import VerifyCosts
+from outrider.planner.policy import MethodShare, Policy, PolicyController, Round, SpeculationTally
 from outrider.proposers.prediction import PredictionState
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError
 from outrider.rpc.logs import OnceWarnings
@@ -53,6 +48,7 @@ class RequestRun:
     eos_token_ids: tuple[int, ...]
     most_drafted: Callable[[], int] | None  # by the target itself, at present
     on_draft_stop: Callable[[str], None]
+    retries: Retries | None = None
     new_controller: Callable[[], PolicyController | None] = lambda: None
     drivers: list[SpeculationDriver] = field(default_factory=list)  # of the completions that have started
 
@@ -100,6 +96,7 @@ class Completion:
             driver_out=run.drivers,
             on_draft_stop=run.on_draft_stop,
             controller=run.new_controller(),
+            retries=run.retries,
         )
         async with aclosing(rounds):
             async for item in rounds:
@@ -151,6 +148,7 @@ class Completion:
             text=cut.text,
             reasoning=cut.reasoning,
             token_ids=commit.ids[: cut.num_ids],
+            num_reasoning=cut.num_reasoning,
             origins=commit.origins[: cut.num_ids],
             logprobs=commit.logprobs[: cut.num_ids],
             finish_reason=cut.finish_reason,
@@ -206,36 +204,15 @@ class EngineConfig:
     max_active: int = 64  # sequences that run at once
     max_waiting: int = 256  # sequences that may wait
     max_admitted_tokens: int | None = None  # of all these; None: half a context for each
+    caller_share: float = 1.0  # of what others leave of both, that one caller may have
+    max_running_tokens: Callable[[], int] | None = None  # of all targets; None: as the target says; 0: any number
+    room_wait_s: float = 0.0  # that a request which may run waits for a target with room
     model_name: str = ""  # empty: the target's
     reasoning_parser: str = AUTO  # how the model tells its reasoning apart: by what the tokenizer has; NONE: not
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
     log_requests: str = "off"  # "counts": a line of the log for each at its end; "prompts": with its prompt
     trace_rounds: int = MAX_TRACED_ROUNDS  # of a completion, with spans of their own
     trust_traceparent: bool = False  # a client's trace is gone on with, recorded where it says so
-
-
-@dataclass(slots=True)
-class Learned:
-    """What the requests of one pair of models learn together: those of the same methods, since drafts differ in what
-    they take and in how often they are right; what a verification takes all of them."""
-
-    pair: tuple[str, str]  # the digests of target and draft
-    costs: VerifyCosts
-    by_methods: dict[tuple[str, ...], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
-
-    def of(self, methods: tuple[str, ...], at_target: bool = False) -> tuple[SharedStats, SharedTrials]:
-        """Of requests that are drafted for by these; by none: the draft's default."""
-        if methods not in self.by_methods:
-            stats = SharedStats(self.costs)
-            if at_target:
-                stats.between.add(0.0)  # no wire is between: nothing has to be measured
-            self.by_methods[methods] = stats, SharedTrials()
-        return self.by_methods[methods]
-
-    @property
-    def stats(self) -> SharedStats:
-        """Of the draft's default, else of what was asked for first."""
-        return (self.by_methods.get(()) or next(iter(self.by_methods.values())))[0]
 
 
 class GenerationEngine:
@@ -252,11 +229,13 @@ class GenerationEngine:
         self.tokenizer, self.verifier, self.drafter = tokenizer, verifier, drafter
         self._predictor = predictor(drafter)
         self.config = config or EngineConfig()
-        self.admission = Admission(self.config.max_active, self.config.max_waiting, self._max_admitted_tokens)
+        limits = self._max_admitted_tokens, self._max_running_tokens, self.config.caller_share
+        self.admission = Admission(self.config.max_active, self.config.max_waiting, *limits)
         self._markers = find_markers(tokenizer, self.config.reasoning_parser)
         self._tracer = tracer
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
         self._num_running = 0  # sequences
+        self._retries = Retries(self.config.max_active)
         self._known: Learned | None = None  # of the last pair
 
     @property
@@ -282,7 +261,7 @@ class GenerationEngine:
         except (OutriderError, asyncio.CancelledError) as error:
             self._tell_refusal(request, error, loop.time() - began)
             raise
-        left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens)
+        left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens, request.account)
         try:
             if prepared.model_digest != self.verifier.info.model.digest:  # another one is served since
                 prepared = await self._prepare(request)
@@ -298,7 +277,7 @@ class GenerationEngine:
             self.admission.leave(left)
 
     async def _admit(self, request: GenerationRequest, gate: AdmissionGate, deadline: float | None) -> Prepared:
-        self.admission.require_room(AdmissionCost(1))  # before anything is spent on it
+        self.admission.require_room(AdmissionCost(1, 0, request.account))  # before anything is spent on it
         if request.model not in ("", self.model_name):
             raise no_such_model(request.model, self.model_name)
         prepared = await self._prepare(request)
@@ -340,6 +319,7 @@ class GenerationEngine:
         timer = None if deadline is None else loop.call_at(deadline, _expire, run)
         error: BaseException | None = None
         self._num_running += prepared.request.n
+        self._retries.num_sequences += prepared.request.n
         try:
             merged = merge([Completion(run, index).deltas() for index in range(prepared.request.n)])
             async with aclosing(merged):
@@ -374,7 +354,7 @@ class GenerationEngine:
     def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
         drafter = self._drafter_for(prepared)
         k = prepared.num_draft_tokens if drafter is not None or prepared.at_target else 0
-        policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms())
+        policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms(), room_s=self.config.room_wait_s)
         recorded = root is not None and root.recording
         schedule = self.config.schedule
         return RequestRun(
@@ -389,6 +369,7 @@ class GenerationEngine:
             eos_token_ids=self.verifier.info.model.eos_token_ids,
             most_drafted=None if schedule is None else lambda: schedule.num_draft_tokens(self._num_running),
             on_draft_stop=self._draft_warnings.warn,
+            retries=self._retries,
         )
 
     def _drafter_for(self, prepared: Prepared) -> Drafter | None:
@@ -401,27 +382,11 @@ class GenerationEngine:
         return self._predictor if prepared.methods == (PREDICTION,) and PREDICTION not in methods else self.drafter
 
     def _new_controller(self, prepared: Prepared, base: Policy, explains: bool) -> Controller | None:
-        """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it
-        is not switched off, and the target waits for its draft. `explains`: a trace is to say what it chose by."""
-        fixed = prepared.request.speculation.num_draft_tokens is not None
-        weighs = prepared.acceptance.weighs and not prepared.sampling.greedy
-        modes = {
-            "auto": (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES),
-            "chains": (Mode.CHAINS,),
-            "branches": (Mode.BRANCHES,),
-        }.get(prepared.mode, ())
-        if not modes:
-            return None
-        modes = tuple(mode for mode in modes if not (weighs and mode is Mode.BRANCHES)) or (Mode.CHAINS,)
-        if not prepared.can_run_ahead:
-            modes = tuple(mode for mode in modes if mode not in AHEAD)
-        if fixed:
-            modes = tuple(mode for mode in modes if mode is not Mode.OFF)
-        adapts = prepared.mode == "auto" and not fixed
-        most = max(base.num_draft_tokens, self.config.max_draft_tokens) if adapts else base.num_draft_tokens
+        """None where nothing is to be chosen. `explains`: a trace is to say what it chose by."""
         info = self.verifier.info
-        most = min(most, info.max_window)
-        limits = Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)
+        limits = limits_of(prepared, base, self.config.max_draft_tokens, info.max_window)
+        if limits is None:
+            return None
         draft = None if self.drafter is None else self.drafter.info
         known = self._known.pair if self._known is not None else ("", "")
         pair = info.model.digest, known[1] if draft is None else draft.model.digest  # a draft may come back
@@ -437,6 +402,10 @@ class GenerationEngine:
             return self.config.max_admitted_tokens
         num_active, num_waiting = self.config.max_active, self.config.max_waiting
         return self.verifier.info.model.max_model_len * max(num_active, (num_active + num_waiting) // 2)
+
+    def _max_running_tokens(self) -> int:
+        of_all = self.config.max_running_tokens
+        return (self.verifier.info.model.max_open_tokens if of_all is None else of_all()) or sys.maxsize
 
     def _round_trips_us(self) -> float:
         return 0.0 if self.drafter is None else self.drafter.round_trip_us

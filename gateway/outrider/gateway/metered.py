@@ -11,9 +11,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from prometheus_client import Histogram
-
-from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
+from outrider.gateway.admission import AdmissionGate
 from outrider.gateway.engine import GenerationEngine, RequestRun
 from outrider.gateway.metrics import Exemplar, GatewayMetrics
 from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
@@ -44,8 +42,7 @@ class MeteredEngine(GenerationEngine):
     ) -> None:
         super().__init__(*arguments, **options)
         self.metrics = metrics or GatewayMetrics()
-        limits = self.config.max_active, self.config.max_waiting, self._max_admitted_tokens
-        self.admission = _MeteredAdmission(*limits, self.metrics.queue_time)
+        self.admission.on_turn = self.metrics.queue_time.observe
         self.metrics.attach(self, vllm_names)
         self._demand = _DraftDemand(lambda: None if self._known is None else self._known.stats, self._forecast)
         self._watches: dict[int, _Watch] = {}  # of requests under way, by the identity of each
@@ -217,6 +214,7 @@ class _Watch:
             self._modes[index] = closed.mode
             metrics.mode_changes.labels(closed.mode).inc()
         metrics.num_generation_tokens += num_tokens
+        metrics.num_reasoning_tokens += delta.num_reasoning
         if index in self._num_first:
             seconds = closed.total_us * 1e-6
             self._decoding_s[index] += seconds
@@ -262,17 +260,3 @@ class _Watch:
         """The caller went away."""
         if self._num_left:
             self._metrics.success.labels("abort").inc(self._num_left)
-
-
-class _MeteredAdmission(Admission):
-    """Times the wait."""
-
-    def __init__(self, max_active: int, max_waiting: int, max_tokens: Callable[[], int], queue_time: Histogram) -> None:
-        super().__init__(max_active, max_waiting, max_tokens)
-        self._queue_time = queue_time
-
-    async def wait_turn(self, work: AdmissionCost, priority: int = 0) -> None:
-        """As the base's."""
-        began = time.monotonic()
-        await super().wait_turn(work, priority)
-        self._queue_time.observe(time.monotonic() - began)

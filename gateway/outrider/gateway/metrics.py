@@ -47,8 +47,9 @@ class GatewayMetrics(Metrics):
         self.failure = self.counter("request_failure", "Requests that failed after their first delivery", "code")
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of ended completions, once a request")
         self.cached_tokens = self.counter("prompt_tokens_cached", "Of them, found in the target's prefix cache")
-        self.num_generation_tokens = 0
+        self.num_generation_tokens = self.num_reasoning_tokens = 0
         self.read_counter("generation_tokens", "Tokens returned", lambda: self.num_generation_tokens)
+        self.read_counter("reasoning_tokens", "Of them, those of reasoning", lambda: self.num_reasoning_tokens)
         self.first_token = self.histogram("time_to_first_token_seconds", "From request to first token", WAITS_S)
         self.inter_token = self.local_histogram(
             "inter_token_latency_seconds", "From one commit with tokens to the next", _TOKENS_S
@@ -96,6 +97,8 @@ class GatewayMetrics(Metrics):
             "position",
             lambda: _by_place(drafts.tested),
         )
+        self.read_counter("forced_tokens", "Tokens verified that constraints forced", lambda: drafts.num_forced)
+        self.read_counter("forced_tokens_accepted", "Of them, accepted", lambda: drafts.num_accepted_forced)
         self.read_counters(
             "spec_decode_windows",
             "Rounds with a draft, by when the window came that they verified",
@@ -150,6 +153,8 @@ class DraftCounts:
     num_plain: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
+    num_forced: int = 0  # by constraints; drafted ones do not count them
+    num_accepted_forced: int = 0
     num_wanted: int = 0
     accepted: list[int] = field(default_factory=list)  # by place in the window: from its first accepted token on
     tested: list[int] = field(default_factory=list)  # ... and from the first window that reached it on
@@ -158,6 +163,8 @@ class DraftCounts:
         """One verification."""
         num_drafted, num_accepted = closed.commit.num_drafted, closed.commit.num_accepted
         self.rounds[closed.mode] = self.rounds.get(closed.mode, 0) + 1
+        self.num_forced += closed.commit.num_forced
+        self.num_accepted_forced += closed.commit.num_accepted_forced
         if not num_drafted:
             self.num_plain += 1
             return
@@ -237,6 +244,7 @@ class _ReplicaCollector(Collector):
         breaker = GaugeMetricFamily(f"{start}_breaker_open", "1 while it rests after failures", labels=labels)
         round_trip = GaugeMetricFamily(f"{start}_round_trip_seconds", "Smoothed", labels=labels)
         reopens = CounterMetricFamily(f"{start}_reopens", "Streams opened after the first", labels=labels)
+        disagrees = GaugeMetricFamily(f"{start}_disagrees", "1 where the canary found it to", labels=labels)
         for role, replica in _replicas(self._engine):
             place = role, replica.address
             up.add_metric(place, replica.usable)
@@ -245,7 +253,8 @@ class _ReplicaCollector(Collector):
             breaker.add_metric(place, replica.breaker.open)
             round_trip.add_metric(place, replica.round_trip_us * 1e-6)
             reopens.add_metric(place, max(0, replica.num_streams - 1))
-        yield from (up, sequences, load, breaker, round_trip, reopens, self._infos())
+            disagrees.add_metric(place, replica.disagrees)
+        yield from (up, sequences, load, breaker, round_trip, reopens, disagrees, self._infos())
 
     def _infos(self) -> InfoMetricFamily:
         infos = InfoMetricFamily(f"{PREFIX}_replica", "What computes at a replica; kernels torch-*: the slow way")

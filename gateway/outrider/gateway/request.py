@@ -10,14 +10,13 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from outrider.gateway.admission import AdmissionCost
 from outrider.gateway.methods import check_method_names, check_methods
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, prediction_ids
 from outrider.gateway.text.bad_words import with_bad_words
-from outrider.gateway.text.chat import chat_text
+from outrider.gateway.text.chat import chat_ids
 from outrider.gateway.text.reasoning import ReasoningMarkers, ReasoningOptions, ReasoningPlan
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer, encode_bounded
 from outrider.gateway.text.tools.calls import ToolCallDelta
@@ -103,6 +102,8 @@ class GenerationRequest:
     model_digest: str = ""  # resumes, too: of the model that began; empty: any
     model: str = ""  # by name; empty: the one that is served
     salt: str = ""
+    caller: str = ""  # whom its credential names
+    peer: str = ""  # the host that it came from; empty: this process
     timeout_s: float | None = None  # what remains of the caller's deadline
     traceparent: str = ""
     call: ServerCall | None = None  # None: in this process
@@ -110,6 +111,12 @@ class GenerationRequest:
     tool_choice: Any = None  # in OpenAI's form: auto, none, required, or a function; None: auto
     parallel_tool_calls: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+
+    @property
+    def account(self) -> str:
+        """Whose share of the room it takes: its credential's, else its salt's, else its host's."""
+        named = (("caller", self.caller), ("salt", self.salt), ("peer", self.peer))
+        return next((f"{kind} {name}" for kind, name in named if name), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,7 @@ class GenerationDelta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     reasoning: str = ""  # what the model wrote before its answer; no part of the text
     token_ids: tuple[int, ...] = ()
+    num_reasoning: int = 0  # of them, that are reasoning
     origins: tuple[TokenOrigin, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     finish_reason: FinishReason | None = None  # set in the last delta, as are the next four
@@ -192,7 +200,7 @@ class Prepared:
     def work(self) -> AdmissionCost:
         """What is admitted for it: completions share their prompt."""
         n = self.request.n
-        return AdmissionCost(n, len(self.prompt_ids) + n * self.sampling.max_tokens)
+        return AdmissionCost(n, len(self.prompt_ids) + n * self.sampling.max_tokens, self.request.account)
 
     def output_ids(self, index: int) -> tuple[int, ...]:
         """What the client already has of a completion."""
@@ -409,8 +417,7 @@ async def encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_le
         return "token_ids.ids", request.token_ids
     if request.messages is None:
         return "text", await encode_bounded("text", request.text or "", max_model_len, tokenizer.encode)
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    return "chat", await encode_bounded("chat", chat_text(request, tokenizer), max_model_len, encode)
+    return "chat", await chat_ids(request, tokenizer, max_model_len)
 
 
 def _capped(sampling: SamplingParams, room: int) -> SamplingParams:

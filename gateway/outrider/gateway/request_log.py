@@ -24,6 +24,7 @@ class RequestLog:
         self._began = time.monotonic()
         self._first_s: float | None = None
         self._num_output = self._num_cached = self._num_drafted = self._num_accepted = self._num_rounds = 0
+        self._num_reasoning = self._num_forced = 0
         self._finish_reasons: list[str] = []
 
     def add_delta(self, delta: GenerationDelta) -> None:
@@ -31,6 +32,7 @@ class RequestLog:
         if delta.token_ids and self._first_s is None:
             self._first_s = time.monotonic() - self._began
         self._num_output += len(delta.token_ids)
+        self._num_reasoning += delta.num_reasoning
         if delta.finish_reason is not None:
             self._finish_reasons.append(delta.finish_reason.name.lower())
         if delta.usage is not None:
@@ -39,6 +41,7 @@ class RequestLog:
             self._num_rounds += delta.tally.num_rounds
             self._num_drafted += delta.tally.num_draft_tokens
             self._num_accepted += delta.tally.num_accepted_tokens
+            self._num_forced += delta.tally.num_forced_tokens
 
     def end(self, error: BaseException | None = None) -> None:
         """Writes the line: a warning where the fault is ours. Counts of rounds are of completions that have ended."""
@@ -55,9 +58,11 @@ class RequestLog:
             "num_prompt_tokens": len(prepared.prompt_ids),
             "num_cached_tokens": self._num_cached,
             "num_output_tokens": self._num_output,
+            "num_reasoning_tokens": self._num_reasoning,
             "num_rounds": self._num_rounds,
             "num_draft_tokens": self._num_drafted,
             "num_accepted_tokens": self._num_accepted,
+            "num_forced_tokens": self._num_forced,
             "first_token_s": self._first_s,
             "duration_s": duration_s,
             **prompt,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
+from urllib.parse import unquote
 
+from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.methods import offered
 from outrider.gateway.prediction import decode_prediction
@@ -30,8 +33,8 @@ TRACEPARENT = "traceparent"
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves GenerationService with an engine."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: GenerationEngine, stall_s: float = 60.0) -> None:
+        self._engine, self._stall_s = engine, stall_s  # how long a client may read nothing
 
     def register(self, server: Any) -> None:
         """Adds this servicer to a server."""
@@ -41,9 +44,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
         generation = decode_request(request, self._engine.verifier.info.model.default_sampling)
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context), call=CALL)
+        generation = replace(generation, peer=_host(context.peer()))
+        if (caller := CALLER.get()) is not None:
+            generation = caller.own(generation)
         async with aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
-                await context.write(await written(delta.num_logprobs, encode_delta, delta))
+                response = await written(delta.num_logprobs, encode_delta, delta)
+                async with asyncio.timeout(self._stall_s):
+                    await context.write(response)
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
         """Describes the gateway and its peers."""
@@ -116,12 +124,7 @@ def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:
     elif delta.stop_token_id is not None:
         out.stop_token_id = delta.stop_token_id
     if delta.usage is not None:
-        out.usage.prompt_tokens = delta.usage.prompt_tokens
-        out.usage.completion_tokens = delta.usage.completion_tokens
-        out.usage.cached_tokens = delta.usage.cached_tokens
-        out.usage.accepted_prediction_tokens = delta.usage.accepted_prediction_tokens
-        out.usage.rejected_prediction_tokens = delta.usage.rejected_prediction_tokens
-        out.usage.reasoning_tokens = delta.usage.reasoning_tokens
+        out.usage.CopyFrom(pb.Usage(**asdict(delta.usage)))
     if delta.tally is not None:
         out.speculation.CopyFrom(_encode_tally(delta.tally, delta.acceptance))
     return out
@@ -145,6 +148,8 @@ def _encode_tally(tally: SpeculationTally, acceptance: AcceptanceRule) -> pb.Spe
         num_drafts=tally.num_drafts,
         num_draft_tokens=tally.num_draft_tokens,
         num_accepted_tokens=tally.num_accepted_tokens,
+        num_forced_tokens=tally.num_forced_tokens,
+        num_accepted_forced_tokens=tally.num_accepted_forced_tokens,
         num_accepted_per_position=tally.accepted_per_position,
         num_tested_per_position=tally.tested_per_position,
         acceptance=int(acceptance),  # type: ignore[arg-type]  # the numbers are the protocol's
@@ -152,15 +157,7 @@ def _encode_tally(tally: SpeculationTally, acceptance: AcceptanceRule) -> pb.Spe
         method=tally.method,
         mode=tally.mode,
         num_rounds_by_mode=tally.rounds_by_mode,
-        by_method=[
-            pb.MethodStats(
-                method=method,
-                num_drafts=did.num_drafts,
-                num_draft_tokens=did.num_draft_tokens,
-                num_accepted_tokens=did.num_accepted_tokens,
-            )
-            for method, did in tally.by_method.items()
-        ],
+        by_method=[pb.MethodStats(method=method, **asdict(did)) for method, did in tally.by_method.items()],
     )
 
 
@@ -172,3 +169,9 @@ def _remaining_s(context: Any) -> float | None:
 
 def _traceparent(context: Any) -> str:
     return next((str(value) for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
+
+
+def _host(peer: str) -> str:
+    """Of "ipv4:HOST:PORT" and its like, as HTTP has it."""
+    kind, _, address = peer.partition(":")
+    return peer if kind == "unix" else unquote(address.rpartition(":")[0]).strip("[]")

@@ -55,6 +55,7 @@ def spans_for(closed: Round) -> tuple[TimedSpan, ...]:
         attributes[names.ROUND_POLICY] = closed.mode
     if closed.drafted_by:
         attributes[names.ROUND_METHODS] = tuple(share.method for share in closed.drafted_by)
+    attributes |= constraint_numbers(closed)
     attributes |= {f"{names.CONTROLLER}.{name}": value for name, value in closed.inputs.items()}
     if commit.chain is not None:
         attributes[names.ROUND_CHAIN] = commit.chain
@@ -72,6 +73,17 @@ def spans_for(closed: Round) -> tuple[TimedSpan, ...]:
             laid.append(TimedSpan(name, start, end))
             end = start
     return (TimedSpan(names.SPAN_ROUND, closed.started, closed.ended, attributes), *reversed(laid))
+
+
+def constraint_numbers(closed: Round) -> dict[str, int]:
+    """What a constraint did in a round; nothing of one without."""
+    commit = closed.commit
+    found = {
+        names.ROUND_FORCED: commit.num_forced,
+        names.ROUND_FORCED_ACCEPTED: commit.num_accepted_forced,
+        names.ROUND_MASK_US: commit.timings.mask_us,
+    }
+    return {name: number for name, number in found.items() if number}
 
 
 @dataclass(slots=True)
@@ -98,6 +110,7 @@ class RoundSums:
                 names.ROUNDS_QUEUE_US: timings.queue_us,
                 names.ROUNDS_VERIFY_US: timings.verify_us,
                 names.ROUNDS_SAMPLE_US: timings.sample_us,
+                **constraint_numbers(closed),
             }
         )
 
@@ -127,7 +140,7 @@ class RequestTrace:
         self._max_rounds = max_rounds
         self._num_rounds: Counter[int] = Counter()  # by completion
         self._summed: dict[int, RoundSums] = {}
-        self._num_chunks = self._num_output = 0
+        self._num_chunks = self._num_output = self._num_reasoning = self._compile_us = 0
         self._finish_reasons: list[str] = []
         self.span = _server_span(tracer, request, model_name, trust_traceparent)
         self._context = trace.set_span_in_context(self.span)
@@ -156,6 +169,7 @@ class RequestTrace:
         """One round with its parts; after `max_rounds` of a completion, its share of a sum."""
         if not self.recording:
             return
+        self._compile_us += closed.commit.timings.compile_us
         self._num_rounds[completion] += 1
         if self._num_rounds[completion] > self._max_rounds:
             self._summed.setdefault(completion, RoundSums(closed.started)).add(closed)
@@ -177,6 +191,7 @@ class RequestTrace:
             self.span.set_attribute(names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, seconds)
         self._num_chunks += bool(delta.token_ids)
         self._num_output += len(delta.token_ids)
+        self._num_reasoning += delta.num_reasoning
         if delta.finish_reason is not None:
             self._finish_reasons.append(delta.finish_reason.name.lower())
         if delta.usage is not None:
@@ -189,6 +204,10 @@ class RequestTrace:
             for completion, summed in self._summed.items():
                 self._start(summed.span(completion), self._context).end(self._ns(summed.ended))
             self.span.set_attribute(names.GEN_AI_USAGE_OUTPUT_TOKENS, self._num_output)
+            if self._num_reasoning:
+                self.span.set_attribute(names.GEN_AI_USAGE_REASONING_TOKENS, self._num_reasoning)
+            if self._compile_us:
+                self.span.set_attribute(names.REQUEST_COMPILE_US, self._compile_us)
             self.span.set_attribute(names.GEN_AI_RESPONSE_FINISH_REASONS, tuple(self._finish_reasons))
             _tell_end(self.span, self._call, error, self._num_chunks > 0)
         self.span.end()

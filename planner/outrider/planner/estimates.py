@@ -4,7 +4,7 @@ target takes by its rows."""
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from math import prod
@@ -30,6 +30,71 @@ class RunningMean:
     def or_else(self, default: float) -> float:
         """The mean, or a default before the first sample."""
         return self.value if self.weight else default
+
+
+WAIT_MS, LEAST_WAIT_MS, MOST_WAIT_MS = 1000, 50, 60_000
+
+
+@dataclass(slots=True)
+class Departures:
+    """How fast work leaves what is busy: the time that the last ones took, by sequences and by tokens. Who is told to
+    come back counts until as many have left: of those refused at a time each is told a later one."""
+
+    seconds: float = 0.0
+    num_sequences: float = 0.0
+    num_tokens: float = 0.0
+    since: float = 0.0  # the last one, or that it became busy
+    num_refused: int = 0
+
+    def add(self, num_sequences: int, num_tokens: int, now: float) -> None:
+        """So much has left."""
+        fade = 1 - 1 / MEMORY
+        self.seconds, self.since = fade * self.seconds + now - self.since, now
+        self.num_sequences = fade * self.num_sequences + num_sequences
+        self.num_tokens = fade * self.num_tokens + num_tokens
+        self.num_refused = max(0, self.num_refused - num_sequences)
+
+    def wait_ms(self, num_sequences: int, num_tokens: int, now: float) -> int:
+        """When to come back, who is refused because so much is to leave before."""
+        self.num_refused += 1
+        each_s = (self.seconds + now - self.since) / max(self.num_sequences, 1e-9)
+        by_tokens_s = (self.seconds + now - self.since) * num_tokens / max(self.num_tokens, 1e-9)
+        wait_s = max(each_s * num_sequences, by_tokens_s) + each_s * (self.num_refused - 1)
+        return WAIT_MS if not self.num_sequences else round(min(max(1000 * wait_s, LEAST_WAIT_MS), MOST_WAIT_MS))
+
+
+class OpenWork:
+    """Sequences that are open by their keys, of at most `max_sequences` and together `max_tokens` (0: any number)."""
+
+    def __init__(self, max_sequences: int, max_tokens: int = 0) -> None:
+        self._max_sequences, self._max_tokens = max_sequences, max_tokens
+        self._tokens: dict[Hashable, int] = {}
+        self._departures = Departures()
+
+    def problem(self, num_tokens: int) -> str:
+        """Why one more, of so many tokens (0: whatever it takes), is not let in; empty where it is. One alone is."""
+        count, total = len(self._tokens), sum(self._tokens.values()) + num_tokens
+        if count >= self._max_sequences:
+            return f"{count} sequences are open already"
+        if self._max_tokens and num_tokens and count and total > self._max_tokens:
+            return f"with it {total} tokens would be open, of prompts and max_tokens; allowed: {self._max_tokens}"
+        return ""
+
+    def wait_ms(self, num_tokens: int, now: float) -> int:
+        """When to come back, who was not."""
+        missing = sum(self._tokens.values()) + num_tokens - self._max_tokens if self._max_tokens else 0
+        return self._departures.wait_ms(int(len(self._tokens) >= self._max_sequences), max(0, missing), now)
+
+    def add(self, key: Hashable, num_tokens: int, now: float) -> None:
+        """One is open."""
+        if not self._tokens:
+            self._departures.since = now
+        self._tokens[key] = num_tokens
+
+    def remove(self, key: Hashable, now: float) -> None:
+        """It is no more, if it was."""
+        if (num_tokens := self._tokens.pop(key, None)) is not None:
+            self._departures.add(1, num_tokens, now)
 
 
 @dataclass(slots=True)

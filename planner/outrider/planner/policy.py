@@ -76,6 +76,8 @@ class SpeculationTally:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_forced_tokens: int = 0  # by constraints; drafted ones do not count them
+    num_accepted_forced_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     tested_per_position: list[int] = field(default_factory=list)
     overheads_us: list[int] = field(default_factory=list)
@@ -88,6 +90,8 @@ class SpeculationTally:
         """Counts a round; a plain step is a round without a draft."""
         commit = closed.commit
         self.num_rounds += 1
+        self.num_forced_tokens += commit.num_forced
+        self.num_accepted_forced_tokens += commit.num_accepted_forced
         self.mode = closed.mode
         self.rounds_by_mode[closed.mode] = self.rounds_by_mode.get(closed.mode, 0) + 1
         if closed.index > 0:  # the first round holds the prompt
@@ -129,6 +133,7 @@ class Policy:
     max_unread: int = 256  # committed tokens that a slow client may leave unread before credit stops
     max_target_opens: int = 3  # times in a row without a commit, the last one alone in its steps, before it is given up
     reopen_s: float = 15.0  # how long a sequence whose target was lost waits for another
+    room_s: float = 0.0  # that a new sequence waits for a target that is not full
 
     @property
     def mode(self) -> str:

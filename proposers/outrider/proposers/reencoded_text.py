@@ -95,7 +95,8 @@ class ReencodedText(DraftText):
     def _tell(self, ids: Sequence[int]) -> None:
         """Adds the target's tokens to the text."""
         for token_id in ids:
-            self._text += self.pair.told(token_id, self._at_start)
+            said_none = bool(self._ends) and self._ends[-1] == (self._ends[-2] if len(self._ends) > 1 else 0)
+            self._text += self.pair.told(token_id, self._at_start and not said_none)  # a lone space at the start, say
             self._tokens.append(token_id)
             self._ends.append(len(self._text))
 

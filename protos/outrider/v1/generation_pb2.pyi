@@ -345,7 +345,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., accepted_prediction_tokens: _Optional[int] = ..., rejected_prediction_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_position", "num_tested_per_position", "acceptance", "overhead_us", "method", "mode", "num_rounds_by_mode", "by_method")
+    __slots__ = ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_position", "num_tested_per_position", "acceptance", "overhead_us", "method", "mode", "num_rounds_by_mode", "by_method", "num_forced_tokens", "num_accepted_forced_tokens")
     class NumRoundsByModeEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +365,8 @@ class SpeculationStats(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_BY_MODE_FIELD_NUMBER: _ClassVar[int]
     BY_METHOD_FIELD_NUMBER: _ClassVar[int]
+    NUM_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_rounds: int
     num_drafts: int
     num_draft_tokens: int
@@ -377,7 +379,9 @@ class SpeculationStats(_message.Message):
     mode: str
     num_rounds_by_mode: _containers.ScalarMap[str, int]
     by_method: _containers.RepeatedCompositeFieldContainer[MethodStats]
-    def __init__(self, num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_per_position: _Optional[_Iterable[int]] = ..., num_tested_per_position: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., overhead_us: _Optional[int] = ..., method: _Optional[str] = ..., mode: _Optional[str] = ..., num_rounds_by_mode: _Optional[_Mapping[str, int]] = ..., by_method: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ...) -> None: ...
+    num_forced_tokens: int
+    num_accepted_forced_tokens: int
+    def __init__(self, num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_per_position: _Optional[_Iterable[int]] = ..., num_tested_per_position: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., overhead_us: _Optional[int] = ..., method: _Optional[str] = ..., mode: _Optional[str] = ..., num_rounds_by_mode: _Optional[_Mapping[str, int]] = ..., by_method: _Optional[_Iterable[_Union[MethodStats, _Mapping]]] = ..., num_forced_tokens: _Optional[int] = ..., num_accepted_forced_tokens: _Optional[int] = ...) -> None: ...
 
 class MethodStats(_message.Message):
     __slots__ = ("method", "num_drafts", "num_draft_tokens", "num_accepted_tokens")

@@ -82,18 +82,25 @@ def channel_options() -> list[ChannelOption]:
     ]
 
 
-def connect(address: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to "host:port", ":port" (this machine) or "unix:path". It connects when first used."""
-    return _connect(grpc.aio, address, credentials)
+def connect(
+    address: str, *, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.aio.Channel:
+    """A channel to "host:port", ":port" (this machine) or "unix:path". It connects when first used. `server_name` is
+    what a certificate must have in the host's place."""
+    return _connect(grpc.aio, address, credentials, server_name)
 
 
-def connect_blocking(address: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
+def connect_blocking(
+    address: str, *, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.Channel:
     """The same for calls that block their thread."""
-    return _connect(grpc, address, credentials)
+    return _connect(grpc, address, credentials, server_name)
 
 
-def _connect(library: Any, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
-    target = dial_target(address)
+def _connect(library: Any, address: str, credentials: grpc.ChannelCredentials | None, server_name: str) -> Any:
+    target, options = dial_target(address), channel_options()
     if credentials is None:
-        return library.insecure_channel(target, options=channel_options())
-    return library.secure_channel(target, credentials, options=channel_options())
+        return library.insecure_channel(target, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    return library.secure_channel(target, credentials, options=options)

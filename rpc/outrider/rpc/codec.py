@@ -12,7 +12,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from outrider.rpc.errors import make_status, parse_details
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -46,6 +45,7 @@ from outrider.rpc.sampling_params import (
     decode_sampling,
     encode_sampling,
 )
+from outrider.rpc.status import make_status, parse_details
 from outrider.v1 import common_pb2 as pb
 from outrider.v1 import draft_pb2, generation_pb2, target_pb2
 
@@ -163,7 +163,11 @@ def _encode_credit(message: Credit) -> pb.Credit:
 
 def _decode_commit(message: pb.Commit) -> Commit:
     """Written out: every round has one."""
-    timings, load = message.timings, message.load
+    said, load = message.timings, message.load
+    timings = StepTimings(
+        said.queue_us, said.verify_us, said.sample_us, said.num_rows, said.num_sequences, said.draft_us, said.mask_us,
+        said.compile_us,
+    )  # fmt: skip
     commit = Commit(
         message.sequence_id,
         message.position,
@@ -177,14 +181,7 @@ def _decode_commit(message: pb.Commit) -> Commit:
         _FINISH.decode(message.finish_reason),
         message.stop_token_id if message.HasField("stop_token_id") else None,
         tuple(message.dropped) if message.dropped else (),
-        StepTimings(
-            timings.queue_us,
-            timings.verify_us,
-            timings.sample_us,
-            timings.num_rows,
-            timings.num_sequences,
-            timings.draft_us,
-        ),
+        timings,
         Load(load.running, load.waiting, load.free_blocks),
         message.num_cached_ids,
         message.num_forced,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -17,7 +17,8 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import model_name
 from outrider.rpc.logs import setup_logging
 from outrider.rpc.messages import ModelInfo
-from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.sampling_params import SamplingParams, validate_sampling
+from outrider.rpc.security import ServerTls
 from outrider.rpc.server import HealthMonitor, Server, build_server, require_free, serve_until_signal
 from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.settings import ModelSettings, ServerSettings, parse_settings
@@ -136,12 +137,14 @@ def build_service(
 
     names = [servicer.service]
     health = HealthMonitor(names, probe=probe, is_alive=is_alive)
+    tls = ServerTls.of(settings)
     server = build_server(
         settings.listen,
         names,
         servicer.register,
         health=health,
         enable_reflection=settings.reflection,
+        tls=tls,
         health_address=settings.health,
     )
     return EngineService(server, servicer, engine, thread, metrics)
@@ -155,8 +158,10 @@ def info_of(
     num_blocks: int,
     block_size: int,
 ) -> ModelInfo:
-    """The model's part of the handshake; of the vocabulary what the folder has."""
-    vocabulary = read_vocabulary(folder)
+    """The model's part of the handshake; of the vocabulary what the folder has. InvalidArgument where its authors
+    recommend sampling parameters that no request may have: each would be refused for what it does not say."""
+    vocabulary, sampling = read_vocabulary(folder), SamplingParams(**loaded.default_sampling)
+    validate_sampling(replace(sampling, max_tokens=1), loaded.vocab_size, max_model_len, "generation_config.json: ")
     return ModelInfo(
         name=settings.name or model_name(folder),
         digest=loaded.digest,
@@ -165,7 +170,7 @@ def info_of(
         num_tokens=vocabulary.num_tokens if vocabulary is not None else 0,
         tokenizer_fingerprint=vocabulary.fingerprint if vocabulary is not None else "",
         eos_token_ids=loaded.eos_token_ids,
-        default_sampling=SamplingParams(**loaded.default_sampling),
+        default_sampling=sampling,
         dtype=loaded.dtype,
         device=settings.device,
         num_blocks=num_blocks,

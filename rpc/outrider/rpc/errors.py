@@ -5,44 +5,37 @@
     ├── ResourceExhausted    RESOURCE_EXHAUSTED   no room now; says when to try again
     ├── FailedPrecondition   FAILED_PRECONDITION  the state does not allow it (a mismatched pair, a closed sequence)
     ├── NotFound             NOT_FOUND            no such model, method or sequence
+    ├── PermissionDenied     PERMISSION_DENIED    the caller may not do this, or nobody may here
+    ├── Unauthenticated      UNAUTHENTICATED      the caller has not shown who it is
     ├── Unavailable          UNAVAILABLE          a peer is gone, draining or dead; try another
     │   └── ProtocolError    (the same code)      the peer broke the frame rules; the stream is reopened
     ├── DeadlineExceeded     DEADLINE_EXCEEDED    the request's time ran out
     ├── Cancelled            CANCELLED            the caller went away
     └── Internal             INTERNAL             a bug; the log has it, the wire does not
 
-On the wire each is a google.rpc.Status with ErrorInfo, and where they apply BadRequest (the violations) and
-RetryInfo. Messages never hold prompts or generated text: they travel to logs and traces.
+On the wire each is a google.rpc.Status (status.py). Messages never hold prompts or generated text: they travel to logs
+and traces.
 
 What is wrong with a request is collected by one class, for every entry point (gRPC, HTTP, in process): each check of
 Violations adds to its list, so that a caller learns of all fields at once. A violation shows a number's value, and of
 texts and lists only the length. Types have JSON's names, whoever asks. Token ids are checked against the number of
-logits. What bounds a message or the sampling parameters stands beside these.
-
-At the end: exceptions of any handler become gRPC statuses with details, once for every method of every service."""
+logits. What bounds a message or the sampling parameters stands beside these."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import logging
 import math
 import unicodedata
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 DOMAIN = "outrider"
 OTHER_MODEL = "OTHER_MODEL"  # a reason: what was begun with other weights is not continued here
 TOO_LONG = "CONTEXT_LENGTH_EXCEEDED"  # a reason: the prompt, alone or with max_tokens, is more than the context
-STATUS_DETAILS_KEY = "grpc-status-details-bin"
 MAX_VIOLATIONS = 16
 
 
@@ -119,6 +112,13 @@ class PermissionDenied(OutriderError):
 
     code = grpc.StatusCode.PERMISSION_DENIED
     default_reason = "PERMISSION_DENIED"
+
+
+class Unauthenticated(OutriderError):
+    """The caller has not shown who it is."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = "UNAUTHENTICATED"
 
 
 class Unavailable(OutriderError):
@@ -313,8 +313,8 @@ def _is_finite(value: Real) -> bool:
 _CLASSES: dict[int, type[OutriderError]] = {
     cls.code.value[0]: cls
     for cls in (
-        InvalidArgument, ResourceExhausted, FailedPrecondition, NotFound, Unavailable, DeadlineExceeded, Cancelled,
-        Internal,
+        InvalidArgument, ResourceExhausted, FailedPrecondition, NotFound, PermissionDenied, Unauthenticated,
+        Unavailable, DeadlineExceeded, Cancelled, Internal,
     )
 }  # fmt: skip
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
@@ -340,140 +340,3 @@ def make_error(
         cls = _CLASSES.get(code, Internal)
         reason = reason or ("" if code in _CLASSES else status_code(code).name)
     return cls(message, reason=reason, retry_after_ms=retry_after_ms, violations=violations)
-
-
-def make_status(
-    code: int, message: str, reason: str = "", retry_after_ms: int = 0, violations: Sequence[Violation] = ()
-) -> status_pb2.Status:
-    """A google.rpc.Status with the details that are not empty."""
-    status = status_pb2.Status(code=code, message=message)
-    if reason:
-        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
-    if retry_after_ms:
-        retry = error_details_pb2.RetryInfo()
-        retry.retry_delay.FromMilliseconds(retry_after_ms)
-        status.details.add().Pack(retry)
-    if violations:
-        bad = error_details_pb2.BadRequest()
-        for violation in violations:
-            bad.field_violations.add(field=violation.field, description=violation.problem)
-        status.details.add().Pack(bad)
-    return status
-
-
-def parse_details(status: status_pb2.Status) -> tuple[str, int, tuple[Violation, ...]]:
-    """(reason, retry_after_ms, violations) of a status; details of other types are skipped."""
-    reason, retry_after_ms = "", 0
-    violations: tuple[Violation, ...] = ()
-    info, retry, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
-    for detail in status.details:
-        if detail.Unpack(info):
-            reason = info.reason
-        elif detail.Unpack(retry):
-            retry_after_ms = retry.retry_delay.ToMilliseconds()
-        elif detail.Unpack(bad):
-            violations += tuple(Violation(v.field, v.description) for v in bad.field_violations)
-    return reason, retry_after_ms, violations
-
-
-def to_status(error: OutriderError) -> status_pb2.Status:
-    """The google.rpc.Status of an error, with its details."""
-    return make_status(error.code.value[0], error.message, error.reason, error.retry_after_ms, error.violations)
-
-
-def from_status(status: status_pb2.Status) -> OutriderError:
-    """The error that a google.rpc.Status stands for."""
-    reason, retry_after_ms, violations = parse_details(status)
-    return make_error(status.code, status.message, reason=reason, retry_after_ms=retry_after_ms, violations=violations)
-
-
-_WRITE_FAILED = "Internal error from Core"  # grpc.aio's words, put over the status that the peer ended the call with
-
-
-def from_rpc_error(error: grpc.RpcError) -> OutriderError:
-    """The error that a failed call stands for: from its rich status where it has one, else from code and text."""
-    code, details = error.code(), error.details() or ""
-    for key, value in error.trailing_metadata() or ():
-        if key == STATUS_DETAILS_KEY:
-            try:
-                return from_status(status_pb2.Status.FromString(value))
-            except DecodeError:
-                break  # a proxy may have mangled it; code and text still hold
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # by gRPC itself, whose own words say less
-        details = "the request's time ran out"
-    if code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED:
-        return Unavailable("the peer ended the call while it was written to", reason="CALL_ENDED")
-    return make_error(code.value[0], details)
-
-
-log = logging.getLogger(__name__)
-
-Handler = Callable[..., Any]
-_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-_FACTORIES = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """OutriderError becomes its status; anything unexpected becomes INTERNAL, is logged here and not described to
-    the caller (a traceback's text may hold a prompt)."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        """Wraps the handler that serves this call."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
-        guarded = _guard(getattr(handler, kind), str(handler_call_details.method))
-        return _FACTORIES[kind](guarded, handler.request_deserializer, handler.response_serializer)
-
-
-def _guard(behavior: Handler, method: str) -> Handler:
-    # grpc.aio looks at the function's kind to choose how it is driven, so each kind gets a wrapper of its own.
-    if inspect.isasyncgenfunction(behavior):
-
-        async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                async for response in behavior(request, context):
-                    yield response
-            except Exception as error:
-                await _abort(context, error, method)
-
-        return generate
-    if inspect.iscoroutinefunction(behavior):
-
-        async def call(request: Any, context: Any) -> Any:
-            try:
-                return await behavior(request, context)
-            except Exception as error:
-                await _abort(context, error, method)
-
-        return call
-    return behavior  # a synchronous handler runs in a thread pool, where aio's context cannot be awaited
-
-
-async def _abort(context: Any, error: Exception, method: str) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error  # the handler has set its status already
-    status = rpc_status.to_status(to_status(_translate(error, method)))
-    await context.abort_with_status(status)
-    raise error  # abort_with_status always raises; this tells the type checker so
-
-
-def _translate(error: Exception, method: str) -> OutriderError:
-    if isinstance(error, OutriderError):
-        return error
-    if isinstance(error, grpc.aio.AioRpcError):
-        return from_rpc_error(error)  # a peer's error, passed on
-    if isinstance(error, asyncio.TimeoutError):
-        return DeadlineExceeded("the request's time ran out")
-    log.error("unexpected error in %s", method, exc_info=error)
-    return Internal(f"unexpected {type(error).__name__}; see the server's log")

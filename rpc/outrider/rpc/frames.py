@@ -28,17 +28,7 @@ from typing import Any
 
 from outrider.rpc.codec import HEADER, Direction, Encoded, Message, OpenSlice, ids_of
 from outrider.rpc.errors import InvalidArgument, ProtocolError, ResourceExhausted
-from outrider.rpc.messages import (
-    Close,
-    Closed,
-    Commit,
-    Credit,
-    DraftTokens,
-    FrameHeader,
-    Open,
-    is_last,
-    to_failure,
-)
+from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, FrameHeader, Open, is_last, to_failure
 
 MAX_FRAME_BYTES = 64 * 1024
 MAX_SLICES = 2  # of a frame: more log probabilities take milliseconds to encode, and to decode
@@ -46,6 +36,8 @@ HEADER_BYTES = 54  # at most, of an encoded FrameHeader
 ENTRY_BYTES = 6  # at most, of the tag and the length before an entry
 ID_WINDOW = 1 << 16  # an id further below the highest one opened, and not live, counts as over
 MAX_OPEN_IDS = 1 << 24  # far above every context length; bounds what a broken peer can make us store
+MAX_PARTIAL_IDS = 1 << 26  # the same of all Opens whose slices are still on their way; each counts as HEAD_IDS more
+HEAD_IDS = 1 << 12
 
 Decoded = Message | OpenSlice | InvalidArgument | None  # None: a kind that only a newer peer knows
 
@@ -458,6 +450,10 @@ class FrameAssembler:
                     take(message, entry, received)
         except ValueError as error:  # ids opened twice
             raise ProtocolError(f"frame {self.last_number}: {error}") from error
+        if self._partial and sum(len(partial.ids) + HEAD_IDS for partial in self._partial.values()) > MAX_PARTIAL_IDS:
+            raise ProtocolError(
+                f"{len(self._partial)} sequences are open in part; allowed: {MAX_PARTIAL_IDS} ids in all"
+            )
         return received
 
     def _decode(self, entry: Any) -> Decoded:

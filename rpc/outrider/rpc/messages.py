@@ -108,6 +108,11 @@ class Failure:
     reason: str = ""
     retry_after_ms: int = 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a service has no room now and says when to come back."""
+        return self.retry_after_ms > 0 and self.code in (8, 14)  # RESOURCE_EXHAUSTED, UNAVAILABLE
+
 
 @dataclass(slots=True)
 class DraftTokens:
@@ -158,6 +163,8 @@ class StepTimings:
     num_rows: int = 0
     num_sequences: int = 0
     draft_us: int = 0  # of the window, where the target drafts by itself
+    mask_us: int = 0  # of sample_us, the wait for masks of constraints
+    compile_us: int = 0  # of the sequence's constraint, before its first round here
 
 
 @dataclass(slots=True)
@@ -190,6 +197,11 @@ class Commit:
     num_cached_ids: int = 0
     num_forced: int = 0  # by a grammar, behind the drafted tokens of the window, which do not count them
     encoded: Any = field(init=False, default=None, compare=False, repr=False)  # as it came, to be passed on so
+
+    @property
+    def num_accepted_forced(self) -> int:
+        """How many of the forced ones were accepted."""
+        return max(0, self.origins.count(TokenOrigin.ACCEPTED) - self.num_accepted) if self.num_forced else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +272,11 @@ class ModelInfo:
     mapped_fingerprints: tuple[str, ...] = ()  # of a draft: of the other vocabularies that it drafts for
 
     @property
+    def max_open_tokens(self) -> int:
+        """Tokens of prompts and max_tokens that are let in together; 0: it does not say what its cache holds."""
+        return OVERCOMMIT * self.num_blocks * self.block_size
+
+    @property
     def arithmetic(self) -> Arithmetic:
         """What has to be equal for equal logits."""
         return Arithmetic(self.engine, self.dtype, self.kernels, self.batch_invariant)
@@ -328,6 +345,9 @@ class TargetInfo:
     methods: tuple[DraftMethod, ...] = ()  # that draft beside the model, the default first
 
 
+OVERCOMMIT = (
+    4  # times a cache is let in: few sequences reach their max_tokens, and those that share prompts share blocks
+)
 MAX_N = 64
 MAX_DRAFT_TOKENS = 128
 MAX_PATIENCE_MS = 60_000
@@ -389,8 +409,9 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("completion", message.completion, 0, MAX_N - 1)
     found.integer("seed", message.seed, 0, _MAX_UINT64)
     found.integer("timeout_ms", message.timeout_ms, 0, _MAX_UINT64)
-    found.integer("first_chain", message.first_chain, 0, _MAX_UINT32)
+    found.integer("first_chain", message.first_chain, 0, MAX_INT32)  # numbers that grow from it fit the field
     found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
+    found.number("draft_confidence", message.draft_confidence, 0, 1)
     for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
     if found.length("methods", message.methods, MAX_METHODS):
@@ -422,6 +443,7 @@ def validate_piece(message: DraftTokens) -> None:
             break
     if message.parent is not None and message.parent >= message.chain:
         found.add("parent", f"is {message.parent}", f"a chain before this one ({message.chain})")
+    found.integer("chain", message.chain, 0, MAX_INT32)  # a further one needs a number, too
     found.integer("position", message.position, 0, MAX_INT32)
     found.text("method", message.method, MAX_NAME_CHARS)
     found.raise_if_any()
@@ -446,7 +468,8 @@ def validate_commit(message: Commit, vocab_size: int) -> None:
         size = len(getattr(message, name))
         if size and size != len(message.ids):
             found.add(name, f"has {size} entries", f"none, or as many as ids ({len(message.ids)})")
-    if message.num_accepted > message.num_drafted:
-        found.add("num_accepted", f"is {message.num_accepted}", f"at most num_drafted ({message.num_drafted})")
+    if found.integer("num_drafted", message.num_drafted, 0, MAX_PIECE_IDS):  # so long are the lists of what is learned
+        found.integer("num_accepted", message.num_accepted, 0, message.num_drafted)
+    found.integer("num_forced", message.num_forced, 0, MAX_PIECE_IDS)
     found.integer("position", message.position, 0, MAX_INT32)
     found.raise_if_any()

@@ -247,7 +247,7 @@ class SamplingParams:
     ignore_eos: Annotated[bool, Parameter(check_flag, _FIRST)] = False
     include_stop_str_in_output: Annotated[bool, Parameter(check_flag, _KNOWN)] = False
     logprobs: Annotated[int | None, Parameter(check_logprobs, _FIRST)] = None  # -1: all
-    prompt_logprobs: Annotated[int | None, Parameter(check_logprobs, _FIRST, http=None)] = None  # -1: all
+    prompt_logprobs: Annotated[int | None, Parameter(check_logprobs, _FIRST)] = None  # -1: all
     logprobs_mode: Annotated[LogprobsMode, Parameter(check_mode, _FIRST, http=None)] = LogprobsMode.RAW_LOGPROBS
     skip_special_tokens: Annotated[bool, Parameter(check_flag, _KNOWN)] = True
     spaces_between_special_tokens: Annotated[bool, Parameter(check_flag, _KNOWN)] = True

@@ -22,11 +22,12 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, listen_target, with_port
-from outrider.rpc.errors import ErrorInterceptor, Unavailable
+from outrider.rpc.errors import NotFound, ResourceExhausted, Unavailable
+from outrider.rpc.interceptors import ErrorInterceptor
+from outrider.rpc.security import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,48 @@ _REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
 GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
 _MAX_PROBES = 64  # at once on an address of health alone
+MAX_WATCHES = 32
 LIVENESS = ""
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it ships no types
+    """Health, which everybody may ask for: a watch lasts as long as its caller likes, so only so many may, and none
+    holds up another, or who says what is. (grpcio's own forgets all watchers of a service when one of them ends.)"""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {LIVENESS: health_pb2.HealthCheckResponse.SERVING}
+        self._changed = asyncio.Event()  # another one after each change
+        self._num_watches = 0
+
+    def set(self, service: str, status: int) -> None:
+        """What is from now on."""
+        self._statuses[service] = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """What is now. NotFound for a service that there is not."""
+        if request.service not in self._statuses:
+            raise NotFound("there is no such service here")
+        return health_pb2.HealthCheckResponse(status=self._statuses[request.service])
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        """The same, and every change; a service that there is not may come."""
+        if self._num_watches >= MAX_WATCHES:
+            raise ResourceExhausted(f"{MAX_WATCHES} watch health here; allowed: no more", retry_after_ms=1000)
+        self._num_watches += 1
+        told = None
+        try:
+            while True:
+                changed, status = self._changed, self._statuses.get(request.service, _UNKNOWN)
+                if status != told:
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    told = status
+                    continue  # it may have changed meanwhile
+                await changed.wait()
+        finally:
+            self._num_watches -= 1
 
 
 class HealthMonitor:
@@ -56,13 +98,12 @@ class HealthMonitor:
         is_ready: Callable[[], bool] = lambda: True,
         poll_s: float = POLL_S,
     ) -> None:
-        self.servicer = HealthServicer()
+        self.servicer = Health()
         self._services = tuple(services)
         self._probe, self._is_alive, self._is_ready, self._poll_s = probe, is_alive, is_ready, poll_s
         self._probed = probe is None
         self._draining = False
         self._answers: dict[str, bool] = {}  # as they were last set
-        self._publishing = asyncio.Lock()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
     @property
@@ -77,13 +118,13 @@ class HealthMonitor:
 
     async def start(self) -> None:
         """Answers from now on; a service SERVING after the probe alone."""
-        await self._publish()
+        self._publish()
         self._tasks = asyncio.create_task(self._watch()), asyncio.create_task(self._wait_for_probe())
 
     async def drain(self) -> None:
         """The services answer NOT_SERVING for good; who watches is told at once. The process lives on."""
         self._draining = True
-        await self._publish()
+        self._publish()
 
     async def stop(self) -> None:
         """Ends the watching."""
@@ -94,7 +135,7 @@ class HealthMonitor:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
-            await self._publish()
+            self._publish()
 
     async def _wait_for_probe(self) -> None:
         while not self._probed and self._probe is not None:
@@ -104,17 +145,16 @@ class HealthMonitor:
             except Exception:  # whatever keeps the engine from answering, it is not ready
                 log.exception("health: the probe failed; trying again")
                 await asyncio.sleep(self._poll_s)
-        await self._publish()
+        self._publish()
 
-    async def _publish(self) -> None:
-        """Sets what has changed; one at a time, so that nothing older is set last."""
-        async with self._publishing:
-            alive = self._is_alive()
-            ready = alive and self._probed and not self._draining and self._is_ready()
-            for name in (LIVENESS, *self._services):
-                await self._set(name, ready if name else alive)
+    def _publish(self) -> None:
+        """Sets what has changed."""
+        alive = self._is_alive()
+        ready = alive and self._probed and not self._draining and self._is_ready()
+        for name in (LIVENESS, *self._services):
+            self._set(name, ready if name else alive)
 
-    async def _set(self, name: str, serving: bool) -> None:
+    def _set(self, name: str, serving: bool) -> None:
         if self._answers.get(name) == serving:
             return
         if name in self._answers or serving:
@@ -122,12 +162,16 @@ class HealthMonitor:
             log.log(level, "health: %s %s", name or "the process", "is serving" if serving else "is not serving")
         self._answers[name] = serving
         response = health_pb2.HealthCheckResponse
-        await self.servicer.set(name, response.SERVING if serving else response.NOT_SERVING)
+        self.servicer.set(name, response.SERVING if serving else response.NOT_SERVING)
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, reuse_port: bool = False) -> list[tuple[str, Any]]:
-    """The options of every server."""
+def server_options(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, reuse_port: bool = False, max_connection_age_s: float = 0.0
+) -> list[tuple[str, Any]]:
+    """The options of every server; an age of 0 is none. Calls that run go on when their connection's is over."""
+    aging = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
+        *aging,
         # What a peer may make this process allocate. The gateway's clients need far less than a gateway's target.
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -184,18 +228,19 @@ def build_server(
     enable_reflection: bool = False,
     max_concurrent_rpcs: int = 1024,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
-    credentials: grpc.ServerCredentials | None = None,
+    max_connection_age_s: float = 0.0,
+    tls: ServerTls | None = None,
     interceptors: Sequence[Any] = (),
     health_address: str = "",
     reuse_port: bool = False,
 ) -> Server:
     """Binds "host:port", ":port" or "unix:path" (port 0: any free port). `register` adds the servicers; `services`
     are their full names, for health and reflection. `health_address` serves health alone, besides, and in plaintext
-    whatever the credentials: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
+    even beside TLS: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
     too. Unavailable if an address cannot be bound."""
     grpc_server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), *interceptors],
-        options=server_options(max_message_bytes, reuse_port),
+        interceptors=[ErrorInterceptor(), *(() if tls is None else tls.interceptors()), *interceptors],
+        options=server_options(max_message_bytes, reuse_port, max_connection_age_s),
         maximum_concurrent_rpcs=max_concurrent_rpcs,  # above it: RESOURCE_EXHAUSTED, before a handler runs
     )
     register(grpc_server)
@@ -203,7 +248,7 @@ def build_server(
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, grpc_server)
     if enable_reflection:  # off by default: it tells every caller what there is
         reflection.enable_server_reflection((*services, _HEALTH_SERVICE, reflection.SERVICE_NAME), grpc_server)
-    port = _bind(grpc_server, address, credentials)
+    port = _bind(grpc_server, address, None if tls is None else tls.credentials())
     server = Server(grpc_server, with_port(address, port), port, health)
     if health_address:
         server.health_server, server.health_address = build_health_server(health_address, health)
@@ -212,7 +257,9 @@ def build_server(
 
 def build_health_server(address: str, health: HealthMonitor) -> tuple[Any, str]:
     """Binds a server of health alone, in plaintext; it and its address."""
-    server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=_MAX_PROBES)
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()], options=server_options(), maximum_concurrent_rpcs=_MAX_PROBES
+    )
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     return server, with_port(address, _bind(server, address, None))
 

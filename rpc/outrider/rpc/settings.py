@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import ipaddress
 import json
 import math
 import os
@@ -25,10 +26,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 
@@ -228,8 +229,86 @@ VllmMetrics = Annotated[
 CHECKPOINT = Field(description="folder of the checkpoint (Hugging Face layout, safetensors), or a hub id: ORG/NAME")
 
 
-class ServerSettings(ServiceSettings):
+def require_loopback(addresses: Mapping[str, str], instead: str = "") -> None:
+    """ValueError for an address, by its setting, that others than this machine can reach; `instead` is what may be
+    given beside --insecure."""
+    for name, address in addresses.items():
+        if address and not is_loopback(address):
+            raise ValueError(
+                f"{name} (--{name}) is {address}, which others can reach in plaintext: give {instead}--insecure if "
+                "the network keeps them out; allowed without: 127.0.0.1, [::1], localhost, unix:"
+            )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this machine alone reaches "host:port" or "unix:path". True for what is no address: nothing serves it."""
+    host, colon, _ = address.rpartition(":")
+    if address.startswith("unix:") or not colon or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class TlsSettings(ServiceSettings):
+    """How a server shows who it is, and which clients it takes (security.py)."""
+
+    exposed: ClassVar[tuple[str, ...]] = ()  # fields with addresses that are served by TLS, where that is on
+
+    tls_cert: Path | None = Field(
+        None, description="PEM file of the server's certificate and its chain: TLS in place of plaintext"
+    )
+    tls_key: Path | None = Field(None, description="PEM file of that certificate's private key")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of the authorities of clients' certificates; clients without one are refused (mTLS)"
+    )
+    tls_client_name: list[str] = Field(
+        default_factory=list,
+        description="name (SAN) of a client that may call: others' certificates are refused, too (default: any of "
+        "tls-client-ca)",
+    )
+    insecure: bool = Field(
+        False, description="serve in plaintext on an address that others than this machine can reach"
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert (--tls-cert) and tls_key (--tls-key) belong together; give both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca (--tls-client-ca) is for TLS; give --tls-cert and --tls-key, too")
+        if self.tls_client_name and self.tls_client_ca is None:
+            raise ValueError("tls_client_name (--tls-client-name) is in clients' certificates; give --tls-client-ca")
+        if self.insecure and self.tls_cert is not None:
+            raise ValueError("insecure (--insecure) is for serving without TLS, and --tls-cert is given; leave one out")
+        if not self.insecure and self.tls_cert is None:
+            require_loopback({name: getattr(self, name) for name in self.exposed}, "--tls-cert and --tls-key, or ")
+        return self
+
+
+class PeerSettings(ServiceSettings):
+    """How a client knows the servers that it calls, and shows who it is (security.py)."""
+
+    peer_ca: Path | None = Field(
+        None, description="PEM file of the authorities of the certificates of what is called: TLS to it"
+    )
+    peer_cert: Path | None = Field(None, description="PEM file of the certificate to show there, and its chain")
+    peer_key: Path | None = Field(None, description="PEM file of that certificate's private key")
+
+    @model_validator(mode="after")
+    def _check_peer(self) -> Self:
+        if (self.peer_cert is None) != (self.peer_key is None):
+            raise ValueError("peer_cert (--peer-cert) and peer_key (--peer-key) belong together; give both or neither")
+        if self.peer_cert is not None and self.peer_ca is None:
+            raise ValueError("peer_cert (--peer-cert) is for TLS; give --peer-ca, too")
+        return self
+
+
+class ServerSettings(TlsSettings):
     """What every process is told that serves over gRPC."""
+
+    exposed: ClassVar[tuple[str, ...]] = ("listen",)
 
     listen: Address
     reflection: bool = Field(False, description="describe the service to any caller: gRPC reflection")

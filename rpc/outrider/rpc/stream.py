@@ -16,11 +16,13 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from outrider.rpc.codec import Encoded, Message, StreamKind
-from outrider.rpc.errors import Internal, OutriderError, Unavailable, from_rpc_error
+from outrider.rpc.errors import Internal, OutriderError, ProtocolError, Unavailable
 from outrider.rpc.frames import MAX_FRAME_BYTES, Decoded, FrameAssembler, FramePacker, SequenceTable
 from outrider.rpc.messages import Closed, Commit, Credit, DraftTokens, FrameHeader, Open, to_failure
+from outrider.rpc.status import from_rpc_error
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +86,8 @@ class RoundTrip:
 class StreamConfig:
     """Times and bounds of a stream; both sides use the defaults."""
 
-    heartbeat_s: float = 0.5
-    silence_s: float = 3.0
+    heartbeat_s: float = 0.2
+    silence_s: float = 1.8  # noticed within two seconds, the tick's own time included
     device_timeout_s: float = 30.0
     max_pending_bytes: int = 64 << 20  # short messages unsent; a peer that reads too slowly for this is broken
     max_inbox: int = 1024  # frames received and not yet taken by the iterator; then the peer is held up
@@ -134,7 +136,9 @@ class FrameStream:
         self._packer = FramePacker(outgoing, self._table)
         self._assembler = FrameAssembler(incoming, self._table)
         self._number = 0
+        self._tick_s = min(self._config.heartbeat_s, self._config.silence_s) / 2
         self._last_sent_at = self._last_received_at = self._last_tick_at = clock()
+        self._silent_s = 0.0  # of the peer, while this process ran
         self._draining = self._heartbeat_due = self._writing = self._held_up = False
         self._peer_state = (False, False, 0)  # draining, device dead, info version
         self._inbox: deque[MessageBatch] = deque()
@@ -262,10 +266,10 @@ class FrameStream:
     def tick(self) -> None:
         """What is due by the clock: a heartbeat, the verdict on a silent peer, the end of a drained stream."""
         now = self._clock()
-        if now - self._last_tick_at > self._config.silence_s / 2:
-            self._last_received_at = now  # this process was stopped: the silence is not the peer's
+        unheard_s = now - max(self._last_tick_at, self._last_received_at)
+        self._silent_s += min(unheard_s, 2 * self._tick_s)  # the rest is this process's own: something held it up
         self._last_tick_at = now
-        if now - self._last_received_at > self._config.silence_s and not self._held_up:
+        if self._silent_s > self._config.silence_s and not self._held_up:
             self._finish(Unavailable(f"no frame for {self._config.silence_s:g} s", reason=SILENT_PEER))
         elif self._draining and not self._client and not self._table.num_active and self._quiet:
             self._finish(None)
@@ -280,9 +284,11 @@ class FrameStream:
     async def _read_loop(self) -> None:
         try:
             while (frame := await self._call.read()) is not grpc.aio.EOF:
+                if frame is None:  # what gRPC makes of it at a client
+                    raise DecodeError
                 decoded = None
                 if frame.ByteSize() > MAX_FRAME_BYTES:  # one long message: heartbeats go on beside it
-                    self._last_received_at = self._clock()
+                    self._last_received_at, self._silent_s = self._clock(), 0.0
                     decoded = await asyncio.to_thread(self._assembler.decode, frame)
                 self._receive(frame, decoded)
                 while len(self._inbox) >= self._config.max_inbox:
@@ -295,6 +301,8 @@ class FrameStream:
             raise
         except OutriderError as error:
             self._finish(error)
+        except DecodeError:
+            self._finish(ProtocolError("a frame that is no message of this stream"))
         except grpc.aio.AioRpcError as error:
             self._finish(from_rpc_error(error))
         except Exception as error:  # a bug in on_messages must end the stream, not leave it mute
@@ -321,9 +329,8 @@ class FrameStream:
             self._fail(error)
 
     async def _tick_loop(self) -> None:
-        interval = min(self._config.heartbeat_s, self._config.silence_s) / 5
         while not self.closed:
-            await asyncio.sleep(interval)
+            await asyncio.sleep(self._tick_s)
             self.tick()
 
     def _build(self, entries: Sequence[Any]) -> Any:
@@ -338,6 +345,7 @@ class FrameStream:
 
     def _receive(self, frame: Any, decoded: list[Decoded] | None) -> None:
         now = self._last_received_at = self._clock()
+        self._silent_s = 0.0
         received = self._assembler.accept(frame, decoded)
         header = received.header
         self.round_trip.received(header.number, header.last_seen, header.held_us, now)
@@ -424,6 +432,7 @@ class Outboxes:
             for message in messages:  # all that one turn sends shares frames
                 try:
                     stream.send(message)
-                except OutriderError as error:  # no frame can hold it: the others still leave
+                except (OutriderError, ValueError) as error:  # no frame or field can hold it: the others still leave
                     log.error("a message of sequence %d cannot be sent: %s", message.sequence_id, error)
-                    stream.send(to_failure(message.sequence_id, error))
+                    told = error if isinstance(error, OutriderError) else Internal("a number that no field can hold")
+                    stream.send(to_failure(message.sequence_id, told))

@@ -14,6 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
 
+MOST_IDS = 1 << 24
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -60,16 +61,32 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
 
 
 def load_backend(folder: Path) -> tuple[Backend, dict[str, str]]:
-    """The tokenizer as transformers would load it, and its special tokens' texts by name."""
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    """The tokenizer as transformers would load it, and its special tokens' texts by name. ValueError for files that are
+    none."""
+    backend = read_backend(folder / "tokenizer.json")
     named = special_tokens(read_json(folder / "tokenizer_config.json"))
     complete_backend(backend, named.values())
     return backend, named
 
 
+def read_backend(file: Path) -> Backend:
+    """The tokenizer in a file. ValueError where there is none in it."""
+    try:
+        return Backend.from_str(file.read_text(encoding="utf-8"))
+    except BaseException as error:  # the library's own are bare, and a panic of it is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ValueError(f"{file} holds no tokenizer: {error}") from error
+
+
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file's mapping; empty where there is no file."""
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    """A JSON file's mapping; empty where there is no file. ValueError where it holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} holds no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
     return content
 
 
@@ -91,10 +108,14 @@ def complete_backend(backend: Backend, tokens: Iterable[str]) -> None:
 
 
 def token_bytes(backend: Backend) -> tuple[bytes | None, ...]:
-    """By id the token's bytes: the bytes of its text for byte-level BPE, else its name in UTF-8. None: no token."""
+    """By id the token's bytes: the bytes of its text for byte-level BPE, else its name in UTF-8. None: no token.
+    ValueError for ids that no vocabulary reaches, since the table has a place for each."""
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-    table: list[bytes | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    highest = max(vocab.values(), default=-1)
+    if highest >= MOST_IDS:
+        raise ValueError(f"tokenizer.json: a token's id is {highest}; allowed: 0 to {MOST_IDS - 1}")
+    table: list[bytes | None] = [None] * (highest + 1)
     for token, token_id in vocab.items():
         table[token_id] = byte_level_bytes(token) if byte_level else token.encode()
     return tuple(table)

@@ -27,7 +27,7 @@ from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.hub import locate
-from outrider.rpc.messages import DraftMethod, TargetInfo
+from outrider.rpc.messages import OVERCOMMIT, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.structured import CONSTRAINTS
@@ -204,6 +204,7 @@ def limits_of(settings: TargetSettings, loaded: LoadedModel, runner: ModelRunner
         block_size=runner.block_size,
         max_window=settings.max_window,
         max_sequences=settings.max_sequences,
+        max_open_tokens=OVERCOMMIT * runner.cache.num_blocks * runner.block_size,
         max_logprobs=settings.max_logprobs,
         untrusted_draft=settings.untrusted_draft,
         model_digest=loaded.digest,

@@ -27,6 +27,7 @@ from outrider.kernels.random.reference import Purpose, as_int64, words
 from outrider.kernels.sampling.reference import MAX_ENTRIES
 from outrider.kernels.types import PackedEntries, RowSampling, Windows
 from outrider.kernels.verify.reference import accept_uniforms, coupled_draw
+from outrider.target_service.grammars import StepMasks
 from outrider.target_service.outputs import VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
@@ -213,12 +214,12 @@ class DeviceVerifier:
 
     @torch.inference_mode()
     def verify(
-        self, logits: Tensor, windows: Sequence[ScheduledSequence], token_mask: Tensor | None = None
+        self, logits: Tensor, windows: Sequence[ScheduledSequence], masks: StepMasks | None = None
     ) -> list[VerifiedWindow]:
-        """Judges every window; logits are [rows of the step that want them, vocab] float32, and the mask is [rows of
-        the windows, vocab / 32] int32 on the host."""
+        """Judges every window; logits are [rows of the step that want them, vocab] float32."""
         if not windows:
             return []
+        token_mask = None if masks is None else masks.rows_of(windows)
         inputs = VerifyInputs(windows)
         captured = self._find(logits, inputs)
         if captured is not None:
@@ -232,6 +233,10 @@ class DeviceVerifier:
         accepted, next_ids, invalid, held = self._graphs.download(results).tensor_split(ends)
         found = accepted[: len(windows)], next_ids[: len(windows)], invalid, held
         return verified_windows(logits, windows, *found, token_mask=token_mask)
+
+    def takes_masks_lazily(self, target: TargetSequence) -> bool:
+        """Never: to ask on the host what a row would choose, and then choose again, the device would have to wait."""
+        return False
 
     def prepare(self, target: TargetSequence) -> bool:
         """Random numbers are drawn where they are used: there is nothing to prepare."""
@@ -297,10 +302,13 @@ class StepVerifier(Protocol):
     """Judges the windows of a step."""
 
     def verify(
-        self, logits: Tensor, windows: Sequence[ScheduledSequence], token_mask: Tensor | None = None
+        self, logits: Tensor, windows: Sequence[ScheduledSequence], masks: StepMasks | None = None
     ) -> list[VerifiedWindow]:
-        """Of every window what is committed, in no fixed order; logits are [rows that want them, vocab] float32, the
-        mask [rows of the windows, vocab / 32] int32 on the host, None where no row has a constraint."""
+        """Of every window whose masks are not late what is committed, in no fixed order; logits are [rows that want
+        them, vocab] float32, and `masks` those of constraints, None where no row has one."""
+
+    def takes_masks_lazily(self, target: TargetSequence) -> bool:
+        """Whether masks of a sequence are made where judging asks for them, not before."""
 
     def prepare(self, target: TargetSequence) -> bool:
         """Uses idle time for a sequence's next window; whether there was something to do."""

@@ -143,8 +143,10 @@ class ChainBuffer:
 
     @property
     def draft_is_idle(self) -> bool:
-        """Whether the draft said that it has nothing to propose at the committed length."""
-        return self._idle_at == self._committed
+        """Whether the draft said that it has nothing to propose at the committed length, or proposes an id there that
+        the target does not know."""
+        chains = self._chains.values()
+        return self._idle_at == self._committed or any(one.ended and one.end == self._committed for one in chains)
 
     def take_dropped(self) -> tuple[int, ...]:
         """The chains of which a piece was dropped since the last call; the next Commit names them."""

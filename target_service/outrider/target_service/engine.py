@@ -16,6 +16,7 @@ from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
 from outrider.engine.token_tree import KeptPath, TokenTree, depths_of
 from outrider.engine.worker import DeviceLost, require_device
+from outrider.planner.estimates import OpenWork
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, Unavailable
@@ -82,7 +83,7 @@ class TargetEngine:
         self.verifier = verifier_of(runner, limits.vocab_size)
         drawer = Drawer(limits.vocab_size, runner.model.device)
         self.local_draft = None if head is None else LocalDraft(head, runner, self.cache, drawer, tree)
-        self._batching_delay = BatchingDelay()
+        self._batching_delay, self._work = BatchingDelay(), OpenWork(limits.max_sequences, limits.max_open_tokens)
         self.grammars = grammars
         self.threads: ThreadSplit | None = None  # where the number is not given
 
@@ -90,7 +91,7 @@ class TargetEngine:
         """Applies one command; nothing runs on the device."""
         if isinstance(command, Detach):
             for ended in [t for t in self.scheduler.sequences.values() if t.key[0] == command.stream]:
-                self.scheduler.remove(ended)
+                self._remove(ended)
             return
         received = self._clock() if command.received is None else command.received
         for message in command.messages:
@@ -153,7 +154,7 @@ class TargetEngine:
         target = self.scheduler.sequences.get((stream, message.sequence_id))
         if isinstance(message, Close):
             if target is not None:
-                self.scheduler.remove(target)
+                self._remove(target)
             sink(Closed(message.sequence_id))
             self._flush()
         elif target is not None:  # else it finished or failed before this arrived
@@ -162,12 +163,11 @@ class TargetEngine:
     def _open(self, stream: int, message: Open, sink: Sink) -> None:
         parent = self.scheduler.sequences.get((stream, message.fork_of)) if message.fork_of is not None else None
         try:
-            if len(self.scheduler.sequences) >= self.limits.max_sequences:
-                text = f"{self.limits.max_sequences} sequences are open already"
-                raise ResourceExhausted(text, reason="BUSY", retry_after_ms=1000)
-            target = admit(
-                message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, self._clock()
-            )
+            now, num_tokens = self._clock(), len(message.prompt_ids) + message.sampling.max_tokens
+            target = admit(message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, now)
+            # What began at another target is let in beyond the bound of tokens: it was promised its room there.
+            if problem := self._work.problem(0 if message.output_ids else num_tokens):
+                raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=self._work.wait_ms(num_tokens, now))
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
             if message.sampling.structured_output is not None or message.reasoning is not None:
                 open_grammar(self.grammars, target)
@@ -176,6 +176,7 @@ class TargetEngine:
             self._flush()
             return
         self._arrivals += 1
+        self._work.add(target.key, num_tokens, now)
         self.scheduler.add(target)
 
     def _update(self, target: TargetSequence, message: DraftTokens | Credit, received: float) -> None:
@@ -286,7 +287,7 @@ class TargetEngine:
         target.sink(committed)
         if committed.finish_reason is not None:
             target.finished = True
-            self.scheduler.remove(target)
+            self._remove(target)
 
     @contextmanager
     def _fail_on_error(self, target: TargetSequence, what: str) -> Iterator[None]:
@@ -318,9 +319,13 @@ class TargetEngine:
         log.error("sequence %d ends: no step runs here", target.open.sequence_id, exc_info=error, extra=of(target.open))
         self._fail(target, Unavailable("no step runs on this target; see the log", reason="NO_STEP_RUNS"))
 
+    def _remove(self, target: TargetSequence) -> None:
+        self.scheduler.remove(target)
+        self._work.remove(target.key, self._clock())
+
     def _fail(self, target: TargetSequence, error: OutriderError) -> None:
         target.finished = True
-        self.scheduler.remove(target)
+        self._remove(target)
         target.sink(to_failure(target.open.sequence_id, error))
 
 
@@ -331,36 +336,35 @@ def compute(
     clock: Callable[[], float],
     grammars: Grammars | None = None,
 ) -> ComputedStep:
-    """One pass over the model, and what the target says of the windows in it; nothing is committed. Sequences whose
-    masks are late are no more in it. Raises what the model or the verifier raises, or DeviceLost if the device is
-    unusable after it."""
+    """One pass over the model, and what the target says of the windows in it, without sequences whose masks are late;
+    nothing is committed. Raises what model and verifier raise, or DeviceLost if the device is unusable after it."""
     started_ns, started = time.time_ns(), clock()
     masks = None
     if grammars is not None and any(scheduled.target.sampler.constrained for scheduled in step):
-        masks = grammars.start([scheduled for scheduled in step if scheduled.samples])
+        masks = grammars.start([scheduled for scheduled in step if scheduled.samples], verifier.takes_masks_lazily)
     try:
         logits = runner.forward([scheduled.batch_entry() for scheduled in step])  # [rows that want them, vocab]
         for scheduled in step:
             if scheduled.target.wants_prompt_logprobs:
                 report_prompt(scheduled, logits[scheduled.first_logit :][: scheduled.num_logits])
-        token_mask = None if masks is None else masks.wait(clock() - started)  # [rows that judge, words]
-        step = step if masks is None else [one for one in step if one.target.waits_for is None]
-        verified = verifier.verify(logits, [scheduled for scheduled in step if scheduled.samples], token_mask)
+        if masks is not None:
+            masks.wait(clock() - started)
+        verified = verifier.verify(logits, [one for one in step if one.samples and one.target.waits_for is None], masks)
         runner.keep_paths([path for window in verified if (path := kept_path(window)) is not None])
     except Exception:
         if masks is not None:
-            masks.wait(0.0)  # nobody else may use a matcher meanwhile
+            masks.close()  # nobody else may use a matcher meanwhile
         require_device(runner.model.device)
         raise
+    if masks is not None:
+        masks.close()
+        step = [one for one in step if one.target.waits_for is None]
     ended = clock()
     step_us = round((ended - started) * 1e6)
     verify_us = min(runner.last_forward_us, step_us)  # known now, also where it ran behind the host's back
-    num_rows = sum(scheduled.num_rows for scheduled in step)
-    timings = StepTimings(
-        verify_us=verify_us, sample_us=step_us - verify_us, num_rows=num_rows, num_sequences=len(step)
-    )
-    mask_us = 0 if masks is None else round(masks.wait_s * 1e6)
-    return ComputedStep(step, verified, started_ns, started, ended, timings, mask_us)
+    num_rows, mask_us = sum(one.num_rows for one in step), 0 if masks is None else round(masks.wait_s * 1e6)
+    timings = StepTimings(0, verify_us, step_us - verify_us, num_rows, len(step), mask_us=mask_us)
+    return ComputedStep(step, verified, started_ns, started, ended, timings)
 
 
 def kept_path(verified: VerifiedWindow) -> KeptPath | None:
@@ -378,6 +382,7 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
     scheduled, target = verified.scheduled, verified.scheduled.target
     queue_us = max(0, round((step.started - target.ready_since) * 1e6))
     draft_us, sequence = scheduled.draft_us, target.sequence
+    compile_us, target.compile_us = target.compile_us, 0
     sequence.tokens[scheduled.committed :] = verified.ids
     sequence.num_computed_tokens = scheduled.end
     cache.truncate(sequence, len(sequence))
@@ -401,7 +406,7 @@ def commit(verified: VerifiedWindow, step: ComputedStep, cache: KVCacheManager, 
         finish_reason=verified.finish_reason,
         stop_token_id=verified.stop_token_id,
         dropped=target.chains.take_dropped(),
-        timings=replace(step.timings, queue_us=queue_us, draft_us=draft_us),
+        timings=replace(step.timings, queue_us=queue_us, draft_us=draft_us, compile_us=compile_us),
         load=load,
         num_cached_ids=target.num_cached_ids,
         num_forced=scheduled.window.num_forced,

@@ -1,4 +1,5 @@
-"""Constraints beside the device thread: compiled by threads of their own, and their masks made while a pass runs.
+"""Constraints beside the device thread: compiled by threads of their own, which make their masks, too, while a pass
+runs or where judging asks for one (`lazy_masks`).
 
 A sequence whose constraint is being compiled waits without blocks. One whose masks are not there when the pass is, and
 a little later, leaves the step to the others: its window is not judged, and it comes back once they are there."""
@@ -9,14 +10,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher
+from outrider.engine.sampler import SamplingRows
 from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
 from outrider.engine.token_tree import path_to
 from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, Violation
@@ -85,23 +88,32 @@ class Grammars:
             matcher, seconds = found
             self.num_compiled += 1
             self.on_compiled(seconds)
+            target.compile_us = round(seconds * 1e6)
             target.sampler.constrain(matcher, target.eos_ids if target.open.sampling.ignore_eos else ())
         return None
 
-    def start(self, windows: Sequence[ScheduledSequence]) -> StepMasks | None:
-        """Has the masks of these windows made; None where none has any."""
+    def start(
+        self, windows: Sequence[ScheduledSequence], is_lazy: Callable[[TargetSequence], bool] = lambda target: False
+    ) -> StepMasks | None:
+        """Has the masks of these windows made, but for sequences whose masks are made where they are asked for; None
+        where no window has a constraint."""
         if not any(window.target.sampler.constrained for window in windows):
             return None
         started = time.perf_counter()
-        step = StepMasks(self, windows, self._rows(sum(window.num_verify_rows for window in windows)))
-        for window, rows in zip(windows, step.parts, strict=True):
-            if window.target.sampler.constrained:
-                clock = step.clocks[window.target.key] = WorkClock()
-                step.jobs[window.target.key] = self._mask_pool.submit(write_masks, window, rows, clock)
-            else:
-                rows.fill_(ALL_BITS)
+        step = StepMasks(self)
+        ahead = {w.target.key for w in windows if w.target.sampler.constrained and not is_lazy(w.target)}
+        if ahead:
+            step.start(windows, ahead, self._rows(sum(window.num_verify_rows for window in windows)))
         step.wait_s = time.perf_counter() - started
         return step
+
+    def submit(self, plans: Sequence[SamplingRows], out: Tensor, clock: WorkClock) -> Future[float]:
+        """Has the masks of one sequence's rows written, [rows, words] int32, on another thread."""
+        return self._mask_pool.submit(write_masks, plans, out, clock)
+
+    def new_masks(self, count: int) -> Tensor:  # [count, words] int32
+        """For so many rows, not written yet."""
+        return torch.empty(count, self._buffer.shape[1], dtype=torch.int32)
 
     def patience(self, pass_s: float) -> float:
         """Seconds for masks after a pass of so many."""
@@ -134,7 +146,9 @@ class Grammars:
         except GrammarError as error:
             raise refused(str(error)) from error
         try:
-            return compiled.matcher(output_ids), time.perf_counter() - started
+            matcher = compiled.matcher(output_ids)
+            matcher.forced(1)  # finds out here whether that is slow
+            return matcher, time.perf_counter() - started
         except GrammarError as error:
             problem = f"does not fit {FIELD}: {error}; allowed: what it generated"
             raise InvalidArgument.of([Violation("open.output_ids", problem)]) from error
@@ -143,33 +157,92 @@ class Grammars:
 class StepMasks:
     """The masks of a step's windows, while threads write them."""
 
-    def __init__(self, owner: Grammars, windows: Sequence[ScheduledSequence], masks: Tensor) -> None:
-        self._owner, self._windows = owner, windows
-        self._masks = masks  # [rows that judge windows, words] int32
-        self.parts = torch.split(masks, [window.num_verify_rows for window in windows])
-        self.jobs: dict[SequenceKey, Future[float]] = {}
-        self.clocks: dict[SequenceKey, WorkClock] = {}
-        self.wait_s = 0.0  # that the device thread spent on it
+    def __init__(self, owner: Grammars) -> None:
+        self._owner = owner
+        self._patience_s = owner.patience(0.0)
+        self._masks: Tensor | None = None  # [rows that judge windows, words] int32
+        self._parts: dict[SequenceKey, Tensor] = {}  # of each window's rows
+        self._jobs: dict[SequenceKey, MaskJob] = {}
+        self._started: frozenset[SequenceKey] = frozenset()  # those that were not left for later
+        self._late: dict[SequenceKey, WorkClock] = {}
+        self.mask_s = self.wait_s = 0.0  # of the threads that make them; that the device thread spent on it
 
-    def wait(self, pass_s: float) -> Tensor:  # [rows that judge windows, words] int32
-        """The masks after a pass of so many seconds, without those that are late, or failed: their sequences wait."""
-        started, mask_s = time.perf_counter(), 0.0
-        until = started + self._owner.patience(pass_s)
-        in_time: list[Tensor] = []
-        late: dict[SequenceKey, WorkClock] = {}
-        for window, part in zip(self._windows, self.parts, strict=True):
-            job = self.jobs.get(window.target.key)
+    def start(self, windows: Sequence[ScheduledSequence], wanted: Iterable[SequenceKey], masks: Tensor) -> None:
+        """Has those of the wanted sequences written, and all bits of the others' set, [rows that judge, words]."""
+        self._masks, self._started = masks, frozenset(wanted)
+        for window, rows in zip(windows, torch.split(masks, [w.num_verify_rows for w in windows]), strict=True):
+            self._parts[window.target.key] = rows
+            if window.target.key in self._started:
+                self._submit(window, window.sampling_rows, rows)
+            else:
+                rows.fill_(ALL_BITS)
+
+    def wait(self, pass_s: float) -> None:
+        """Until what was started is there, after a pass of so many seconds; sequences whose masks are late, or failed,
+        have to wait, too."""
+        patience_s = self._patience_s = self._owner.patience(pass_s)
+        self._collect(list(self._jobs))
+        self._patience_s = patience_s  # again, for all that are made from here on
+
+    def rows_of(self, windows: Sequence[ScheduledSequence]) -> Tensor | None:  # [rows that judge them, words] int32
+        """The masks of windows that do not wait; None where none of theirs was started."""
+        keys = [window.target.key for window in windows]
+        if self._started.isdisjoint(keys):
+            return None
+        return self._masks if len(keys) == len(self._parts) else torch.cat([self._parts[key] for key in keys])
+
+    def lacks(self, window: ScheduledSequence) -> bool:
+        """Whether a window has a constraint, and its masks were left for later."""
+        return window.target.sampler.constrained and window.target.key not in self._started
+
+    def make(self, wanted: Sequence[tuple[ScheduledSequence, SamplingRows]]) -> dict[SequenceKey, Tensor]:
+        """Masks that are wanted now, of some rows of each window, [rows, words] int32; without those that are late, or
+        failed: their sequences wait."""
+        started = time.perf_counter()
+        with torch.inference_mode(False):  # the threads that write them are not in it
+            made = {window.target.key: self._owner.new_masks(plan.num_rows) for window, plan in wanted}
+        for window, plan in wanted:
+            self._submit(window, [plan], made[window.target.key])
+        self.wait_s += time.perf_counter() - started
+        self._collect(list(made))
+        return {key: masks for key, masks in made.items() if key not in self._late}
+
+    def close(self) -> None:
+        """Counts them, once per step; what still runs is late."""
+        self._patience_s = 0.0
+        self._collect(list(self._jobs))
+        self._owner.count(self.mask_s, self.wait_s, self._late)
+
+    def wait_for_all(self) -> None:
+        """Returns once they are there, in whatever state; for measuring."""
+        wait([job.future for job in self._jobs.values()])
+
+    def _submit(self, window: ScheduledSequence, plans: Sequence[SamplingRows], out: Tensor) -> None:
+        clock = WorkClock()
+        self._jobs[window.target.key] = MaskJob(window, clock, self._owner.submit(plans, out, clock))
+
+    def _collect(self, keys: Sequence[SequenceKey]) -> None:
+        """Waits for the jobs of these sequences."""
+        started = time.perf_counter()
+        until = started + self._patience_s
+        for key in keys:
+            job = self._jobs.pop(key)
             try:
-                mask_s += 0.0 if job is None else job.result(max(0.0, until - time.perf_counter()))
-                in_time.append(part)
+                self.mask_s += job.future.result(max(0.0, until - time.perf_counter()))
             except Exception:  # what failed is told to its own sequence, once that looks for it
-                window.target.waits_for = job
-                late[window.target.key] = self.clocks[window.target.key]
-        wait_s = time.perf_counter() - started
-        self.wait_s += wait_s
-        self._owner.count(mask_s, self.wait_s, late)
-        self.jobs = {}
-        return torch.cat(in_time) if late and in_time else self._masks
+                job.window.target.waits_for = job.future
+                self._late[key] = job.clock
+        waited_s = time.perf_counter() - started
+        self.wait_s, self._patience_s = self.wait_s + waited_s, max(0.0, self._patience_s - waited_s)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskJob:
+    """The masks of one window, on another thread."""
+
+    window: ScheduledSequence
+    clock: WorkClock
+    future: Future[float]
 
 
 class WorkClock:
@@ -191,11 +264,11 @@ class WorkClock:
         return 0.0 if self._started is None else time.clock_gettime(self._started[0]) - self._started[1]
 
 
-def write_masks(window: ScheduledSequence, out: Tensor, clock: WorkClock) -> float:  # out: [rows, words] int32
-    """The masks of a window's rows; returns the seconds that it took. Raises GrammarError."""
+def write_masks(plans: Sequence[SamplingRows], out: Tensor, clock: WorkClock) -> float:  # out: [rows, words] int32
+    """The masks of some rows; returns the seconds that it took. Raises GrammarError."""
     clock.start()
     started, first = time.perf_counter(), 0
-    for plan in window.sampling_rows:
+    for plan in plans:
         constraint = plan.sampler.constraint
         if constraint is not None:
             constraint.write_masks(

@@ -77,7 +77,7 @@ class TargetMetrics(Metrics):
             lambda: stats().num_refused_constraints,
         )
         self.read_counter("mask_seconds", "Time that masks took on their threads", lambda: stats().mask_seconds)
-        self.read_counter("mask_wait_seconds", "Time that steps waited for masks", lambda: stats().mask_wait_seconds)
+        self.read_counter("mask_wait_seconds", "Time that constraints held steps up", lambda: stats().mask_wait_seconds)
         self.read_counter("masks_late", "Windows put off, whose masks were not there", lambda: stats().num_late_masks)
         if vllm_names:
             self.registry.register(VllmCollector(state))

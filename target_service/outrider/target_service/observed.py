@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outrider.target_service.engine import TargetEngine
     from outrider.target_service.metrics import TargetMetrics
     from outrider.target_service.outputs import ComputedStep
+    from outrider.target_service.scheduler import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class ObservedStep:
     num_accepted: int
     traceparents: Sequence[str]  # of the sequences in it
     draft_us: int = 0  # what a head beside the model took for the windows
-    mask_us: int = 0  # that masks of constraints held it up
+    num_forced: int = 0  # tokens that constraints forced; drafted and accepted ones do not count them
     waits: Sequence[float] = ()  # for how many seconds sequences could have run before, where that is known
 
 
@@ -68,13 +69,17 @@ def observed(step: ComputedStep) -> ObservedStep:
         step.seconds,
         step.timings,
         num_verify_rows=sum(scheduled.num_verify_rows for scheduled in step.scheduled),
-        num_drafted=sum(len(scheduled.window.ids) for scheduled in step.scheduled),
-        num_accepted=sum(window.num_accepted for window in step.verified),
+        num_drafted=sum(_num_drafted(scheduled) for scheduled in step.scheduled),
+        num_accepted=sum(min(window.num_accepted, _num_drafted(window.scheduled)) for window in step.verified),
         traceparents=[scheduled.target.open.traceparent for scheduled in step.scheduled],
         draft_us=max(scheduled.draft_us for scheduled in step.scheduled),
-        mask_us=step.mask_us,
+        num_forced=sum(scheduled.window.num_forced for scheduled in step.scheduled),
         waits=[max(0.0, step.started - target.ready_since) for target in took],
     )
+
+
+def _num_drafted(scheduled: ScheduledSequence) -> int:
+    return len(scheduled.window.ids) - scheduled.window.num_forced
 
 
 def stats_of(engine: TargetEngine) -> EngineStats:
@@ -141,6 +146,7 @@ def trace_step(tracer: StepTracer, step: ObservedStep) -> None:
             "outrider.step.drafted": step.num_drafted,
             "outrider.step.accepted": step.num_accepted,
             "outrider.step.draft_us": step.draft_us,
-            "outrider.step.mask_us": step.mask_us,
+            "outrider.step.forced": step.num_forced,
+            "outrider.step.mask_us": step.timings.mask_us,
         },
     )

@@ -184,7 +184,6 @@ class ComputedStep:
     started: float  # on the engine's clock
     ended: float
     timings: StepTimings  # what every commit of it says; the queue's time is each sequence's own
-    mask_us: int = 0  # that masks of constraints held it up
 
     @property
     def seconds(self) -> float:

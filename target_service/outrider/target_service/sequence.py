@@ -63,6 +63,7 @@ class TargetSequence:
     random_key: RandomKey
     random_ahead: RandomAhead = field(default_factory=RandomAhead)
     waits_for: Future[Any] | None = None  # its constraint, or masks of it that were late
+    compile_us: int = 0  # what that took; a commit tells it
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     finished: bool = False
 
@@ -186,6 +187,7 @@ class TargetLimits:
     block_size: int = BLOCK_SIZE
     max_window: int = 128
     max_sequences: int = 256
+    max_open_tokens: int = 0  # prompts and max_tokens of all that are open; 0: any number
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
     untrusted_draft: bool = False  # weights are ignored: every drafted token is one-hot
     model_digest: str = ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 from functools import cached_property
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -29,6 +28,8 @@ from outrider.kernels.verify.reference import (
     coupled_choice,
     draw,
 )
+from outrider.target_service.grammars import StepMasks
+from outrider.target_service.lazy_masks import takes_masks_lazily, under_constraints
 from outrider.target_service.outputs import VerifiedWindow, verified_windows
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
@@ -167,30 +168,28 @@ class HostVerifier:
     """Judges windows of many sequences on the host; holds nothing but the sources of random numbers."""
 
     def __init__(self, vocab_size: int) -> None:
+        self.takes_masks_lazily = takes_masks_lazily
         self._noise = noise_source(vocab_size, HOST)
         self._words = verify_source(HOST)
 
     @torch.inference_mode()
     def verify(
-        self, logits: Tensor, windows: Sequence[ScheduledSequence], token_mask: Tensor | None = None
+        self, logits: Tensor, windows: Sequence[ScheduledSequence], masks: StepMasks | None = None
     ) -> list[VerifiedWindow]:
-        """Judges every window, in no fixed order; logits are [rows of the step that want them, vocab] float32, and the
-        mask is [rows of the windows, vocab / 32] int32, one window after the other."""
-        ends = accumulate(window.num_verify_rows for window in windows)
-        rows_by = {w.target.key: slice(end - w.num_verify_rows, end) for w, end in zip(windows, ends, strict=True)}
+        """Judges every window whose masks are not late, in no fixed order; logits: [rows that want them, vocab]."""
         groups: dict[VerifyRule, list[ScheduledSequence]] = {}
         for member in windows:
             groups.setdefault(rule_of(member.target), []).append(member)
         verified: list[VerifiedWindow] = []
         for rule, members in groups.items():
             chosen, rows = rows_of(members, logits), [rows for member in members for rows in member.sampling_rows]
-            mask = None
-            if token_mask is not None and any(member.target.sampler.constrained for member in members):
-                mask = torch.cat([token_mask[rows_by[member.target.key]] for member in members])
+            mask = None if masks is None else masks.rows_of(members)
             sampling = assemble(rows, token_mask=mask, for_argmax=rule is VerifyRule.GREEDY)
             judged = judge(chosen, sampling, HostBatch(rule, members, self._noise, self._words))
+            if masks is not None:
+                judged = under_constraints(judged, members, chosen, lambda one: self._noise.rows(_spans([one])), masks)
             verified += verified_windows(chosen, members, *judged, token_mask=mask)
-        return verified
+        return [window for window in verified if window.scheduled.target.waits_for is None]
 
     @torch.inference_mode()
     def prepare(self, target: TargetSequence) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -20,9 +21,9 @@ from typing import Any
 import grpc.aio
 from grpc import StatusCode
 
-from outrider.rpc.channel import connect, dial_target
+from outrider.rpc.channel import dial_target
 from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, Message
-from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable, from_rpc_error
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -37,6 +38,8 @@ from outrider.rpc.messages import (
     validate_piece,
 )
 from outrider.rpc.pair import check_pair
+from outrider.rpc.security import ClientTls, PeerChannel
+from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import FrameStream, StreamConfig, client_stream
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
@@ -49,6 +52,7 @@ RETRY_S = 1.0  # until a sequence that a draft could not take is offered again
 AFFINITY_TOKENS = 64  # later tokens tell prompts of one kind apart
 END_S = 5.0
 MAX_WAITING = 1024  # commands
+SWITCH_S = 0.0005  # for which the engine's thread may keep the interpreter from this one; Python's 5 ms are a step
 # A failure with another code (a sequence longer than the draft's context) would come again.
 PASSING = frozenset(
     code.value[0] for code in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.RESOURCE_EXHAUSTED)
@@ -112,17 +116,19 @@ class DraftPool:
         target: Callable[[], ModelInfo],
         on_news: Callable[[DraftNews], None],
         stream_config: StreamConfig | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         for address in addresses:
             dial_target(address)
         self._drafts = [Draft(address) for address in addresses]
         self._read_target, self._on_news, self._stream_config = target, on_news, stream_config
-        self._fingerprint = ""  # of the target's tokenizer
+        self._tls, self._fingerprint = tls, ""  # of the target's tokenizer
         self._sequences: dict[int, DraftedSequence] = {}
         self._commands: deque[DraftCommand] = deque()
         self._is_up = False  # any draft; set before the commands are looked at, read after one was added
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="outrider-drafts", daemon=True)
         self._thread.start()
 
@@ -262,12 +268,12 @@ class DraftPool:
 
     async def _keep(self, draft: Draft, target: ModelInfo) -> None:
         """Connects, and connects again, until cancelled."""
-        channel = connect(draft.address)
+        channel = PeerChannel(draft.address, self._tls)
         backoff = MIN_BACKOFF_S
         try:
             while True:
                 began = time.monotonic()
-                self._report(draft, await self._serve_once(draft, channel, target))
+                self._report(draft, await self._serve_once(draft, await channel.current(), target))
                 if time.monotonic() - began >= MAX_BACKOFF_S:
                     backoff = MIN_BACKOFF_S
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))

@@ -7,27 +7,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from outrider.vllm.link import EXTRA
 
-
-def continue_grammar(request: Any, manager: Any) -> None:
-    """Has a matcher that is being compiled advanced by the output with which its request began; on the compilers'
-    threads, where it was submitted before. Output that it does not follow ends the request as a bad grammar does."""
-    output = output_before(request)
+def continue_grammar(request: Any, manager: Any, output_len: int) -> None:
+    """Has a matcher that is being compiled advanced by the output with which its request began, the last `output_len`
+    ids of vLLM's prompt; on the compilers' threads, where it was submitted before. Output that it does not follow ends
+    the request as a bad grammar does."""
     constraint = request.structured_output_request
-    if not output or constraint is None:
+    if not output_len or constraint is None:
         return
-    compiled = constraint._grammar
+    compiled, output = constraint._grammar, request.prompt_token_ids[-output_len:]
     if isinstance(compiled, Future):
         constraint.grammar = manager.executor.submit(advanced, compiled, request.request_id, output)
-
-
-def output_before(request: Any) -> Sequence[int]:
-    """The end of vLLM's prompt, which was generated before."""
-    extra = (request.sampling_params.extra_args or {}).get(EXTRA) if request.sampling_params is not None else None
-    count = 0 if extra is None else extra["num_output"]
-    ids: list[int] = request.prompt_token_ids[-count:] if count else []
-    return ids
 
 
 def advanced(compiled: Future[Any], request_id: str, output: Sequence[int]) -> Any:

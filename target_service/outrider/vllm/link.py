@@ -1,6 +1,7 @@
 """Between a target service and the vLLM engine that it drives, whose scheduler lives in another process: pieces and
 credit one way, what steps committed the other. A Unix socket of this machine, in a folder that only this user may
-enter, which the engine opens with a key; it carries the protocol's dataclasses as they are, a pickle behind its length.
+enter, which the engine opens with a key; it carries the protocol's dataclasses as link_messages.py writes them, some in
+a frame behind its length.
 
 No thread stands between: the service reads on its event loop, the scheduler before its steps. What the service says
 meanwhile lies in the socket, then in the service's memory: it waits for the engine nowhere. When a step began the
@@ -13,7 +14,6 @@ import hmac
 import logging
 import mmap
 import os
-import pickle
 import secrets
 import select
 import socket
@@ -26,6 +26,8 @@ from typing import Any
 
 from outrider.rpc.messages import Close, Commit, Credit, DraftTokens
 from outrider.target_service.draft_buffer import ChainBuffer
+from outrider.vllm import link_messages
+from outrider.vllm.link_messages import LinkCommand, LinkEvent
 from outrider.vllm.rows import DraftedRow
 from outrider.vllm.source import LINK, StepReport
 
@@ -34,16 +36,21 @@ log = logging.getLogger(__name__)
 KEY = "OUTRIDER_LINK_KEY"
 KEY_BYTES = 32
 EXTRA = "outrider"  # key of a request's extra_args
-LENGTH = struct.Struct("<I")  # of the pickle that follows
+LENGTH = struct.Struct("<I")  # of the messages that follow
 CLOCK = struct.Struct("<d")  # seconds of time.monotonic, which is one clock for a machine's processes
 READ_BYTES = 1 << 16
-LinkCommand = DraftTokens | Credit | Close
-LinkEvent = StepReport | Commit  # one without ids, that names dropped chains
 
 
-def framed(message: Any) -> bytes:
-    """A message as it travels."""
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+def extra_of(request: Any) -> dict[str, Any] | None:
+    """What the service says of a request that it added; None of others."""
+    params = request.sampling_params
+    found: dict[str, Any] | None = None if params is None else (params.extra_args or {}).get(EXTRA)
+    return found
+
+
+def framed(messages: Sequence[LinkCommand | LinkEvent]) -> bytes:
+    """Messages as they travel together."""
+    body = link_messages.write(messages)
     return LENGTH.pack(len(body)) + body
 
 
@@ -60,9 +67,9 @@ class Unframing:
             end = LENGTH.size + LENGTH.unpack_from(self._bytes)[0]
             if len(self._bytes) < end:
                 return
-            message = pickle.loads(self._bytes[LENGTH.size : end])
+            messages = link_messages.read(self._bytes[LENGTH.size : end])
             del self._bytes[:end]
-            yield message
+            yield from messages
 
 
 class StepClock:
@@ -103,9 +110,14 @@ class LinkedService:
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._early: dict[int, list[LinkCommand]] = {}  # of sequences whose request has not come yet
 
+    def output_len(self, request: Any) -> int:
+        """Of a continuation."""
+        extra = extra_of(request)
+        return 0 if extra is None else int(extra["num_output"])
+
     def opened(self, request: Any) -> DraftedRow | None:
         """A request that the service added says which of its sequences it is."""
-        extra = (request.sampling_params.extra_args or {}).get(EXTRA)
+        extra = extra_of(request)
         if extra is None:
             return None
         row = DraftedRow(
@@ -116,6 +128,7 @@ class LinkedService:
             max_tokens=request.max_tokens,
             weighs=extra["weighs"],
             chains=ChainBuffer(request.all_token_ids, self._vocab_size),
+            suspect=extra["suspect"],
         )
         for command in self._early.pop(row.sequence_id, ()):
             self._apply(row, command)
@@ -127,17 +140,16 @@ class LinkedService:
     def take(self, rows: Mapping[int, DraftedRow]) -> bool:
         """Applies what the service sent; whether vLLM's own loop is to see something, too."""
         is_news = False
-        for commands in self._receive():
-            for command in commands:
-                row = rows.get(command.sequence_id)
-                if isinstance(command, Close):
-                    self._early.pop(command.sequence_id, None)
-                    is_news = True
-                elif row is not None:
-                    self._apply(row, command)
-                else:
-                    self._early.setdefault(command.sequence_id, []).append(command)
-                    is_news = True
+        for command in self._receive():
+            row = rows.get(command.sequence_id)
+            if isinstance(command, Close):
+                self._early.pop(command.sequence_id, None)
+                is_news = True
+            elif row is not None:
+                self._apply(row, command)
+            else:
+                self._early.setdefault(command.sequence_id, []).append(command)
+                is_news = True
         return is_news
 
     def wait(self, timeout_s: float) -> None:
@@ -169,10 +181,14 @@ class LinkedService:
                 self._send(Commit(row.sequence_id, row.committed, (), dropped=row.chains.take_dropped()))
 
     def _send(self, event: LinkEvent) -> None:
-        if not self._has_ended:
-            self._socket.sendall(framed(event))
+        if self._has_ended:
+            return
+        try:
+            self._socket.sendall(framed([event]))
+        except OSError:
+            self._end()
 
-    def _receive(self) -> Iterator[Sequence[LinkCommand]]:
+    def _receive(self) -> Iterator[LinkCommand]:
         """What has come by now."""
         while not self._has_ended:
             try:
@@ -182,11 +198,14 @@ class LinkedService:
             except OSError:
                 read = b""
             if not read:
-                self._has_ended = True
-                log.warning("the link to the target service has ended")
+                self._end()
             yield from self._received.feed(read)
             if len(read) < READ_BYTES:
                 return
+
+    def _end(self) -> None:
+        self._has_ended = True
+        log.warning("the link to the target service has ended")
 
 
 class EngineLink:

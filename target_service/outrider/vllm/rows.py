@@ -28,6 +28,7 @@ class DraftedRow:
     last_commit: float = 0.0  # 0: none yet
     window: Window = EMPTY_WINDOW  # of the step under way
     num_cached_ids: int = 0
+    suspect: bool = False  # it may be what ended the targets that it was open on
     opened_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -44,6 +45,11 @@ class DraftedRow:
     def tokens_left(self) -> int:
         """How many tokens may still be generated."""
         return self.max_tokens - self.num_own_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it still may be: a token committed clears it."""
+        return self.suspect and not self.num_own_tokens
 
     @property
     def has_credit(self) -> bool:

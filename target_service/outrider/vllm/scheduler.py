@@ -23,6 +23,7 @@ from outrider.vllm.weights import attach_weights
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -41,6 +42,8 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         self._source = source_of(vllm_config) if source is None else source
         self._rows: dict[str, DraftedRow] = {}  # by vLLM's ids
         self._by_sequence: dict[int, DraftedRow] = {}
+        self._suspects: dict[str, DraftedRow] = {}  # of `rows`: each is alone in its steps
+        self._alone = ""  # the suspect that has this step for itself, by vLLM's id
         self._started = 0.0, 0  # of the step under way: on the clock, and by the wall's
         self._is_stuck = False  # the last step had room for nobody
         self._num_preempted = 0
@@ -55,6 +58,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
             self._wait_for_drafts()
         with self._plainly():
             self._yield_blocks()
+        self._give_turn()
         self._prepare_rows()
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         self._is_stuck = not output.total_num_scheduled_tokens
@@ -70,7 +74,9 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
         """Commits as ever, then says what was committed."""
-        accepted = num_accepted(scheduler_output, model_runner_output)  # before a stop cuts the lists
+        accepted: dict[str, int] = {}
+        with self._plainly():
+            accepted = num_accepted(scheduler_output, model_runner_output)  # before a stop cuts the lists
         outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         with self._plainly():
             made = [output for part in outputs.values() for output in part.outputs]
@@ -91,7 +97,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
 
     def add_request(self, request: Request) -> None:
         """A new request; its drafts begin."""
-        continue_grammar(request, self.structured_output_manager)
+        continue_grammar(request, self.structured_output_manager, self._source.output_len(request))
         super().add_request(request)
         if self.requests.get(request.request_id) is not request:
             return  # more of one that is there
@@ -99,6 +105,8 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
             row = self._source.opened(request)
             if row is not None:
                 self._rows[request.request_id] = self._by_sequence[row.sequence_id] = row
+                if row.is_suspect:
+                    self._suspects[request.request_id] = row
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """Requests were aborted, or have failed; their drafts end."""
@@ -117,9 +125,11 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         """The worker has none: see NoDraft."""
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """One that gave up its blocks comes back when it may go on."""
+        """One that gave up its blocks comes back when it may go on, and nobody begins in another's step."""
         row = self._rows.get(request.request_id)
-        return (row is None or row.has_credit) and super()._handle_blocked_waiting_request(request)
+        if self._stands_back(request.request_id) or not (row is None or row.has_credit):
+            return False
+        return bool(super()._handle_blocked_waiting_request(request))
 
     # What is done for each step.
 
@@ -156,10 +166,27 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         of_waiting = (math.ceil(request.num_tokens / self.block_size) + 1 for request in may_run)
         return int(num_rows * math.ceil((1 + self.num_spec_tokens) / self.block_size) + next(of_waiting, 0))
 
+    def _give_turn(self) -> None:
+        """A suspect's steps take turns with those of all others, until it has committed a token."""
+        if not self._suspects:
+            self._alone = ""
+            return
+        self._suspects = {request_id: row for request_id, row in self._suspects.items() if row.is_suspect}
+        ready = (request_id for request_id, row in self._suspects.items() if row.has_credit)
+        is_others = bool(self._alone) and len(self.requests) > len(self._suspects)
+        self._alone = "" if is_others else next(ready, "")
+
+    def _stands_back(self, request_id: str) -> bool:
+        """Whether the next step is another's."""
+        return request_id != self._alone if self._alone else request_id in self._suspects
+
     def _prepare_rows(self) -> None:
         """Hands every running request its window, or holds it for a step: its blocks stay, and the others go on."""
         now = time.monotonic()
         for request in self.running:
+            if self._stands_back(request.request_id):
+                request.next_decode_eligible_step = self.current_step + 2
+                continue
             row = self._rows.get(request.request_id)
             if row is not None and not request.is_prefill_chunk:
                 with self._plainly():
@@ -218,6 +245,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
     def _forget(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
         if row is not None:
+            self._suspects.pop(request_id, None)
             del self._by_sequence[row.sequence_id]
             with self._plainly():
                 self._source.closed(row)
@@ -236,7 +264,8 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
 def ask_no_worker() -> None:
     """For drafts, after each step: workers have none (see NoDraft), and the question is one of the three turns that
     engine and workers take in a step."""
-    MultiprocExecutor.take_draft_token_ids = lambda executor: None
+    for executor in (MultiprocExecutor, UniProcExecutor):
+        executor.take_draft_token_ids = lambda executor: None
 
 
 def check_config(vllm_config: Any) -> None:

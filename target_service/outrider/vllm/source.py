@@ -31,6 +31,9 @@ class DraftSource(Protocol):
     is_reader: bool  # it hands on what steps commit of its rows, so that vLLM's own client hears of their ends alone
     longest_wait_s: float  # of a step that has nothing to do; vLLM's loop, to which requests come, stands meanwhile
 
+    def output_len(self, request: Any) -> int:
+        """How many of a request's prompt ids were generated before it came."""
+
     def opened(self, request: Any) -> DraftedRow | None:
         """The row of a vLLM request that was added; None where nobody drafts for it."""
 

@@ -87,7 +87,7 @@ def make_draft(plan: DraftPlan, on_step: Callable[[int, float], None]) -> list[A
     draft, mask_id = new_draft(plan, loaded, start)
     num_tokens, num_ends = (MEASURED_TOKENS, 32) if plan.parallel else (1, plan.course.length)
     loss = parallel_loss(draft, mask_id, num_tokens, num_ends, DistillWeights())
-    train(draft, loss, plan.training, course.batch, plan.work / "run.pt", on_step)
+    train(draft, loss, plan.training, course.batch, plan.work / "run.safetensors", on_step)
     export(draft, plan)
     lessons = held_out_lessons(teacher, held_out, plan.course)
     measured = [measure(plan.out.name, draft, mask_id if plan.parallel else None, lessons)]

@@ -111,7 +111,7 @@ def make_head(plan: HeadPlan, on_step: Callable[[int, float], None]) -> list[Acc
         else Course(teacher, stream, plan.work / "lessons", plan.course)
     )
     check_work(plan)
-    train(head, head_loss(head, plan.depth), plan.training, course.batch, plan.work / "run.pt", on_step)
+    train(head, head_loss(head, plan.depth), plan.training, course.batch, plan.work / "run.safetensors", on_step)
     export_head(config, head, plan.out)
     measured = measure_head(plan.out.name, head, held_out_lessons(teacher, held_out, plan.course))
     shutil.rmtree(plan.work)

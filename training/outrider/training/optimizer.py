@@ -4,6 +4,8 @@ Muon replaces the momentum of a matrix's gradient by the nearest matrix with ort
 then learns at one rate, which takes far fewer tokens than AdamW.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -29,12 +31,29 @@ class Optimizer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def state_dict(self) -> dict[str, object]:
-        return {"muon": self._muon.state_dict(), "adam": self._adam.state_dict()}
+    def state_dict(self) -> dict[str, Tensor]:
+        """What is kept of each weight, as "muon.0.momentum_buffer". Rates are no part of it: every step sets them."""
+        return {
+            f"{name}.{weight}.{kind}": tensor
+            for name, optimizer in self._named
+            for weight, kept in optimizer.state_dict()["state"].items()
+            for kind, tensor in kept.items()
+        }
 
-    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
-        self._muon.load_state_dict(state["muon"])
-        self._adam.load_state_dict(state["adam"])
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state_dict` gave."""
+        for name, optimizer in self._named:
+            kept: dict[int, dict[str, Tensor]] = {}
+            for key, tensor in state.items():
+                owner, weight, kind = key.split(".")
+                if owner == name:
+                    kept.setdefault(int(weight), {})[kind] = tensor
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": kept, "param_groups": groups})
+
+    @property
+    def _named(self) -> tuple[tuple[str, torch.optim.Optimizer], ...]:
+        return ("muon", self._muon), ("adam", self._adam)
 
 
 def is_matrix(name: str, weight: Tensor) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -37,7 +38,7 @@ from outrider.training.export import export
 from outrider.training.model import LlamaShape, new_model
 from outrider.training.repetition import RepetitionPlan, settle
 from outrider.training.tokenizer import train_tokenizer
-from outrider.training.train import Loss, TrainPlan, corpus_batches, text_loss, train
+from outrider.training.train import Loss, TrainPlan, corpus_batches, save_tensors, text_loss, train
 
 logger = logging.getLogger(__name__)
 
@@ -96,24 +97,24 @@ def make_target(build: PairBuild, stream: Tensor, split: Tensor) -> LlamaForCaus
     """The target, trained on the text, and settled on the text with some line breaks split off."""
     target = new_model(TARGET_SHAPE, seed=0)
     batches = corpus_batches(TARGET_PLAN, stream)
-    train(target, build.prepare(text_loss(target)), TARGET_PLAN, batches, build.work / "target.pt")
-    settled = build.work / "settled.pt"
+    train(target, build.prepare(text_loss(target)), TARGET_PLAN, batches, build.work / "target.safetensors")
+    settled = build.work / "settled.safetensors"
     if settled.exists():
-        target.load_state_dict(torch.load(settled, weights_only=True))
+        target.load_state_dict(load_file(settled))
     else:
         settle(target, split, REPETITION_PLAN, build.prepare)
-        torch.save(target.state_dict(), settled)
+        save_tensors(settled, target.state_dict())
     return target
 
 
 def make_draft(build: PairBuild, target: LlamaForCausalLM, stream: Tensor, split: Tensor) -> LlamaForCausalLM:
     """The draft, distilled from the exported target on the corpus and on what the target writes."""
     draft = new_model(DRAFT_SHAPE, seed=1)
-    pool = _pool(build.work / "written.pt", target, stream)
+    pool = _pool(build.work / "written.safetensors", target, stream)
     corpus = corpus_batches(DRAFT_PLAN, stream)
     batches = mixed_batches(corpus, pool, target, stream, WRITTEN_PLAN, DRAFT_PLAN.tokens_per_step)
     loss = build.prepare(distillation_loss(draft, target, DistillWeights()))
-    train(draft, loss, DRAFT_PLAN, batches, build.work / "draft.pt")
+    train(draft, loss, DRAFT_PLAN, batches, build.work / "draft.safetensors")
     finish_draft(build, draft, target, split)
     return draft
 
@@ -124,7 +125,7 @@ def finish_draft(build: PairBuild, draft: LlamaForCausalLM, target: LlamaForCaus
     no_pool = torch.empty(0, dtype=torch.int64)
     batches = mixed_batches(corpus, no_pool, target, split, FINISH_WRITTEN_PLAN, FINISH_PLAN.tokens_per_step)
     loss = build.prepare(distillation_loss(draft, target, DistillWeights()))
-    train(draft, loss, FINISH_PLAN, batches, build.work / "finished.pt")
+    train(draft, loss, FINISH_PLAN, batches, build.work / "finished.safetensors")
 
 
 def make_pair(build: PairBuild) -> Report:
@@ -150,8 +151,8 @@ def main() -> None:
 
 def _pool(path: Path, target: LlamaForCausalLM, stream: Tensor) -> Tensor:
     if not path.exists():
-        torch.save(write_pool(target, stream, WRITTEN_PLAN), path)
-    pool: Tensor = torch.load(path, weights_only=True)
+        save_tensors(path, {"pool": write_pool(target, stream, WRITTEN_PLAN)})
+    pool: Tensor = load_file(path)["pool"]
     return pool
 
 

@@ -3,12 +3,13 @@
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY = 50
 CHECKPOINT_EVERY = 200
+MODEL, OPTIMIZER = "model.", "optimizer."  # what names in a checkpoint begin with
 
 Loss = Callable[[Tensor], Tensor]
 Batches = Callable[[int], Tensor]
@@ -108,10 +110,17 @@ def train(
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Write the run's whole state; a crash leaves the file before it, or this one."""
+    """Write the run's whole state."""
+    model_state = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
+    optimizer_state = {f"{OPTIMIZER}{name}": tensor for name, tensor in optimizer.state_dict().items()}
+    save_tensors(path, {**model_state, **optimizer_state, "step": torch.tensor(step)})
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a file; a crash leaves the one before it, or this one. Of tied tensors each is a copy."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
+    save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, partial)
     os.replace(partial, path)
 
 
@@ -119,10 +128,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     """Restore a run's state if `path` exists; the number of steps it has taken."""
     if not path.exists():
         return 0
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    state = load_file(path)
+    model.load_state_dict(_part(state, MODEL))
+    optimizer.load_state_dict(_part(state, OPTIMIZER))
     return int(state["step"])
+
+
+def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def _log(plan: TrainPlan, step: int, losses: list[float], seconds: float) -> None:

@@ -34,6 +34,8 @@ def describe_set(path: Path, requests: Sequence[CompareRequest], repeats: Sequen
             "off": spread([run.share_off for run in runs]),
             "accepted": _sums([run.tally.accepted_per_position for run in runs]),
             "tested": _sums([run.tally.tested_per_position for run in runs]),
+            "forced": sum(run.tally.num_forced_tokens for run in runs),
+            "forced_accepted": sum(run.tally.num_accepted_forced_tokens for run in runs),
             "different": sum(run.num_different for run in runs),
         }
     return {"name": path.stem, "prompts": counted, "ways": ways}
@@ -50,7 +52,7 @@ def shares(way: Json) -> list[float]:
 
 def tables(result: Json) -> Iterator[Table]:
     """A table a file: a row a method. What a round brought is of the first mode, where the number of drafted tokens is
-    fixed unless that is auto; speeds are of every mode."""
+    fixed unless that is auto; speeds are of every mode. Forced tokens are there where a prompt has a schema."""
     from rich.table import Table
 
     modes = result["setup"]["modes"]
@@ -60,6 +62,9 @@ def tables(result: Json) -> Iterator[Table]:
         for head in ("method", "tokens/round", "draft ms/round", *(f"{mode} / plain" for mode in modes), "auto off"):
             if head != "auto off" or "auto" in modes:
                 table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+        forces = any(way["forced"] for way in ways.values())
+        if forces:
+            table.add_column("forced", justify="right", no_wrap=True)
         table.add_column("accepted at 1, 2, ...", no_wrap=True)
         speed = f"{median_of(ways[PLAIN]['tokens_per_s'], 1)} tokens/s"
         table.add_row(PLAIN, "1.00", "", speed)
@@ -72,6 +77,7 @@ def tables(result: Json) -> Iterator[Table]:
                 median_of(first["draft_ms"], 2),
                 *(bracketed(way["over_plain"]) for way in by_mode),
                 *(f"{way['off']['median']:.0%}" for way in automatic),
+                *([f"{first['forced_accepted']}/{first['forced']}"] if forces else []),
                 " ".join(f"{share:.2f}" for share in shares(first)),
             )
         yield table

@@ -23,6 +23,7 @@ class CompareRequest(BaseModel):
     prediction: Text | Ids | None = Field(None, union_mode="left_to_right")  # a guess at the answer
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
+    json_schema: dict[str, Any] | None = None  # that the answer satisfies
     counts: bool = True  # else it is asked, and learned from, but not measured
 
 

@@ -5,6 +5,7 @@ gateway runs, unless it is to have a service, too."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from outrider.llm.local import LocalTarget
 from outrider.planner.policy import Round, SpeculationTally
 from outrider.proposers.registry import HEADS, TOKEN_METHODS, make_proposer
 from outrider.rpc.pair import check_pair
-from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
+from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, StructuredOutput
 from outrider.rpc.settings import parse_settings
 from outrider.target_service.boot import load as load_target
 from outrider.target_service.boot import load_head
@@ -96,6 +97,7 @@ class Options:
     def request(self, asked: CompareRequest, way: Way, number: int, salt: str) -> GenerationRequest:
         """As a client of a gateway would ask."""
         speculation, prediction = SpeculationOptions(enabled=False), None
+        schema = None if asked.json_schema is None else StructuredOutput(json_schema=json.dumps(asked.json_schema))
         if way.method is not None:
             parts = way.method.parts
             k = None if way.mode == "auto" else self.num_draft_tokens
@@ -112,6 +114,7 @@ class Options:
                 max_tokens=asked.max_tokens or self.max_tokens,
                 seed=self.seed + number,
                 ignore_eos=True,
+                structured_output=schema,
             ),
             max_tokens_given=False,  # at most what the context leaves
             speculation=replace(speculation, acceptance=AcceptanceRule.COUPLED),

@@ -167,7 +167,7 @@ def _start(stack: ExitStack, settings: GatewaySettings, folder: Path, streams: i
         "--tokenizer", str(folder), "--num-draft-tokens", str(settings.num_draft_tokens),
         "--listen", LOOPBACK, "--metrics", LOOPBACK,
         "--processes", str(settings.processes), "--grace-s", "0",
-        "--max-active", str(streams), "--max-admitted-tokens", str(1 << 40),
+        "--max-active", str(streams), "--max-admitted-tokens", str(1 << 40), "--caller-share", "1",
     ]  # fmt: skip
     if settings.trace:
         arguments += ["--trace-file", "/dev/null", "--trace-rounds", str(1 << 30)]

@@ -17,6 +17,7 @@ import httpx
 from outrider.bench.load.requests import BenchRequest, BenchServeSettings, Delivery
 from outrider.client import NO_RETRY, Client, Part
 from outrider.rpc.sampling_params import AcceptanceRule
+from outrider.rpc.security import ClientTls
 
 
 class HttpClient:
@@ -27,15 +28,15 @@ class HttpClient:
         self._model = settings.model
         self._is_ours = False
         headers = {"Connection": "close", "Accept-Encoding": "identity"}
-        if settings.api_key:
-            headers["Authorization"] = f"Bearer {settings.api_key}"
+        if token := settings.api_key or settings.token:
+            headers["Authorization"] = f"Bearer {token}"
         self._http = httpx.AsyncClient(
             base_url=settings.base_url.rstrip("/").removesuffix("/v1") + "/v1",
             headers=headers,
             timeout=None,  # a request's time has its own limit
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # no proxy
-            verify=ssl.create_default_context(),
+            verify=_context(settings),
         )
 
     async def describe(self) -> str:
@@ -108,6 +109,13 @@ class HttpClient:
             raise OSError(f"{self._settings.base_url}: {error or type(error).__name__}") from error
 
 
+def _context(settings: BenchServeSettings) -> ssl.SSLContext:
+    """Whom a URL's server is known by: the system's authorities, or those that are given. OutriderError for files that
+    cannot be used."""
+    tls = ClientTls.of(settings)
+    return ssl.create_default_context() if tls is None else tls.http_context()
+
+
 async def _lines(response: httpx.Response) -> AsyncGenerator[bytes, None]:
     """An answer's lines as they come. httpx's own end at U+2028, too, which a text may hold."""
     rest = b""
@@ -170,7 +178,7 @@ class GrpcClient:
     """One connection. Nothing is tried again: what fails is to be seen."""
 
     def __init__(self, settings: BenchServeSettings) -> None:
-        self._client = Client(settings.gateway, retry=NO_RETRY)
+        self._client = Client(settings.gateway, retry=NO_RETRY, **settings.access())
         self._options: dict[str, Any] = {
             "speculate": None if settings.speculation else False,
             "num_draft_tokens": settings.num_draft_tokens,

@@ -9,7 +9,9 @@ from statistics import fmean
 
 from outrider.bench.load.requests import BenchServeSettings, Record
 from outrider.bench.results import Json, align, percentile
+from outrider.cli.access import AccessSettings
 
+UNSAID = {"json_file", "plot", "api_key", *AccessSettings.model_fields}  # settings that a result does not hold
 PERCENTS = (50, 90, 95, 99)
 # Key, what the table calls it.
 TIMES = (
@@ -29,7 +31,9 @@ def summarise(settings: BenchServeSettings, server: str, records: Sequence[Recor
         "server": server,
         "place": settings.place,
         "loop": settings.loop,
-        "setup": settings.model_dump(mode="json", exclude={"json_file", "plot", "api_key"}),
+        "setup": settings.model_dump(
+            mode="json", exclude={"json_file", "plot", "api_key", *AccessSettings.model_fields}
+        ),
         "seconds": round(seconds, 4),
         "requests": len(records),
         "completed": len(done),

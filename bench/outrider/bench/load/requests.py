@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from outrider.cli.access import AccessSettings
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.settings import ServiceSettings
 
 
-class BenchServeSettings(ServiceSettings):
+class BenchServeSettings(AccessSettings):
     """Whom to load, how, with what, and what counts as good."""
 
     section: ClassVar[str] = "bench_serve"
@@ -72,7 +72,13 @@ class BenchServeSettings(ServiceSettings):
         if self.rate is not None and self.concurrency is not None:
             raise ValueError("give --rate, for an open loop, or --concurrency, for a closed one, not both")
         if self.gateway and (self.model or self.api_key):
-            raise ValueError("--model and --api-key go with --base-url")
+            raise ValueError("--model and --api-key go with --base-url; a gateway takes --token-file")
+        if self.api_key and self.token_file is not None:
+            raise ValueError("give one of --api-key and --token-file")
+        if self.peer_ca is not None and self.base_url and url.scheme != "https":
+            raise ValueError(f"--peer-ca is for TLS: --base-url must be as https://HOST:PORT, not {self.base_url!r}")
+        if self.peer_name and self.base_url:
+            raise ValueError("--peer-name goes with --gateway; a URL's host is the name")
         return self
 
     @property

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -67,6 +66,12 @@ READ_AS = {"mimo": "qwen2"}  # model types whose decoder is another one's
 BY_MODEL_TYPE |= {name: FAMILIES[family] for name, family in READ_AS.items()}
 MODEL_TYPES = tuple(BY_MODEL_TYPE)
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+# Far above every model's: what is larger is a damaged file, or one that is to fill the memory.
+MOST_SIZES = {
+    "vocab_size": 1 << 24, "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 24, "sliding_window": 1 << 24,
+}  # fmt: skip
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -107,7 +112,17 @@ class DecoderConfig:
 def parse_config(config: dict[str, Any], max_model_len: int | None = None) -> DecoderConfig:
     """From the contents of config.json, in the layout of any version of transformers. Raises UnsupportedModel;
     NotForDecoder for what transformers may compute instead."""
+    try:
+        return _parsed(config, max_model_len)
+    except UnsupportedModel:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:  # by odd values
+        raise UnsupportedModel(f"config.json is not valid: {type(error).__name__}: {error}") from error
+
+
+def _parsed(config: dict[str, Any], max_model_len: int | None) -> DecoderConfig:
     hf = _transformers_config(config, max_model_len)
+    _check_sizes(hf)
     family = FAMILIES[hf.model_type]
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     scaled_by = head_dim if family.scaled_by is None else getattr(hf, family.scaled_by)
@@ -140,6 +155,19 @@ def parse_config(config: dict[str, Any], max_model_len: int | None = None) -> De
     )
 
 
+def _check_sizes(hf: Any) -> None:
+    """Before anything is made that is so large."""
+    for name, most in MOST_SIZES.items():
+        value = getattr(hf, name, None)
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise UnsupportedModel(f"{hf.model_type} with {name}: is {value!r:.100}; allowed: 1 to {most}")
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads or hf.num_attention_heads
+    if heads % kv_heads:
+        raise UnsupportedModel(
+            f"{hf.model_type} with num_attention_heads: is {heads}; allowed: multiples of {kv_heads}"
+        )
+
+
 def rotary_parameters(hf: Any, layer_type: str | None) -> dict[str, Any]:
     """Of the rotary table of a type of layer, or of the only one."""
     parameters: dict[str, Any] = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
@@ -155,7 +183,7 @@ def _transformers_config(config: dict[str, Any], max_model_len: int | None) -> A
     _load_validators()
     try:
         whole = AutoConfig.for_model(READ_AS.get(model_type, model_type), **values)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # transformers takes values as they are, and fails where it computes with them
         raise UnsupportedModel(f"the configuration of this {model_type} is not valid: {error}") from error
     hf = whole.get_text_config()  # of a text model with a vision tower its part
     hf.tie_word_embeddings = whole.tie_word_embeddings

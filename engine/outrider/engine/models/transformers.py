@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -552,6 +553,8 @@ def _parse(path: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except ValueError as error:  # an unknown model type, or remote code that is not trusted
         raise UnsupportedModel(str(error)) from error
+    except Exception as error:  # transformers takes values as they are, and fails where it computes with them
+        raise UnsupportedModel(f"its configuration is not valid: {type(error).__name__}: {error}") from error
 
 
 def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
@@ -573,16 +576,19 @@ def _load(
     trust_remote_code: bool,
 ) -> RegistryModel:
     register_attention()
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=dtype,
-        attn_implementation=PAGED,
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-    )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (SafetensorError, RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise UnsupportedModel(f"its weights are not those of its configuration: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise UnsupportedModel(f"the checkpoint lacks {len(missing)} weights, {missing[0]} first")
     return RegistryModel(model.to(device), max_model_len)

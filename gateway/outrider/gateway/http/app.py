@@ -22,15 +22,19 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outrider.gateway.auth import AUTHORIZATION, CALLER, OPEN_PATHS, Tokens
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import sse
 from outrider.gateway.http.errors import (
     error_body,
+    error_response,
     on_bug,
     on_http_exception,
     on_outrider_error,
@@ -45,6 +49,7 @@ from outrider.gateway.http.serving import (
     generate,
     tally_shape,
 )
+from outrider.gateway.http.slow_clients import StallProtocol, probe_peers
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.methods import offered
@@ -53,9 +58,10 @@ from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.channel import listen_target
-from outrider.rpc.errors import InvalidArgument, OutriderError, Unavailable, Violation
+from outrider.rpc.errors import InvalidArgument, OutriderError, Unauthenticated, Unavailable, Violation
 from outrider.rpc.metrics import Series
 from outrider.rpc.sampling_params import SamplingParams
+from outrider.rpc.security import ServerTls
 
 
 class ModelsEndpoint:
@@ -161,6 +167,7 @@ class _View:
             "model": engine.model_name,
             "draft": None if draft is None or not speculation.enabled else draft.model.name,
             "prompt_tokens": len(delta.prompt_token_ids),
+            "constraint": None if sampling.structured_output is None else sampling.structured_output.kind,
         }
 
     def _tokens(self, delta: GenerationDelta) -> list[dict[str, str]]:
@@ -179,6 +186,8 @@ class _View:
             "k": closed.num_draft_tokens,
             "drafted": commit.num_drafted,
             "accepted": commit.num_accepted,
+            "forced": commit.num_forced,
+            "forced_accepted": commit.num_accepted_forced,
             "methods": [share.method for share in closed.drafted_by],
             "start_us": round((closed.started - self._started) * 1e6),
             "end_us": round((closed.ended - self._started) * 1e6),
@@ -187,6 +196,8 @@ class _View:
             "queue_us": timings.queue_us,
             "verify_us": timings.verify_us,
             "sample_us": timings.sample_us,
+            "mask_us": timings.mask_us,
+            "compile_us": timings.compile_us,
         }
 
 
@@ -194,6 +205,8 @@ def _body(query: dict[str, str]) -> dict[str, Any]:
     """A query's fields as the completions endpoint has them."""
     values: dict[str, Any] = {name: query[name] for name in ("prompt", "model") if name in query}
     values.update({name: _number(kind, query[name]) for name, kind in _NUMBERS.items() if query.get(name)})
+    if constraint := query.get("constraint"):
+        values["structured_outputs"] = {constraint: constraint == "json_object" or query.get("match", "")}
     speculation: dict[str, Any] = {"enabled": query.get("speculate", "1") != "0"}
     if query.get("k"):
         speculation["num_draft_tokens"] = _number(int, query["k"])
@@ -213,10 +226,13 @@ def build_app(
     ready: Callable[[], bool] = lambda: True,
     options: HttpOptions | None = None,
     siblings: Siblings | None = None,
+    tokens: Tokens | None = None,
 ) -> Starlette:
     """The application; `ready` says what readiness answers. An engine that counts nothing has no /metrics; among
-    siblings they are those of all."""
-    models, tokens = ModelsEndpoint(engine), TokenizeEndpoints(engine)
+    siblings they are those of all, and where the options say so they are not here. With `tokens` their callers alone
+    are served."""
+    options = options or HttpOptions()
+    models, texts = ModelsEndpoint(engine), TokenizeEndpoints(engine)
 
     async def livez(request: Request) -> Response:
         """200 from a process that answers: nothing would be better after a restart."""
@@ -231,13 +247,11 @@ def build_app(
         return JSONResponse({"version": metadata.version("outrider")})
 
     routes = [
-        Route("/", page),
-        Route("/live", LiveEndpoint(engine).stream),
         Route("/v1/completions", endpoint(engine, read_completion, CompletionResponseBuilder), methods=["POST"]),
         Route("/v1/chat/completions", endpoint(engine, read_chat, ChatResponseBuilder), methods=["POST"]),
         Route("/v1/responses", responses_endpoint(engine), methods=["POST"]),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/tokenize", texts.tokenize, methods=["POST"]),
+        Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.retrieve),
         Route("/livez", livez),
@@ -245,12 +259,33 @@ def build_app(
         Route("/health", readyz),  # vLLM's name
         Route("/version", version),
     ]
-    if isinstance(engine, MeteredEngine):
+    if options.operator_paths:
+        routes += [Route("/", page), Route("/live", LiveEndpoint(engine).stream)]
+    if options.operator_paths and isinstance(engine, MeteredEngine):
         routes.append(Route("/metrics", _metrics_route(siblings or engine.metrics)))
     handlers = {OutriderError: on_outrider_error, HTTPException: on_http_exception, Exception: on_bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    app.state.options = options or HttpOptions()
+    if tokens is not None:
+        app.add_middleware(Authorized, tokens=tokens)
+    app.state.options = options
     return app
+
+
+class Authorized:
+    """Before every path but OPEN_PATHS: its task gets the caller of the token, or it is refused."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app, self._tokens = app, tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                CALLER.set(self._tokens.caller_of(Headers(scope=scope).get(AUTHORIZATION, "")))
+            except Unauthenticated as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def _metrics_route(series: Series) -> Callable[[Request], Awaitable[Response]]:
@@ -264,7 +299,8 @@ def _metrics_route(series: Series) -> Callable[[Request], Awaitable[Response]]:
 log = logging.getLogger(__name__)
 
 CONNECTIONS_BESIDE = 1024  # connections that wait for nothing: idle ones, scrapes, probes
-KEEP_ALIVE_S = 30
+KEEP_ALIVE_S = 30  # between two requests of a connection
+HEAD_S = 10.0
 _SETTLE_S = 0.02
 
 
@@ -280,12 +316,14 @@ class HttpServer:
         grace_s: float = 30.0,
         options: HttpOptions | None = None,
         siblings: Siblings | None = None,  # who serve at the same address
+        tls: ServerTls | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self._socket, self.address = _bind(listen, reuse_port=siblings is not None)
         config = uvicorn.Config(
-            build_app(engine, ready, options, siblings),
+            build_app(engine, ready, options, siblings, tokens),
             loop="none",  # the gateway's runs already
-            http="h11",
+            http=_protocol(tls, (options or HttpOptions()).stall_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -296,6 +334,8 @@ class HttpServer:
             timeout_graceful_shutdown=max(1, round(grace_s)),
             limit_concurrency=engine.config.max_active + engine.config.max_waiting + CONNECTIONS_BESIDE,
         )
+        config.load()
+        config.ssl = None if tls is None else tls.http_context()
         self._server = _Embedded(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -330,6 +370,39 @@ class _Embedded(uvicorn.Server):
         yield
 
 
+def _protocol(tls: ServerTls | None, stall_s: float) -> type[StallProtocol]:
+    """HTTP/1.1 whose connections end where a request's head takes longer than HEAD_S, from the first on; with TLS those
+    of clients that may not call end with the handshake."""
+
+    class Bounded(StallProtocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+            super().connection_made(transport)
+            if tls is not None and not tls.admits(transport.get_extra_info("ssl_object").getpeercert()):
+                transport.abort()
+            self._late = self.loop.call_later(HEAD_S, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:  # the head is there
+                self._forget()
+            elif self._late is None:
+                self._late = self.loop.call_later(HEAD_S, self.transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _forget(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    Bounded.stall_s = stall_s
+    return Bounded
+
+
 def _bind(listen: str, reuse_port: bool) -> tuple[socket.socket, str]:
     target = listen_target(listen)
     host, _, port = target.rpartition(":")
@@ -351,5 +424,6 @@ def _bind(listen: str, reuse_port: bool) -> tuple[socket.socket, str]:
     # asyncio turns Nagle's algorithm off only for sockets whose protocol is named, and create_server names none: an
     # answer's body would wait for the acknowledgement of its head, 40 ms. Accepted sockets inherit the option.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    probe_peers(bound)
     shown = listen.rpartition(":")[0]
     return bound, f"{shown}:{bound.getsockname()[1]}"

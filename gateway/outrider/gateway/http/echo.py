@@ -69,7 +69,7 @@ async def echoed(
             place = delta.index // n
             found[place] += delta.prompt_logprobs
             held[place].append(delta)
-            if openai_request.num_logprobs is None or len(found[place]) >= len(prompts[place].ids):
+            if openai_request.num_prompt_logprobs is None or len(found[place]) >= len(prompts[place].ids):
                 for one in released(place):
                     yield one
     for place in range(len(prompts)):  # a target that does not tell them
@@ -84,7 +84,7 @@ def _without_output(delta: GenerationDelta) -> GenerationDelta:
     return replace(delta, text="", token_ids=(), origins=(), logprobs=(), usage=usage, finish_reason=reason)
 
 
-def prompt_logprobs(
+def echoed_logprobs(
     texts: TokenTexts, prompt: EchoedPrompt, positions: Sequence[PositionLogprobs], place: TextPlace, count: int
 ) -> dict[str, list[Any]]:
     """The log probabilities of a prompt as the completions endpoint has them; its first token has none."""
@@ -92,7 +92,8 @@ def prompt_logprobs(
     tops: list[dict[str, float] | None] = [None]
     for _, candidates in zip_longest(prompt.ids[1:], positions[1:], fillvalue=()):
         values.append(finite(candidates[0].logprob) if candidates else None)
-        tops.append({texts.text(entry.id): finite(entry.logprob) for entry in candidates} if count else None)
+        kept = [entry for at, entry in enumerate(candidates) if count < 0 or not at or entry.rank <= count]
+        tops.append({texts.text(entry.id): finite(entry.logprob) for entry in kept} if count else None)
     offsets = []
     for token_id in prompt.ids:
         offsets.append(place.offset)

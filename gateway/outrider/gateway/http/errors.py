@@ -13,18 +13,32 @@ import grpc
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from outrider.rpc.errors import TOO_LONG, InvalidArgument, OutriderError, ResourceExhausted, Violation
+from outrider.rpc.errors import (
+    OTHER_MODEL,
+    TOO_LONG,
+    InvalidArgument,
+    OutriderError,
+    ResourceExhausted,
+    Unauthenticated,
+    Violation,
+)
 
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.CANCELLED: 499,
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_TYPES = {
+    403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error",
+    504: "timeout_error",
+}  # fmt: skip
+_PARAMS = {"MODEL_NOT_FOUND": "model", OTHER_MODEL: "system_fingerprint"}  # of what no violation is given
 _FIELD = re.compile(r"([a-z_]+(?:\.[a-z_]+)*(?:\[\d+\])?): ")
 
 
@@ -44,7 +58,7 @@ def error_body(error: OutriderError) -> dict[str, Any]:
 
 def error_response(error: OutriderError) -> Response:
     """The answer, with a time to come back where there is one."""
-    headers = {}
+    headers = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
     if error.retry_after_ms:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
         headers["retry-after-ms"] = str(error.retry_after_ms)
@@ -105,14 +119,16 @@ def _rename(field: str, names: Mapping[str, str]) -> str:
 
 
 def _param(error: OutriderError) -> str | None:
-    if error.reason == "MODEL_NOT_FOUND":
-        return "model"
+    if error.reason in _PARAMS:
+        return _PARAMS[error.reason]
     return error.violations[0].field if error.violations else None
 
 
 def _code(error: OutriderError) -> str | None:
     if isinstance(error, InvalidArgument):
         return error.reason.lower() if error.reason == TOO_LONG else None
+    if isinstance(error, Unauthenticated):
+        return "invalid_api_key"  # as OpenAI has it
     if http_status(error) == 429:
         return "rate_limit_exceeded"
     return error.reason.lower()

@@ -7,6 +7,7 @@ refused by name. Sampling parameters are not named here: they are the table's in
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +16,18 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.request import GenerationRequest, SpeculationOptions, no_such_model
+from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.rpc import telemetry as names
-from outrider.rpc.errors import InvalidArgument, OutriderError, Violation, kind, quoted, shown
+from outrider.rpc.errors import Cancelled, InvalidArgument, OutriderError, Violation, kind, quoted, shown
 from outrider.rpc.logs import OnceWarnings
+from outrider.rpc.messages import MAX_N
 from outrider.rpc.sampling_params import (
     DEFAULT_SAMPLING,
     PARAMETERS,
@@ -38,6 +41,7 @@ from outrider.rpc.server_calls import HTTP_OK, ServerCall
 MAX_SHOWN = 100  # characters of a name that nobody knows
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 MAX_PROMPTS = 256
+BODY_S = 60.0  # in which a request's body has to be there
 TO_THE_CONTEXT_S_END = 2**31 - 1  # where max_tokens is not given; the gateway cuts it to what is left
 FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerprint
 # The protocol's names and HTTP's, where they differ.
@@ -47,6 +51,8 @@ NAMES = {
     "prediction.text": "prediction.content", "salt": "cache_salt", "model_digest": "system_fingerprint",
     **{name: row.http for name, row in PARAMETERS.items() if row.http},
 }  # fmt: skip
+BUDGET = "thinking_token_budget"
+NO_BUDGET = -1
 # Of guided_*: structured_outputs' name and the protocol's.
 _GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
 _deprecated = OnceWarnings("deprecated, use structured_outputs: %s")
@@ -60,6 +66,8 @@ class HttpOptions:
     max_body_bytes: int = MAX_REQUEST_BYTES
     sse_keep_alive_s: float = 15.0  # silence after which a stream of events says that it lives; 0: never
     spec_decode_metrics: str = "none"  # what an answer says of its drafts: none, summary or detailed
+    operator_paths: bool = True  # the live page and /metrics, which are not for clients
+    stall_s: float = 60.0  # that a client may read nothing while more is held back for it
 
 
 def options_of(request: Request) -> HttpOptions:
@@ -69,8 +77,8 @@ def options_of(request: Request) -> HttpOptions:
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object of a request. 413 for one that is too large. A browser's form is refused: no other page may post
-    here."""
+    """The JSON object of a request. 413 for one that is too large, 408 for one that is too slow. A browser's form is
+    refused: no other page may post here."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise invalid("content-type", "is not JSON; allowed: application/json")
@@ -80,22 +88,26 @@ async def read_body(request: Request) -> dict[str, Any]:
     if length.isdecimal() and int(length) > most:  # before it is read
         raise too_large
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > most:
-            raise too_large
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most:
+                    raise too_large
+                chunks.append(chunk)
+    except ClientDisconnect:
+        raise Cancelled("the client went away") from None
+    except TimeoutError:
+        raise HTTPException(408, f"body: has not come within {BODY_S:g} s") from None
     return parse_body(b"".join(chunks))
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object in some bytes."""
     try:
-        values = json.loads(raw)
-        if b"\\u" in raw:  # half a surrogate pair is no character: no tokenizer takes it
-            json.dumps(values, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        raise invalid("body", "is no JSON; allowed: a JSON object in UTF-8") from None
+        values = parse_json(raw.decode("utf-8-sig"))
+    except ValueError:
+        raise invalid("body", f"is no JSON; allowed: {ALLOWED}, in UTF-8") from None
     if not isinstance(values, dict):
         raise invalid("body", f"is {kind(values)}; allowed: a JSON object")
     return values
@@ -261,14 +273,15 @@ class OpenAIBody(Body):
     speculation: Speculation | None = None
     prediction: Prediction | None = None
     return_token_ids: bool = False
+    output_ids: list[Any] = []  # resumes: what the client has of each completion; of one alone its ids
     request_id: str | None = None
     n: Any = 1
     priority: Any = 0
     cache_salt: str = ""
     system_fingerprint: str = ""
     timeout_ms: int | None = Field(None, ge=1, le=MAX_TIMEOUT_MS)
+    prompt_logprobs: Any = None
 
-    prompt_logprobs: Unsupported = None
     use_beam_search: Unsupported = None
     logits_processors: Unsupported = None
 
@@ -279,13 +292,28 @@ class OpenAIBody(Body):
 
     @property
     def names(self) -> dict[str, str]:
-        """NAMES as this body has them: a constraint has three."""
+        """NAMES as this body has them: a constraint has three, and what was generated before is one list or several."""
+        places = [f"[{place}]" for place in range(len(self.output_ids))][:MAX_N] if self._has_lists else [""]
+        names = NAMES | {f"output_ids[{place}].ids": f"output_ids{own}" for place, own in enumerate(places)}
         if self.structured_outputs is not None:
-            return {**NAMES, **_STRUCTURED}
+            return {**names, **_STRUCTURED}
         kind = next(iter(self._guided), None)
         if kind is None:
-            return NAMES
-        return {**NAMES, "structured_output": f"guided_{kind}", f"structured_output.{_GUIDED[kind]}": f"guided_{kind}"}
+            return names
+        return {**names, "structured_output": f"guided_{kind}", f"structured_output.{_GUIDED[kind]}": f"guided_{kind}"}
+
+    @property
+    def _has_lists(self) -> bool:
+        return any(isinstance(one, list) for one in self.output_ids)
+
+    def _resumed(self) -> tuple[tuple[Any, ...], ...]:
+        """What the client has, by completion."""
+        if not self._has_lists:
+            return (tuple(self.output_ids),) if self.output_ids else ()
+        for place, ids in enumerate(self.output_ids):
+            if not isinstance(ids, list):
+                raise invalid(f"output_ids[{place}]", f"is {kind(ids)}; allowed: a list of token ids")
+        return tuple(map(tuple, self.output_ids))
 
     @property
     def _guided(self) -> dict[str, Any]:
@@ -299,6 +327,8 @@ class OpenAIBody(Body):
             raise no_such_model(self.model, engine.model_name)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is given without stream; allowed: only with stream true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", "is given with stream; allowed: only without it, as with vLLM")
         headers: Mapping[str, str] = {} if request is None else request.headers
         return GenerationRequest(
             sampling=self._sampling(engine.verifier.info.model.default_sampling),
@@ -308,6 +338,8 @@ class OpenAIBody(Body):
             n=self.n,
             priority=self.priority,
             salt=self.cache_salt,
+            peer="" if request is None or request.client is None else request.client.host,
+            output_ids=self._resumed(),
             model_digest=self.system_fingerprint.removeprefix(FINGERPRINT),
             timeout_s=None if self.timeout_ms is None else self.timeout_ms / 1000,
             traceparent=headers.get("traceparent", ""),
@@ -318,7 +350,7 @@ class OpenAIBody(Body):
         further = self.model_extra or {}
         names = [name for name, row in PARAMETERS.items() if row.http == "" and name in further]
         given = {name: _from_json(name, further[name]) for name in names}
-        given["structured_output"] = self._constraint()
+        given |= {"structured_output": self._constraint(), "prompt_logprobs": self.prompt_logprobs}
         return resolve_sampling(given, defaults)
 
     def _constraint(self) -> StructuredOutput | None:
@@ -448,6 +480,7 @@ class ChatBody(OpenAIBody):
     web_search_options: Unsupported = None
     reasoning_effort: str = ""
     max_reasoning_tokens: Any = None
+    thinking_token_budget: Any = None  # vLLM's name of it
     include_reasoning: bool = True
     verbosity: Unsupported = None
     continue_final_message: Unsupported = None
@@ -457,9 +490,20 @@ class ChatBody(OpenAIBody):
     @property
     def reasoning(self) -> ReasoningOptions | None:
         """None where nothing is said of it."""
-        if not self.reasoning_effort and self.max_reasoning_tokens is None:
+        most = self.max_reasoning_tokens
+        if self.thinking_token_budget is not None:
+            if most is not None:
+                raise invalid(BUDGET, "is given beside max_reasoning_tokens; allowed: one of them")
+            most = None if self.thinking_token_budget == NO_BUDGET else self.thinking_token_budget
+        if not self.reasoning_effort and most is None:
             return None
-        return ReasoningOptions(max_tokens=self.max_reasoning_tokens, effort=self.reasoning_effort)
+        return ReasoningOptions(max_tokens=most, effort=self.reasoning_effort)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """As of all bodies; the bound by the name that it has here."""
+        own = {"reasoning.max_tokens": BUDGET} if self.thinking_token_budget is not None else {}
+        return {**super().names, **own}
 
 
 class CompletionBody(OpenAIBody):
@@ -503,6 +547,12 @@ class OpenAIRequest:
     def n(self) -> int:
         """Completions a prompt."""
         return self.requests[0].n
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Of each of a prompt's tokens; None: the target tells none."""
+        sampling = self.requests[0].sampling
+        return None if sampling is None else sampling.prompt_logprobs
 
 
 B = TypeVar("B", bound=Body)
@@ -577,15 +627,19 @@ def read_completion(values: Mapping[str, Any], request: Request | None, engine: 
     prompt_only = body.echo and sampling.max_tokens == 0
     if body.echo:
         most = 1 if prompt_only else sampling.max_tokens
-        sampling = replace(sampling, prompt_logprobs=num_logprobs, max_tokens=most)
+        of_prompt = num_logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+        sampling = replace(sampling, prompt_logprobs=of_prompt, max_tokens=most)
     common = replace(
         common,
         sampling=sampling,
         max_tokens_given="max_tokens" in (body.model_extra or {}),
     )
     prompts = _prompts(body.prompt, common)
-    if body.prediction is not None and len(prompts) > 1:
-        raise invalid("prediction", f"is given beside {len(prompts)} prompts; allowed: one prompt")
+    for name, is_given in (("prediction", body.prediction is not None), ("output_ids", bool(body.output_ids))):
+        if is_given and len(prompts) > 1:
+            raise invalid(name, f"is given beside {len(prompts)} prompts; allowed: one prompt")
+    if body.output_ids and body.echo:
+        raise invalid("output_ids", "is given with echo, and the prompt was said; allowed: without echo")
     places = [""] if len(prompts) == 1 else [f"[{place}]" for place in range(len(prompts))]
     names = [{name: own + place if own == "prompt" else own for name, own in body.names.items()} for place in places]
     return OpenAIRequest(prompts, body, engine.model_name, num_logprobs, tuple(names), prompt_only)

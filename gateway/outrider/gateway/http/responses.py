@@ -3,6 +3,7 @@ or as a stream of named and numbered events. Nothing is stored; responses_input.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -74,8 +75,8 @@ async def _stream(answer: ResponseBuilder, deltas: AsyncGenerator[GenerationDelt
             async for delta in deltas:
                 for text in numbered(answer.add(delta)):
                     yield text
-        except OutriderError as error:
-            for text in numbered(answer.fail(error)):
+        except (Exception, asyncio.CancelledError) as error:
+            for text in numbered(answer.fail(sse.told(error))):
                 yield text
 
 

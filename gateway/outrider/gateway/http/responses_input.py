@@ -98,6 +98,8 @@ class ResponsesBody(Body):
     max_completion_tokens: Unsupported = None
     response_format: Unsupported = None
     logprobs: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    output_ids: Unsupported = None
 
 
 @dataclass(frozen=True, slots=True)

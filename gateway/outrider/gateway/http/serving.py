@@ -16,9 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from outrider.gateway.admission import Admission, AdmissionCost
+from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine, merge
 from outrider.gateway.http import sse
-from outrider.gateway.http.echo import echoed, prompt_logprobs, with_prompts
+from outrider.gateway.http.echo import echoed, echoed_logprobs, with_prompts
 from outrider.gateway.http.errors import error_body, renamed
 from outrider.gateway.http.protocol import FINGERPRINT, ChatBody, EchoedPrompt, OpenAIRequest, options_of, read_body
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
@@ -127,8 +128,11 @@ async def generate(engine: GenerationEngine, openai_request: OpenAIRequest) -> A
 async def _one(
     engine: GenerationEngine, openai_request: OpenAIRequest, place: int, group: AdmissionGroup
 ) -> AsyncGenerator[GenerationDelta, None]:
+    request, caller = openai_request.requests[place], CALLER.get()
+    if caller is not None:
+        request = caller.own(request)
     try:
-        async with aclosing(engine.generate(openai_request.requests[place], group)) as deltas:
+        async with aclosing(engine.generate(request, group)) as deltas:
             async for delta in deltas:
                 yield replace(delta, index=place * openai_request.n + delta.index) if place else delta
     except OutriderError as error:
@@ -155,8 +159,8 @@ async def _whole(
 
     def body() -> Response:
         envelope = _envelope(openai_request, builder.prefix, completions[0][0], builder.whole_object)
-        choices = [builder.choice(join(completions[index])) for index in sorted(completions)]
-        return JSONResponse({**envelope, "choices": choices, "usage": usage.shape(), **_metrics(engine, recorder)})
+        answer = builder.whole([join(completions[index]) for index in sorted(completions)])
+        return JSONResponse({**envelope, **answer, "usage": usage.shape(), **_metrics(engine, recorder)})
 
     return await written(num_logprobs, body)
 
@@ -189,8 +193,8 @@ async def _events(
             if include_usage or recorder is not None:
                 last = {"usage": usage.shape()} if include_usage else {}
                 yield sse.data({**envelope, "choices": [], **last, **_metrics(engine, recorder)})
-        except OutriderError as error:
-            yield sse.data(error_body(error))
+        except (Exception, asyncio.CancelledError) as error:
+            yield sse.data(error_body(sse.told(error)))
         yield sse.DONE
 
 
@@ -271,9 +275,11 @@ def join(deltas: Sequence[GenerationDelta]) -> GenerationDelta:
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        num_reasoning=sum(delta.num_reasoning for delta in deltas),
+        seed=deltas[0].seed,
         origins=tuple(chain.from_iterable(delta.origins for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
-        prompt_logprobs=deltas[0].prompt_logprobs,
+        prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),  # a long one's in slices
         tool_calls=join_calls(chain.from_iterable(delta.tool_calls for delta in deltas)),
     )
 
@@ -289,6 +295,7 @@ def extension_shape(delta: GenerationDelta, speculation: bool, token_ids: bool) 
     """What goes beyond OpenAI, where it was asked for, and what nobody can ask for."""
     out: dict[str, Any] = {"near_ties": True} if delta.near_ties else {}
     if token_ids:
+        out |= {} if delta.seed is None else {"seed": delta.seed}  # to be sent with `output_ids`
         out["token_ids"] = list(delta.token_ids)
         out["token_origins"] = [origin.name.lower() for origin in delta.origins]
     if speculation and delta.tally is not None:
@@ -304,6 +311,8 @@ def tally_shape(tally: SpeculationTally) -> dict[str, Any]:
         "num_drafts": drafts,
         "num_draft_tokens": drafted,
         "num_accepted_tokens": tally.num_accepted_tokens,
+        "num_forced_tokens": tally.num_forced_tokens,
+        "num_accepted_forced_tokens": tally.num_accepted_forced_tokens,
         "num_accepted_per_position": tally.accepted_per_position,
         "num_tested_per_position": tally.tested_per_position,
         "acceptance_rate": tally.num_accepted_tokens / drafted if drafted else 0.0,
@@ -330,6 +339,10 @@ class ResponseBuilder(ABC):
         """The choice that a completion's stream begins with; None: it begins with text."""
         return None
 
+    def whole(self, completions: Sequence[GenerationDelta]) -> dict[str, Any]:
+        """The choices of a whole answer, and what stands beside them."""
+        return {"choices": [self.choice(completion) for completion in completions]}
+
     @abstractmethod
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole completion."""
@@ -339,10 +352,24 @@ class ResponseBuilder(ABC):
         """What a stream says of a delta."""
 
     def is_silent(self, delta: GenerationDelta) -> bool:
-        """Whether a stream says nothing of a delta: half a character that nobody asked to see as a token."""
+        """Whether a stream says nothing of a delta: half a character that nobody asked to see as a token, or reasoning
+        that is left out."""
         asked = self._openai_request.num_logprobs is not None or self._openai_request.body.return_token_ids
-        says = delta.text or delta.reasoning or delta.tool_calls or delta.finish_reason is not None
+        says = delta.text or self.reasoning(delta) or delta.tool_calls or delta.finish_reason is not None
         return not says and not (asked and delta.token_ids)
+
+    def reasoning(self, delta: GenerationDelta) -> dict[str, str]:
+        """By vLLM's older and newer name; nothing where it is not asked for."""
+        body = self._openai_request.body
+        if not delta.reasoning or not (isinstance(body, ChatBody) and body.include_reasoning):
+            return {}
+        return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+
+    def prompt_logprobs(self, delta: GenerationDelta) -> dict[str, Any]:
+        """As vLLM names them; nothing where they are not asked for."""
+        if self._openai_request.body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self._texts.prompt(delta.prompt_logprobs)}
 
     def rest(self, delta: GenerationDelta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """What both endpoints say beside the text."""
@@ -367,9 +394,13 @@ class ChatResponseBuilder(ResponseBuilder):
             "finish_reason": None,
         }
 
+    def whole(self, completions: Sequence[GenerationDelta]) -> dict[str, Any]:
+        """All choices have one prompt, of which the first tells."""
+        return {**super().whole(completions), **self.prompt_logprobs(completions[0])}
+
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole message."""
-        reasoning = self._reasoning(delta)
+        reasoning = self.reasoning(delta)
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None, **reasoning}
         if delta.tool_calls:
             message["tool_calls"] = [call_shape(call) for call in delta.tool_calls]
@@ -379,19 +410,12 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def piece(self, delta: GenerationDelta) -> dict[str, Any]:
         """A part of a message."""
-        content: dict[str, Any] = self._reasoning(delta)
+        content: dict[str, Any] = self.reasoning(delta)
         if delta.text or (delta.token_ids and not delta.tool_calls and not content):
             content["content"] = delta.text
         if delta.tool_calls:
             content["tool_calls"] = [{"index": call.index, **call_shape(call)} for call in delta.tool_calls]
         return {"index": delta.index, "delta": content, **self.rest(delta, self._logprobs(delta))}
-
-    def _reasoning(self, delta: GenerationDelta) -> dict[str, str]:
-        """By vLLM's older and newer name."""
-        body = self._openai_request.body
-        if not delta.reasoning or not (isinstance(body, ChatBody) and body.include_reasoning):
-            return {}
-        return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
 
     def _logprobs(self, delta: GenerationDelta) -> dict[str, Any] | None:
         count = self._openai_request.num_logprobs
@@ -418,13 +442,24 @@ class CompletionResponseBuilder(ResponseBuilder):
         super().__init__(openai_request, texts)
         self._places: dict[int, TextPlace] = {}
 
+    def whole(self, completions: Sequence[GenerationDelta]) -> dict[str, Any]:
+        """Every choice says what is known of its prompt."""
+        n = self._openai_request.n
+        choices = [
+            {**self.choice(completion), **self.prompt_logprobs(completions[index // n * n])}
+            for index, completion in enumerate(completions)
+        ]
+        return {"choices": choices}
+
     def choice(self, delta: GenerationDelta) -> dict[str, Any]:
         """A whole completion, or a chunk of it."""
         count, logprobs, opens = self._openai_request.num_logprobs, None, delta.index not in self._places
-        place = self._places.setdefault(delta.index, TextPlace())
+        if opens:
+            self._places[delta.index] = self._place(delta)
+        place = self._places[delta.index]
         prompt = self._prompt(delta) if opens else None
         if count is not None:
-            before = {} if prompt is None else prompt_logprobs(self._texts, prompt, delta.prompt_logprobs, place, count)
+            before = {} if prompt is None else echoed_logprobs(self._texts, prompt, delta.prompt_logprobs, place, count)
             after = self._texts.completion(delta.logprobs, place, count)
             logprobs = {name: before.get(name, []) + values for name, values in after.items()}
         text = delta.text if prompt is None else prompt.text + delta.text
@@ -436,6 +471,14 @@ class CompletionResponseBuilder(ResponseBuilder):
         """Nor is it where the prompt is to be said."""
         says_prompt = bool(self._openai_request.echoed) and delta.index not in self._places
         return not says_prompt and super().is_silent(delta)
+
+    def _place(self, delta: GenerationDelta) -> TextPlace:
+        """Where a completion's text begins: behind what the client has."""
+        place, n = TextPlace(), self._openai_request.n
+        for ids in self._openai_request.requests[delta.index // n].output_ids[delta.index % n :][:1]:
+            for token_id in ids:
+                place.advance(self._texts.raw(token_id))
+        return place
 
     def _prompt(self, delta: GenerationDelta) -> EchoedPrompt | None:
         """What a completion begins with, if it is asked for."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.rpc.errors import Cancelled
+from outrider.rpc.errors import Cancelled, Internal, OutriderError, Unavailable
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -31,6 +34,17 @@ def event(name: str, value: dict[str, Any]) -> str:
 def dumps(value: dict[str, Any]) -> str:
     """JSON on one line."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def told(error: BaseException) -> OutriderError:
+    """What a stream says that cannot go on: an error that was raised on purpose; that the gateway stops, which cancels
+    what is under way; or that there is a bug, which the log tells."""
+    if isinstance(error, OutriderError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        return Unavailable("the gateway stops; ask again", reason="DRAINING", retry_after_ms=1000)
+    log.error("a stream ends by an unexpected error", exc_info=error)
+    return Internal(f"unexpected {type(error).__name__}; see the gateway's log")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.messages import PositionLogprobs
+from outrider.rpc.messages import PositionLogprobs, TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -58,6 +58,14 @@ class TokenTexts:
                 "top_logprobs": [self._entry(entry.id, entry.logprob) for entry in top],
             })  # fmt: skip
         return {"content": content, "refusal": None}
+
+    def prompt(self, positions: Sequence[PositionLogprobs]) -> list[dict[str, Any] | None] | None:
+        """vLLM's form of a prompt's: by position and id; the first token has none. None where nothing is known."""
+        told = [{str(entry.id): self._ranked(entry) for entry in candidates} or None for candidates in positions]
+        return [None, *told[1:]] if told else None
+
+    def _ranked(self, entry: TokenLogprob) -> dict[str, Any]:
+        return {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": self.text(entry.id)}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": list(self.raw(token_id))}

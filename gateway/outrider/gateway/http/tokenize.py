@@ -12,7 +12,7 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid, renamed
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
 from outrider.gateway.request import no_such_model
-from outrider.gateway.text.chat import chat_text
+from outrider.gateway.text.chat import ChatText, chat_text
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc.errors import OutriderError, Violations
 
@@ -48,13 +48,13 @@ class TokenizeEndpoints:
         if (body.prompt is None) == (body.messages is None):
             given = "neither" if body.prompt is None else "both"
             raise invalid("prompt", f"{given} of prompt and messages are given; allowed: exactly one of them")
-        text = self._rendered(values) if body.prompt is None else body.prompt
+        text = ChatText(body.prompt) if body.prompt is not None else await self._rendered(values)
         adds = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
-        if len(text) > LONG_TEXT:
-            ids = await asyncio.to_thread(tokenizer.encode, text, adds)
+        if len(text.text) > LONG_TEXT:
+            ids = await asyncio.to_thread(text.encode, tokenizer, adds)
         else:
-            ids = tokenizer.encode(text, adds)
+            ids = text.encode(tokenizer, adds)
         names = [tokenizer.backend.id_to_token(token) for token in ids] if body.return_token_strs else None
         answer = {"count": len(ids), "max_model_len": info.model.max_model_len, "tokens": ids, "token_strs": names}
         return JSONResponse(answer)
@@ -72,10 +72,10 @@ class TokenizeEndpoints:
         text = await asyncio.to_thread(decode, body.tokens) if len(body.tokens) > LONG_TEXT else decode(body.tokens)
         return JSONResponse({"prompt": text})
 
-    def _rendered(self, values: dict[str, Any]) -> str:
+    async def _rendered(self, values: dict[str, Any]) -> ChatText:
         chat = {name: values[name] for name in values.keys() - {"prompt", "add_special_tokens", "return_token_strs"}}
         try:
-            return chat_text(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer)
+            return await chat_text(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer)
         except OutriderError as error:
             raise renamed(error, NAMES, self._engine.verifier.info.model.max_model_len) from error
 

@@ -4,6 +4,7 @@ first tokens send it, unless that replica is busier than the others; one that fa
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from outrider.gateway.peers.routing import choose_model
 from outrider.gateway.peers.vocabulary_offer import PUT_S, Offer, introduced
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
 from outrider.rpc.codec import DRAFT_INFO, RELAYED_DRAFT_STREAM, RELOADED, TARGET_INFO, TARGET_STREAM
-from outrider.rpc.errors import Unavailable, from_rpc_error
+from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import (
     Arithmetic,
     Commit,
@@ -39,13 +40,15 @@ from outrider.rpc.messages import (
     TargetEvent,
     TargetInfo,
 )
+from outrider.rpc.security import ClientTls
+from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import StreamConfig
 from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# A failure with another code (a sequence longer than the draft's context) says nothing of the next sequence. A target
-# that is full is no faulty one: it says when to come back, and others are asked.
+# A failure with another code (a sequence longer than the draft's context) says nothing of the next sequence. One that
+# is full is no faulty one; a draft that has no room, and does not say when it will, is.
 TARGET_FAULTS = frozenset(code.value[0] for code in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL))
 DRAFT_FAULTS = TARGET_FAULTS | {StatusCode.RESOURCE_EXHAUSTED.value[0]}
 
@@ -100,8 +103,9 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         check: Callable[[TargetInfo], None] = lambda info: None,
         stream_config: StreamConfig | None = None,
         lookup: Lookup = look_up,
+        tls: ClientTls | None = None,
     ) -> None:
-        super().__init__(addresses, TARGET_SERVICE, check, stream_config, lookup)
+        super().__init__(addresses, TARGET_SERVICE, check, stream_config, lookup, tls)
         self.on_model: Callable[[], None] = lambda: None
         self._info: TargetInfo | None = None
         self._methods: tuple[DraftMethod, ...] = ()
@@ -118,6 +122,13 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
     def usable(self) -> bool:
         """Whether any target of the present model takes new sequences."""
         return any(model == self._digest for model, usable in self._answers() if usable)
+
+    @property
+    def max_open_tokens(self) -> int:
+        """Tokens of prompts and max_tokens that the targets of the present model let in; 0: one does not say."""
+        present = [replica.info.model for replica in self.replicas if replica.usable and replica.info is not None]
+        rooms = [model.max_open_tokens for model in present if model.digest == self._digest]
+        return sum(rooms) if all(rooms) else 0
 
     def open(
         self,
@@ -193,13 +204,14 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         stream_config: StreamConfig | None = None,
         lookup: Lookup = look_up,
         offer: Offer | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         service = DRAFT_SERVICE
         if offer is not None:
             service = replace(
                 DRAFT_SERVICE, get_info=partial(introduced, _draft_info, offer), info_s=HANDSHAKE_S + PUT_S
             )
-        super().__init__(addresses, service, check, stream_config, lookup)
+        super().__init__(addresses, service, check, stream_config, lookup, tls)
 
     @property
     def info(self) -> DraftInfo | None:
@@ -212,9 +224,10 @@ class RemoteDrafts(ReplicaPool[DraftInfo]):
         return max((replica.round_trip_us for replica in self.replicas if replica.usable), default=0.0)
 
     def open(self, request: Open, on_event: Callable[[DraftEvent | Lost], None]) -> DrafterLink | None:
-        """Starts a sequence at a draft that has its methods, and has not failed again and again lately."""
+        """Starts a sequence at a draft that has its methods, does not rest, and had room of late if any had."""
         able = [replica for replica in self._able(request) if _offers(replica.info, request.named_methods)]
-        chosen = self._place(request, allowed_by_breaker(able))
+        able, now = allowed_by_breaker(able), time.monotonic()
+        chosen = self._place(request, [replica for replica in able if replica.full_until <= now] or able)
         return None if chosen is None else chosen.open(request, on_event)
 
     def _able(self, request: Open) -> list[Replica[DraftInfo]]:

@@ -20,11 +20,24 @@ import grpc.aio
 from outrider.gateway.peers.addresses import RESOLVE_S, Addresses, Lookup, look_up
 from outrider.gateway.peers.routing import AFFINITY_TOKENS, affinity_key, choose
 from outrider.gateway.speculation.backends import Lost
-from outrider.rpc.channel import connect
 from outrider.rpc.codec import Message, StreamKind
-from outrider.rpc.errors import FailedPrecondition, OutriderError, Unavailable, from_rpc_error
-from outrider.rpc.messages import Close, Commit, DraftInfo, Failure, Load, ModelInfo, Open, TargetInfo, is_last
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable, Violations
+from outrider.rpc.messages import (
+    Close,
+    Commit,
+    DraftInfo,
+    Failure,
+    Load,
+    ModelInfo,
+    Open,
+    TargetInfo,
+    is_last,
+    to_failure,
+    validate_commit,
+)
 from outrider.rpc.sampling_params import lacking
+from outrider.rpc.security import ClientTls, PeerChannel
+from outrider.rpc.status import from_rpc_error
 from outrider.rpc.stream import SILENT_PEER, FrameStream, StreamConfig, client_stream
 
 MAX_FAILURES = 3  # in a row
@@ -100,7 +113,7 @@ class ReplicaService(Generic[Info]):
 class ReplicaLink:
     """One sequence at a replica. It sets the sequence id of what it sends."""
 
-    __slots__ = ("_opened_at", "_stream", "links", "model", "on_event", "request", "sequence_id")
+    __slots__ = ("_length", "_opened_at", "_stream", "links", "model", "on_event", "request", "sequence_id")
 
     def __init__(
         self,
@@ -115,6 +128,7 @@ class ReplicaLink:
         self.sequence_id, self.model, self.request = sequence_id, model, request
         self.on_event = on_event
         self._opened_at = time.monotonic()
+        self._length = len(request.prompt_ids) + len(request.output_ids)
         links[sequence_id] = self
 
     @property
@@ -133,6 +147,17 @@ class ReplicaLink:
         if self.alive_on(self._stream):
             self._stream.send_commands(self.sequence_id, messages)
 
+    def check(self, commit: Commit) -> None:
+        """InvalidArgument for a commit that no sound target sends next."""
+        validate_commit(commit, self.model.vocab_size)
+        room = len(self.request.prompt_ids) + self.request.sampling.max_tokens - self._length
+        found = Violations("commit.")
+        if commit.position != self._length:
+            found.add("position", f"is {commit.position}", f"{self._length}")
+        found.length("ids", commit.ids, room)
+        found.raise_if_any()
+        self._length += len(commit.ids)
+
     def close(self) -> None:
         """Ends the sequence, if it has not ended."""
         if self.alive_on(self._stream):
@@ -150,13 +175,16 @@ class Replica(Generic[Info]):
         admit: Callable[[Info], None],
         on_change: Callable[[], None],
         stream_config: StreamConfig | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
-        self.address = address
+        self.address, self._tls = address, tls
         self.info: Info | None = None  # of the last replica that was admitted at this address
         self.refusal: FailedPrecondition | None = None
         self.attempted = asyncio.Event()  # whether a first attempt to connect has ended, well or not
         self.retired = False  # its address is gone: no new sequences
+        self.disagrees = False  # with others that compute alike, as the canary has found
         self.breaker = Breaker()
+        self.full_until = 0.0  # until then others are asked before it
         self.reported: Load | None = None  # by the last commit from there
         self._service, self._admit, self._on_change, self._stream_config = service, admit, on_change, stream_config
         self._stream: FrameStream | None = None
@@ -230,12 +258,12 @@ class Replica(Generic[Info]):
 
     async def run(self) -> None:
         """Connects, and connects again, until cancelled."""
-        channel = connect(self.address)
+        channel = PeerChannel(self.address, self._tls)
         backoff = MIN_BACKOFF_S
         try:
             while True:
                 began = time.monotonic()
-                self._report(await self._serve_once(channel))
+                self._report(await self._serve_once(await channel.current()))
                 self.attempted.set()
                 self._on_change()
                 if time.monotonic() - began >= STABLE_S:
@@ -378,13 +406,29 @@ class Replica(Generic[Info]):
         link = self.links.get(message.sequence_id)
         if link is None:
             return
+        if isinstance(message, Commit):
+            message = self._judged(message, link)
         if isinstance(message, self._service.progress):
             self.breaker.succeeded()
+        elif isinstance(message, Failure) and message.is_full:  # no fault; who comes back by then finds another
+            self.full_until = time.monotonic() + min(2 * message.retry_after_ms / 1000, MAX_OPEN_S)
         elif isinstance(message, Failure) and message.code in self._service.faults:
             self.breaker.failed(time.monotonic())
         if is_last(message):
-            del self.links[message.sequence_id]
+            self.links.pop(message.sequence_id, None)
         link.on_event(message)
+
+    def _judged(self, commit: Commit, link: ReplicaLink) -> Commit | Failure:
+        """A commit; in the place of one that no sound target sends the failure of its sequence, which is closed there
+        and goes on elsewhere."""
+        try:
+            link.check(commit)
+        except InvalidArgument as error:
+            link.close()
+            why = f"{self._service.name} {self.address}: {error.message}"
+            log.error("%s", why)
+            return to_failure(commit.sequence_id, Unavailable(why, reason="BAD_COMMIT"))
+        return commit
 
 
 START_S = 2.0  # no longer does the start wait for a name's first answer
@@ -401,8 +445,9 @@ class ReplicaPool(Generic[Info]):
         admit: Callable[[Info], None],
         stream_config: StreamConfig | None = None,
         lookup: Lookup = look_up,
+        tls: ClientTls | None = None,
     ) -> None:
-        self._addresses = Addresses(addresses, lookup)
+        self._addresses, self._tls = Addresses(addresses, lookup), tls
         self._service, self._admitted, self._stream_config = service, admit, stream_config
         self.replicas = [self._new_replica(address) for address in self._addresses.known]  # in their order
         self._tasks: dict[Replica[Info], asyncio.Task[None]] = {}
@@ -486,7 +531,7 @@ class ReplicaPool(Generic[Info]):
         self._change.set()
 
     def _new_replica(self, address: str) -> Replica[Info]:
-        return Replica(address, self._service, self._admitted, self._changed, self._stream_config)
+        return Replica(address, self._service, self._admitted, self._changed, self._stream_config, self._tls)
 
     async def _follow_names(self) -> None:
         """Each by itself: one with a slow answer holds up no other, and the start for a while only."""

@@ -10,8 +10,8 @@ from typing import Any
 import grpc.aio
 
 from outrider.gateway.peers.replicas import HANDSHAKE_S
-from outrider.rpc.errors import from_rpc_error
 from outrider.rpc.messages import DraftInfo
+from outrider.rpc.status import from_rpc_error
 from outrider.rpc.vocabulary import TokenizerFile
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.journal import agrees, pruned
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import (
@@ -80,10 +81,11 @@ class EmitPrompt:
 @dataclass(frozen=True, slots=True)
 class CloseDraft:
     """The draft is not needed any more; `reason` is for the log, empty at the normal end. `may_return` says that
-    another attempt makes sense later."""
+    another attempt makes sense later; where the draft has no room, in `retry_after_ms` by its own word."""
 
     reason: str = ""
     may_return: bool = False
+    retry_after_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ Effect = OpenTarget | OpenDraft | ToTarget | ToDraft | Emit | EmitPrompt | Close
 
 RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
 DRAINING = "DRAINING"  # the reason of a service that refuses what is new
+PARENT_GONE = "PARENT_GONE"  # and of a target that refuses a fork
+MAX_PIECES = 1024  # of a draft's that may reach past what is committed: far above what its credit allows
 SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
 
 
@@ -122,6 +126,7 @@ class SpeculationCore:
     _draft_credit: Credit | None = field(init=False, default=None)
     _target_credit: Credit | None = field(init=False, default=None)
     _journal: list[DraftTokens] = field(init=False, default_factory=list)
+    _parted: dict[int, int] = field(init=False, default_factory=dict)  # chains, and where they differ from `committed`
     _in_turn: bool = field(init=False, default=False)  # several methods draft: their pieces say which
     _last_chain: int = field(init=False, default=-1)
     _target_opens: int = field(init=False, default=0)
@@ -132,6 +137,7 @@ class SpeculationCore:
     _draft_us: int = field(init=False, default=0)
     _num_rounds: int = field(init=False, default=0)
     _reader_holds: bool = field(init=False, default=False)  # a credit would reach further if the client had read more
+    _parent_gone: bool = field(init=False, default=False)  # a target refused a fork: what it forks from had ended
     _draft_lost: bool = field(init=False, default=False)  # the draft failed, and is not back
     _prompt_told: int = field(init=False, default=0)  # positions whose log probabilities have come
     _started: float = field(init=False, default=0.0)
@@ -195,12 +201,17 @@ class SpeculationCore:
                 if event.position > self._draft_until:
                     return []  # no credit reaches there: it would lie in the journal for ever
                 self._note_draft(len(event.ids), event.draft_us)
+                if len(self._journal) >= MAX_PIECES:
+                    return self.stop_drafting(f"{MAX_PIECES} pieces of it wait for a verification")
                 if event.ids:
+                    if not agrees(event, self.committed, self._parted):
+                        return []  # the target has buried its chain, and another one could not tell
                     self._journal.append(event)
                     self._in_turn = self._in_turn or bool(event.method)
                 return [ToTarget((event, *self._due_credit()))]
             case Failure():
-                return self.stop_drafting(event.message, may_return=event.code == UNAVAILABLE or _is_full(event))
+                may_return, retry_after_ms = event.is_full or event.code == UNAVAILABLE, event.retry_after_ms
+                return self.stop_drafting(event.message, may_return, retry_after_ms)
             case Lost(moved=True):
                 return [CloseDraft(), self._open_draft()]
             case Lost():
@@ -208,13 +219,13 @@ class SpeculationCore:
             case _:
                 return []
 
-    def stop_drafting(self, reason: str, may_return: bool = False) -> list[Effect]:
+    def stop_drafting(self, reason: str, may_return: bool = False, retry_after_ms: int = 0) -> list[Effect]:
         """Goes on without a draft: no patience, plain tokens ahead."""
         if not (self.drafting or self._is_heard):
             return []
         self._draft_lost = True
         self.drafting = False
-        return [CloseDraft(reason, may_return), *self._credit_target()]
+        return [CloseDraft(reason, may_return, retry_after_ms), *self._credit_target()]
 
     def resume_drafting(self) -> list[Effect]:
         """A draft is there again: it gets the sequence as it stands, with chain numbers that were never used."""
@@ -260,15 +271,14 @@ class SpeculationCore:
             message = f"commit at {commit.position}, journal has {len(self.committed)} tokens"
             return self._on_target_failure(Failure(0, UNAVAILABLE, message, "OUT_OF_STEP"))
         effects: list[Effect] = []
-        is_open = (
-            self.drafting and not self.at_target
-        ) or self._is_heard  # a draft that is opened now gets the sequence as it stands
-        news = (commit,) if is_open else ()
+        # A draft that is opened now gets the sequence as it stands.
+        news = (commit,) if (self.drafting and not self.at_target) or self._is_heard else ()
         if commit.ids or commit.finish_reason is not None:
             self.committed.extend(commit.ids)
             self.has_run, self._target_opens = True, 1  # what failed before this progress does not count any more
             drafted_by = self._shares(commit) if self._in_turn else ()
-            self._prune_journal()
+            if self._journal:
+                self._journal = pruned(self._journal, self.committed, self._parted)
             if commit.timings.draft_us:
                 self._note_draft(commit.num_drafted, commit.timings.draft_us)
             closed = self._close_round(commit, drafted_by)
@@ -365,10 +375,12 @@ class SpeculationCore:
         return closed
 
     def _on_target_failure(self, failure: Failure) -> list[Effect]:
-        if _is_full(failure):  # no attempt that failed: nothing was begun
+        if failure.is_full:  # no attempt that failed: nothing was begun
             self._target_opens -= 1
             return [replace(self._open_target(), refusal=replace(failure, code=RESOURCE_EXHAUSTED))]
         self.has_run |= failure.reason != DRAINING
+        if failure.reason == PARENT_GONE and not self._parent_gone:
+            self._parent_gone, self._target_opens = True, self._target_opens - 1  # nor here; the next is no fork
         if failure.code == UNAVAILABLE and self._target_opens < self.policy.max_target_opens:
             return [self._open_target()]
         if failure.reason == "TARGET_LOST" and self._target_opens > SUSPECT_AFTER:
@@ -399,21 +411,6 @@ class SpeculationCore:
             sampling = replace(sampling, prompt_logprobs=None)
         output_ids = tuple(self.committed[self.prompt_len :])
         return replace(self.request, output_ids=output_ids, timeout_ms=timeout_ms, sampling=sampling)
-
-    def _prune_journal(self) -> None:
-        """Keeps what reaches past the committed length, and what that forks from."""
-        length = len(self.committed)
-        kept = [piece for piece in self._journal if piece.position + len(piece.ids) > length]
-        if all(piece.parent is None for piece in kept):
-            self._journal = kept
-            return
-        needed, kept = set[int](), []
-        for piece in reversed(self._journal):  # a branch comes after its parent
-            if piece.position + len(piece.ids) > length or piece.chain in needed:
-                kept.append(piece)
-                if piece.parent is not None:
-                    needed.add(piece.parent)
-        self._journal = kept[::-1]
 
     def _within_reader(self, until: int, ahead: int) -> int:
         """A slow client is granted no credit; with stop strings at most one window past the text examined."""
@@ -485,8 +482,3 @@ def _slim(commits: tuple[Commit, ...]) -> tuple[Commit, ...]:
     return tuple(
         [replace(found, logprobs=(), features=b"") if found.logprobs or found.features else found for found in commits]
     )
-
-
-def _is_full(failure: Failure) -> bool:
-    """Whether a service has no room now, and says when to come back."""
-    return failure.retry_after_ms > 0 and failure.code in (RESOURCE_EXHAUSTED, UNAVAILABLE)

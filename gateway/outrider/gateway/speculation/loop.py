@@ -26,6 +26,7 @@ from outrider.gateway.speculation.core import (
     ToDraft,
     ToTarget,
 )
+from outrider.gateway.speculation.retry_budget import Retries
 from outrider.planner.policy import Policy, PolicyController, Round
 from outrider.rpc.errors import Internal, OutriderError
 from outrider.rpc.logs import of
@@ -41,6 +42,7 @@ from outrider.rpc.messages import (
 )
 
 DRAFT_RETRY_S = 1.0  # after a draft was lost
+FULL_DRAFT_RETRY_S = 0.1  # no sooner is a full one asked again, whatever it says
 TARGET_RETRY_S = 0.1  # while a lost target has no successor yet; later where one is full, and says when
 NO_TARGET = Failure(0, UNAVAILABLE, "no target can take the request", "NO_TARGET", retry_after_ms=1000)
 
@@ -55,6 +57,7 @@ class SpeculationDriver:
     loop: asyncio.AbstractEventLoop
     fork_of: SpeculationDriver | None
     on_draft_stop: Callable[[str], None]
+    retries: Retries | None = None  # of all sequences together; None: any number
     items: asyncio.Queue[Round | PromptLogprobs | Failure] = field(default_factory=asyncio.Queue)
     target_link: VerifierLink | None = None
     draft_link: DrafterLink | None = None
@@ -158,10 +161,15 @@ class SpeculationDriver:
         if self.target_link is not None:
             self.target_link.close()
         parent = None if self.fork_of is None else self.fork_of.target_link
-        self.target_link = self.verifier.open(effect.request, on_event, parent, effect.like, self._refused_by)
+        again = self.retries if self.core.has_run and effect.refusal is None else None
+        self.target_link = None
+        if again is None or again.allows_target(self.loop.time()):
+            self.target_link = self.verifier.open(effect.request, on_event, parent, effect.like, self._refused_by)
         if self.target_link is None:
             self._wait_for_target(effect.refusal)
             return
+        if again is not None:
+            again.targets.spend()
         self.core.on_target_open(self.target_link.model)
         self.target_link.send(*effect.messages)
 
@@ -172,17 +180,19 @@ class SpeculationDriver:
         self._apply(self.core.on_target(event, now))
         if self._draft_retry_at is not None and now >= self._draft_retry_at:
             self._draft_retry_at = now + DRAFT_RETRY_S
-            if self.drafter is not None and self.drafter.info is not None:
+            is_there = self.drafter is not None and self.drafter.info is not None
+            if is_there and (self.retries is None or self.retries.take_draft(now)):
                 self._apply(self.core.resume_drafting())
 
     def _on_draft(self, event: DraftEvent | Lost) -> None:
         self._apply(self.core.on_draft(event))
 
     def _wait_for_target(self, refusal: Failure | None) -> None:
-        """A sequence that lost its target waits a while for one; a new one is refused at once."""
-        now = self.loop.time()
+        """A sequence that lost its target waits a while for one, a new one only for room."""
+        now, policy = self.loop.time(), self.core.policy
         if self._give_up_at is None:
-            self._give_up_at = now + self.core.policy.reopen_s if self.core.has_run else now
+            wait_s = policy.room_s if refusal is not None else 0.0
+            self._give_up_at = now + (policy.reopen_s if self.core.has_run else wait_s)
         if now >= self._give_up_at:
             self._apply(self.core.give_up(refusal or NO_TARGET))
             return
@@ -227,7 +237,10 @@ class SpeculationDriver:
         if link is not None:
             link.close()
         if effect.reason:
-            self._draft_retry_at = self.loop.time() + DRAFT_RETRY_S if effect.may_return else None
+            pause_s = DRAFT_RETRY_S
+            if effect.retry_after_ms:
+                pause_s = max(effect.retry_after_ms / 1000 * self._spread(), FULL_DRAFT_RETRY_S)
+            self._draft_retry_at = self.loop.time() + pause_s if effect.may_return else None
             self.on_draft_stop(effect.reason)
 
 
@@ -252,6 +265,7 @@ async def speculate(
     driver_out: list[SpeculationDriver] | None = None,
     on_draft_stop: Callable[[str], None] = warn_of_draft,
     controller: PolicyController | None = None,
+    retries: Retries | None = None,
 ) -> AsyncGenerator[Round | PromptLogprobs, None]:
     """Yields rounds (and the prompt's log probabilities, if asked for) until the target ends the sequence or the caller
     stops. With `at_target` the target drafts by the request's method, `most_drafted` tokens a round, and there is no
@@ -259,7 +273,7 @@ async def speculate(
     info = None if drafter is None else drafter.info
     learns = info is not None and any(method.learns for method in info.methods)
     core = SpeculationCore(request, policy, examines_text, controller, learns, at_target, most_drafted)
-    driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop)
+    driver = SpeculationDriver(drafter, verifier, core, asyncio.get_running_loop(), fork_of, on_draft_stop, retries)
     if driver_out is not None:
         driver_out.append(driver)
     try:

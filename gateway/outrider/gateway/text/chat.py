@@ -1,11 +1,19 @@
-"""A conversation's prompt: its messages and tools by the chat template."""
+"""A conversation's prompt: its messages and tools by the chat template, whose control tokens nobody else can write."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded
 from outrider.gateway.text.tools.use import decode_json, template_tools
 from outrider.rpc.errors import InvalidArgument, Violation, Violations, kind
 
@@ -13,12 +21,41 @@ if TYPE_CHECKING:
     from outrider.gateway.request import GenerationRequest
 
 MAX_VARIABLES_CHARS = 64 * 1024  # of chat_template_kwargs, as JSON
+RENDER_S = 10.0  # that a conversation's template may take
+MAX_RENDERED = 8  # conversations at once; others wait
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode's noncharacters: no text is written with them
 
 
-def chat_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
-    """The prompt's text. InvalidArgument says what is wrong with the conversation or the template's variables."""
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """A conversation as its template writes it. Only what the template itself writes is a control token: in texts that
+    look like one a mark stands behind their first character."""
+
+    text: str
+    mark: str = ""  # empty: there is none
+
+    def encode(self, tokenizer: Tokenizer, add_special_tokens: bool = False) -> list[int]:
+        """The ids. A text with marks is tokenised in parts, none of which holds what must not be a control token."""
+        if not self.mark:
+            return tokenizer.encode(self.text, add_special_tokens)
+        first, *others = self.text.split(self.mark)
+        ids = tokenizer.encode(first, add_special_tokens)
+        for part in others:
+            ids += tokenizer.encode(part, add_special_tokens=False)
+        return ids
+
+
+async def chat_ids(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
+    """The prompt's ids. InvalidArgument as for `chat_text`, and for what is more than the context anyhow."""
+    chat = await chat_text(request, tokenizer)
+    return await encode_bounded("chat", chat.text, max_model_len, lambda _: chat.encode(tokenizer))
+
+
+async def chat_text(request: GenerationRequest, tokenizer: Tokenizer) -> ChatText:
+    """The prompt's text, made beside the event loop and in a bounded time: the template is the checkpoint's.
+    InvalidArgument says what is wrong with the conversation or the template's variables."""
     found = Violations()
     variables = _variables(found, request.chat_template_kwargs)
     if not request.messages:
@@ -26,12 +63,121 @@ def chat_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
     found.raise_if_any()
     if request.tools and request.tool_choice != "none":
         variables["tools"] = template_tools(request.tools)
+    try:
+        told = list(_texts([request.messages, variables]))
+        return await _in_bounded_time(partial(_rendered, request, tokenizer, variables, told))
+    except TimeoutError:
+        raise InvalidArgument.of([Violation("chat", f"takes its template more than {RENDER_S:g} s")]) from None
+    except (ValueError, RecursionError) as error:
+        problem = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidArgument.of([Violation("chat", problem)]) from error
+
+
+_RENDERERS = ThreadPoolExecutor(MAX_RENDERED, "chat-template")
+
+
+class _Rendering:
+    """One template that runs on a thread, and can be ended there: left alone, one that loops would keep the thread, and
+    its share of the interpreter, for ever."""
+
+    def __init__(self, render: Callable[[], ChatText]) -> None:
+        self._render, self._lock, self._thread = render, threading.Lock(), 0
+
+    def run(self) -> ChatText:
+        """On the thread."""
+        self._thread = threading.get_ident()
+        try:
+            return self._render()
+        finally:
+            self._leave()
+
+    def end(self) -> None:
+        """From another thread: a TimeoutError, where the template runs Python; what it has called in C ends first."""
+        with self._lock:
+            if self._thread:
+                _raise_in(self._thread, TimeoutError)
+
+    def _leave(self) -> None:
+        """What comes later would meet the thread's next rendering; what came is raised here at the latest."""
+        with self._lock:
+            self._thread = 0
+        for _ in range(2):  # the interpreter looks for it where it jumps back
+            pass
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """CPython's own way to interrupt a thread. It could take one back, but then Python 3.11 goes on looking for it at
+    every call, and a thread that is traced does nothing else."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
+    """TimeoutError where it takes longer than it may."""
+    rendering = _Rendering(render)
+    try:
+        async with asyncio.timeout(RENDER_S):
+            return await asyncio.get_running_loop().run_in_executor(_RENDERERS, rendering.run)
+    finally:
+        rendering.end()  # nobody waits for it any more, if it still runs
+
+
+def _rendered(
+    request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], told: Sequence[str]
+) -> ChatText:
+    """`told` are all texts of the messages and the variables."""
+    messages, mark = request.messages or (), ""
+    control = control_pattern(tokenizer)
+    if control is not None and any(map(control.search, told)):
+        mark = _mark_for(told)
+        messages, variables = (_marked(value, control, mark) for value in (messages, variables))
     if request.reasoning is not None and tokenizer.chat_template is not None:
         variables = request.reasoning.variables(tokenizer.chat_template.variables) | variables
-    try:
-        return tokenizer.render_chat(request.messages or (), request.add_generation_prompt, **variables)
-    except ValueError as error:
-        raise InvalidArgument.of([Violation("chat", str(error))]) from error
+    text = tokenizer.render_chat(messages, request.add_generation_prompt, **variables)
+    return ChatText(text.replace(_escaped(mark), mark) if mark else text, mark)
+
+
+@lru_cache(maxsize=8)
+def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """What finds the text of a special token, the longest first; None where there are none."""
+    texts = [text for text in map(tokenizer.added_tokens.__getitem__, tokenizer.special_ids) if len(text) > 1]
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys of objects too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from (*_texts(key), *_texts(inner))
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _marked(value: Any, control: re.Pattern[str], mark: str) -> Any:
+    """The value with every control token in it broken by a mark."""
+    if isinstance(value, str):
+        while control.search(value):  # again: one may have stood within another
+            value = control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+        return value
+    if isinstance(value, Mapping):
+        return {_marked(key, control, mark): _marked(inner, control, mark) for key, inner in value.items()}
+    if isinstance(value, Sequence):
+        return [_marked(inner, control, mark) for inner in value]
+    return value
+
+
+def _mark_for(told: Sequence[str]) -> str:
+    """One that stands nowhere, nor what JSON makes of it. ValueError where all do."""
+    for mark in MARKS:
+        if not any(mark in text or _escaped(mark) in text for text in told):
+            return mark
+    raise ValueError("holds a control token, and all of the characters U+FDD0 to U+FDEF; allowed: not both")
+
+
+def _escaped(mark: str) -> str:
+    return json.dumps(mark).strip('"')
 
 
 def decode_messages(chat: Any) -> tuple[dict[str, Any], ...]:

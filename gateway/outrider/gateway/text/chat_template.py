@@ -16,6 +16,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from outrider.gateway.text.json_values import parse_json
+
 
 class TemplateRefusal(Exception):
     """The template cannot be read, or it refused a conversation."""
@@ -34,18 +36,18 @@ class ChatTemplate:
         if not plain:
             raise TemplateRefusal("it has no message")
         variables = {"tools": None, "documents": None, **variables}  # as transformers has them
-        template = self._compiled_for_tools if variables["tools"] else self._compiled
         try:
+            template = self._compiled_for_tools if variables["tools"] else self._compiled
             return template.render(messages=plain, **variables)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # what a template does to odd content
-            raise TemplateRefusal(str(error)) from error
+        except Exception as error:  # a template may raise anything by what it does to odd content, or by what it is
+            raise TemplateRefusal(str(error) or type(error).__name__) from error
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """What it may be told, by name."""
         try:
             parsed = [_environment().parse(source) for source in {self.source, self.source_for_tools}]
-        except jinja2.TemplateError:
+        except (jinja2.TemplateError, RecursionError):
             return frozenset()  # rendering says what is wrong with it
         return frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
 
@@ -68,14 +70,19 @@ class ChatTemplate:
 
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a checkpoint's folder: its own file, else the one in tokenizer_config.json."""
+    """The template of a checkpoint's folder: its own file, else the one in tokenizer_config.json. Raises ValueError."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         for_tools = folder / "additional_chat_templates/tool_use.jinja"
         return ChatTemplate(_read(file), _read(for_tools) if for_tools.is_file() else None)
     source = config.get("chat_template")
     if isinstance(source, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in source}
+        try:
+            named = {str(entry["name"]): str(entry["template"]) for entry in source}
+        except (TypeError, KeyError):
+            raise ValueError(
+                "tokenizer_config.json: chat_template has an entry without a name and a template"
+            ) from None
         return ChatTemplate(named["default"], named.get("tool_use")) if "default" in named else None
     return ChatTemplate(source) if isinstance(source, str) else None
 
@@ -113,8 +120,8 @@ def _with_arguments(call: Any) -> Any:
     given = function.get("arguments")
     text = given or "{}" if isinstance(given, str | None) else json.dumps(given, ensure_ascii=False)
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
+        values = parse_json(text)
+    except ValueError:
         return call
     return (
         {**call, "function": {**function, "arguments": Arguments(values, text)}} if isinstance(values, dict) else call

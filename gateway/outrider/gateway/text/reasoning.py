@@ -1,5 +1,6 @@
-"""Reasoning: what a model writes before its answer, between two tokens of its own. It is told apart by their ids, so
-that an answer that speaks of such a marker, letter by letter, is no reasoning.
+"""Reasoning: what a model writes before its answer, between two tokens of its own, or in a message of its own
+(`channels`). It is told apart by their ids, so that an answer that speaks of such a marker, letter by letter, is no
+reasoning.
 
 A chat template may have opened it in the prompt already; else it begins where the output's first token opens it. A
 completion that is resumed rebuilds where it stands from the ids that it has."""
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from outrider.gateway.text.channels import CHANNEL_TOKENS, CHANNELS, Channels, channels_of
 from outrider.gateway.text.tokenizer import NUM_CONTEXT_IDS, TextDelta, TextStream, Tokenizer
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, Violation, Violations, quoted
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTO, NONE = "auto", "none"
 # Start and end by the name of vLLM's parser, or the model's; the first whose tokens a tokenizer has are its own.
-MARKERS = {
+MARKERS: dict[str, tuple[str, ...]] = {
     "deepseek_r1": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
@@ -31,6 +33,7 @@ _LIKE_DEEPSEEK = (
     "deepseek_v3", "ernie45", "glm45", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "qwen3", "think",
 )  # fmt: skip
 MARKERS |= dict.fromkeys(_LIKE_DEEPSEEK, MARKERS["deepseek_r1"])
+MARKERS[CHANNELS] = CHANNEL_TOKENS
 EFFORTS = ("none", "minimal", "low", "medium", "high")
 SWITCHES = ("enable_thinking", "thinking")  # templates' words for whether to reason
 MAX_IDS_AFTER = 8  # of white space between a template's opening and the prompt's end
@@ -64,8 +67,9 @@ class ReasoningOptions:
 class ReasoningMarkers:
     """The tokens between which a model reasons."""
 
-    start_id: int
-    end_id: int
+    start_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    channels: Channels | None = None  # what tells them from other messages; None: the first start, and its end
 
     def plan(
         self,
@@ -85,13 +89,19 @@ class ReasoningMarkers:
         if not most and (sampling.structured_output is None or not (splits or is_open)):
             return ReasoningPlan(self, is_open, splits, None)
         if REASONING in capabilities:
-            message = Reasoning((self.end_id,), (self.start_id,), most, is_open)
+            message = Reasoning(self.end_ids, self.start_ids, most, is_open)
             return ReasoningPlan(self, is_open, splits, message)
         if most or is_open:
             field = "reasoning.max_tokens" if most else "sampling.structured_output"
             problem = "needs a target that knows of reasoning, and this one does not; allowed: leave it out"
             raise InvalidArgument.of([Violation(field, problem)])
         return ReasoningPlan(self, is_open, splits, None)
+
+    def boundaries(self, is_open: bool) -> Boundaries:
+        """Where one text ends and the next begins, from an output's first token on."""
+        if self.channels is not None:
+            return self.channels.boundaries(is_open)
+        return _Pair(self.start_ids[0], self.end_ids[0], is_open)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +135,58 @@ def find_markers(tokenizer: Tokenizer, parser: str) -> ReasoningMarkers | None:
     if parser not in (AUTO, *MARKERS):
         raise FailedPrecondition(f"reasoning_parser is {quoted(parser)}; allowed: {AUTO}, {NONE}, {', '.join(MARKERS)}")
     ids = {text: token_id for token_id, text in tokenizer.added_tokens.items()}
-    pairs = MARKERS.values() if parser == AUTO else (MARKERS[parser],)
-    for start, end in pairs:
-        if start in ids and end in ids:
-            return ReasoningMarkers(ids[start], ids[end])
-    if parser == AUTO:
+    names = MARKERS if parser == AUTO else (parser,)
+    name = next((name for name in names if ids.keys() >= set(MARKERS[name])), None)
+    if name is None and parser == AUTO:
         return None
-    start, end = MARKERS[parser]
-    raise FailedPrecondition(f"reasoning_parser is {parser}, and the tokenizer has no tokens {start} and {end}")
+    if name is None:
+        needed = " and ".join(MARKERS[parser])
+        raise FailedPrecondition(f"reasoning_parser is {parser}, and the tokenizer has no tokens {needed}")
+    if name == CHANNELS:
+        channels = channels_of(tokenizer)
+        return ReasoningMarkers(channels.start_ids, channels.end_ids, channels)
+    start, end = MARKERS[name]
+    return ReasoningMarkers((ids[start],), (ids[end],))
 
 
 def _is_open(markers: ReasoningMarkers, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     """Only white space may follow: a marker in what a user wrote opens nothing."""
-    tail = list(prompt_ids[-MAX_IDS_AFTER - 1 :])
-    if markers.start_id not in tail:
-        return False
-    after = tail[len(tail) - tail[::-1].index(markers.start_id) :]
-    return not tokenizer.decode(after).strip()
+    start, tail = markers.start_ids, tuple(prompt_ids[-MAX_IDS_AFTER - len(markers.start_ids) :])
+    ends = [at for at in range(len(start), len(tail) + 1) if tail[at - len(start) : at] == start]
+    return bool(ends) and not tokenizer.decode(tail[ends[-1] :]).strip()
+
+
+class Boundaries(Protocol):
+    """What tells a completion's two texts apart as its ids come."""
+
+    is_inside: bool  # of reasoning
+
+    def find(self, ids: Sequence[int]) -> int:
+        """How many of the next ids come before a marker; all of them where none is among them."""
+        ...
+
+    def take(self, token_id: int) -> None:
+        """Steps over a marker."""
+        ...
+
+
+class _Pair:
+    """Reasoning begins where the output's first token opens it, if the prompt has not, and ends once."""
+
+    def __init__(self, start_id: int, end_id: int, is_open: bool) -> None:
+        self.is_inside, self._end_id = is_open, end_id
+        self._first = None if is_open else start_id  # that opens it
+
+    def find(self, ids: Sequence[int]) -> int:
+        """As Boundaries'."""
+        first, self._first = self._first, None
+        if self.is_inside and self._end_id in ids:
+            return list(ids).index(self._end_id)
+        return 0 if ids[0] == first else len(ids)
+
+    def take(self, token_id: int) -> None:
+        """As Boundaries'."""
+        self.is_inside = not self.is_inside
 
 
 class ReasoningStream:
@@ -156,10 +201,10 @@ class ReasoningStream:
         output_ids: Sequence[int],
         plan: ReasoningPlan,
     ) -> None:
-        self._tokenizer, self._sampling, self._markers = tokenizer, sampling, plan.markers
+        self._tokenizer, self._sampling = tokenizer, sampling
+        self._boundaries = plan.markers.boundaries(plan.open)
         self._last = list(prompt_ids[-NUM_CONTEXT_IDS:])
         self._num_output = 0
-        self._is_inside = plan.open
         self._stream = self._new_stream()
         self.resumed = self.push(output_ids)
 
@@ -172,26 +217,21 @@ class ReasoningStream:
         self, ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
     ) -> TextDelta:
         """As TextStream's; what is reasoning is told apart."""
-        if self.finished or not ids:
-            return self._stream.push(ids, finish_reason, stop_token_id)
         whole = TextDelta("", 0)
-        if not self._num_output and not self._is_inside and ids[0] == self._markers.start_id:
-            self._pass(ids[:1], is_inside=True)
-            whole.num_ids, ids = 1, ids[1:]
-        if self._is_inside and self._markers.end_id in ids:
-            end = list(ids).index(self._markers.end_id)
+        while ids and not self.finished and (end := self._boundaries.find(ids)) < len(ids):
             self._add(whole, self._stream.push(ids[:end], FinishReason.LENGTH))  # lets go of what it holds back
             if whole.stop_string is not None:
                 return whole
-            self._note(ids[:end])
-            self._pass(ids[end : end + 1], is_inside=False)
+            self._note(ids[: end + 1])
+            self._boundaries.take(ids[end])
+            self._stream = self._new_stream()
             whole.num_ids, whole.finish_reason, ids = whole.num_ids + 1, None, ids[end + 1 :]
         self._add(whole, self._stream.push(ids, finish_reason, stop_token_id))
         self._note(ids)
         return whole
 
     def _add(self, whole: TextDelta, part: TextDelta) -> None:
-        if self._is_inside:
+        if self._boundaries.is_inside:
             whole.reasoning += part.text
             whole.num_reasoning += part.num_ids
         else:
@@ -199,11 +239,6 @@ class ReasoningStream:
         whole.num_ids += part.num_ids
         whole.finish_reason, whole.stop_string = part.finish_reason, part.stop_string
         whole.stop_token_id = part.stop_token_id
-
-    def _pass(self, marker: Sequence[int], is_inside: bool) -> None:
-        self._note(marker)
-        self._is_inside = is_inside
-        self._stream = self._new_stream()
 
     def _note(self, ids: Sequence[int]) -> None:
         self._num_output += len(ids)

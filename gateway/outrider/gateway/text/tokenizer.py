@@ -27,6 +27,7 @@ from outrider.rpc.vocabulary import (
     TokenizerFile,
     complete_backend,
     fingerprint,
+    read_backend,
     read_json,
     special_tokens,
     token_bytes,
@@ -61,7 +62,7 @@ class Tokenizer:
             raise FileNotFoundError(f"no tokenizer: {folder} is not a folder")
         config = read_json(folder / "tokenizer_config.json")
         file = folder / "tokenizer.json"
-        backend = Backend.from_file(str(file)) if file.is_file() else _convert_with_transformers(folder)
+        backend = read_backend(file) if file.is_file() else _convert_with_transformers(folder)
         return cls(backend, str(folder), config, find_chat_template(folder, config))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -23,6 +23,7 @@ from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.errors import FailedPrecondition
 from outrider.rpc.messages import DraftMethod, TargetInfo
+from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.observed import ObservedStep, new_metrics, step_watcher
 from outrider.target_service.profile import StepProfile
@@ -32,8 +33,9 @@ from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.engine import VllmEngine
 from outrider.target_service.vllm.grammars import VllmGrammars
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
-from outrider.target_service.vllm.self_drafting import SelfDraftingEngine
-from outrider.vllm.link import EngineLink, LinkEvent
+from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
+from outrider.vllm.link import EngineLink
+from outrider.vllm.link_messages import LinkEvent
 from outrider.vllm.source import StepReport
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,12 @@ LEAST_CACHE_BYTES = 512 << 20  # on a CPU, where nothing else is said
 PROFILED_ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROFILE_REPEATS = 3
 PROFILE_S = 2.0  # then no more rows are measured
+EXECUTOR = "distributed_executor_backend"  # of vLLM's engine arguments
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# Of them, too: what says how ranks are run, or that there are several.
+MULTIPLES = {EXECUTOR, "nnodes", "tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size"}
+MEMORY_NODES = Path("/sys/devices/system/node")
+BLOCKTIME_MS = "1"  # for which a thread of Intel's OpenMP polls for its next products
 OPENMP = "libiomp5.so"  # Intel's; speculation on a CPU loses much without it, as vLLM's log says, too
 
 
@@ -82,17 +90,17 @@ async def start(settings: TargetSettings) -> EngineService[VllmEngine]:
 async def start_engine(
     settings: TargetSettings, flush: Callable[[], None], on_step: Callable[[ObservedStep], None] | None = None
 ) -> tuple[VllmEngine, TargetInfo]:
-    """Starts vLLM's processes, which load the model; `flush` is called after each step, `on_step` is told of those that
-    our scheduler plans. Raises FailedPrecondition where vLLM is not installed, UnsupportedModel for what it refuses."""
+    """Starts vLLM's processes, which load the model; `flush` is called after each step, `on_step` is told of them.
+    Raises FailedPrecondition where vLLM is not installed, UnsupportedModel for what it refuses."""
     vllm_version()
-    link = None if drafts_itself(settings) else EngineLink()
+    link, unlinked = (None if drafts_itself(settings) else EngineLink()), Unlinked()
     if link is not None:
         await link.listen()
         os.environ.update(link.environment)
         use_first_runner()
     try:
         made: list[Any] = []  # and not the future's result, which outlives its use
-        await asyncio.to_thread(lambda: made.append(new_llm(settings)))
+        await asyncio.to_thread(lambda: made.append(new_llm(settings, unlinked if link is None else None)))
         llm = made.pop()
         await first_step(llm)
         step_costs = () if link is None else await measure_steps(llm, link)
@@ -111,7 +119,8 @@ async def start_engine(
         return engine, info
     own = llm.vllm_config.speculative_config
     info = replace(info, methods=(DraftMethod(own.method, needs_features=True, can_run_ahead=False),))
-    return SelfDraftingEngine(llm, limits, own.num_speculative_tokens, flush=flush), info
+    k = own.num_speculative_tokens
+    return SelfDraftingEngine(llm, unlinked, limits, k, flush=flush, on_step=on_step), info
 
 
 def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:
@@ -190,23 +199,39 @@ def vllm_version() -> str:
     raise FailedPrecondition("engine vllm needs vLLM; install outrider[vllm]", reason="NO_VLLM")
 
 
-def new_llm(settings: TargetSettings) -> Any:
-    """vLLM's AsyncLLM; returns when its processes have loaded the model. Raises ValueError or RuntimeError."""
+def new_llm(settings: TargetSettings, unlinked: Unlinked | None = None) -> Any:
+    """vLLM's AsyncLLM, which tells `unlinked` of its steps; returns when its processes have loaded the model. Raises
+    ValueError or RuntimeError."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     with told_of_threads(settings):
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)))
+        loggers = None if unlinked is None else [unlinked.stat_logger()]
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)), stat_loggers=loggers)
+
+
+def takes_one_process(settings: TargetSettings) -> bool:
+    """Whether vLLM's engine computes the model itself: a single rank on a CPU, where nobody says how it is to run. By
+    vLLM's own choice a CPU's rank has a process, since vLLM binds threads by what a process is started with; the two
+    then poll for each other, on cores that products, drafts and gateways want. Of several memory nodes vLLM binds to
+    one."""
+    is_single = settings.tensor_parallel_size == 1 and not MULTIPLES & settings.engine_args.keys()
+    num_nodes = len(list(MEMORY_NODES.glob("node[0-9]*")))
+    return settings.device == "cpu" and is_single and BINDING not in os.environ and num_nodes <= 1
 
 
 @contextmanager
 def told_of_threads(settings: TargetSettings) -> Iterator[None]:
     """What is started meanwhile knows how many threads each rank's products take: an equal part of `threads`. Where
-    that is not said, vLLM binds a rank to the cores of a memory node, of which it wants one for each. On a CPU Intel's
-    OpenMP is loaded first, where vLLM's installation brought it."""
+    that is not said, a rank in the engine's process takes all cores, and vLLM binds others to the cores of a memory
+    node, of which it wants one for each. On a CPU Intel's OpenMP is loaded first, where vLLM's installation brought
+    it."""
     told: dict[str, str] = {}
     ranks = max(1, settings.tensor_parallel_size // int(settings.engine_args.get("nnodes", 1)))  # of this host
-    if settings.threads is not None:
+    if takes_one_process(settings):
+        told = {"OMP_NUM_THREADS": str(settings.threads or usable_threads())}
+        told["KMP_BLOCKTIME"] = os.environ.get("KMP_BLOCKTIME", BLOCKTIME_MS)
+    elif settings.threads is not None:
         told = {BINDING: "nobind", "OMP_NUM_THREADS": str(max(1, settings.threads // ranks))}
     elif settings.device == "cpu" and ranks > 1 and BINDING not in os.environ:
         told = {BINDING: "nobind"}
@@ -231,6 +256,7 @@ def engine_args(settings: TargetSettings) -> dict[str, Any]:
         "dtype": "float32" if on_cpu and settings.dtype == "auto" else settings.dtype,
         "max_model_len": settings.max_model_len,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        EXECUTOR: ONE_PROCESS if takes_one_process(settings) else None,
         "trust_remote_code": settings.trust_remote_code,
         "max_num_seqs": settings.max_sequences,
         "max_num_batched_tokens": settings.max_rows if "max_rows" in settings.model_fields_set else None,
@@ -288,7 +314,7 @@ def limits_of(settings: TargetSettings, loaded: Checkpoint, vllm_config: Any) ->
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         eos_ids=loaded.eos_token_ids,
-        num_blocks=cache.num_gpu_blocks,
+        num_blocks=cache.num_gpu_blocks - 1,  # one is vLLM's own, for places that nobody reads
         block_size=cache.block_size,
         max_window=max(1, settings.max_window),
         max_sequences=settings.max_sequences,

@@ -46,10 +46,12 @@ from outrider.target_service.observed import EngineStats, ObservedStep
 from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
 from outrider.target_service.vllm.grammars import VllmGrammars
 from outrider.target_service.vllm.requests import VLLM_CAPABILITIES, check_request, prompt_of, refusals, sampling_of
-from outrider.vllm.link import LinkCommand, LinkEvent
+from outrider.vllm.link_messages import LinkCommand, LinkEvent
 from outrider.vllm.source import StepReport
 
 log = logging.getLogger(__name__)
+
+LAST_COMMIT_S = 5.0  # behind a request's end, of which vLLM tells another way than its scheduler of commits
 
 
 @dataclass(slots=True)
@@ -125,8 +127,9 @@ class VllmEngine:
         return time.monotonic() - started if started else 0.0
 
     def load(self) -> Load:
-        """The present load; what waits for its first step counts as waiting."""
-        waiting = sum(one.request is not None for one in self._sequences.values()) - self._load.running
+        """The present load, from any thread; what waits for its first step counts as waiting."""
+        sequences = list(self._sequences.values())  # at once: the loop changes it
+        waiting = sum(one.request is not None for one in sequences) - self._load.running
         return replace(self._load, waiting=max(0, waiting))
 
     def stats(self) -> EngineStats:
@@ -247,6 +250,11 @@ class VllmEngine:
                     self._fail(sequence, ended_by_vllm(message))
                 else:
                     self._answered(sequence, answer)
+            if sequence.key in self._sequences and not self.is_streamed:
+                lost = Internal(
+                    "the request ended, and its last commit did not come; see the log", reason="COMMIT_LOST"
+                )
+                self._loop.call_later(LAST_COMMIT_S, self._fail, sequence, lost)
         except InvalidArgument as error:
             self._fail(sequence, error)
         except Exception as error:
@@ -272,8 +280,13 @@ class VllmEngine:
                 self._on_step(self._observed(event))
         for one in events:
             sequence = self._by_number.get(one.sequence_id)
-            if sequence is not None:
+            if sequence is None:
+                continue
+            try:
                 self._hand_on(sequence, one, self._load)  # as the step left it
+            except Exception:  # the others' commits are in the same report
+                log.exception("a commit of sequence %d failed", sequence.open.sequence_id, extra=of(sequence.open))
+                self._fail(sequence, Internal("a commit failed in the engine; see the log", reason="COMMIT_FAILED"))
         self._hand_over()
 
     def _on_link_end(self) -> None:

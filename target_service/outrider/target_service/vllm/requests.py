@@ -72,6 +72,7 @@ def sampling_of(
     from vllm.sampling_params import RequestOutputKind
 
     sampling, before = message.sampling, len(message.output_ids)
+    said = {"sequence_id": sequence_id, "num_output": before, "suspect": message.suspect}
     goes_on = sampling.ignore_eos and grammar is None  # behind a grammar's end nothing is allowed
     stops = [*sampling.stop_token_ids, *(() if goes_on else eos_ids)]
     weighs = not sampling.greedy and grammar is None  # a grammar cuts windows by what is drafted
@@ -93,7 +94,7 @@ def sampling_of(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY,
         structured_outputs=grammar,
-        extra_args={EXTRA: {"sequence_id": sequence_id, "weighs": weighs, "num_output": before}},
+        extra_args={EXTRA: {**said, "weighs": weighs}},
     )
     if sampling.bad_words_ids:
         params._bad_words_token_ids = [list(words) for words in sampling.bad_words_ids]

@@ -1,5 +1,7 @@
 """vLLM that drafts for itself, by its own `speculative_config`: methods that read hidden states, which no other process
-has. Nothing drives its scheduler, so there is no link: what a request's steps committed comes with its outputs."""
+has. Nothing drives its scheduler, so there is no link: what a request's steps committed comes with its outputs, and how
+full the engine is with vLLM's count of each step. Answers that come in one turn of the loop are of one step, which
+began when the one before ended, or when a request came to an engine that rested."""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from outrider.rpc.messages import (
     Close,
     Commit,
     Credit,
+    Load,
     Open,
     PositionLogprobs,
     PromptLogprobs,
@@ -20,20 +23,45 @@ from outrider.rpc.messages import (
     TokenLogprob,
 )
 from outrider.rpc.sampling_params import FinishReason
+from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.vllm.engine import VllmEngine, VllmSequence, committed_at
-from outrider.vllm.link import LinkCommand, LinkEvent
+from outrider.vllm.link_messages import LinkCommand, LinkEvent
 from outrider.vllm.outputs import origins_of
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.STOP}
 
 
 class Unlinked:
-    """In the link's place: drafts and closes go nowhere."""
+    """In the link's place: drafts and closes go nowhere, and of steps vLLM says its count alone."""
 
     on_event: Callable[[LinkEvent], None]
     on_end: Callable[[], None]
     step_started = 0.0  # nobody says
+
+    def __init__(self) -> None:
+        self.on_count: Callable[[Any, Any], None] = lambda scheduler, iteration: None
+
+    def stat_logger(self) -> Any:
+        """What vLLM's AsyncLLM takes among `stat_loggers`."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        unlinked = self
+
+        class StepCount(StatLoggerBase):  # type: ignore[misc]
+            """Hands on what vLLM counts of a step."""
+
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                """vLLM's SchedulerStats and IterationStats; None where there are none."""
+                unlinked.on_count(scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None:
+                """Nothing to say."""
+
+        return StepCount
 
     def send(self, commands: Sequence[Any]) -> None:
         """Nobody takes them."""
@@ -54,15 +82,52 @@ class Progress:
     held: deque[Commit] = field(default_factory=deque)
 
 
+@dataclass(slots=True)
+class AnsweredStep:
+    """What the answers of one turn of the loop add up to."""
+
+    traceparents: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)  # seconds, of requests in their first step
+    num_rows: int = 0
+    num_verify_rows: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
 class SelfDraftingEngine(VllmEngine):
     """`k` is how many tokens vLLM drafts a step."""
 
     is_streamed = True
 
-    def __init__(self, llm: Any, limits: TargetLimits, k: int, *, flush: Callable[[], None] = lambda: None) -> None:
-        super().__init__(llm, Unlinked(), limits, flush=flush)
+    def __init__(
+        self,
+        llm: Any,
+        unlinked: Unlinked,
+        limits: TargetLimits,
+        k: int,
+        *,
+        flush: Callable[[], None] = lambda: None,
+        on_step: Callable[[ObservedStep], None] | None = None,
+    ) -> None:
+        super().__init__(llm, unlinked, limits, flush=flush, on_step=on_step)
+        unlinked.on_count = self._count
         self._k = k
         self._progress: dict[int, Progress] = {}  # by the sequences' numbers
+        self._step: AnsweredStep | None = None  # of this turn of the loop
+        self._step_began = time.monotonic()
+
+    async def _run(self, sequence: VllmSequence) -> None:
+        if not self._load.running:
+            self._step_began = time.monotonic()
+        await super()._run(sequence)
+
+    def _count(self, scheduler: Any, iteration: Any) -> None:
+        """vLLM's count of the step whose answers come in the loop's next turn."""
+        if scheduler is not None:
+            free = round((1 - scheduler.kv_cache_usage) * self.limits.num_blocks)
+            self._load = Load(scheduler.num_running_reqs, scheduler.num_waiting_reqs, free)
+        if iteration is not None:
+            self._num_preempted += iteration.num_preempted_reqs
 
     def _send(self, command: LinkCommand) -> None:
         """A credit lets out what was computed; vLLM itself knows none, and computes on."""
@@ -90,6 +155,7 @@ class SelfDraftingEngine(VllmEngine):
         rows = tuple(position_of(token, row) for token, row in zip(ids, output.logprobs or (), strict=False))
         drafted, accepted = self._counts(sequence, progress, output, len(ids))
         now = time.monotonic()
+        self._add_to_step(sequence, progress, answer, drafted, accepted)
         commit = Commit(
             sequence_id=own,
             position=progress.committed,
@@ -120,6 +186,46 @@ class SelfDraftingEngine(VllmEngine):
         if progress.committed == committed_at(sequence.open):
             return 0, 0  # the prompt's own step
         return max(self._k, num_ids - 1), max(0, num_ids - 1)
+
+    def _add_to_step(
+        self, sequence: VllmSequence, progress: Progress, answer: Any, num_drafted: int, num_accepted: int
+    ) -> None:
+        if self._step is None:
+            self._step = AnsweredStep()
+            self._loop.call_soon(self._end_step)
+        step, begins_at = self._step, committed_at(sequence.open)
+        is_first = progress.committed == begins_at
+        step.traceparents.append(sequence.open.traceparent)
+        if is_first:
+            step.waits.append(max(0.0, self._step_began - progress.last))
+        num_verify_rows = num_drafted + 1
+        step.num_rows += begins_at - (answer.num_cached_tokens or 0) if is_first else num_verify_rows
+        step.num_verify_rows += num_verify_rows
+        step.num_drafted += num_drafted
+        step.num_accepted += num_accepted
+
+    def _end_step(self) -> None:
+        """All answers of this turn are in."""
+        step, self._step = self._step, None
+        seconds = time.monotonic() - self._step_began
+        self._step_began += seconds
+        if step is None or self._on_step is None:
+            return
+        timings = StepTimings(
+            verify_us=round(seconds * 1e6), num_rows=step.num_rows, num_sequences=len(step.traceparents)
+        )
+        self._on_step(
+            ObservedStep(
+                time.time_ns() - round(seconds * 1e9),
+                seconds,
+                timings,
+                num_verify_rows=step.num_verify_rows,
+                num_drafted=step.num_drafted,
+                num_accepted=step.num_accepted,
+                traceparents=step.traceparents,
+                waits=step.waits,
+            )
+        )
 
     def _let_out(self, sequence: VllmSequence, progress: Progress) -> None:
         """A step's tokens leave together, at most k past the credit."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.tokenizer import TextDelta, Tokenizer
 from outrider.gateway.text.tools.calls import Tool, call_ids, join_calls
 from outrider.gateway.text.tools.constraint import calls_grammar
@@ -189,9 +190,9 @@ def decode_choice(text: str) -> Any:
 def decode_json(field: str, text: str) -> Any:
     """The JSON of a field. InvalidArgument names it."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidArgument.of([Violation(field, "is no JSON; allowed: a JSON object")]) from None
+        return parse_json(text)
+    except ValueError:
+        raise InvalidArgument.of([Violation(field, f"is no JSON; allowed: {ALLOWED}")]) from None
 
 
 def _read_tools(found: Violations, given: Any) -> list[Tool]:

@@ -1,0 +1,46 @@
+"""How commands get in: to a gateway by TLS, as every client of a service has it, and a token; to targets and drafts by
+TLS alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from outrider.rpc.security import ClientTls
+from outrider.rpc.settings import PeerSettings
+
+
+class AccessSettings(PeerSettings):
+    """What a gateway is shown, and by what it is known."""
+
+    peer_name: str = Field("", description="name (SAN) that the gateway's certificate must have (default: its host)")
+    token_file: Path | None = Field(None, description="file with the token that the gateway knows this caller by")
+
+    @property
+    def token(self) -> str:
+        """What the file holds; empty without one. OSError for a file that cannot be read."""
+        return "" if self.token_file is None else self.token_file.read_text(encoding="utf-8").strip()
+
+    def access(self) -> dict[str, Any]:
+        """The same as arguments of a client. OSError or OutriderError for files that cannot be used."""
+        tls = ClientTls.of(self, self.peer_name)
+        if tls is None:
+            return {"token": self.token}
+        return {"token": self.token, "credentials": tls.credentials(), "server_name": tls.name}
+
+
+class ServicesAccessSettings(PeerSettings):
+    """What targets and drafts are shown, and by what they are known."""
+
+    target_tls_name: str = Field("", description="name (SAN) that a target's certificate must have (default: its host)")
+    draft_tls_name: str = Field("", description="the same of a draft's")
+
+    def target_tls(self) -> ClientTls | None:
+        """To targets. OutriderError for files that cannot be used."""
+        return ClientTls.of(self, self.target_tls_name)
+
+    def draft_tls(self) -> ClientTls | None:
+        """The same to drafts."""
+        return ClientTls.of(self, self.draft_tls_name)

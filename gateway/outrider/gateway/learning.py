@@ -1,0 +1,57 @@
+"""What a request's controller may choose among, and what it has from the requests before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.gateway.request import Prepared
+from outrider.gateway.speculation.contest import SharedTrials
+from outrider.planner.forecast import SharedStats, VerifyCosts
+from outrider.planner.policy import AHEAD, Limits, Mode, Policy
+
+
+@dataclass(slots=True)
+class Learned:
+    """What the requests of one pair of models learn together: those of the same methods, since drafts differ in what
+    they take and in how often they are right; what a verification takes all of them."""
+
+    pair: tuple[str, str]  # the digests of target and draft
+    costs: VerifyCosts
+    by_methods: dict[tuple[str, ...], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
+
+    def of(self, methods: tuple[str, ...], at_target: bool = False) -> tuple[SharedStats, SharedTrials]:
+        """Of requests that are drafted for by these; by none: the draft's default."""
+        if methods not in self.by_methods:
+            stats = SharedStats(self.costs)
+            if at_target:
+                stats.between.add(0.0)  # no wire is between: nothing has to be measured
+            self.by_methods[methods] = stats, SharedTrials()
+        return self.by_methods[methods]
+
+    @property
+    def stats(self) -> SharedStats:
+        """Of the draft's default, else of what was asked for first."""
+        return (self.by_methods.get(()) or next(iter(self.by_methods.values())))[0]
+
+
+def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_window: int) -> Limits | None:
+    """None where nothing is to be chosen. A request that names a number of tokens gets that many in every round: it is
+    not switched off, and the target waits for its draft."""
+    fixed = prepared.request.speculation.num_draft_tokens is not None
+    weighs = prepared.acceptance.weighs and not prepared.sampling.greedy
+    modes = {
+        "auto": (Mode.OFF, Mode.SEQUENTIAL, Mode.CHAINS, Mode.BRANCHES),
+        "chains": (Mode.CHAINS,),
+        "branches": (Mode.BRANCHES,),
+    }.get(prepared.mode, ())
+    if not modes:
+        return None
+    modes = tuple(mode for mode in modes if not (weighs and mode is Mode.BRANCHES)) or (Mode.CHAINS,)
+    if not prepared.can_run_ahead:
+        modes = tuple(mode for mode in modes if mode not in AHEAD)
+    if fixed:
+        modes = tuple(mode for mode in modes if mode is not Mode.OFF)
+    adapts = prepared.mode == "auto" and not fixed
+    most = max(base.num_draft_tokens, max_draft_tokens) if adapts else base.num_draft_tokens
+    most = min(most, max_window)
+    return Limits(base, most, not adapts, modes, weighs=weighs, waits=prepared.mode == "auto" and fixed)

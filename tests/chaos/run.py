@@ -1,0 +1,144 @@
+"""Faults under many streams, on six processes of the embedded pair: python tests/chaos/run.py --faults 1000 --seed 7
+
+Ends with 0 if every fault took place, and no stream was lost or changed by it. A fault is replayed, up to its timing,
+by `--seed SEED --only NUMBER`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from chaos.calm import Calm, stay_calm
+from chaos.campaign import Record, run
+from chaos.faults import first_of
+from chaos.fleet import Fleet
+from chaos.streams import Stream, all_asks
+from rich.console import Console
+from rich.table import Table
+
+SHORT = 16  # faults
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every fault took place and cost nothing but time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=SHORT, help="how many, one after another")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of faults and of the order of requests")
+    parser.add_argument("--only", type=int, help="of the faults of that seed this one alone")
+    parser.add_argument("--readers", type=int, default=5, help="streams at a time, beside one over HTTP")
+    parser.add_argument("--off", action="store_true", help="strike nobody: then every fault has to be missed")
+    parser.add_argument("--calm", type=float, metavar="S", help="no fault for so long, and nobody taken for lost")
+    parser.add_argument("--load", type=float, default=2.0, help="with --calm: busy processes a core")
+    options = parser.parse_args(arguments)
+    console = Console(soft_wrap=True)
+    console.width = max(console.width, 120)  # of the table, also where nobody looks
+    if options.calm is not None:
+        return _told_calm(console, asyncio.run(_calm(options)), options)
+    faults = first_of(options.seed, options.faults if options.only is None else options.only + 1)
+    if options.only is not None:
+        faults = faults[-1:]
+
+    def told(record: Record) -> None:
+        console.print(_line(record, options.seed), highlight=False, markup=False)
+
+    async def all_of_it() -> tuple[list[Record], list[Stream]]:
+        async with Fleet() as fleet:
+            return await run(
+                fleet,
+                faults,
+                all_asks(options.seed),
+                num_readers=options.readers,
+                injecting=not options.off,
+                told=told,
+            )
+
+    began = time.monotonic()
+    records, streams = asyncio.run(all_of_it())
+    console.print(_table(records))
+    wrong = [record for record in records if record.problems]
+    for record in wrong:
+        console.print(f"fault {_line(record, options.seed)}", highlight=False, markup=False)
+    lost, changed = sum(bool(stream.error) for stream in streams), sum(bool(stream.change) for stream in streams)
+    num_tokens = sum(len(stream.arrivals) for stream in streams)
+    console.print(
+        f"{len(records)} faults of seed {options.seed} in {time.monotonic() - began:.0f} s: {len(streams)} streams "
+        f"with {num_tokens} deliveries, {lost} lost, {changed} changed; {len(wrong)} faults with a problem",
+        highlight=False,
+    )
+    return int(bool(wrong or lost or changed or len(records) < len(faults)))
+
+
+async def _calm(options: argparse.Namespace) -> Calm:
+    async with Fleet() as fleet:
+        return await stay_calm(fleet, all_asks(options.seed), options.calm, options.load)
+
+
+def _told_calm(console: Console, calm: Calm, options: argparse.Namespace) -> int:
+    for problem in calm.problems:
+        console.print(problem, highlight=False, markup=False)
+    console.print(
+        f"{options.calm:g} s without a fault, {options.load:g} busy processes a core: {len(calm.alarms)} services "
+        f"taken for lost; {len(calm.streams)} streams; {calm.num_prefills} steps with a long prompt, of "
+        f"{calm.step_s:.2f} s",
+        highlight=False,
+    )
+    return int(bool(calm.problems))
+
+
+def _line(record: Record, seed: int) -> str:
+    """What became of a fault."""
+    noticed = "" if record.notice_s is None else f", noticed after {record.notice_s:.2f} s"
+    head = f"{record.fault}: {len(record.streams)} streams, longest pause {record.pause_s:.2f} s{noticed}"
+    if not record.problems:
+        return head
+    replay = f"replay: python tests/chaos/run.py --seed {seed} --only {record.fault.number}"
+    return "\n    ".join([head, *record.problems, replay])
+
+
+def _table(records: Sequence[Record]) -> Table:
+    """By kind and role of the first victim."""
+    table = Table(title="Faults")
+    for name in ("fault", "of", "faults", "took place", "streams", "lost", "changed"):
+        table.add_column(name, justify="left" if name in ("fault", "of") else "right")
+    for name in ("noticed after", "longest pause"):
+        table.add_column(f"{name}, s\nmedian / most", justify="right")
+    rows: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        kind = " + ".join(record.fault.kinds)
+        roles = " + ".join(victim.split()[0] for victim in record.fault.victims)
+        rows.setdefault((kind, roles) if len(record.fault.kinds) == 1 else ("two at once", "any two"), []).append(
+            record
+        )
+    for (kind, roles), group in sorted(rows.items()):
+        table.add_row(kind, roles, *_sums(group))
+    table.add_section()
+    table.add_row("all", "", *_sums(records))
+    return table
+
+
+def _sums(records: Sequence[Record]) -> list[str]:
+    counts = (
+        len(records),
+        sum(record.took_place for record in records),
+        *(sum(len(getattr(record, what)) for record in records) for what in ("streams", "lost", "changed")),
+    )
+    notices = [record.notice_s for record in records if record.notice_s is not None]
+    return [*map(str, counts), _middle_and_most(notices), _middle_and_most([record.pause_s for record in records])]
+
+
+def _middle_and_most(times_s: Sequence[float]) -> str:
+    return f"{statistics.median(times_s):.2f} / {max(times_s):.2f}" if times_s else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""What takes bytes from others, each as a function of them that returns, or refuses by an error of its own kind.
+Nothing here waits or listens: `fuzz.py` calls them with what reaches new code, `test_fuzz.py` with altered seeds."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from google.protobuf.message import DecodeError
+from safetensors.torch import save
+from support.engines import new_open
+from support.fakes import ToyTarget
+from support.gateways import TEMPLATE, save_toy_tokenizer, toy_tokenizer
+from support.models import SMALLEST, save_tiny
+
+from outrider.engine.checkpoint import read_config, read_tensors
+from outrider.engine.models.base import UnsupportedModel
+from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http.protocol import parse_body, read_chat, read_completion
+from outrider.gateway.http.responses_input import read_responses
+from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, StreamKind
+from outrider.rpc.errors import InvalidArgument, ProtocolError
+from outrider.rpc.frames import FrameAssembler, FramePacker, SequenceTable
+from outrider.rpc.messages import (
+    Close,
+    Closed,
+    Commit,
+    Credit,
+    DraftTokens,
+    Failure,
+    FrameHeader,
+    PromptLogprobs,
+    TokenLogprob,
+)
+from outrider.rpc.vocabulary import read_vocabulary
+
+MESSAGES = ({"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown", "tool_calls": []})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of them, inputs to begin with, and the errors that are refusals."""
+
+    take: Callable[[bytes], object]
+    seeds: tuple[bytes, ...]
+    refusals: tuple[type[Exception], ...]
+
+    def tried(self, raw: bytes) -> bool:
+        """Whether these bytes were taken; False: refused, in words. Any other error is a fault of ours."""
+        try:
+            self.take(raw)
+        except self.refusals as error:
+            if not str(error) and not isinstance(error, DecodeError):
+                raise AssertionError("a refusal without a word") from error
+            return False
+        return True
+
+
+def packed(frames: Sequence[Any]) -> bytes:
+    """Several frames as one input."""
+    raws = [frame.SerializeToString() for frame in frames]
+    return b"".join(struct.pack("<H", len(raw)) + raw for raw in raws)
+
+
+def unpacked(raw: bytes) -> Iterator[bytes]:
+    while len(raw) > 2:
+        length = int.from_bytes(raw[:2], "little")
+        yield raw[2 : 2 + length]
+        raw = raw[2 + length :]
+
+
+def take_frames(kind: StreamKind, commands: bool, raw: bytes) -> None:
+    """The frames of a peer, numbered as they have to be; towards a gateway for two sequences that it has opened."""
+    table, direction = SequenceTable(), kind.commands if commands else kind.events
+    if not commands:
+        packer = FramePacker(kind.commands, table)
+        for number in (1, 2):
+            packer.push(new_open(number, [4, 5, 6]))
+        while packer.next_frame() is not None:
+            pass
+    assembler = FrameAssembler(direction, table)
+    for number, piece in enumerate(unpacked(raw), 1):
+        frame = direction.frame.FromString(piece)
+        frame.header.number = number
+        assembler.accept(frame)
+
+
+def frame_seeds(kind: StreamKind, commands: bool) -> tuple[bytes, ...]:
+    """A life of a sequence, a frame a message; and the same in one frame."""
+    direction = kind.commands if commands else kind.events
+    short = [message for message in LIFE if type(message) in direction.rows]
+    entries = [direction.encode(message) for message in short]
+    header = FrameHeader(1)
+    apart = packed([direction.build(header, [entry]) for entry in entries])
+    long = [] if not commands else list(direction.slices(new_open(3, range(9000))) or ())
+    return apart, packed([direction.build(header, entries)]), packed([direction.build(header, long[:1])])
+
+
+LIFE: tuple[Any, ...] = (
+    new_open(1, [4, 5, 6]),
+    DraftTokens(1, 0, 4, (7, 8)),
+    Credit(1, 9, 4),
+    Commit(1, 4, (5, 6)),
+    PromptLogprobs(1, 1, ((TokenLogprob(5, -1.0, 1),),)),
+    Failure(2, 3, "no", "NO_FEATURES", 7),
+    Close(1),
+    Closed(1),
+)
+
+
+@cache
+def toy_engine() -> GenerationEngine:
+    return GenerationEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+
+
+def take_body(read: Callable[..., object], raw: bytes) -> None:
+    read(parse_body(raw), None, toy_engine())
+
+
+COMMON: dict[str, Any] = {
+    "max_tokens": 4, "temperature": 0.5, "n": 2, "seed": 3, "stop": ["x"], "logit_bias": {"5": 1.5}, "stream": True,
+    "speculation": {"num_draft_tokens": 3, "mode": "chains"}, "cache_salt": "s", "priority": 1,
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+
+
+def as_json(*values: Any) -> tuple[bytes, ...]:
+    return tuple(json.dumps(value).encode() for value in values)
+
+
+def take_file(reading: Callable[[Path], object], name: str, raw: bytes) -> None:
+    """A checkpoint's folder, one of whose files is this."""
+    folder = whole_folder()
+    (folder / name).write_bytes(raw)
+    reading(folder)
+
+
+_kept: list[TemporaryDirectory[str]] = []
+
+
+@cache
+def whole_folder() -> Path:
+    _kept.append(TemporaryDirectory())
+    folder = save_tiny(Path(_kept[-1].name), vocab_size=400, **SMALLEST)
+    return save_toy_tokenizer(folder)
+
+
+FEW = {"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+def read_weights(folder: Path) -> None:
+    read_tensors((folder / "model.safetensors",))
+
+
+def read_tokenizer(folder: Path) -> None:
+    read_vocabulary(folder)
+    tokenizer = Tokenizer.load(folder)
+    _ = tokenizer.fingerprint, tokenizer.encode("the quick"), tokenizer.decode([1, 2])
+
+
+def render(raw: bytes) -> None:
+    template = ChatTemplate(raw.decode(errors="replace"))
+    _ = template.variables, template.render(MESSAGES, add_generation_prompt=True)
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """All of them, by name."""
+    found: dict[str, Entry] = {}
+    for kind in (DRAFT_STREAM, TARGET_STREAM):
+        for commands, towards in ((True, "service"), (False, "gateway")):
+            name = f"{kind.service.rpartition('.')[2]} frames to the {towards}"
+            take = partial(take_frames, kind, commands)
+            found[name] = Entry(take, frame_seeds(kind, commands), (ProtocolError, DecodeError))
+    chat = {**COMMON, "messages": list(MESSAGES), "tools": [TOOL], "tool_choice": "auto", "response_format": FORMAT}
+    bodies: dict[str, tuple[Callable[..., object], tuple[bytes, ...]]] = {
+        "completions": (read_completion, as_json({**COMMON, "prompt": "a"}, {"prompt": [[1, 2], [3]], "echo": True})),
+        "chat": (read_chat, as_json(chat)),
+        "responses": (read_responses, as_json({"input": "a", "tools": [], "reasoning": {"effort": "low"}})),
+    }
+    for name, (read, seeds) in bodies.items():
+        found[name] = Entry(partial(take_body, read), seeds, (InvalidArgument,))
+    files: dict[str, tuple[str, Callable[[Path], object], type[Exception]]] = {
+        "weights": ("model.safetensors", read_weights, UnsupportedModel),
+        "configuration": ("config.json", read_config, UnsupportedModel),
+        "tokenizer": ("tokenizer.json", read_tokenizer, ValueError),
+    }
+    for name, (file, reading, refusal) in files.items():
+        seed = save(FEW) if name == "weights" else (whole_folder() / file).read_bytes()
+        found[name] = Entry(partial(take_file, reading, file), (seed,), (refusal,))
+    found["template"] = Entry(render, (TEMPLATE.encode(),), (TemplateRefusal,))
+    return found
+
+
+def altered(raw: bytes, dice: random.Random) -> bytes:
+    """The bytes with some of them changed, taken out, said twice, or put elsewhere."""
+    new = bytearray(raw)
+    for _ in range(dice.choice((1, 1, 2, 4, 8))):
+        place, length = dice.randrange(len(new) + 1), dice.choice((1, 1, 2, 4, 16))
+        match dice.randrange(5):
+            case 0:
+                new[place : place + length] = dice.randbytes(length)
+            case 1:
+                del new[place : place + length]
+            case 2:
+                new[place:place] = new[place : place + length]
+            case 3:
+                new[place:place] = dice.choice(MARKS)
+            case _:
+                new[place : place + 1] = bytes([dice.choice((0, 1, 0x7F, 0x80, 0xFF))])
+    return bytes(new)
+
+
+MARKS = (
+    b"null",
+    b"-1",
+    b"1e999",
+    b"[]",
+    b"{}",
+    b'"',
+    b"\\ud800",
+    b"{{",
+    b"%}",
+    b"99999999999999999999",
+    b"\xff\xff\x7f",
+)

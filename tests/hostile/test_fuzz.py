@@ -1,0 +1,43 @@
+"""Every entry point takes altered seeds, or refuses them in words; `make fuzz` looks further."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hostile.entries import Entry, altered, entries
+
+SEED = int(os.environ.get("TEST_SEED", "0"))
+NAMES = (
+    "DraftService frames to the service", "DraftService frames to the gateway", "TargetService frames to the service",
+    "TargetService frames to the gateway", "completions", "chat", "responses", "weights", "configuration", "tokenizer",
+    "template",
+)  # fmt: skip
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_altered_seeds_are_taken_or_refused(name: str, prove: bool) -> None:
+    entry, dice = entries()[name], random.Random(f"{name} {SEED}")
+    assert all(entry.tried(seed) for seed in entry.seeds), "a seed is refused"
+    num_refused = 0
+    for _ in range(20_000 if prove and name != "tokenizer" else 200):
+        raw = altered(dice.choice(entry.seeds), dice)
+        try:
+            num_refused += not entry.tried(raw)
+        except BaseException as error:  # a library's panic is none of Exception
+            raise AssertionError(f"{raw!r}: {error!r}") from error
+    assert num_refused > 5
+
+
+def test_these_are_all() -> None:
+    assert set(NAMES) == set(entries())
+
+
+def test_another_error_is_no_refusal() -> None:
+    entry = Entry(lambda raw: {}[raw], (b"",), (ValueError,))
+    with pytest.raises(KeyError):
+        entry.tried(b"x")
+    silent = Entry(lambda raw: int(raw) or [].index(1), (b"",), (ValueError,))
+    assert not silent.tried(b"x")
