@@ -76,7 +76,7 @@ async def test_who_never_reads_over_grpc_is_ended_too() -> None:
     request.sampling.max_tokens, request.sampling.logprobs = LONG, 1
     async with (
         over_grpc(GenerationServicer(engine, stall_s=0.5)) as address,
-        grpc.aio.insecure_channel(address) as channel,
+        grpc.aio.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)]) as channel,  # its window stays small
     ):
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         deaf = stub.Generate(request)
