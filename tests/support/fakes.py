@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
@@ -351,6 +352,9 @@ class ToyDraft:
         return link
 
 
+_info_versions = count(1, 1000)
+
+
 class _StreamServicer:
     """What both toy services share: sequences by id on every stream."""
 
@@ -359,7 +363,7 @@ class _StreamServicer:
         self.streams: list[FrameStream] = []
         self.opens: list[Open] = []
         self.closes: list[int] = []
-        self.step_age_ms = self.info_version = 0
+        self.step_age_ms, self.info_version = 0, next(_info_versions)
         self.refuse: Failure | None = None
 
     async def serve(self, kind: Any, context: Any) -> None:
@@ -403,7 +407,7 @@ class _StreamServicer:
 
 class TargetServicer(_StreamServicer, target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(self, request: Any, context: Any) -> Any:
-        return TARGET_INFO.encode(self.toy.info)
+        return TARGET_INFO.encode(replace(self.toy.info, info_version=self.info_version))
 
     async def Verify(self, request: Any, context: Any) -> None:
         await self.serve(TARGET_STREAM, context)
@@ -418,7 +422,7 @@ class TargetServicer(_StreamServicer, target_pb2_grpc.TargetServiceServicer):
 
 class DraftServicer(_StreamServicer, draft_pb2_grpc.DraftServiceServicer):
     async def GetDraftInfo(self, request: Any, context: Any) -> Any:
-        return DRAFT_INFO.encode(self.toy.info)
+        return DRAFT_INFO.encode(replace(self.toy.info, info_version=self.info_version))
 
     async def Propose(self, request: Any, context: Any) -> None:
         await self.serve(DRAFT_STREAM, context)

@@ -54,7 +54,7 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
 
     async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:
         """Describes the model and the methods."""
-        info = self._info
+        info = replace(self._info, info_version=self.info_version)
         if self._vocabularies is not None:
             rows = self._vocabularies.rows
             model = replace(info.model, mapped_fingerprints=tuple(row.tokenizer_fingerprint for row in rows))
@@ -79,7 +79,7 @@ class DraftServicer(EngineServicer, draft_pb2_grpc.DraftServiceServicer):
     def tell_model(self, model: ModelInfo) -> None:
         """Another model drafts: who asks is told so, and who has a stream that it is to ask again."""
         self._info = replace(self._info, model=model)
-        self._info_version += 1
+        self.info_version += 1
 
     def validate(self, message: DraftCommand) -> None:
         """Bounds that are the draft's own; raises InvalidArgument."""

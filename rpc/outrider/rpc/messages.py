@@ -313,6 +313,7 @@ class DraftInfo:
     default_methods: tuple[str, ...] = ()  # that draft in turn where none is named; empty: the first alone
     vocabularies: tuple[DraftVocabulary, ...] = ()
     max_vocabulary_bytes: int = 0  # of a tokenizer.json that it takes
+    info_version: int = field(default=0, compare=False)  # what its streams' frames say; 0: it is older than the field
 
     @property
     def defaults(self) -> tuple[str, ...]:
@@ -343,6 +344,7 @@ class TargetInfo:
     capabilities: tuple[str, ...] = CAPABILITIES
     version: str = ""  # of the service; empty: it is older than the field
     methods: tuple[DraftMethod, ...] = ()  # that draft beside the model, the default first
+    info_version: int = field(default=0, compare=False)  # what its streams' frames say; 0: it is older than the field
 
 
 OVERCOMMIT = (

@@ -6,6 +6,7 @@ Two commands are all that an engine takes. Messages come in whole frames, since 
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class EngineServicer(ABC):
         self._thread, self._outboxes = thread, outboxes
         self._streams: set[FrameStream] = set()
         self._draining = False
-        self._info_version = 0
+        self.info_version = 1 + secrets.randbits(31)  # of another process another: none is taken for this one
         self._numbers = itertools.count(1)
 
     @abstractmethod
@@ -94,7 +95,7 @@ class EngineServicer(ABC):
             context,
             on_messages=on_messages,
             step_age_ms=self._step_age_ms,
-            info_version=lambda: self._info_version,
+            info_version=lambda: self.info_version,
         )
         sink = partial(self._outboxes.put, stream)
         self._streams.add(stream)

@@ -36,7 +36,7 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
 
     async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:
         """Describes the model, its limits and its load."""
-        return TARGET_INFO.encode(replace(self._info, load=self._load()))
+        return TARGET_INFO.encode(replace(self._info, load=self._load(), info_version=self.info_version))
 
     def validate(self, message: TargetCommand) -> None:
         """Bounds of what is not an Open; an Open is judged by the engine, which knows the vocabulary and its parent.

@@ -287,7 +287,7 @@ class Replica(Generic[Info]):
                 config=self._stream_config,
             ) as stream:
                 self._up(info, stream)
-                follower = asyncio.create_task(self._follow_info(channel, stream))
+                follower = asyncio.create_task(self._follow_info(channel, stream, info))
                 try:
                     await stream.wait_closed()
                 finally:
@@ -317,13 +317,14 @@ class Replica(Generic[Info]):
         self._admit(info)
         return info
 
-    async def _follow_info(self, channel: grpc.aio.Channel, stream: FrameStream) -> None:
-        """Asks again what the peer says of itself whenever that has changed, as when it reloads its weights. What is
-        open there stays; where it must not be used any more, nothing new comes."""
-        known = 0
+    async def _follow_info(self, channel: grpc.aio.Channel, stream: FrameStream, info: Info) -> None:
+        """Asks again what the peer says of itself whenever that has changed: when it reloads its weights, or where
+        another process took the stream than had answered. What is open there stays; where it must not be used any more,
+        nothing new comes."""
+        known = info.info_version
         while not stream.closed:
             self._peer_changed.clear()
-            if stream.peer_info_version == known:
+            if stream.peer_info_version in (0, known):  # 0: nothing has come yet
                 await self._peer_changed.wait()
                 continue
             version = stream.peer_info_version
