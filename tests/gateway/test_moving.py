@@ -69,4 +69,4 @@ async def test_a_draft_that_comes_later_takes_its_part_of_what_runs(monkeypatch:
         target.toy.step_s = 0.0
         assert await asyncio.gather(*tasks) == [expected(prompt, 150) for prompt in PROMPTS]
         for opened in two.opens:
-            assert opened.first_chain > seen[tuple(opened.prompt_ids)], "no chain that the target has seen is used again"
+            assert opened.first_chain > seen[tuple(opened.prompt_ids)], "its chains are new to the target"
