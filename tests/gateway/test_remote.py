@@ -236,6 +236,18 @@ async def test_a_draft_that_fails_again_and_again_is_left_alone() -> None:
         assert len(bad.opens) == MAX_FAILURES
 
 
+@pytest.mark.parametrize("reason", ["PARENT_GONE", "DRAINING"])
+async def test_what_says_nothing_of_the_next_sequence_is_no_fault(reason: str) -> None:
+    """A parent that has ended, and a refusal on the way out: whoever comes next is not to wait for a breaker."""
+    servicer = TargetServicer(ToyTarget())
+    servicer.refuse = Failure(0, 14, "not this one", reason)
+    async with serving(servicer) as server, RemoteTargets([server.address], stream_config=QUICK) as targets:
+        await targets.wait_usable()
+        with pytest.raises(Unavailable, match="not this one"):
+            await generate(None, targets, request(20))
+        assert servicer.opens and not targets.replicas[0].breaker._failures
+
+
 async def test_a_full_draft_is_no_faulty_one() -> None:
     """Every request asks it once, and again when it has said to; it does not rest as one does that fails."""
     full, target = DraftServicer(ToyDraft()), TargetServicer(ToyTarget(step_s=0.002))

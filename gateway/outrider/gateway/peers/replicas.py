@@ -20,6 +20,7 @@ import grpc.aio
 from outrider.gateway.peers.addresses import RESOLVE_S, Addresses, Lookup, look_up
 from outrider.gateway.peers.routing import AFFINITY_TOKENS, affinity_key, choose
 from outrider.gateway.speculation.backends import Lost
+from outrider.gateway.speculation.core import DRAINING, PARENT_GONE
 from outrider.rpc.codec import Message, StreamKind
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable, Violations
 from outrider.rpc.messages import (
@@ -42,6 +43,7 @@ from outrider.rpc.stream import SILENT_PEER, FrameStream, StreamConfig, client_s
 
 MAX_FAILURES = 3  # in a row
 FIRST_OPEN_S, MAX_OPEN_S = 1.0, 30.0
+NO_FAULTS = frozenset({DRAINING, PARENT_GONE})  # reasons of refusals that say nothing of the next sequence
 
 
 @dataclass(slots=True)
@@ -413,7 +415,7 @@ class Replica(Generic[Info]):
             self.breaker.succeeded()
         elif isinstance(message, Failure) and message.is_full:  # no fault; who comes back by then finds another
             self.full_until = time.monotonic() + min(2 * message.retry_after_ms / 1000, MAX_OPEN_S)
-        elif isinstance(message, Failure) and message.code in self._service.faults:
+        elif isinstance(message, Failure) and message.code in self._service.faults and message.reason not in NO_FAULTS:
             self.breaker.failed(time.monotonic())
         if is_last(message):
             self.links.pop(message.sequence_id, None)
