@@ -131,6 +131,19 @@ SMALL_WEIGHT = 512 * 1024  # elements: up to here the transposed layout wins
 PLAIN_ROWS = 2  # up to this many rows the plain layout is 10-25 % faster than the packed one
 
 
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has a layout of its own for weights of this type on this processor: not for 16 bits on one of AVX2
+    alone."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    supported = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return bool(supported.get(dtype, False))
+
+
 class Linear:
     """y = x W^T + b. The layout is a function of shape, dtype and device alone, so that equal processes compute equal
     bits. Batch-invariant products are row tiles on a CPU and a kernel of one tile shape elsewhere."""
@@ -150,11 +163,12 @@ class Linear:
         self._packed: Tensor | None = None
         self._plain: Tensor | None = None
         self._transposed: Tensor | None = None
-        has_layouts = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        if dispatch.runs_triton(weight) or weight.device.type != "cpu" or not has_layouts:
+        if dispatch.runs_triton(weight) or weight.device.type != "cpu":
             self._plain = weight
         elif weight.numel() <= SMALL_WEIGHT:
             self._transposed = weight.t().contiguous()
+        elif not can_pack(weight.dtype):
+            self._plain = weight
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE_ROWS)
             self._plain = weight if keep_plain and not batch_invariant else None
