@@ -17,6 +17,7 @@ import pytest
 import torch
 from e2e.test_methods import PROMPTS, TEMPERATURES, answer, tokens_of
 from safetensors.torch import load_file, save_file
+from support.embedded import embedded_target
 from support.fakes import serving
 from support.scripted_drafts import Hostile, HostileServicer, Send, packed
 
@@ -29,8 +30,6 @@ from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
 from outrider.rpc.messages import DraftInfo, DraftMethod, Failure, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
-from outrider.target_service.boot import build, load
-from outrider.target_service.settings import TargetSettings
 
 NUM_TOKENS = 48
 VOCAB = 4096
@@ -55,15 +54,8 @@ class Target:
 
 @pytest.fixture(scope="module")
 async def target() -> AsyncIterator[Target]:
-    settings = TargetSettings(
-        model=pair_path().target, listen="127.0.0.1:0", threads=1, cache_mb=64, batch_invariant=True
-    )
-    service = build(settings, load(settings))
-    await service.server.start()
-    async with RemoteTargets([service.server.address]) as pool:
-        await pool.wait_usable()
-        yield Target(pool, Tokenizer.load(settings.model))
-    await service.stop()
+    async with embedded_target() as (pool, tokenizer):
+        yield Target(pool, tokenizer)
 
 
 def asked(place: int, temperature: float, rule: AcceptanceRule = AcceptanceRule.COUPLED) -> GenerationRequest:

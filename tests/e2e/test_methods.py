@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from lossless import statistics
+from support.embedded import embedded_target
 
 from outrider.cli.serve import ServeSettings
 from outrider.draft_service.boot import DraftService
@@ -20,12 +21,9 @@ from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.pairs import pair_path
 from outrider.proposers.registry import METHODS
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 from outrider.rpc.settings import parse_settings
-from outrider.target_service.boot import build, load
-from outrider.target_service.settings import TargetSettings
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n    return",
@@ -77,15 +75,8 @@ class Draft:
 
 @pytest.fixture(scope="module")
 async def target() -> AsyncIterator[Target]:
-    settings = TargetSettings(
-        model=pair_path().target, listen="127.0.0.1:0", threads=1, cache_mb=64, batch_invariant=True
-    )
-    service = build(settings, load(settings))
-    await service.server.start()
-    async with RemoteTargets([service.server.address]) as pool:
-        await pool.wait_usable()
-        yield Target(pool, Tokenizer.load(settings.model))
-    await service.stop()
+    async with embedded_target() as (pool, tokenizer):
+        yield Target(pool, tokenizer)
 
 
 @asynccontextmanager
