@@ -58,7 +58,7 @@ class Harness:
         self.link, self.events = FakeLink(), list[Any]()
         self.steps: list[ObservedStep] = []
         self.metrics = TargetMetrics()
-        limits = TargetLimits(97, 512, (2,), num_blocks=8, block_size=16)
+        limits = TargetLimits(97, 512, (2,), num_blocks=8, block_size=16, max_open_tokens=100)
         self.engine = VllmEngine(FakeLlm(), self.link, limits, on_step=self._watch)
         self.metrics.attach(self.engine.stats, self.engine, MODEL)
 
@@ -108,6 +108,19 @@ async def test_steps_are_counted_and_traced(harness: Harness) -> None:
     assert read["target_prefix_cache_hits_total", ()] == 32
     assert read["target_num_requests_open", ()] == 1
     assert read["target_kv_cache_usage_perc", ()] == 1 - 5 / 8
+
+
+async def test_no_more_is_let_in_than_there_is_room_for(harness: Harness) -> None:
+    """Prompts and max_tokens count, as at our own engine; what began elsewhere was promised its room."""
+    harness.send(opened(1, range(3, 23), max_tokens=40), opened(2, range(3, 23), max_tokens=40))
+    (refused,) = harness.events
+    assert isinstance(refused, Failure) and (refused.sequence_id, refused.reason) == (2, "BUSY")
+    assert "120 tokens would be open" in refused.message and "allowed: 100" in refused.message
+    assert refused.retry_after_ms > 0
+    harness.send(replace(opened(3, range(3, 23), max_tokens=40), output_ids=(7,)))
+    assert harness.engine.stats().num_open == 2
+    harness.send(Close(1), Close(3), opened(4, range(3, 23), max_tokens=40))  # there is room again
+    assert harness.events[1:] == [Closed(1), Closed(3)] and harness.engine.stats().num_open == 1
 
 
 async def test_the_age_of_a_step_is_the_link_s(harness: Harness) -> None:

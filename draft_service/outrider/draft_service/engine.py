@@ -21,7 +21,7 @@ from outrider.planner.method_choice import MethodRates
 from outrider.proposers.base import LearningProposer, teach
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.tree import GrowingTree
-from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted
+from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -212,8 +212,7 @@ class DraftEngine:
 
     def _open(self, key: SequenceKey, request: Open, sink: Sink) -> None:
         now, num_tokens = time.monotonic(), len(request.prompt_ids) + request.sampling.max_tokens
-        if problem := self._work.problem(num_tokens):
-            raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=self._work.wait_ms(num_tokens, now))
+        self._work.check(num_tokens, now)
         parent = self._sequences.get((key[0], request.fork_of)) if request.fork_of is not None else None
         self._arrivals += 1
         names = request.named_methods or self._default_methods

@@ -10,6 +10,8 @@ from itertools import accumulate, chain, repeat
 from math import prod
 from operator import mul
 
+from outrider.rpc.errors import ResourceExhausted
+
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
 MEMORY = 64.0  # verifications, or steps of as many rows, that an estimate looks back on
 
@@ -71,19 +73,19 @@ class OpenWork:
         self._tokens: dict[Hashable, int] = {}
         self._departures = Departures()
 
-    def problem(self, num_tokens: int) -> str:
-        """Why one more, of so many tokens (0: whatever it takes), is not let in; empty where it is. One alone is."""
+    def check(self, num_tokens: int, now: float, was_promised: bool = False) -> None:
+        """Raises ResourceExhausted, which says when to come back, where one more of so many tokens is not let in. One
+        alone is; one that was promised its room elsewhere is let in beyond the bound of tokens."""
         count, total = len(self._tokens), sum(self._tokens.values()) + num_tokens
+        missing = max(0, total - self._max_tokens) if self._max_tokens else 0
         if count >= self._max_sequences:
-            return f"{count} sequences are open already"
-        if self._max_tokens and num_tokens and count and total > self._max_tokens:
-            return f"with it {total} tokens would be open, of prompts and max_tokens; allowed: {self._max_tokens}"
-        return ""
-
-    def wait_ms(self, num_tokens: int, now: float) -> int:
-        """When to come back, who was not."""
-        missing = sum(self._tokens.values()) + num_tokens - self._max_tokens if self._max_tokens else 0
-        return self._departures.wait_ms(int(len(self._tokens) >= self._max_sequences), max(0, missing), now)
+            problem = f"{count} sequences are open already"
+        elif missing and count and not was_promised:
+            problem = f"with it {total} tokens would be open, of prompts and max_tokens; allowed: {self._max_tokens}"
+        else:
+            return
+        wait_ms = self._departures.wait_ms(int(count >= self._max_sequences), missing, now)
+        raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=wait_ms)
 
     def add(self, key: Hashable, num_tokens: int, now: float) -> None:
         """One is open."""

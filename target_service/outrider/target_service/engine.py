@@ -19,7 +19,7 @@ from outrider.engine.worker import DeviceLost, require_device
 from outrider.planner.estimates import OpenWork
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head
-from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, ResourceExhausted, Unavailable
+from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, Unavailable
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
     Close,
@@ -165,9 +165,7 @@ class TargetEngine:
         try:
             now, num_tokens = self._clock(), len(message.prompt_ids) + message.sampling.max_tokens
             target = admit(message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, now)
-            # What began at another target is let in beyond the bound of tokens: it was promised its room there.
-            if problem := self._work.problem(0 if message.output_ids else num_tokens):
-                raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=self._work.wait_ms(num_tokens, now))
+            self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
             if message.sampling.structured_output is not None or message.reasoning is not None:
                 open_grammar(self.grammars, target)

@@ -22,7 +22,7 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.messages import DraftMethod, TargetInfo
+from outrider.rpc.messages import OVERCOMMIT, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.target_service.observed import ObservedStep, new_metrics, step_watcher
@@ -310,14 +310,16 @@ def read_checkpoint(settings: TargetSettings, vllm_config: Any) -> Checkpoint:
 def limits_of(settings: TargetSettings, loaded: Checkpoint, vllm_config: Any) -> TargetLimits:
     """What the engine may hold."""
     cache = vllm_config.cache_config
+    num_blocks = cache.num_gpu_blocks - 1  # one is vLLM's own, for places that nobody reads
     return TargetLimits(
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         eos_ids=loaded.eos_token_ids,
-        num_blocks=cache.num_gpu_blocks - 1,  # one is vLLM's own, for places that nobody reads
+        num_blocks=num_blocks,
         block_size=cache.block_size,
         max_window=max(1, settings.max_window),
         max_sequences=settings.max_sequences,
+        max_open_tokens=OVERCOMMIT * num_blocks * cache.block_size,
         max_logprobs=settings.max_logprobs,
         untrusted_draft=settings.untrusted_draft,
         model_digest=loaded.digest,

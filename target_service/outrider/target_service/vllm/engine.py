@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from outrider.engine.worker import DeviceStopped
+from outrider.planner.estimates import OpenWork
 from outrider.rpc.errors import (
     DeadlineExceeded,
     Internal,
     InvalidArgument,
     OutriderError,
-    ResourceExhausted,
     Unavailable,
     Violation,
 )
@@ -108,6 +108,7 @@ class VllmEngine:
         self._loop = asyncio.get_running_loop()
         self._sequences: dict[SequenceKey, VllmSequence] = {}
         self._by_number: dict[int, VllmSequence] = {}
+        self._work = OpenWork(limits.max_sequences, limits.max_open_tokens)
         self._numbers = itertools.count(1)
         self._unsent: list[LinkCommand] = []
         self._load = Load(free_blocks=limits.num_blocks)
@@ -221,17 +222,17 @@ class VllmEngine:
                 sequence.request = self._loop.create_task(self._run(sequence))
 
     def _open(self, key: SequenceKey, message: Open, sink: Sink) -> None:
-        if len(self._sequences) >= self.limits.max_sequences:
-            text = f"{self.limits.max_sequences} sequences are open already"
-            raise ResourceExhausted(text, reason="BUSY", retry_after_ms=1000)
+        now, num_tokens = time.monotonic(), len(message.prompt_ids) + message.sampling.max_tokens
         parent = self._sequences.get((key[0], message.fork_of)) if message.fork_of is not None else None
         whole = with_prompt(message, None if parent is None else parent.open)
         check_request(whole, self.limits, self.capabilities)
+        self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
         sequence = VllmSequence(key, next(self._numbers), whole, sink)
         if whole.timeout_ms:
             late = DeadlineExceeded("the request's time ran out", reason="DEADLINE")
             sequence.deadline = self._loop.call_later(whole.timeout_ms / 1000, self._fail, sequence, late)
         self._sequences[key] = self._by_number[sequence.number] = sequence
+        self._work.add(key, num_tokens, now)
 
     async def _run(self, sequence: VllmSequence) -> None:
         """The request's life in vLLM; its tokens come over the link."""
@@ -347,6 +348,7 @@ class VllmEngine:
         if self._sequences.pop(sequence.key, None) is None:
             return
         del self._by_number[sequence.number]
+        self._work.remove(sequence.key, time.monotonic())
         self._send(Close(sequence.number))
         if sequence.deadline is not None:
             sequence.deadline.cancel()
