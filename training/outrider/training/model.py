@@ -1,5 +1,6 @@
 """The Llama that is trained: transformers' own, with float32 weights and bfloat16 products, and how it writes text."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
+
+_FORWARD = inspect.signature(LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in _FORWARD else "past_key_values"  # its argument's name changes with transformers 5.24
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class NextToken:
         self._cache = DynamicCache(config=model.config)
 
     def __call__(self, ids: Tensor, temperature: float) -> Tensor:  # [batch, new] -> [batch, vocabulary] float32
-        last = self._model(ids, past_key_values=self._cache, logits_to_keep=1).logits[:, -1].float()
+        output = self._model(ids, logits_to_keep=1, **{CACHE: self._cache})
+        last = output.logits[:, -1].float()
         if temperature == 0:
             return F.one_hot(last.argmax(-1), last.shape[-1]).float()
         return F.softmax(last / temperature, dim=-1)

@@ -320,9 +320,8 @@ class Replica(Generic[Info]):
         return info
 
     async def _follow_info(self, channel: grpc.aio.Channel, stream: FrameStream, info: Info) -> None:
-        """Asks again what the peer says of itself whenever that has changed: when it reloads its weights, or where
-        another process took the stream than had answered. What is open there stays; where it must not be used any more,
-        nothing new comes."""
+        """Asks again what the peer says of itself when that changed: it reloads its weights, or another process took
+        the stream than had answered. What is open stays; where it must not be used any more, nothing new comes."""
         known = info.info_version
         while not stream.closed:
             self._peer_changed.clear()

@@ -81,7 +81,7 @@ class SpeculationDriver:
 
     def fail(self, failure: Failure) -> None:
         """Ends the sequence with an error, as when its time ran out. A timer may call it: it raises nothing."""
-        self._guard(self._give_up, failure)
+        self._guard(lambda: self._apply(self.core.give_up(failure)))
 
     def close(self) -> None:
         """Releases what is still open on both sides."""
@@ -208,13 +208,7 @@ class SpeculationDriver:
 
     def _retry_target(self) -> None:
         if not self.closed:
-            self._guard(self._seek_target)
-
-    def _seek_target(self) -> None:
-        self._apply(self.core.retry_target(self.loop.time()))
-
-    def _give_up(self, failure: Failure) -> None:
-        self._apply(self.core.give_up(failure))
+            self._guard(lambda: self._apply(self.core.retry_target(self.loop.time())))
 
     def _open_draft(self, effect: OpenDraft) -> None:
         self._draft_epoch += 1

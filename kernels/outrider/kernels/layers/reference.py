@@ -131,17 +131,13 @@ SMALL_WEIGHT = 512 * 1024  # elements: up to here the transposed layout wins
 PLAIN_ROWS = 2  # up to this many rows the plain layout is 10-25 % faster than the packed one
 
 
-def can_pack(dtype: torch.dtype) -> bool:
+def _can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN has a layout of its own for weights of this type on this processor: not for 16 bits on one of AVX2
     alone."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    supported = {
-        torch.float32: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    return bool(supported.get(dtype, False))
+    library = torch.ops.mkldnn
+    checks = {torch.bfloat16: library._is_mkldnn_bf16_supported, torch.float16: library._is_mkldnn_fp16_supported}
+    has_layouts: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_layouts and bool(checks.get(dtype, lambda: True)())
 
 
 class Linear:
@@ -167,7 +163,7 @@ class Linear:
             self._plain = weight
         elif weight.numel() <= SMALL_WEIGHT:
             self._transposed = weight.t().contiguous()
-        elif not can_pack(weight.dtype):
+        elif not _can_pack(weight.dtype):
             self._plain = weight
         else:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), TILE_ROWS)
