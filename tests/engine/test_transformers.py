@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CodeGenForCausalLM,
+    GPTJForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from outrider.engine.batch import BatchEntry, build_batch
 from outrider.engine.kv_cache import KVCache
@@ -159,11 +166,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "does not use the attention registry"),
     "falcon": ({}, "does not use the attention registry"),
     "mpt": ({}, "does not use the attention registry"),
-    "gptj": ({}, "does not use the attention registry"),
-    "codegen": ({}, "does not use the attention registry"),
     "bert": ({}, "neither causal nor a causal window"),
     "t5": ({}, "T5"),
 }
+# In the registry since transformers 5.24.
+for later, model_class in (("gptj", GPTJForCausalLM), ("codegen", CodeGenForCausalLM)):
+    if model_class._supports_attention_backend:
+        SERVED[later] = {"rotary_dim": 4}
+    else:
+        REFUSED[later] = {}, "does not use the attention registry"
 
 
 def tiny_config(name: str, overrides: dict[str, Any]) -> PreTrainedConfig:
