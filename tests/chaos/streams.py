@@ -193,7 +193,7 @@ class Readers:
     another request as soon as one has ended."""
 
     def __init__(self, fleet: Fleet, asks: Sequence[Ask], expected: dict[str, Answer], num_grpc: int) -> None:
-        self._fleet, self._expected = fleet, expected
+        self._fleet, self.expected = fleet, expected
         self.streams: list[Stream] = []
         self.errors_told: list[str] = []  # by which streams over HTTP ended, as they must if they cannot go on
         self.broken_off = 0  # and that a gateway that ended did not bring to an end
@@ -235,7 +235,7 @@ class Readers:
                                 break
                     stream.answer, stream.left = Answer.of(parts), leaves
                     stream.digest = next((part.model_digest for part in parts if part.model_digest), "")
-                    judge(stream, stream.answer, self._expected, leaves)
+                    judge(stream, stream.answer, self.expected, leaves)
                 except OutriderError as error:
                     stream.error = f"{type(error).__name__}: {error.message}"
                 finally:
@@ -283,7 +283,7 @@ class Readers:
                 stream.answer = None if error else Answer(tuple(ids), "", None)
                 stream.digest = fingerprint.removeprefix("fp_")
                 if not error:
-                    expected = self._expected[ask.key].ids
+                    expected = self.expected[ask.key].ids
                     if tuple(ids) != expected:
                         stream.change = f"over HTTP {len(ids)} tokens, {len(expected)} expected, or others"
                     self.streams.append(stream)

@@ -1,22 +1,29 @@
-"""What a rollout does, under load: every service is restarted in its turn. No request fails, and none comes out
-otherwise."""
+"""What a rollout does, under load: every service is restarted in its turn, with the same weights or others. No request
+fails, and each comes out as the weights say that it began with."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import torch
 from chaos.fleet import Fleet, Member
-from chaos.streams import Ask, Readers, all_asks, expectations
+from chaos.streams import Answer, Ask, Readers, Stream, all_asks, expectations, judge
+from safetensors.torch import load_file, save_file
+
+from outrider.pairs import pair_path
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 NUM_TOKENS, NUM_READERS = 100, 4
 GRACE_S = "120"  # longer than any stream takes, as a rollout's has to be
 WAIT_S = 300.0
+SHOWN = 12  # hex digits of a digest, over HTTP
 NUM_STREAMS = 3  # that have to end between two steps of a rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -38,6 +45,17 @@ async def progress(readers: Readers, count: int = NUM_STREAMS) -> None:
 
 def _num_ended(readers: Readers) -> int:
     return sum(stream.ended is not None for stream in readers.streams)
+
+
+def other_weights(source: Path, folder: Path) -> Path:
+    """The checkpoint with a tenth of noise on what each layer writes: the same tokens, said otherwise."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".outrider-digest"))
+    tensors, dice = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(SEED)
+    for name, tensor in tensors.items():
+        if name.endswith("down_proj.weight"):
+            tensor += 0.1 * tensor * torch.randn(tensor.shape, generator=dice).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 async def roll(fleet: Fleet, member: Member, readers: Readers) -> None:
@@ -76,3 +94,34 @@ async def test_a_rolling_restart_of_every_service_fails_no_request() -> None:
         assert failed(readers) == []
         assert not set(pids) & {member.pid for member in fleet.members.values()}
         assert len(readers.streams) > 6 * NUM_STREAMS
+
+
+async def test_a_rolling_change_of_weights_fails_no_request(tmp_path: Path) -> None:
+    """Of the drafts, then of the targets. A request stays with the weights that it began with; new ones change over."""
+    pair, asks = pair_path(), some_asks()
+    async with Fleet(GRACE_S) as fleet:
+        async with reading(fleet, asks) as readers:
+            for role, source, members in (("draft", pair.draft, fleet.drafts), ("target", pair.target, fleet.targets)):
+                changed = str(other_weights(source, tmp_path / role))
+                for member in members:
+                    member.arguments[member.arguments.index(str(source))] = changed
+                    await roll(fleet, member, readers)
+            await progress(readers, len(asks))
+        anew = await expectations(asks, fleet)
+        assert all(anew[key].ids != answer.ids for key, answer in readers.expected.items()), "the weights say the same"
+        judge_by_weights(readers, [readers.expected, anew])
+        assert failed(readers) == []
+
+
+def judge_by_weights(readers: Readers, sets: Sequence[dict[str, Answer]]) -> None:
+    """Anew, since the readers knew the first weights alone: which set belongs to which digest follows from the order in
+    which they came, and each has to have been met by many."""
+    digests: dict[str, list[tuple[Stream, Answer]]] = {}
+    for stream in readers.streams:
+        if stream.answer is not None:
+            digests.setdefault(stream.digest[:SHOWN], []).append((stream, stream.answer))
+    assert len(digests) == len(sets) and all(len(streams) > NUM_STREAMS for streams in digests.values()), digests.keys()
+    for expected, streams in zip(sets, digests.values(), strict=True):
+        for stream, answer in streams:
+            stream.change = ""
+            judge(stream, answer, expected, stream.left or stream.reader == "http")  # there ids are all that is kept
