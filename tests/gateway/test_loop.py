@@ -345,6 +345,17 @@ async def test_closing_the_iterator_closes_both_links_at_once() -> None:
     assert target.num_closed == draft.num_closed == 1
 
 
+async def test_one_that_found_no_memory_may_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ToyTarget(step_s=0.001)
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    with pytest.raises(Unavailable, match="out of memory"):
+        async for _ in speculate(None, target, request(200), Policy(0)):
+            monkeypatch.setattr(SpeculationCore, "on_target", none_left)
+
+
 async def test_an_error_in_one_sequence_does_not_reach_the_stream() -> None:
     target = ToyTarget(step_s=0.001)
     with pytest.raises(OutriderError, match="unexpected TypeError"):

@@ -155,6 +155,13 @@ class Internal(OutriderError):
     default_reason = "INTERNAL"
 
 
+def unexpected(error: Exception) -> OutriderError:
+    """What is told of a bug: its type alone. Who lacks memory is asked again later, or another one is."""
+    if isinstance(error, MemoryError):
+        return Unavailable("out of memory", reason="NO_MEMORY", retry_after_ms=1000)
+    return Internal(f"unexpected {type(error).__name__}; see the log")
+
+
 MAX_SHOWN = 40  # characters of a value
 _CONTROL = ("Cc", "Zl", "Zp")
 _JSON_TYPES: tuple[tuple[type | tuple[type, ...], str], ...] = (

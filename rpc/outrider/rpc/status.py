@@ -14,12 +14,12 @@ from google.rpc import error_details_pb2, status_pb2
 from outrider.rpc.errors import (
     DOMAIN,
     DeadlineExceeded,
-    Internal,
     InvalidArgument,
     OutriderError,
     Unavailable,
     Violation,
     make_error,
+    unexpected,
 )
 
 log = logging.getLogger(__name__)
@@ -102,4 +102,4 @@ def translate(error: Exception, method: str) -> OutriderError:
     if isinstance(error, DecodeError):  # for which gRPC by itself would say UNKNOWN
         return InvalidArgument.of([Violation("request", "cannot be read; allowed: a protobuf message, texts in UTF-8")])
     log.error("unexpected error in %s", method, exc_info=error)
-    return Internal(f"unexpected {type(error).__name__}; see the server's log")
+    return unexpected(error)

@@ -19,7 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from outrider.rpc.codec import Encoded, Message, StreamKind
-from outrider.rpc.errors import Internal, OutriderError, ProtocolError, Unavailable
+from outrider.rpc.errors import Internal, OutriderError, ProtocolError, Unavailable, unexpected
 from outrider.rpc.frames import MAX_FRAME_BYTES, Decoded, FrameAssembler, FramePacker, SequenceTable
 from outrider.rpc.messages import Closed, Commit, Credit, DraftTokens, FrameHeader, Open, to_failure
 from outrider.rpc.status import from_rpc_error
@@ -382,7 +382,7 @@ class FrameStream:
 
     def _fail(self, error: Exception) -> None:
         log.error("a stream ends by an unexpected error", exc_info=error)
-        self._finish(Internal(f"unexpected {type(error).__name__}; see the log"))
+        self._finish(unexpected(error))
 
     def _finish(self, error: OutriderError | None) -> None:
         if self.closed:

@@ -28,7 +28,7 @@ from outrider.gateway.speculation.core import (
 )
 from outrider.gateway.speculation.retry_budget import Retries
 from outrider.planner.policy import Policy, PolicyController, Round
-from outrider.rpc.errors import Internal, OutriderError
+from outrider.rpc.errors import OutriderError, unexpected
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
     Commit,
@@ -118,7 +118,7 @@ class SpeculationDriver:
             self._end_by(error)
         except Exception as error:
             log.error("a sequence ends by an unexpected error", exc_info=error, extra=of(self.core.request))
-            self._end_by(Internal(f"unexpected {type(error).__name__}; see the log"))
+            self._end_by(unexpected(error))
 
     def _end_by(self, error: OutriderError) -> None:
         self._effects.clear()
