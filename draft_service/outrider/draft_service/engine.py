@@ -21,7 +21,7 @@ from outrider.planner.method_choice import MethodRates
 from outrider.proposers.base import LearningProposer, teach
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.tree import GrowingTree
-from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError
+from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, unexpected
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -205,7 +205,7 @@ class DraftEngine:
             failure = error
         except Exception as error:  # a bug met with one sequence: the others of this frame still get their messages
             logger.exception("a %s failed", type(message).__name__)
-            failure = Internal(f"unexpected {type(error).__name__}; see the log")
+            failure = unexpected(error)
         if failure is not None:
             self._release(key)
             sink(to_failure(message.sequence_id, failure))

@@ -155,7 +155,7 @@ class Internal(OutriderError):
     default_reason = "INTERNAL"
 
 
-def unexpected(error: Exception) -> OutriderError:
+def unexpected(error: BaseException) -> OutriderError:
     """What is told of a bug: its type alone. Who lacks memory is asked again later, or another one is."""
     if isinstance(error, MemoryError):
         return Unavailable("out of memory", reason="NO_MEMORY", retry_after_ms=1000)

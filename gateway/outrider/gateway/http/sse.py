@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.rpc.errors import Cancelled, Internal, OutriderError, Unavailable
+from outrider.rpc.errors import Cancelled, OutriderError, Unavailable, unexpected
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def told(error: BaseException) -> OutriderError:
     if isinstance(error, asyncio.CancelledError):
         return Unavailable("the gateway stops; ask again", reason="DRAINING", retry_after_ms=1000)
     log.error("a stream ends by an unexpected error", exc_info=error)
-    return Internal(f"unexpected {type(error).__name__}; see the gateway's log")
+    return unexpected(error)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
