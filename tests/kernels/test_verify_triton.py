@@ -33,17 +33,18 @@ def check(
     uniforms: Tensor,
     device: torch.device,
     by_block: Tensor | None = None,
+    invalid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both give the same bits; returns them."""
     weights = DraftWeights.of(packed(vectors))
-    expected = accept(probs, windows, draft_ids, weights, uniforms, by_block)
-    blocks = None if by_block is None else poisoned(by_block, device)
+    expected = accept(probs, windows, draft_ids, weights, uniforms, by_block, invalid)
+    blocks, flags = (None if given is None else poisoned(given, device) for given in (by_block, invalid))
     on_device = Windows(*(getattr(windows, name).to(device) for name in Windows.__slots__))
     entries = DraftWeights(*(poisoned(getattr(weights, name), device) for name in DraftWeights.__slots__))
     with poisoned_allocations():
         got = rejection_triton.accept(
             *(poisoned(probs, device), on_device, poisoned(draft_ids, device), entries, poisoned(uniforms, device)),
-            *(blocks, 16, 16),
+            *(blocks, flags, 16, 16),
         )
     assert got[0].tolist() == expected[0].tolist()
     assert torch.equal(got[1].cpu().nan_to_num(nan=-1.0), expected[1].nan_to_num(nan=-1.0))
@@ -88,7 +89,8 @@ def test_ragged_windows_equal_the_reference(
         vectors = [random_vector(vocab_size, t, k, generator) for t, k in zip(draft_ids.tolist(), kinds, strict=True)]
         uniforms = torch.rand(len(draft_ids), generator=generator, dtype=torch.float64) ** 3
         blocks = torch.tensor([True, True, False, True]) if by_block else None
-        num_accepted, weights = check(probs, windows, draft_ids, vectors, uniforms, triton_device, blocks)
+        invalid = torch.rand(len(probs), generator=generator) < 0.2 if by_block else None
+        num_accepted, weights = check(probs, windows, draft_ids, vectors, uniforms, triton_device, blocks, invalid)
         seen.update(num_accepted.tolist())
         table = torch.randint(1 << 32, (4, 4), generator=generator)
         got = rejection_triton.draw(weights, poisoned(table, triton_device), 16)

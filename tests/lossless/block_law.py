@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lossless.law import Proposal, Target, Vector, target_law
+from lossless.law import Proposal, Target, Tokens, Vector, target_law
 
 
 def draft_law(vector: Vector, token: int, vocab_size: int) -> list[Fraction] | None:
@@ -40,8 +41,14 @@ class Judging:
         return [share / total for share in left] if total else own
 
 
-def judge(proposal: Proposal, target: Target = target_law, is_one_block: bool = True) -> Judging:
-    """Without `is_one_block` a window with a one-hot token is judged token by token."""
+def judge(
+    proposal: Proposal,
+    target: Target = target_law,
+    is_one_block: bool = True,
+    apart: Callable[[Tokens, int], bool] = lambda ids, place: False,
+) -> Judging:
+    """Without `is_one_block` a window with a one-hot token is judged token by token; the drafted token at a place that
+    is `apart` is a block of its own."""
     vocab_size = len(target(proposal.context))
     laws = [draft_law(vector, token, vocab_size) for vector, token in zip(proposal.vectors, proposal.ids, strict=True)]
     in_blocks = is_one_block or None not in laws
@@ -52,6 +59,8 @@ def judge(proposal: Proposal, target: Target = target_law, is_one_block: bool = 
         prob = target(proposal.context + proposal.ids[:place])[token]
         held = min(held * prob / law[token], Fraction(1)) if law else prob
         after = laws[place + 1] if in_blocks and law and place + 1 < len(laws) else None
+        if apart(proposal.ids, place) or apart(proposal.ids, place + 1):
+            after = None
         if after is None:
             found.thresholds.append(held)
             held = Fraction(1)

@@ -143,12 +143,16 @@ def test_what_cannot_be_sampled_is_an_error_where_it_counts(vector: Vector, word
         assert (unused.invalid, unused.ids) == (False, (3,))
 
 
-def test_in_a_block_later_rows_count_too() -> None:
-    refused = [-inf, -inf, -inf, 0.0]
-    for vectors in ([EVEN, EVEN], [None, EVEN]):
-        judging = verdict_of([refused, [nan, 0.0, 0.0, 0.0], FLAT], [0, 0], vectors, LEAST, "block")
-        assert judging.invalid
-    assert verdict_of([refused, FLAT, [nan, 0.0, 0.0, 0.0]], [0, 0], [EVEN, EVEN], LEAST, "block").ids == (3,)
+@pytest.mark.parametrize("bad", [[nan, 0.0, 0.0, 0.0], [-inf] * 4], ids=["NaN", "nothing is allowed"])
+def test_in_a_block_a_row_counts_that_is_reached(bad: list[float]) -> None:
+    refused, kept = [-inf, -inf, -inf, 0.0], [0.0, -inf, -inf, -inf]
+    for vectors in ([EVEN, EVEN], [None, EVEN], [EVEN, None], [None, None]):
+        for behind in ([bad, FLAT], [FLAT, bad], [bad, bad]):
+            judging = verdict_of([refused, *behind], [0, 0], vectors, LEAST, "block")
+            assert (judging.invalid, judging.ids) == (False, (3,))
+        assert verdict_of([kept, bad, FLAT], [0, 0], vectors, LEAST, "block").invalid
+        assert verdict_of([kept, kept, bad], [0, 0], vectors, LEAST, "block").invalid
+        assert verdict_of([bad, kept, FLAT], [0, 0], vectors, LEAST, "block").invalid
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "block"])

@@ -23,6 +23,7 @@ from lossless.law import (
     AcceptRule,
     Proposal,
     Target,
+    Tokens,
     Vector,
     distance,
     endings_of,
@@ -43,7 +44,15 @@ NEAR = 2.0**-40  # of a threshold
 LAST_COIN = 1 - 2.0**-24
 
 
-def with_coins(proposals: Iterable[Proposal], is_one_block: bool = True, target: Target = target_law) -> list[Proposal]:
+Apart = Callable[[Tokens, int], bool]  # whether the drafted token at a place is a block of its own
+
+
+def with_coins(
+    proposals: Iterable[Proposal],
+    is_one_block: bool = True,
+    target: Target = target_law,
+    apart: Apart = lambda ids, place: False,
+) -> list[Proposal]:
     """Each with every combination of coins on either side of its thresholds."""
     found = []
     for proposal in proposals:
@@ -51,7 +60,7 @@ def with_coins(proposals: Iterable[Proposal], is_one_block: bool = True, target:
             [(share, coin) for share, coin in ((h, max(float(h) - NEAR, 0)), (1 - h, float(h) + NEAR)) if share]
             if 0 < h < 1
             else [(Fraction(1), LAST_COIN if h else 0.0)]
-            for h in judge(proposal, target, is_one_block).thresholds
+            for h in judge(proposal, target, is_one_block, apart).thresholds
         ]
         for chosen in product(*sides):
             mass = proposal.mass
@@ -101,6 +110,27 @@ def test_joint_law_of_three_drafted_tokens(send: Callable[..., Vector]) -> None:
 def test_blocks_between_one_hot_tokens() -> None:
     assert {tuple(v is None for v in c.vectors) for c in SOME_ONE_HOT} > {(False, False, True), (False, True, False)}
     assert gap(SOME_ONE_HOT, length=LENGTH + 1) == 0
+
+
+def gap_with(apart: Apart) -> Fraction:
+    """Where the rows that judge these tokens are called invalid, and have probabilities all the same."""
+
+    def rule(probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor) -> Judged:
+        every = torch.ones(len(windows.num_drafted), dtype=torch.bool)
+        invalid = torch.zeros(len(probs), dtype=torch.bool)
+        for row, _, first, count in windows.on_host():
+            window = tuple(ids[first : first + count].tolist())
+            invalid[row : row + count] = torch.tensor([apart(window, place) for place in range(count)])
+        return accept(probs, windows, ids, weights, uniforms, every, invalid)
+
+    chains = with_coins(proposals_of(FULL_WEIGHTS, sparse, THREE), apart=apart)
+    return distance(law_of(endings_of(chains, rule), length=LENGTH + 1), length=LENGTH + 1)
+
+
+def test_a_row_may_be_invalid_by_what_stands_before_it_alone() -> None:
+    """Then the law is the target's up to there: blocks end by what was drafted up to there."""
+    assert gap_with(lambda ids, place: 0 < place < len(ids) and ids[place - 1] % 2 == 1) == 0
+    assert gap_with(lambda ids, place: 0 < place < len(ids) and ids[place] % 2 == 1) > 0
 
 
 def test_windows_of_blocks_and_others_in_one_batch() -> None:

@@ -173,6 +173,29 @@ def test_a_mask_is_made_where_none_of_the_best_is_allowed(rule: str, place: int)
         assert [one.ids for one in host.verify(row[None], [window], masks)] == [(letters[0],)]
 
 
+@pytest.mark.parametrize("gap", [87.0, 103.0])  # float32's normal numbers end at e^-87.3, all of them at e^-103.3
+def test_what_is_unlikely_without_the_mask_competes_under_it(gap: float) -> None:
+    """Two allowed tokens, one of them 1.65 times as likely as the other, far below a forbidden one."""
+    letters, row = ascii_backend(VOCAB, GRAMMAR_EOS).encode("xAB").ids, torch.full((VOCAB,), -torch.inf)
+    row[letters] = torch.tensor([0.0, -0.2 * gap, -0.2 * gap - 0.1])
+    chosen = set()
+    for seed in range(12):
+        target = new_target(1, random.Random(2), None, temperature=0.2, acceptance=COUPLED)
+        target.sampler.constrain(grammar_compiler().compile(GrammarSpec("regex", "[AB]{9}")).matcher())
+        noise, wait = torch.ones(VOCAB), 1.0 + seed / 8  # B wins from e^0.5 on
+        noise[letters[1:]] = 1e-7 * torch.tensor([wait, 1.0])  # so that noise / probability is a number yet
+        host = HostVerifier(VOCAB)
+        host._noise = replace(host._noise, generate=lambda seeds, *_, noise=noise: noise.expand(len(seeds), -1).clone())
+        grammars = grammars_at_once()
+        window = scheduled(target, ())
+        masks = grammars.start([window], host.takes_masks_lazily)
+        assert masks is not None
+        [one] = host.verify(row[None], [window], masks)
+        assert one.ids == ((letters[2],) if wait > 1.6487213 else (letters[1],))
+        chosen.add(one.ids)
+    assert len(chosen) == 2
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_forbidden_choice_that_is_not_made_again_is_seen(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert differs(rule, monkeypatch, lazy_masks, "_settled", lambda again, masks: ())

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,6 +28,9 @@ from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import TargetSequence
 
 MOST_LOOKS = 4  # ids of a row, the best first, before its mask is made
+# Below this share of a row a token waits for the row's mask: one that is far less likely still, and may compete with it
+# once the mask has taken the others, may lie below what float32 holds.
+LEAST_SHARE = 1e-28
 
 Judged = tuple[Tensor, Tensor, Tensor, Tensor | None]  # as `verifier.judge` returns it
 
@@ -160,7 +164,7 @@ class ConstrainedWindow:
         if self._noise is None:
             return adjust_logits(self._logits, assemble(plans, for_argmax=True)).numpy()
         probs, _ = logits_to_probs(self._logits, assemble(plans))
-        return (-self._noise / probs).numpy()
+        return (-self._noise / probs).masked_fill_(probs < LEAST_SHARE, -torch.inf).numpy()
 
     def _best(self, row: int) -> Iterator[int]:
         """A few ids with the best scores, the best first."""

@@ -55,8 +55,7 @@ def verified_windows(
     first_draft, holds = 0, [] if held is None else held.tolist()
     for scheduled, num_accepted, next_id in zip(windows, accepted.tolist(), next_ids.tolist(), strict=True):
         num_rows = scheduled.num_verify_rows
-        judged = len(scheduled.window.ids) if scheduled.target.by_block else 0  # rows that count in any case
-        rows: Sequence[int] = range(first_row, first_row + min(max(num_accepted + 1, judged), num_rows))
+        rows: Sequence[int] = range(first_row, first_row + min(num_accepted + 1, num_rows))
         path: tuple[int, ...] = ()
         if scheduled.window.parents:
             path = tuple(node for node in range(len(scheduled.window.ids)) if holds[first_draft + node])

@@ -120,7 +120,7 @@ def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyRe
         if VerifyRule.COUPLED in batch.rules:
             own.append(batch.race(probs))
         if max(batch.rules) >= VerifyRule.REJECTION:
-            judged.append(_judge_by_rejection(probs, batch))
+            judged.append(_judge_by_rejection(probs, invalid, batch))
     if own:
         ids = _either(batch.greedy_rows, own)
         if batch.is_plain:
@@ -134,11 +134,11 @@ def judge(logits: Tensor, sampling: RowSampling, batch: VerifyBatch) -> VerifyRe
     return accepted, next_ids, invalid, held
 
 
-def _judge_by_rejection(probs: Tensor, batch: VerifyBatch) -> tuple[Tensor, Tensor]:
-    """Numbers accepted and next ids, [n] int64 each, of probabilities [rows, vocab] float32."""
-    windows = batch.windows
+def _judge_by_rejection(probs: Tensor, invalid: Tensor, batch: VerifyBatch) -> tuple[Tensor, Tensor]:
+    """Numbers accepted and next ids, [n] int64 each, of probabilities [rows, vocab] float32; invalid: [rows] bool."""
+    windows, drafts = batch.windows, (batch.draft_ids, batch.draft_weights)
     uniforms = batch.uniforms(windows.row_of_draft)  # [drafted]
-    accepted, next_weights = accept(probs, windows, batch.draft_ids, batch.draft_weights, uniforms, batch.by_block)
+    accepted, next_weights = accept(probs, windows, *drafts, uniforms, batch.by_block, invalid)
     is_bonus = accepted == windows.num_drafted  # [n]
     return accepted, draw(next_weights, batch.next_words(windows.next_rows(accepted), is_bonus))
 

@@ -14,9 +14,10 @@ coin is below h_i = d_i / (d_i + 1 - p_i), at the block's end h_i = p_i, where
     d_i = sum over the vocabulary of max(p_i target_probs - draft_probs, 0), both of the token after the i-th
 
 and the next token has weights max(p_i target_prob total_weight - draft_weight, 0). Where p_i = 1 the run holds, also
-where d_i = 0. A block ends with its window, and at both sides of a one-hot token, which is a block of its own; the
-next one counts only if all of this one holds. So where a block ends may depend on what was drafted up to there, as in
-rejection, which is the rule with blocks of one token.
+where d_i = 0. A block ends with its window, and at both sides of a one-hot token, which is a block of its own, as is
+one that an invalid row judges; the next one counts only if all of this one holds. So where a block ends may depend on
+what was drafted up to there, as in rejection, which is the rule with blocks of one token; and a row counts only if all
+drafted tokens before it hold.
 
 Coupled, target and draft take the token of least noise / probability for the same noise. The token at a position is
 then a function of the seed and the target's probabilities alone, whatever was drafted; a draft only says early what it
@@ -57,8 +58,10 @@ def accept(
     draft_weights: DraftWeights | PackedEntries,
     uniforms: Tensor,  # [drafted] float64 in [0, 1)
     by_block: Tensor | None = None,  # [n] bool: which windows are judged by blocks; None: all token by token
+    invalid: Tensor | None = None,  # [rows] bool: whose probabilities mean nothing; None: no row
 ) -> tuple[Tensor, Tensor]:
-    """Returns how many drafted tokens are accepted, [n] int64, and the weights of the next draw, [n, vocab] float64.
+    """Returns how many drafted tokens are accepted, [n] int64, and the weights of the next draw, [n, vocab] float64;
+    neither means anything for a window that stops at an invalid row or passes one.
 
     The weights need not sum to 1; they are all 0 where the window was fully accepted and no row follows. A drafted id
     outside the vocabulary is never accepted.
@@ -66,7 +69,7 @@ def accept(
     if dispatch.runs_triton(target_probs):
         from outrider.kernels.verify import triton as verify_triton
 
-        return verify_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms, by_block)
+        return verify_triton.accept(target_probs, windows, draft_ids, draft_weights, uniforms, by_block, invalid)
     if isinstance(draft_weights, PackedEntries):
         draft_weights = draft_weights.unpacked()
     vocab_size = target_probs.shape[1]
@@ -77,7 +80,8 @@ def accept(
     if by_block is None:
         num_accepted = count_accepted(uniforms * drafted_weight < masses, windows)
     else:
-        reached, ends = _reach_in_blocks(windows, by_block, usable, masses / drafted_weight)
+        joins = usable if invalid is None else usable & ~invalid[windows.row_of_draft]  # [drafted]
+        reached, ends = _reach_in_blocks(windows, by_block, joins, masses / drafted_weight)
         left = reached - _overlaps(target_probs, windows, draft_weights, total_weight, reached)  # [drafted]
         at_end = uniforms * drafted_weight < reached * masses  # [drafted]
         holds = torch.where(ends, at_end, _holds_within(uniforms, reached, left.clamp(min=0)))
@@ -124,14 +128,15 @@ def count_accepted(accepted: Tensor, windows: Windows) -> Tensor:
     return windows.num_drafted.scatter_reduce(0, windows.window_of_draft, refused_at, "amin")
 
 
-def _reach_in_blocks(windows: Windows, by_block: Tensor, usable: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
+def _reach_in_blocks(windows: Windows, by_block: Tensor, joins: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor]:
     """With which probability the drafted tokens of its block before each hold, [drafted] float64 (p of the paper), and
-    where blocks end, [drafted] bool; by_block [n] bool, usable [drafted] bool, ratios [drafted] float64."""
-    reached, ends, factors = [1.0] * len(usable), [True] * len(usable), ratios.tolist()
+    where blocks end, [drafted] bool; by_block [n] bool, joins [drafted] bool: what may be in a block with others,
+    ratios [drafted] float64."""
+    reached, ends, factors = [1.0] * len(joins), [True] * len(joins), ratios.tolist()
     for has_blocks, (_, _, first, count) in zip(by_block.tolist(), windows.on_host(), strict=True):
-        weighted = usable[first : first + count].tolist() if has_blocks else []
-        for index, (weighs, next_weighs) in enumerate(pairwise(weighted), first):
-            if weighs and next_weighs:
+        joining = joins[first : first + count].tolist() if has_blocks else []
+        for index, (joined, next_joined) in enumerate(pairwise(joining), first):
+            if joined and next_joined:
                 ends[index] = False
                 reached[index + 1] = min(reached[index] * factors[index], 1.0)
     return torch.tensor(reached, dtype=torch.float64), torch.tensor(ends, dtype=torch.bool)

@@ -41,6 +41,7 @@ def accept(
     draft_weights: DraftWeights | PackedEntries,
     uniforms: Tensor,  # [drafted] float64
     by_block: Tensor | None = None,  # [n] bool
+    invalid: Tensor | None = None,  # [rows] bool
     tile: int = TILE,
     entry_tile: int = ENTRY_TILE,
 ) -> tuple[Tensor, Tensor]:  # [n] int64, [n, vocab] float64
@@ -61,8 +62,8 @@ def accept(
     if num_drafted and by_block is not None:
         _block_kernel[(num_drafted,)](
             target_probs, windows.row_of_draft, windows.window_of_draft, windows.offset_of_draft, windows.num_drafted,
-            by_block, uniforms, entries.ids, entries.weights, starts, totals, masses, weights, accepted, reached,
-            target_probs.stride(0), entry_tile, enable_fp_fusion=False,
+            by_block, invalid, uniforms, entries.ids, entries.weights, starts, totals, masses, weights, accepted,
+            reached, target_probs.stride(0), entry_tile, enable_fp_fusion=False,
         )  # fmt: skip
     num_accepted = torch.empty(num_windows, dtype=torch.int64, device=device)
     next_weights = torch.empty(num_windows, vocab_size, dtype=torch.float64, device=device)
@@ -165,6 +166,7 @@ def _block_kernel(
     offset_of_draft: tl.tensor,
     draft_counts: tl.tensor,
     by_block: tl.tensor,
+    invalid: tl.tensor | None,  # rows: a token that such a one judges is a block of its own
     uniforms: tl.tensor,
     entry_ids: tl.tensor,
     entry_weights: tl.tensor,
@@ -187,6 +189,9 @@ def _block_kernel(
         at = draft - offset + index
         ends = (index >= last) | (has_blocks == 0) | (tl.load(totals + at) == 0)
         ends = ends | (tl.load(totals + at + 1, index < last, 0) == 0)
+        if invalid is not None:
+            ends = ends | (tl.load(invalid + tl.load(row_of_draft + at)) != 0)
+            ends = ends | (tl.load(invalid + tl.load(row_of_draft + at + 1, index < last, 0), index < last, 0) != 0)
         before = after
         after = before * (tl.load(masses + at) / tl.load(drafted_weights + at))
         after = tl.where(ends | (after > 1), 1.0, after)  # NaN stays
