@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from support.engines import (
     commit,
     credit,
     new_open,
+    slow_masks,
     tiny_draft,
 )
 from support.models import ascii_backend
@@ -211,3 +213,46 @@ def test_drafts_begin_before_the_grammar_is_compiled(
         grammar.masks((), 0)
     token = next(token for token in range(3, VOCAB) if fits(compiler, [token]))
     assert fits(compiler, [token, *drafted(harness, commit(1, len(PROMPT), token), credit(1, len(PROMPT) + 9))])
+
+
+def on_device() -> bool:
+    """Harnesses step on the test's own thread; grammars are compiled on another."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@pytest.mark.parametrize(("sampling", "options"), RULES, ids=["greedy", "coupled", "rejection"])
+def test_a_slow_mask_is_waited_for_once(
+    new: Callable[..., DraftHarness],
+    compiler: GrammarCompiler,
+    sampling: SamplingParams,
+    options: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From its place on drafts are drawn without; before it within the grammar as ever, also after a refusal."""
+    digits = {token for token in range(VOCAB) if fits(compiler, [token], GrammarSpec("regex", "[0-9]"))}
+    harness = opened(new(), constrained(1, DIGITS, sampling, seed=5, **options))
+    made = slow_masks(monkeypatch, behind=3, counts=on_device)
+    first = drafted(harness, credit(1, len(PROMPT) + 8))
+    assert made == [0, 1, 2, 3] and len(first) == 8
+    assert set(first[:4]) <= digits and not set(first[4:]) <= digits
+
+    own = next(iter(digits - {first[1]}))
+    made.clear()
+    events = harness.run(commit(1, len(PROMPT), first[0], own), credit(1, len(PROMPT) + 2 + 6))
+    pieces = [event for event in events if isinstance(event, DraftTokens)]
+    again = [token for piece in pieces for token in piece.ids]
+    assert made == [2] and again[0] in digits and len(again) == 6 and not set(again) <= digits
+    if sampling is SAMPLED and options["acceptance"] == REJECTION:
+        weights = [one for piece in pieces for one in piece.weights if one is not None]
+        of = [set(torch.frombuffer(bytearray(one.ids), dtype=torch.int32).tolist()) for one in weights]
+        assert of[0] <= digits and all(not ids <= digits for ids in of[1:]) and len(of) == 6
+        assert all(token in ids for token, ids in zip(again, of, strict=True)), "what is sent is what was drawn from"
+    harness.check()
+
+
+def test_a_mask_that_is_slow_from_the_start_is_not_waited_for(
+    new: Callable[..., DraftHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = slow_masks(monkeypatch, behind=0, counts=on_device)
+    found = drafted(opened(new(), constrained(1, DIGITS)), credit(1, len(PROMPT) + 8))
+    assert not made and found == drafted(new(), new_open(1, PROMPT), credit(1, len(PROMPT) + 8))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from support.engines import slow_masks
 from support.models import train_byte_level
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -188,6 +189,30 @@ def test_a_constraint_that_forces_a_long_text_is_slow(
     assert not matcher.is_slow and constraint.forced_after(0, (), 2)
     assert matcher.is_slow and matcher.copy().is_slow
     assert not constraint.forced_after(1, (), 2)
+
+
+def test_slow_masks_are_said_of_a_place_and_those_behind_it(
+    compiler: GrammarCompiler, backend: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None before it: what is drawn anew there, with the same random numbers, must not know what was drawn behind."""
+    ids = backend.encode("abababab").ids
+    matcher = compiler.compile(GrammarSpec("regex", "[ab]{1,99}")).matcher(ids[:1])
+    slow_masks(monkeypatch, behind=3)
+    matcher.masks(ids[1:2], first=1)
+    assert not matcher.has_slow_masks(ids[1:])
+    matcher.masks(ids[1:3], first=2)
+    assert [matcher.has_slow_masks(ids[1:end]) for end in range(1, 5)] == [False, False, True, True]
+    matcher.masks(ids[1:4], first=3)  # moves nothing
+    assert matcher.copy().has_slow_masks(ids[1:3]) and not matcher.copy().has_slow_masks(ids[1:2])
+    matcher.advance(ids[1:3])
+    assert matcher.has_slow_masks() and not matcher.is_slow, "single tokens are as quick as before"
+
+    quick = compiler.compile(GrammarSpec("regex", "[ab]{1,99}")).matcher()
+    quick.try_mask()
+    assert not quick.has_slow_masks(ids)
+    slow_masks(monkeypatch, behind=0)
+    quick.try_mask()
+    assert quick.has_slow_masks()
 
 
 THINK, CLOSE = 50, (51, 52)

@@ -12,15 +12,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.models import ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
+from torch import Tensor
 
 from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
 from outrider.engine.batch import BatchEntry
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar import GrammarCompiler, Matcher
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner, RunnerOptions
 from outrider.engine.random import RandomKey
@@ -218,6 +220,24 @@ class AtOnce(Executor):
 def grammar_compiler(vocab_size: int = VOCAB, eos_id: int = GRAMMAR_EOS) -> GrammarCompiler:
     """Of tokens that are single characters."""
     return GrammarCompiler(ascii_backend(vocab_size, eos_id).to_str().encode(), vocab_size, (eos_id,))
+
+
+def slow_masks(patch: pytest.MonkeyPatch, behind: int, counts: Callable[[], bool] = lambda: True) -> list[int]:
+    """From now on every mask behind so many tokens, and more, takes 20 ms of its thread; the list grows by the number
+    of tokens behind which one was made, of those that count."""
+    made: list[int] = []
+    write = Matcher._write_mask
+
+    def burning(self: Matcher, place: Any, row: Tensor) -> None:
+        if counts():
+            made.append(place.num_consumed)
+        until = time.thread_time() + 0.02
+        while place.num_consumed >= behind and time.thread_time() < until:
+            pass
+        write(self, place, row)
+
+    patch.setattr(Matcher, "_write_mask", burning)
+    return made
 
 
 def grammars_at_once(vocab_size: int = VOCAB, eos_id: int = GRAMMAR_EOS) -> Grammars:

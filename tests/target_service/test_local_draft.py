@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import COUPLED, GRAMMAR_EOS, VOCAB, TargetHarness, grammars_at_once, opened, tiny_model
+from support.engines import COUPLED, GRAMMAR_EOS, VOCAB, TargetHarness, grammars_at_once, opened, slow_masks, tiny_model
 from support.heads import LAYOUTS, METHODS, perfect_head, random_head
 from support.models import ascii_backend, build_decoder, tiny_config, tiny_hf_model, tiny_state
 
@@ -121,6 +121,32 @@ def test_drafts_follow_a_constraint(
     harness.run()
     assert harness.output(1) == plain and len(plain) == 20
     assert drafted and drafted <= set(ascii_backend(VOCAB, GRAMMAR_EOS).encode("0123456789").ids)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "coupled"])
+def test_a_slow_mask_holds_the_step_up_once(
+    models: Any, head: Head, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits = StructuredOutput(regex="[0-9]{30}")
+    request = asked(1, prompt_of(3), head, max_tokens=20, seed=5, structured_output=digits, **sampling)
+    options: dict[str, Any] = {"eos_ids": (GRAMMAR_EOS,), "grammars": grammars_at_once()}
+    plain = TargetHarness.of(models[1], **options).decode_plain(1, request)
+    drafting, run = [False], LocalDraft.run
+
+    def watched(self: LocalDraft, step: ComputedStep) -> None:
+        drafting[0] = True
+        run(self, step)
+        drafting[0] = False
+
+    monkeypatch.setattr(LocalDraft, "run", watched)
+    for behind in (6, 0):
+        with monkeypatch.context() as patch:
+            made = slow_masks(patch, behind, counts=lambda: drafting[0])
+            harness = TargetHarness.of(models[1], head=head, **options)
+            harness.send(request, Credit(1, 1 << 20, 3))
+            harness.run()
+        assert harness.output(1) == plain and len(plain) == 20
+        assert (made.count(6), max(made)) == (1, 6) if behind else not made  # from the start: found out before
 
 
 TREE = TokenTree.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1)]")

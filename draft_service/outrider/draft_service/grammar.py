@@ -1,7 +1,8 @@
 """Drafting within a grammar: what it forbids is not drafted, since the target would refuse it.
 
 Only acceptance hangs on it. So a grammar is compiled beside the device's thread, and until that is done, or where it
-cannot be (another vocabulary, no tokenizer, too complex, a text that it does not fit), tokens are drafted without."""
+cannot be (another vocabulary, no tokenizer, too complex, a text that it does not fit), tokens are drafted without. So
+are those from a place on where a mask took long, since all that draft on the device wait for it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class DraftGrammars:
         if self._compiler is None:
             tokenizer, vocab_size, eos_ids = self._read
             self._compiler = GrammarCompiler(tokenizer.read_bytes(), vocab_size, eos_ids)
-        return self._compiler.compile(spec).matcher(output_ids)
+        matcher = self._compiler.compile(spec).matcher(output_ids)
+        matcher.try_mask()
+        return matcher
 
 
 class DraftGrammar:
@@ -69,7 +72,7 @@ class DraftGrammar:
     def masks(self, drafted: Sequence[int], first: int) -> Tensor | None:  # [rows, ceil(vocab / 32)] int32
         """What may follow the prefixes of `drafted` from length `first` on; None: all may."""
         matcher = self._ready()
-        if matcher is None:
+        if matcher is None or matcher.has_slow_masks(drafted):
             return None
         try:
             return matcher.masks(drafted, first)

@@ -132,6 +132,8 @@ class Matcher:
         self._matcher = matcher
         self._reasoning = reasoning
         self.is_slow = False  # what was forced took long to find: more than a device's thread has time for
+        self._num_taken = 0  # committed tokens
+        self._slow_from: int | None = None  # so many tokens, behind which a mask took as long
         self._place = _Place(Phase.TEXT)
         if reasoning is not None and (reasoning.open or reasoning.start_ids):
             self._place = _Place(Phase.REASONING if reasoning.open else Phase.STARTING)
@@ -156,12 +158,24 @@ class Matcher:
             place = self._after(self._place, token)
             if place is None:
                 raise GrammarError(f"token {token}, {index + 1} of {len(ids)}, does not fit the constraint")
-            self._place = place
+            self._place, self._num_taken = place, self._num_taken + 1
 
     @property
     def is_text(self) -> bool:
         """Whether the text itself is constrained, here or later."""
         return self._matcher is not None
+
+    def has_slow_masks(self, drafted: Sequence[int] = ()) -> bool:
+        """Whether a mask behind `drafted`, or behind fewer tokens, took longer than a device's thread has time for. It
+        is said of a place, not of the sequence: a draft that leaves its masks out there draws by weights from nothing
+        that a token of that place, or of a later one, has decided, whatever of it is refused and drawn again."""
+        return self._slow_from is not None and self._num_taken + len(drafted) >= self._slow_from
+
+    def try_mask(self) -> None:
+        """Finds out whether the next mask takes long; to be called where that holds up nobody. Raises GrammarError
+        where the library gives up."""
+        self.copy().masks(())  # makes what all that follow share
+        self.masks(())
 
     def masks(
         self, drafted: Sequence[int], first: int = 0, out: Tensor | None = None
@@ -171,9 +185,18 @@ class Matcher:
         on the host, is written where it is given. Raises GrammarError where the library gives up."""
         shape = len(drafted) - first + 1, num_words(self._compiler.vocab_size)
         masks = (torch.empty(shape, dtype=torch.int32) if out is None else out).fill_(ALL_BITS)
-        if first == 0 and self._is_plain_walk(drafted):
-            self._write_walk(drafted, masks)
-            return masks
+        started = time.thread_time()
+        try:
+            if first == 0 and self._is_plain_walk(drafted):
+                self._write_walk(drafted, masks)
+            else:
+                self._write_masks(drafted, first, masks)
+        finally:
+            if time.thread_time() - started > SLOW_S * len(masks) and not self.has_slow_masks(drafted):
+                self._slow_from = self._num_taken + len(drafted)  # all of them may have made it slow
+        return masks
+
+    def _write_masks(self, drafted: Sequence[int], first: int, masks: Tensor) -> None:  # [rows, words] int32
         before = place = self._place
         try:
             for length in range(len(drafted) + 1):
@@ -186,7 +209,6 @@ class Matcher:
                     self._write_mask(place, masks[length - first])
         finally:
             self._back(place, before)
-        return masks
 
     def forced(self, limit: int, drafted: Sequence[int] = ()) -> list[int]:
         """Behind `drafted`, tokens, at most so many, of which the constraint's bytes leave no other: guesses at what
@@ -277,6 +299,7 @@ class Matcher:
         matcher = None if self._matcher is None else self._matcher.deep_copy()
         other = Matcher(self._compiler, matcher, self._reasoning)
         other._place, other.is_slow = self._place, self.is_slow
+        other._num_taken, other._slow_from = self._num_taken, self._slow_from
         return other
 
     def _after(self, place: _Place, token: int) -> _Place | None:

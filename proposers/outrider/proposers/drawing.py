@@ -164,11 +164,12 @@ def masks_of(plans: Sequence[SamplingRows], logits: Tensor) -> Tensor | None:  #
 
 
 def _mask_of(plan: SamplingRows) -> Tensor | None:  # [1, ceil(vocab / 32)] int32
-    """By a draft's own grammar, or beside the target by the target's."""
+    """By a draft's own grammar, or beside the target by the target's, but where that takes long: only acceptance hangs
+    on it, and all that draft here would wait."""
     sampler = plan.sampler
     if sampler.draft_masks is not None:
         return sampler.draft_masks.masks(plan.drafted, plan.first)
-    if sampler.constraint is None:
+    if sampler.constraint is None or sampler.constraint.matcher.has_slow_masks(plan.drafted):
         return None
     mask = torch.empty(1, num_words(sampler.vocab_size), dtype=torch.int32)
     try:

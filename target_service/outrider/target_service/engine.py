@@ -85,6 +85,8 @@ class TargetEngine:
         self.local_draft = None if head is None else LocalDraft(head, runner, self.cache, drawer, tree)
         self._batching_delay, self._work = BatchingDelay(), OpenWork(limits.max_sequences, limits.max_open_tokens)
         self.grammars = grammars
+        if grammars is not None and head is not None:
+            grammars.head = head.name
         self.threads: ThreadSplit | None = None  # where the number is not given
 
     def handle(self, command: TargetEngineCommand) -> None:

@@ -24,6 +24,7 @@ from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
 from outrider.engine.token_tree import path_to
 from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, Violation
 from outrider.rpc.logs import of
+from outrider.rpc.messages import Open
 from outrider.target_service.draft_buffer import Window
 from outrider.target_service.scheduler import ScheduledSequence
 from outrider.target_service.sequence import SequenceKey, TargetSequence
@@ -52,6 +53,7 @@ class Grammars:
         self._mask_pool = mask_pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar-masks")
         self._patience_s = patience_s
         self._pin_memory = pin_memory
+        self.head: str | None = None  # the method that drafts beside the model
         self._late: dict[SequenceKey, WorkClock] = {}  # of masks that are
         self._buffer = torch.empty(0, num_words(compiler.vocab_size), dtype=torch.int32)
         self.on_compiled: Callable[[float], None] = lambda seconds: None  # told of each that a sequence goes on with
@@ -62,7 +64,7 @@ class Grammars:
         """Starts to compile what a new sequence asks for, if anything."""
         spec = spec_of(target)
         if spec is not None:
-            target.waits_for = self._compile_pool.submit(self._compile, spec, target.open.output_ids)
+            target.waits_for = self._compile_pool.submit(self._compile, spec, target.open)
 
     def resume(self, target: TargetSequence, now: float) -> OutriderError | None:
         """Lets a waiting sequence go on once what it waits for is there; why it cannot, if so."""
@@ -139,15 +141,17 @@ class Grammars:
             self._buffer = torch.empty(shape, dtype=torch.int32, pin_memory=self._pin_memory)
         return self._buffer[:count]
 
-    def _compile(self, spec: GrammarSpec, output_ids: Sequence[int]) -> tuple[Matcher, float]:
+    def _compile(self, spec: GrammarSpec, request: Open) -> tuple[Matcher, float]:
         started = time.perf_counter()
         try:
             compiled = self.compiler.compile(spec)
         except GrammarError as error:
             raise refused(str(error)) from error
         try:
-            matcher = compiled.matcher(output_ids)
+            matcher = compiled.matcher(request.output_ids)
             matcher.forced(1)  # finds out here whether that is slow
+            if request.method == self.head:  # which drafts by it on the device's thread
+                matcher.try_mask()
             return matcher, time.perf_counter() - started
         except GrammarError as error:
             problem = f"does not fit {FIELD}: {error}; allowed: what it generated"
