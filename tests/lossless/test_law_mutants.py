@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -500,6 +501,40 @@ def mode_by_the_tokens_before() -> Law:
     return judged(replace(c, vectors=(c.vectors[0], c.vectors[1] if c.ids[0] % 2 else None)) for c in chains)
 
 
+# Which weights a token is drawn from that a refused chain has drawn, with the same word
+
+
+def drawn_again(is_truncated: Callable[[Proposal], bool]) -> Law:
+    """Where a chain's first token is refused, the next one draws the second place anew: with a table of weights that
+    the refused chain decides, which are sent. Of a constraint whose masks are dropped once one of them took long."""
+    chains = [replace(chain, origin=cell % PARTS) for cell, chain in enumerate(drafts_by_words(share=False))]
+    endings = endings_of(chains)
+    again: list[Proposal] = []
+    for end in (end for end in endings if not end.num_accepted):
+        tables = TRUNCATED_WEIGHTS if is_truncated(end.proposal) else FULL_WEIGHTS
+        for tokens, mass in committed_by(end):
+            weights = tables[context_index(tokens, len(tables))]
+            token = drawn_at(weights, end.proposal.origin)
+            again.append(Proposal(mass, (token,), (sparse(weights),), context=tokens))
+    return law_of([end for end in endings if end.num_accepted] + endings_of(again))
+
+
+@cache
+def drawn_at(weights: Weights, cell: int) -> int:
+    """What stands in one of a word's cells."""
+    word = torch.tensor([[cell << 28, 0, 0, 0]])
+    starts = torch.tensor([0, len(weights)])
+    return int(draw_integer(torch.arange(len(weights)), torch.tensor(weights), starts, word))
+
+
+def weights_by_what_was_refused_there() -> Law:
+    return drawn_again(lambda refused: refused.ids[1] >= 2)
+
+
+def weights_by_what_was_refused_before() -> Law:
+    return drawn_again(lambda refused: refused.ids[0] >= 2)
+
+
 # Which of several methods drafts
 
 LOOKED_UP = 2  # what the lookup has, wherever it is asked
@@ -613,6 +648,7 @@ SERVICE_MUTANTS = [
     cut_after_the_token_was_seen,
     better_of_two_by_their_tokens,
     mode_by_the_token,
+    weights_by_what_was_refused_there,
     lookup_in_place_of_what_was_drawn,
     lookup_where_it_has_what_was_drawn,
     retried_with_fresh_randomness,
@@ -629,6 +665,7 @@ REMEDIES = [
     first_of_two_to_arrive,
     mode_by_the_law,
     mode_by_the_tokens_before,
+    weights_by_what_was_refused_before,
     lookup_by_what_was_committed,
     lookup_by_the_models_law,
     retried_with_the_same_randomness,
