@@ -27,6 +27,7 @@ from support.engines import (
 from support.models import ascii_backend
 
 from outrider.draft_service.grammar import spec_of
+from outrider.engine import grammar_queue
 from outrider.engine.grammar import GrammarCompiler, GrammarSpec
 from outrider.engine.token_tree import TokenTree, path_to
 from outrider.rpc.messages import DraftTokens, Open, Reasoning
@@ -256,3 +257,12 @@ def test_a_mask_that_is_slow_from_the_start_is_not_waited_for(
     made = slow_masks(monkeypatch, behind=0, counts=on_device)
     found = drafted(opened(new(), constrained(1, DIGITS)), credit(1, len(PROMPT) + 8))
     assert not made and found == drafted(new(), new_open(1, PROMPT), credit(1, len(PROMPT) + 8))
+
+
+def test_a_draft_goes_on_without_a_grammar_where_too_many_wait(
+    new: Callable[..., DraftHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_queue, "MAX_WAITING", 0)
+    found = drafted(harness := new(), constrained(), credit(1, len(PROMPT) + 8))
+    assert harness.engine.sequences[1, 1].grammar is None
+    assert found == drafted(new(), new_open(1, PROMPT), credit(1, len(PROMPT) + 8))

@@ -13,6 +13,7 @@ from support.models import train_byte_level
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from outrider.engine import grammar_trial
 from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec, num_words
 from outrider.engine.token_masks import Constraint
 
@@ -311,6 +312,34 @@ def test_a_hostile_constraint_is_given_up(
         patch.setattr(compiler, "_trials", None)  # remembered: no process is asked
         compiler.compile(spec)
     assert compiler.compile(GrammarSpec("regex", "ab")).matcher().constrains  # and others go on
+
+
+def test_who_comes_behind_a_hostile_constraint_waits_for_no_process(
+    backend: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is ended is replaced at the expense of the constraint that was given up."""
+    started: list[object] = []
+
+    class Watched(grammar_trial._Process):
+        def __init__(self, tokenizer: dict[str, object]) -> None:
+            started.append(self)
+            super().__init__(tokenizer)
+
+        def ask(self, question: object, seconds: float) -> str | None:
+            if isinstance(question, str) and "hostile" in question:
+                raise TimeoutError
+            return super().ask(question, seconds)
+
+    monkeypatch.setattr(grammar_trial, "_Process", Watched)
+    compiler = GrammarCompiler(backend.to_str().encode(), backend.get_vocab_size(), (END,))
+    try:
+        assert compiler.compile(GrammarSpec("regex", "a")).matcher().constrains and len(started) == 1
+        with pytest.raises(GrammarError, match="takes longer"):
+            compiler.compile(GrammarSpec("regex", "hostile"))
+        assert len(started) == 2
+        assert compiler.compile(GrammarSpec("regex", "b")).matcher().constrains and len(started) == 2
+    finally:
+        compiler.close()
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(backend: Tokenizer) -> None:

@@ -7,13 +7,16 @@ are those from a place on where a mask took long, since all that draft on the de
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher
+from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, Matcher
+from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
 from outrider.rpc.messages import Open
 
 log = logging.getLogger(__name__)
@@ -32,28 +35,32 @@ class DraftGrammars:
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """`tokenizer` is a tokenizer.json, read with the first grammar; `vocab_size` is the width of the logits."""
-        self._read = tokenizer, vocab_size, tuple(eos_ids)
-        self._compiler: GrammarCompiler | None = None  # belongs to the thread
-        self._thread = ThreadPoolExecutor(1, "grammars")
+
+        def make() -> GrammarCompiler:
+            return GrammarCompiler(tokenizer.read_bytes(), vocab_size, eos_ids)
+
+        self._queue = GrammarQueue(make, num_threads=1)
 
     def open(self, request: Open) -> DraftGrammar | None:
-        """A request's, which is being compiled; None where it has none."""
+        """A request's, which is being compiled; None where it has none, or too many wait."""
         spec = spec_of(request)
-        return None if spec is None else DraftGrammar(self._thread.submit(self._compile, spec, request.output_ids))
+        if spec is None:
+            return None
+        try:
+            return DraftGrammar(self._queue.submit(spec, partial(_match, request.output_ids)))
+        except GrammarQueueFull as full:
+            log.info("drafts of a sequence leave its grammar alone: %s", full)
+            return None
 
     def close(self) -> None:
-        """Ends thread and processes."""
-        self._thread.shutdown(cancel_futures=True)
-        if self._compiler is not None:
-            self._compiler.close()
+        """Ends threads and processes."""
+        self._queue.close(wait=True)
 
-    def _compile(self, spec: GrammarSpec, output_ids: Sequence[int]) -> Matcher:
-        if self._compiler is None:
-            tokenizer, vocab_size, eos_ids = self._read
-            self._compiler = GrammarCompiler(tokenizer.read_bytes(), vocab_size, eos_ids)
-        matcher = self._compiler.compile(spec).matcher(output_ids)
-        matcher.try_mask()
-        return matcher
+
+def _match(output_ids: Sequence[int], compiled: CompiledGrammar, seconds: float) -> Matcher:
+    matcher = compiled.matcher(output_ids)
+    matcher.try_mask()
+    return matcher
 
 
 class DraftGrammar:
@@ -61,6 +68,7 @@ class DraftGrammar:
 
     def __init__(self, compiling: Future[Matcher]) -> None:
         self._compiling: Future[Matcher] | None = compiling
+        weakref.finalize(self, compiling.cancel)  # who is gone needs none
         self._matcher: Matcher | None = None
         self._missing: list[int] = []  # committed, and not the matcher's yet
 

@@ -76,6 +76,11 @@ class GrammarCompiler:
             raise GrammarError(str(found))
         return CompiledGrammar(self, found, spec.reasoning)
 
+    def knows(self, spec: GrammarSpec) -> bool:
+        """Whether `compile` has its answer at once."""
+        with self._lock:
+            return spec.kind is None or replace(spec, reasoning=None) in self._cached
+
     def close(self) -> None:
         """Ends the processes that try constraints out."""
         self._trials.close()

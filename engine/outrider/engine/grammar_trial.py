@@ -52,11 +52,18 @@ class Trials:
         except (OSError, TimeoutError):
             if process is not None:
                 process.end()
-            process, problem = None, TOO_SLOW
+            process, problem = self._next(), TOO_SLOW
         finally:
             self._idle.put(process)
         if problem is not None:
             raise GrammarError(problem)
+
+    def _next(self) -> _Process | None:
+        """One in the place of one that was ended: whoever asks next does not wait until it has started."""
+        try:
+            return _Process(self._tokenizer)
+        except (OSError, TimeoutError):
+            return None
 
     def close(self) -> None:
         """Ends the processes; to be called once none is at work."""

@@ -320,6 +320,8 @@ class TargetEngine:
         self._fail(target, Unavailable("no step runs on this target; see the log", reason="NO_STEP_RUNS"))
 
     def _remove(self, target: TargetSequence) -> None:
+        if target.waits_for is not None:
+            target.waits_for.cancel()
         self.scheduler.remove(target)
         self._work.remove(target.key, self._clock())
 

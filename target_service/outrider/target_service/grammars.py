@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher
+from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, Matcher
+from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
 from outrider.engine.sampler import SamplingRows
 from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
 from outrider.engine.token_tree import path_to
-from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, Violation
+from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Violation
 from outrider.rpc.logs import of
 from outrider.rpc.messages import Open
 from outrider.target_service.draft_buffer import Window
@@ -49,7 +51,7 @@ class Grammars:
         pin_memory: bool = False,
     ) -> None:
         self.compiler = compiler
-        self._compile_pool = compile_pool or ThreadPoolExecutor(2, "grammar-compile")
+        self._queue = GrammarQueue(lambda: compiler, pool=compile_pool)
         self._mask_pool = mask_pool or ThreadPoolExecutor(min(8, os.cpu_count() or 1), "grammar-masks")
         self._patience_s = patience_s
         self._pin_memory = pin_memory
@@ -61,10 +63,13 @@ class Grammars:
         self.mask_seconds = self.wait_seconds = 0.0
 
     def open(self, target: TargetSequence) -> None:
-        """Starts to compile what a new sequence asks for, if anything."""
+        """Starts to compile what a new sequence asks for, if anything. Raises ResourceExhausted where too many wait."""
         spec = spec_of(target)
         if spec is not None:
-            target.waits_for = self._compile_pool.submit(self._compile, spec, target.open)
+            try:
+                target.waits_for = self._queue.submit(spec, partial(self._match, target.open))
+            except GrammarQueueFull as full:
+                raise ResourceExhausted(str(full), reason="BUSY", retry_after_ms=full.wait_ms) from full
 
     def resume(self, target: TargetSequence, now: float) -> OutriderError | None:
         """Lets a waiting sequence go on once what it waits for is there; why it cannot, if so."""
@@ -82,6 +87,7 @@ class Grammars:
             self.num_refused += 1
             return error
         except GrammarError as error:
+            self.num_refused += target.sampler.constraint is None  # else it is of masks
             return refused(str(error))
         except Exception:
             log.exception("the constraint of sequence %d failed", target.open.sequence_id, extra=of(target.open))
@@ -131,9 +137,8 @@ class Grammars:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
         self._mask_pool.shutdown(wait=False, cancel_futures=True)
-        self.compiler.close()
 
     def _rows(self, count: int) -> Tensor:
         if len(self._buffer) < count:
@@ -141,12 +146,8 @@ class Grammars:
             self._buffer = torch.empty(shape, dtype=torch.int32, pin_memory=self._pin_memory)
         return self._buffer[:count]
 
-    def _compile(self, spec: GrammarSpec, request: Open) -> tuple[Matcher, float]:
-        started = time.perf_counter()
-        try:
-            compiled = self.compiler.compile(spec)
-        except GrammarError as error:
-            raise refused(str(error)) from error
+    def _match(self, request: Open, compiled: CompiledGrammar, seconds: float) -> tuple[Matcher, float]:
+        started = time.perf_counter() - seconds
         try:
             matcher = compiled.matcher(request.output_ids)
             matcher.forced(1)  # finds out here whether that is slow

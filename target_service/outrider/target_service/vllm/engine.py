@@ -22,6 +22,7 @@ from outrider.rpc.errors import (
     Internal,
     InvalidArgument,
     OutriderError,
+    ResourceExhausted,
     Unavailable,
     Violation,
 )
@@ -240,7 +241,7 @@ class VllmEngine:
         try:
             grammar = None
             if self._grammars is not None and message.sampling.structured_output is not None:
-                grammar = await asyncio.to_thread(self._grammars.params_of, message)
+                grammar = await self._grammars.params_of(message)
             params = sampling_of(message, self.limits.eos_ids, sequence.number, self.is_streamed, grammar)
             made = self._llm.generate(
                 prompt_of(message), params, f"outrider-{sequence.number}", priority=message.priority
@@ -256,7 +257,7 @@ class VllmEngine:
                     "the request ended, and its last commit did not come; see the log", reason="COMMIT_LOST"
                 )
                 self._loop.call_later(LAST_COMMIT_S, self._fail, sequence, lost)
-        except InvalidArgument as error:
+        except (InvalidArgument, ResourceExhausted) as error:
             self._fail(sequence, error)
         except Exception as error:
             if isinstance(error, refusals()):

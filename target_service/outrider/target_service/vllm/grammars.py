@@ -3,14 +3,17 @@ vLLM's backend allows the same texts as our engine, since a stream may move betw
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec
+from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec
+from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
 from outrider.engine.grammar_source import schema_object
 from outrider.engine.structural_tag import lark_of
-from outrider.rpc.errors import InvalidArgument, Violation
+from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import StructuredOutput
 
@@ -18,35 +21,41 @@ FIELD = "sampling.structured_output"
 
 
 class VllmGrammars:
-    """Of one tokenizer; thread-safe."""
+    """Of one tokenizer, for one event loop."""
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Raises GrammarError for a tokenizer that does not say its tokens' bytes."""
-        self._compiler = GrammarCompiler(tokenizer_json, vocab_size, eos_ids)
+        compiler = GrammarCompiler(tokenizer_json, vocab_size, eos_ids)
+        self._queue = GrammarQueue(lambda: compiler)
         added = json.loads(tokenizer_json).get("added_tokens") or []
         self._special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
 
-    def params_of(self, message: Open) -> Any:
-        """vLLM's StructuredOutputsParams, of a constraint that compiles and fits what was generated before; to be
-        called where it holds up nobody. Raises InvalidArgument."""
+    async def params_of(self, message: Open) -> Any:
+        """vLLM's StructuredOutputsParams, of a constraint that compiles and fits what was generated before. Raises
+        InvalidArgument, or ResourceExhausted where too many wait."""
         constraint = message.sampling.structured_output
         spec = GrammarSpec.of(constraint, None)
         if constraint is None or spec is None:
             return None
         try:
-            compiled = self._compiler.compile(spec)
+            await asyncio.wrap_future(self._queue.submit(spec, partial(_check, message.output_ids)))
         except GrammarError as error:
             raise InvalidArgument.of([Violation(FIELD, str(error))]) from error
-        try:
-            compiled.matcher(message.output_ids)
-        except GrammarError as error:
-            problem = f"does not fit {FIELD}: {error}; allowed: what it generated"
-            raise InvalidArgument.of([Violation("open.output_ids", problem)]) from error
+        except GrammarQueueFull as full:
+            raise ResourceExhausted(str(full), reason="BUSY", retry_after_ms=full.wait_ms) from full
         return structured_outputs_of(constraint, self._special_ids)
 
     def close(self) -> None:
         """Ends the processes in which constraints are tried."""
-        self._compiler.close()
+        self._queue.close()
+
+
+def _check(output_ids: Sequence[int], compiled: CompiledGrammar, seconds: float) -> None:
+    try:
+        compiled.matcher(output_ids)
+    except GrammarError as error:
+        problem = f"does not fit {FIELD}: {error}; allowed: what it generated"
+        raise InvalidArgument.of([Violation("open.output_ids", problem)]) from error
 
 
 def structured_outputs_of(constraint: StructuredOutput, special_ids: dict[str, int]) -> Any:
