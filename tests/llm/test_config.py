@@ -131,6 +131,7 @@ def test_the_method_follows_from_the_model(tmp_path: Path) -> None:
     assert method("[ngram]") == method("ngram") == "ngram"
     assert method(tmp_path) == "draft_model"
     assert method("org/EAGLE-Model-8B") == "eagle" and method("org/EAGLE3-Model") == "eagle3"
+    assert method("org/Model-P-EAGLE") == method("org/Model-speculator.peagle") == "eagle3"
     assert (
         method("package.module.Proposer") == "package.module.Proposer" and method("org/Model-3.1-8B") == "draft_model"
     )
@@ -160,6 +161,31 @@ def test_heads_say_how_many_tokens_they_predict(tmp_path: Path) -> None:
         SpeculativeConfig(method="eagle", model="x")
 
 
+def speculators(proposal_methods: Any, kind: str = "eagle3") -> dict[str, Any]:
+    return {"speculators_model_type": kind, "speculators_config": {"proposal_methods": proposal_methods}}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle"])
+def test_a_folder_of_speculators_says_how_many_tokens_to_draft(kind: str, tmp_path: Path) -> None:
+    said = speculators([{"proposal_type": "greedy", "speculative_tokens": 5}, {"speculative_tokens": 3}], kind)
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert SpeculativeConfig(model=str(tmp_path)).num_speculative_tokens == 5
+    (tmp_path / "config.json").write_text(json.dumps(speculators([{"speculative_tokens": 129}], kind)))
+    with pytest.raises(ValueError, match="num_speculative_tokens must be 1 to 128, got 129"):
+        SpeculativeConfig(model=str(tmp_path))
+    for given in (2, 7):  # it is no limit, and more need not be a multiple
+        assert SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=given).num_speculative_tokens == given
+
+
+@pytest.mark.parametrize(
+    "said", [None, {}, "x", [], ["x"], [{}], [{"speculative_tokens": 0}], [{"speculative_tokens": True}]]
+)
+def test_a_folder_of_speculators_that_does_not_say_it(said: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(speculators(said)))
+    with pytest.raises(ValueError, match="num_speculative_tokens is needed"):
+        SpeculativeConfig(model=str(tmp_path))
+
+
 def test_a_head_is_located_beside_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub id says nothing before its folder is there; without `model` mtp is of the target's own checkpoint."""
     from outrider.llm import config as module
@@ -186,6 +212,15 @@ def test_a_head_is_located_beside_its_target(tmp_path: Path, monkeypatch: pytest
         located({}, method="mtp")
     with pytest.raises(ValueError, match="there is no folder /no/such"):
         SpeculativeConfig(method="medusa", model="/no/such", num_speculative_tokens=3).located(tmp_path)
+    proposed = speculators([{"speculative_tokens": 7}], "peagle")
+    for name in ("org/Model-speculator.eagle3", "org/Model-speculator.peagle"):
+        assert located(proposed, model=name) == ("eagle3", 7, tmp_path)
+        with pytest.raises(ValueError, match="num_speculative_tokens is needed"):
+            located({}, model=name)
+    for said, is_parallel in ((proposed, True), (speculators([]), False)):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        config = SpeculativeConfig(model=tmp_path, num_speculative_tokens=4).located(tmp_path)
+        assert config.parallel_drafting is is_parallel  # vLLM has to be told
     lookup = SpeculativeConfig(**NGRAM)
     assert lookup.located(tmp_path) is lookup
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from llm.test_llm import QUIET, ids_of, metrics_of, prompts_of
-from support.heads import LAYOUTS, SHAPES, random_head_of, save_head, save_mimo
+from support.heads import LAYOUTS, SHAPES, in_speculators, random_head_of, save_head, save_mimo
 from support.pairs import VOCAB, TinyPair, greedy_ids
 
 from outrider.llm import LLM, SamplingParams
@@ -173,6 +173,13 @@ def test_a_length_that_the_checkpoint_gives(tiny_pair: TinyPair, head_of: Callab
     with started(tiny_pair, head_of("mlp_speculator"), speculative={"num_speculative_tokens": None}) as made:
         made.generate(prompts_of(1), SamplingParams(temperature=0, max_tokens=8), **QUIET)
         assert len(metrics_of(made)["num_accepted_tokens_per_pos"].values) == 4  # n_predict
+
+
+def test_a_folder_of_speculators_says_all(tiny_pair: TinyPair, tmp_path: Path, plainly: list[Any]) -> None:
+    folder = in_speculators(random_head_of(tiny_pair.target, "p-eagle", tmp_path), "peagle", k=3)
+    with started(tiny_pair, folder, speculative={"num_speculative_tokens": None}) as made:
+        assert told(made) == plainly
+        assert len(metrics_of(made)["num_accepted_tokens_per_pos"].values) == 3
 
 
 def test_a_head_that_is_not_what_is_said(tiny_pair: TinyPair, head_of: Callable[[str], Path], tmp_path: Path) -> None:

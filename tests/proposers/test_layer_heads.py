@@ -75,7 +75,8 @@ class Layout:
         embedded = self.embeddings[ids]
         normed, residual = self.enter(embedded, states)
         hidden = self.through(normed, residual, self.layer)
-        for index in range(1, self.config["num_hidden_layers"] if "layers.1.mlp.up_proj.weight" in self.tensors else 1):
+        said = self.config.get("transformer_layer_config", self.config)["num_hidden_layers"]
+        for index in range(1, said if "layers.1.mlp.up_proj.weight" in self.tensors else 1):
             normed = norm(hidden, self.tensors[f"layers.{index}.input_layernorm.weight"])
             hidden = self.through(normed, hidden, f"layers.{index}.")
         return self.leave(hidden)
@@ -135,8 +136,11 @@ def target() -> TargetWeights:
 
 
 class Eagle(Layout):
+    fc = "fc"
+
     def enter(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        joined = F.linear(torch.cat([embedded, state], -1), self.tensors["fc.weight"], self.tensors.get("fc.bias"))
+        weights = self.tensors[f"{self.fc}.weight"], self.tensors.get(f"{self.fc}.bias")
+        joined = F.linear(torch.cat([embedded, state], -1), *weights)
         return joined, joined
 
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +156,13 @@ def eagle(bias: bool) -> Layout:
     return Eagle(CONFIG | {"architectures": ["EagleLlamaForCausalLM"]}, tensors, own, "layers.0.", (LAYERS,))
 
 
+class SpeculatorsEagle(Eagle):
+    fc = "fusion_fc"
+
+
 class Eagle3(Layout):
+    norms_residual = False  # where its config.json does not say
+
     @property
     def embeddings(self) -> Tensor:
         return self.tensors.get("embed_tokens.weight", self.target.embeddings)
@@ -169,7 +179,8 @@ class Eagle3(Layout):
     def enter(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         normed = norm(state, self.tensors[f"{self.layer}hidden_norm.weight"])
         token = norm(embedded, self.tensors[f"{self.layer}input_layernorm.weight"])
-        return torch.cat([token, normed], -1), normed if self.config.get("norm_before_residual") else state
+        norms_residual = self.config.get("norm_before_residual", self.norms_residual)
+        return torch.cat([token, normed], -1), normed if norms_residual else state
 
     def leave(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         normed = norm(hidden, self.tensors["norm.weight"])
@@ -216,15 +227,48 @@ def p_eagle() -> Layout:
     return found
 
 
-def speculators(**options: Any) -> Layout:
-    """The same as the library of that name saves it: the layer's configuration apart."""
-    found = eagle3("layers.0.", own_embeddings=True, **options)
-    layer = {name: found.config.pop(name) for name in CONFIG}
-    found.config |= {
-        "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "model_type": "speculators",
-        "transformer_layer_config": layer, "speculators_config": {"algorithm": "eagle3"}, "target_hidden_size": None,
+def in_speculators(layout: Layout, kind: str, **own: Any) -> Layout:
+    """As the library of that name saves it: the layer's configuration apart."""
+    names = CONFIG.keys() & layout.config.keys()
+    layer = {name: layout.config.pop(name) for name in sorted(names)}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    layout.config |= own | {
+        "speculators_model_type": kind, "speculators_version": "0.5.0", "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
+        },
     }  # fmt: skip
+    return layout
+
+
+def speculators_eagle(fusion_bias: bool) -> Layout:
+    """EAGLE's there, without the target's embeddings."""
+    plain = eagle(fusion_bias)
+    renamed = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+    tensors = {
+        prefix + name.removeprefix(old): tensor
+        for old, prefix in renamed.items()
+        for name, tensor in plain.tensors.items()
+        if name.startswith(old)
+    }
+    found = SpeculatorsEagle(plain.config, tensors, plain.target, "transformer.", plain.taps)
+    said = {"architectures": ["EagleSpeculator", "LlamaDecoderLayer"], "layernorms": False, "fusion_bias": fusion_bias}
+    return in_speculators(found, "eagle", **said, transformer_layer_architecture="LlamaDecoderLayer")
+
+
+def speculators_eagle3(**options: Any) -> Layout:
+    found = eagle3("layers.0.", own_embeddings=True, **options)
+    found = in_speculators(found, "eagle3", architectures=["Eagle3Speculator"], target_hidden_size=None)
+    found.norms_residual = True  # type: ignore[attr-defined]
     return found
+
+
+def speculators_p_eagle() -> Layout:
+    found = p_eagle()
+    del found.config["parallel_drafting"], found.config["pard_token"]
+    found.tensors["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)  # trained on
+    return in_speculators(found, "peagle", architectures=["PEagleSpeculator"], mask_token_id=7)
 
 
 class Mtp(Layout):
@@ -264,8 +308,13 @@ LAYOUTS = {
     "eagle3 norm_before_residual": lambda: eagle3(norm_before_residual=True),
     "eagle3.1": lambda: eagle3(fc_norm=True, norm_output=True, eagle_aux_hidden_state_layer_ids=[1, 3, 4]),
     "eagle3 norm_before_fc": lambda: eagle3(eagle_config={"use_aux_hidden_state": True}, norm_before_fc=True),
-    "speculators": lambda: speculators(norm_before_residual=True, norm_output=True),
     "eagle3 of layers": p_eagle,
+    "eagle of speculators": lambda: speculators_eagle(fusion_bias=False),
+    "eagle of speculators with a bias": lambda: speculators_eagle(fusion_bias=True),
+    "eagle3 of speculators": lambda: speculators_eagle3(norm_before_residual=False, norm_before_fc=True),
+    "eagle3 of speculators by default": speculators_eagle3,
+    "eagle3.1 of speculators": lambda: speculators_eagle3(fc_norm=True, norm_output=True, norm_before_residual=True),
+    "eagle3 of speculators of layers": speculators_p_eagle,
     "mtp": mtp,
 }
 
@@ -274,7 +323,7 @@ LAYOUTS = {
 def test_drafts_over_rounds_are_those_written_out(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]()
     head = load_head(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
-    assert head.name == name.split(".")[0].split()[0].replace("speculators", "eagle3") and head.taps == layout.taps
+    assert head.name == name.split(".")[0].split()[0] and head.taps == layout.taps
     cache = KVCache.allocate(head.layers, 9, torch.float32, "cpu", BLOCK)
     text = torch.randint(0, VOCAB, (30,)).tolist()
     features = torch.randn(30, len(head.taps), HIDDEN)  # of every position, as the target gives them
@@ -295,9 +344,10 @@ def test_drafts_over_rounds_are_those_written_out(name: str, tmp_path: Path) -> 
         known = committed
 
 
-def test_a_parallel_head_drafts_all_in_one_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["eagle3 of layers", "eagle3 of speculators of layers"])
+def test_a_parallel_head_drafts_all_in_one_pass(name: str, tmp_path: Path) -> None:
     """Beside a sequence that drafts nothing; later rows take the places of the masks."""
-    layout = p_eagle()
+    layout = LAYOUTS[name]()
     head = load_head(layout.save(tmp_path), layout.target, torch.float32, torch.device("cpu"))
     assert head.mask is not None and head.mask.token_id == 7
     cache = KVCache.allocate(head.layers, 9, torch.float32, "cpu", BLOCK)
@@ -367,9 +417,22 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     )
     refused(eagle3(num_hidden_layers=17), UnsupportedModel, "17 layers .*allowed: 1 to 16")
     refused(eagle3(num_hidden_layers=2), WrongCheckpoint, "no tensor layers.1.input_layernorm.weight or")
-    refused(eagle3(parallel_drafting=True), WrongCheckpoint, "parallel_drafting: there is no mask token; allowed: pard")
+    no_mask = "pard_token, ptd_token_id, mask_token_id: none is there; allowed: the id of the mask token in one of them"
+    refused(eagle3(parallel_drafting=True), WrongCheckpoint, no_mask)
     refused(eagle3(parallel_drafting=True, pard_token=3), WrongCheckpoint, "no tensor mask_hidden")
     refused(eagle3(parallel_drafting=True, mask_token_id=VOCAB), WrongCheckpoint, "mask_token_id: is 60; allowed: 0 to")
+    broken = speculators_eagle(False)
+    broken.config["layernorms"] = True
+    refused(broken, UnsupportedModel, "layernorms: is True; allowed: false")
+    broken = speculators_eagle(False)
+    broken.config["fusion_bias"] = True
+    refused(broken, WrongCheckpoint, "no tensor fc.bias or model.fc.bias or fusion_fc.bias")
+    broken = speculators_p_eagle()
+    broken.config["mask_token_id"] = None
+    refused(broken, WrongCheckpoint, no_mask)
+    broken = speculators_p_eagle()
+    del broken.tensors["mask_hidden"]
+    refused(broken, WrongCheckpoint, "no tensor mask_hidden")
     broken = eagle3()
     del broken.tensors["midlayer.hidden_norm.weight"]
     refused(broken, WrongCheckpoint, "no tensor layers.0.hidden_norm.weight or")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from outrider.proposers import registry
 from outrider.proposers.base import SequenceContext
 from outrider.proposers.heads import loading
 from outrider.proposers.ngram import NgramProposer
-from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS, MethodSettings, make_proposer, method_of
+from outrider.proposers.registry import HEADS, METHODS, TOKEN_METHODS, MethodSettings, head_of, make_proposer, method_of
 
 OWN = "support.methods.LastToken"
 
@@ -37,6 +38,20 @@ def test_a_row_is_what_its_factory_makes(name: str) -> None:
 def test_the_heads_are_those_that_load() -> None:
     assert HEADS.keys() == loading.HEADS.keys() and not HEADS.keys() & METHODS.keys()
     assert all(method_of(name) is row and row.load() is loading.load_head for name, row in HEADS.items())
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"speculators_model_type": "eagle", "architectures": ["EagleSpeculator", "LlamaDecoderLayer"]}, "eagle"),
+        ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "eagle3"),
+        ({"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}, "eagle3"),
+        ({"architectures": ["PeagleLlamaForCausalLM"]}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, None),
+    ],
+)
+def test_a_head_is_told_by_its_config(config: dict[str, Any], method: str | None) -> None:
+    assert head_of(config) == method
 
 
 @pytest.mark.parametrize("name", TOKEN_METHODS)

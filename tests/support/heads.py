@@ -59,6 +59,22 @@ def random_head_of(target: Path, method: str, folder: Path, seed: int = 0) -> Pa
     )
 
 
+def in_speculators(folder: Path, kind: str, k: int) -> Path:
+    """An EAGLE-3 or P-EAGLE head's folder, with its config.json as the library of that name writes it."""
+    said = json.loads((folder / "config.json").read_text())
+    own = {"eagle_aux_hidden_state_layer_ids": said.pop("eagle_aux_hidden_state_layer_ids")}
+    if said.pop("parallel_drafting", False):
+        own["mask_token_id"] = said.pop("ptd_token_id")
+    said.pop("architectures")
+    own |= {
+        "speculators_model_type": kind,
+        "transformer_layer_config": said,
+        "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": k}]},
+    }
+    (folder / "config.json").write_text(json.dumps(own))
+    return folder
+
+
 def save_mimo(folder: Path, tokenizer_of: Path) -> Path:
     """A tiny target whose checkpoint brings an MTP layer, as MiMo's do."""
     own = save_tiny(folder, family="qwen2", vocab_size=4096)

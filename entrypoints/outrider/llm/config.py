@@ -24,6 +24,7 @@ from outrider.llm.validation import (
     Unsupported,
     fixed_fields,
     integer,
+    is_int,
     must_be,
     one_of,
     plain_errors,
@@ -33,6 +34,7 @@ from outrider.proposers.registry import (
     CHOICES,
     HEADS,
     METHODS,
+    drafts_at_once,
     head_of,
     is_class,
     list_problem,
@@ -40,7 +42,7 @@ from outrider.proposers.registry import (
     needs_model,
     split_methods,
 )
-from outrider.rpc.hub import locate
+from outrider.rpc.hub import is_hub_id, locate
 from outrider.rpc.messages import MAX_DRAFT_TOKENS
 from outrider.rpc.sampling_params import AcceptanceRule
 
@@ -60,8 +62,10 @@ MISSING = {
 }
 WORDS = {  # in the names of checkpoints, in the order in which they are looked for
     "eagle3": "eagle3",
-    "eagle": "eagle-",
-    "mlp_speculator": "-accelerator",
+    "peagle": "eagle3",
+    "p-eagle": "eagle3",
+    "eagle-": "eagle",
+    "-accelerator": "mlp_speculator",
     "dflash": "dflash",
 }
 CUSTOM_CLASS = "custom_class"  # `model` then names the class
@@ -105,7 +109,7 @@ def method_of_model(model: str | Path) -> str:
     config = _checkpoint(model)
     if head := head_of(config):
         return head
-    for name, word in WORDS.items():
+    for word, name in WORDS.items():
         said_by_config = config.get("model_type") and name == "mlp_speculator"
         if word in Path(model).name.lower() and not said_by_config:
             return name
@@ -127,6 +131,14 @@ def _checkpoint(model: str | Path | None) -> dict[str, Any]:
         return {}
     read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return read
+
+
+def _proposed_tokens(config: Mapping[str, Any]) -> int | None:
+    """How many tokens to draft by a config.json of speculators: by the first way that it names, as vLLM reads it."""
+    match config:
+        case {"speculators_config": {"proposal_methods": [{"speculative_tokens": k}, *_]}} if is_int(k) and k >= 1:
+            return int(k)
+    return None
 
 
 def _model(value: object) -> object:
@@ -292,8 +304,8 @@ class SpeculativeConfig:
             )
 
     def located(self, target: Path, trust_remote_code: bool = False) -> SpeculativeConfig:
-        """With the folder in place of a hub id, and what is said there: the method, where it was not given, and how
-        many tokens a head predicts. Raises ModelNotFound, ValueError."""
+        """With the folder in place of a hub id, and what is said there: the method, where it was not given, how many
+        tokens a head predicts, and whether in one pass. Raises ModelNotFound, ValueError."""
         if not needs_model(self.methods):
             return self
         folder = locate(str(self.model or target), trust_remote_code=trust_remote_code)
@@ -301,8 +313,10 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config: there is no folder {folder}; allowed: a folder, or a hub id (org/name)"
             )
-        found = None if self.is_method_given else head_of(_checkpoint(folder))
-        config = replace(self, model=folder, method=found or self.method)
+        said = _checkpoint(folder)
+        method = (None if self.is_method_given else head_of(said)) or self.method
+        is_parallel = self.parallel_drafting or (method == "eagle3" and drafts_at_once(said))
+        config = replace(self, model=folder, method=method, parallel_drafting=is_parallel)
         if config.num_speculative_tokens is None:
             raise ValueError(NO_K)
         config._require_tree()
@@ -335,7 +349,7 @@ class SpeculativeConfig:
 
     def _num_speculative_tokens(self) -> int | None:
         """k. Some methods have one of their own; heads say in their config.json how many tokens they predict (k is that
-        many, or a multiple)."""
+        many, or a multiple), or how many to draft. A hub id says nothing before its folder is there."""
         k = self.num_speculative_tokens
         if self.speculative_token_tree is not None:
             return k or len(TokenTree.parse(self.speculative_token_tree))
@@ -347,7 +361,9 @@ class SpeculativeConfig:
             if k is not None and k > n_predict and k % n_predict:
                 raise ValueError(f"num_speculative_tokens={k} must be divisible by the draft's n_predict={n_predict}")
             k = k or n_predict
-        if k is None and self.method not in (MTP, "mlp_speculator"):  # whose checkpoints say it
+        k = k or _proposed_tokens(said)
+        is_to_come = self.method in (MTP, "mlp_speculator")  # whose checkpoints say it
+        if k is None and not is_to_come and not (self.head and is_hub_id(str(self.model))):
             raise ValueError(NO_K)
         return k
 

@@ -144,23 +144,33 @@ MethodNames = Annotated[
 ]
 
 
+PEAGLE = "peagle"  # what speculators and vLLM call a P-EAGLE head: an EAGLE-3 one that drafts all tokens in one pass
+
+
 def head_of(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
     """The method of a head by its config.json and the names of its tensors; None for what is no head. The layouts tell
     it in many ways: by model_type, by the architecture's name, by a field or a tensor that no other has."""
     for said in (config.get("speculators_model_type"), config.get("model_type")):
+        if said == PEAGLE:
+            return "eagle3"
         if said in HEADS:
             return str(said)
     if str(config.get("model_type")).endswith("_mtp"):
         return "mtp"
     architecture = " ".join(config.get("architectures") or ()).lower()
-    for method in ("eagle3", "eagle"):
-        if method in architecture:
+    for word, method in (("eagle3", "eagle3"), (PEAGLE, "eagle3"), ("eagle", "eagle")):
+        if word in architecture:
             return method
     fields = {"medusa_num_heads": "medusa", "num_nextn_predict_layers": "mtp"}
     found = next((method for field, method in fields.items() if config.get(field)), None)
     if found is None and ("d2t" in names or any("midlayer." in name for name in names)):
         return "eagle3"
     return "eagle" if found is None and "fc.weight" in names else found
+
+
+def drafts_at_once(config: Mapping[str, Any]) -> bool:
+    """Whether a head's config.json says that it drafts all tokens in one pass; P-EAGLE's do."""
+    return bool(config.get("parallel_drafting")) or config.get("speculators_model_type") == PEAGLE
 
 
 def is_class(name: str) -> bool:

@@ -4,7 +4,10 @@ EAGLE guesses the target's next hidden state: token and state are joined by `fc`
 result. EAGLE-3 guesses tokens alone: three of the target's layers are joined to a state, its layer attends to token and
 state side by side, and a head of its own gives the likelier part of the vocabulary (`d2t`: how far id i of it is from
 the target's id). EAGLE-3.1 (arXiv 2605.09992) norms each layer's states (`fc_norm`) and the state that is handed on
-(`norm_output`). P-EAGLE (arXiv 2602.01469) has several layers and drafts all tokens in one pass, behind masks."""
+(`norm_output`). P-EAGLE (arXiv 2602.01469) has several layers and drafts all tokens in one pass, behind masks.
+
+The library speculators keeps the layer's configuration apart, names EAGLE's tensors in its own way, and says by
+`speculators_model_type` that a head is P-EAGLE's."""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.models.base import WrongCheckpoint
+from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
 from outrider.proposers.heads.head import HeadReader, MaskRow, TargetWeights, check_ids
-from outrider.proposers.heads.layer import LayerHead, layer_config
+from outrider.proposers.heads.layer import LayerHead, layer_config, layer_fields
+from outrider.proposers.registry import drafts_at_once
 
 LAYER = ("layers.0.", "model.layers.0.", "midlayer.", "model.midlayer.")  # as it is named, by who saved it
-
-
+EAGLE_LAYER = (*LAYER, "transformer.")  # the last by speculators
 MOST_LAYERS = 16  # of EAGLE-3's: trained heads have one, P-EAGLE's up to four
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
 
@@ -31,14 +34,20 @@ class EagleHead(LayerHead):
     name = "eagle"
 
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
-        hidden = target.output.shape[1]
-        if config.get("hidden_size") != hidden:
-            raise WrongCheckpoint(f"hidden_size: is {config.get('hidden_size')}; allowed: the target's, {hidden}")
-        super().__init__(layer_config(config, target), reader, target, LAYER, hidden)
+        hidden, layer = target.output.shape[1], layer_fields(config)
+        if layer.get("hidden_size") != hidden:
+            raise WrongCheckpoint(f"hidden_size: is {layer.get('hidden_size')}; allowed: the target's, {hidden}")
+        if config.get("layernorms"):
+            raise UnsupportedModel(
+                f"layernorms: is {config['layernorms']}; allowed: false, since norms of the embeddings, of what "
+                "the layer takes and of what it gives are not computed"
+            )
+        super().__init__(layer_config(layer, target), reader, target, EAGLE_LAYER, hidden)
         self.taps = target.taps([target.num_layers])
         weight = reader.tensor((hidden, 2 * hidden), "fc.weight", "model.fc.weight", "fusion_fc.weight")
-        biases = [name for name in ("fc.bias", "model.fc.bias", "fusion_fc.bias") if name in reader]
-        self._fc = reader.product(weight, reader.tensor((hidden,), *biases) if biases else None)
+        biases = ("fc.bias", "model.fc.bias", "fusion_fc.bias")
+        has_bias = config.get("fusion_bias") or any(name in reader for name in biases)
+        self._fc = reader.product(weight, reader.tensor((hidden,), *biases) if has_bias else None)
         self._output = reader.product(target.output)
 
     def enter(self, embedded: Tensor, state: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +66,7 @@ class Eagle3Head(LayerHead):
     name = "eagle3"
 
     def __init__(self, config: Mapping[str, Any], reader: HeadReader, target: TargetWeights) -> None:
-        layer = dict(config.get("transformer_layer_config") or config)  # speculators keep it apart
-        parsed = layer_config(layer, target, MOST_LAYERS)
+        parsed = layer_config(layer_fields(config), target, MOST_LAYERS)
         hidden, of_target = parsed.hidden_size, target.output.shape[1]
         if (config.get("target_hidden_size") or of_target) != of_target:
             told = config["target_hidden_size"]
@@ -83,7 +91,8 @@ class Eagle3Head(LayerHead):
             reader.tensor((hidden,), *(name.format(part) for name in prefixed))
             for part in ("input_layernorm", "hidden_norm")
         )
-        self._norms_residual = bool(own.get("norm_before_residual", False))
+        by_default = own.get("speculators_model_type") == "eagle3"  # so vLLM reads these folders, and no others
+        self._norms_residual = bool(own.get("norm_before_residual", by_default))
         self._norms_output = bool(own.get("norm_output", False))
         self._norm = reader.tensor((hidden,), "norm.weight", "model.norm.weight")
         self._vocab_size = len(target.output)
@@ -96,11 +105,14 @@ class Eagle3Head(LayerHead):
             check_ids("d2t", self._ids, self._vocab_size)
 
     def _read_mask(self, config: Mapping[str, Any], reader: HeadReader, of_target: int) -> MaskRow | None:
-        if not config.get("parallel_drafting") and "mask_hidden" not in reader:
+        if not drafts_at_once(config) and "mask_hidden" not in reader:
             return None
         found = {name: config[name] for name in MASK_TOKENS if config.get(name) is not None}
         if not found:
-            raise WrongCheckpoint(f"parallel_drafting: there is no mask token; allowed: {' or '.join(MASK_TOKENS)}")
+            raise WrongCheckpoint(
+                f"{', '.join(MASK_TOKENS)}: none is there; allowed: the id of the mask token in one of them, of a head "
+                "that drafts all tokens in one pass"
+            )
         name, token_id = next(iter(found.items()))
         if not 0 <= int(token_id) < len(self._embeddings):
             raise WrongCheckpoint(f"{name}: is {token_id}; allowed: 0 to {len(self._embeddings) - 1}")

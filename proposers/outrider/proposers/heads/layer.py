@@ -100,6 +100,12 @@ class LayerHead(ABC):
         return rms_norm(x, weight, self.config.rms_norm_eps)
 
 
+def layer_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a head's config.json says of its layers: speculators keeps it apart."""
+    found: Mapping[str, Any] = config.get("transformer_layer_config") or config
+    return found
+
+
 def layer_config(config: Mapping[str, Any], target: TargetWeights, most_layers: int = 1) -> DecoderConfig:
     """Of a head's layers, by the words of a decoder's config.json; as long as the target's context. Raises
     UnsupportedModel."""
