@@ -142,6 +142,8 @@ def test_the_method_follows_from_the_model(tmp_path: Path) -> None:
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]})
     )
     assert method(tmp_path) == "eagle3"
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash", "architectures": ["Draft"]}))
+    assert method(tmp_path) == "dflash"
     for read in (SpeculativeConfig.supported, speculation_options):
         with pytest.warns(DeprecationWarning, match="qwen3_next_mtp"):
             assert read({"method": "qwen3_next_mtp"}).method == "mtp"  # type: ignore[operator]

@@ -109,6 +109,8 @@ def method_of_model(model: str | Path) -> str:
     config = _checkpoint(model)
     if head := head_of(config):
         return head
+    if (said := config.get("speculators_model_type")) in MISSING:
+        return str(said)
     for word, name in WORDS.items():
         said_by_config = config.get("model_type") and name == "mlp_speculator"
         if word in Path(model).name.lower() and not said_by_config:
