@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc.channel import connect, dial_target, listen_target
 from outrider.rpc.errors import InvalidArgument, Unavailable
-from outrider.rpc.server import MAX_WATCHES, HealthMonitor, build_server, serve_until_signal
+from outrider.rpc.server import MAX_WATCHES, HealthMonitor, Server, build_server, serve_until_signal
 from outrider.v1 import target_pb2, target_pb2_grpc
 
 SERVICE = "outrider.v1.TargetService"
@@ -195,6 +196,58 @@ async def test_a_connection_of_age_takes_no_new_calls_and_loses_none() -> None:
         assert not watch.done()
         watch.cancel()
     await server.stop()
+
+
+METHOD = f"/{SERVICE}/GetTargetInfo"
+
+
+@asynccontextmanager
+async def echoing(**options: Any) -> AsyncIterator[Server]:
+    """A server whose one method gives back the bytes that it is given."""
+
+    async def echo(request: bytes, context: Any) -> bytes:
+        return request
+
+    def register(server: Any) -> None:
+        handler = grpc.unary_unary_rpc_method_handler(echo)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"GetTargetInfo": handler}),))
+
+    server = build_server("127.0.0.1:0", [SERVICE], register, **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def test_a_compressed_message_is_refused() -> None:
+    """However little it holds: what it would inflate to is not known."""
+    async with echoing() as server, grpc.aio.insecure_channel(server.address) as channel:
+        ask = channel.unary_unary(METHOD)
+        for algorithm in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await ask(bytes(1 << 10), compression=algorithm, timeout=30)
+            assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert await ask(bytes(1 << 10), timeout=30) == bytes(1 << 10)
+
+
+async def test_a_compressed_answer_is_refused() -> None:
+    """As of a draft that would have its gateways hold gigabytes."""
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        context.set_compression(grpc.Compression.Gzip)
+        await context.send_initial_metadata(())
+        return bytes(1 << 10)
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"GetTargetInfo": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="'gzip' is disabled"):
+            await channel.unary_unary(METHOD)(b"", timeout=30)
+    await server.stop(0)
 
 
 async def test_a_port_in_use_is_refused_and_unix_sockets_work(tmp_path: Path) -> None:

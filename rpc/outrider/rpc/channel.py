@@ -58,10 +58,15 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 ChannelOption = tuple[str, Any]
 
+# Of both ends, what is compressed is refused: gRPC bounds what comes over the wire, and some of its releases inflate a
+# message of a few KiB to gigabytes before they look at its length.
+NO_COMPRESSION: ChannelOption = ("grpc.compression_enabled_algorithms_bitset", 1)
+
 
 def channel_options() -> list[ChannelOption]:
     """The options of every client channel."""
     return [
+        NO_COMPRESSION,
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # Trailers hold an error's details; the default of 8 KiB is tight for many violations.

@@ -24,7 +24,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from outrider.rpc.channel import MAX_MESSAGE_BYTES, listen_target, with_port
+from outrider.rpc.channel import MAX_MESSAGE_BYTES, NO_COMPRESSION, listen_target, with_port
 from outrider.rpc.errors import NotFound, ResourceExhausted, Unavailable
 from outrider.rpc.interceptors import ErrorInterceptor
 from outrider.rpc.security import ServerTls
@@ -172,6 +172,7 @@ def server_options(
     aging = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
         *aging,
+        NO_COMPRESSION,
         # What a peer may make this process allocate. The gateway's clients need far less than a gateway's target.
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
