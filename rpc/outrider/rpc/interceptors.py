@@ -3,6 +3,7 @@ call that may not be made ends before its handler runs."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -12,19 +13,23 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, Violation
 from outrider.rpc.status import to_status, translate
 
 Handler = Callable[..., Any]
+_Take = Callable[[Any, Any], Awaitable[Any]]  # of gRPC's requests and the context: what a handler is given
 HANDLER_FACTORIES = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
     "unary_stream": grpc.unary_stream_rpc_method_handler,
     "stream_unary": grpc.stream_unary_rpc_method_handler,
     "stream_stream": grpc.stream_stream_rpc_method_handler,
 }
+MESSAGE_S = 30.0  # in which a call's one request has to come
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """Runs every handler inside `around`, and there reads a unary request: what it raises is seen."""
+    """Runs every handler inside `around`, and there reads a unary request: what it raises is seen, who may not call is
+    refused before it comes, and it is not waited for without end (gRPC would, and count the call all the while)."""
 
     def around(self, method: str, context: Any) -> AbstractAsyncContextManager[None]:
         """What a call of "/package.Service/Method" runs in."""
@@ -41,32 +46,50 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             return None
         kind = next(kind for kind in HANDLER_FACTORIES if getattr(handler, kind) is not None)
         read = handler.request_deserializer
-        read_here = (
-            read if read is not None and kind.startswith("unary") else None
-        )  # a stream's raises where it is read
-        wrapped = self._wrap(
-            getattr(handler, kind), str(handler_call_details.method), read_here or (lambda given: given)
+        requests, _, responses = kind.partition("_")
+        is_unary = requests == "unary"  # then gRPC is told of a stream, of which one message is read here
+        take = _one_request(read) if is_unary else _all_requests
+        wrapped = self._wrap(getattr(handler, kind), str(handler_call_details.method), take)
+        return HANDLER_FACTORIES[f"stream_{responses}"](
+            wrapped, None if is_unary else read, handler.response_serializer
         )
-        return HANDLER_FACTORIES[kind](wrapped, None if read_here else read, handler.response_serializer)
 
-    def _wrap(self, behavior: Handler, method: str, read: Handler) -> Handler:
+    def _wrap(self, behavior: Handler, method: str, take: _Take) -> Handler:
         # grpc.aio looks at the function's kind to choose how it is driven, so each kind gets a wrapper of its own.
         if inspect.isasyncgenfunction(behavior):
 
-            async def generate(request: Any, context: Any) -> AsyncGenerator[Any, None]:
+            async def generate(requests: Any, context: Any) -> AsyncGenerator[Any, None]:
                 async with self.around(method, context):
-                    async for response in behavior(read(request), context):
+                    async for response in behavior(await take(requests, context), context):
                         yield response
 
             return generate
         if inspect.iscoroutinefunction(behavior):
 
-            async def call(request: Any, context: Any) -> Any:
+            async def call(requests: Any, context: Any) -> Any:
                 async with self.around(method, context):
-                    return await behavior(read(request), context)
+                    return await behavior(await take(requests, context), context)
 
             return call
         raise TypeError(f"{method} has a handler that cannot be guarded: neither a coroutine nor a generator of one")
+
+
+def _one_request(read: Handler | None) -> _Take:
+    async def take(requests: Any, context: Any) -> Any:
+        try:
+            async with asyncio.timeout(MESSAGE_S):
+                message = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no request came within {MESSAGE_S:g} s", reason="NO_REQUEST") from None
+        if message is grpc.aio.EOF:
+            raise InvalidArgument.of([Violation("request", "does not come; allowed: one message")])
+        return message if read is None else read(message)
+
+    return take
+
+
+async def _all_requests(requests: Any, context: Any) -> Any:
+    return requests  # what one of these raises is raised where it is read
 
 
 class ErrorInterceptor(CallInterceptor):

@@ -1,0 +1,127 @@
+"""Calls whose request does not come, or is none: refused by who they are, ended in bounded time, told why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.rpc import interceptors
+from outrider.rpc.channel import connect
+from outrider.rpc.errors import OutriderError, PermissionDenied
+from outrider.rpc.interceptors import Gate
+from outrider.rpc.server import Server, build_server
+from outrider.rpc.status import from_rpc_error
+
+SERVICE = "outrider.v1.TargetService"
+KINDS = {"Echo": grpc.unary_unary_rpc_method_handler, "Repeat": grpc.unary_stream_rpc_method_handler}
+METHODS = pytest.mark.parametrize("method", [f"/{SERVICE}/{name}" for name in KINDS])
+
+
+@asynccontextmanager
+async def echoing(**options: Any) -> AsyncIterator[Server]:
+    """A server that gives back the bytes that it is given."""
+
+    async def echo(request: bytes, context: Any) -> bytes:
+        return request
+
+    async def repeat(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield request
+
+    handlers = {name: KINDS[name](handler) for name, handler in (("Echo", echo), ("Repeat", repeat))}
+
+    def register(server: Any) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    server = build_server("127.0.0.1:0", [SERVICE], register, **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+def half_open(channel: grpc.aio.Channel, method: str) -> Any:
+    """A call that sends its head, and no request."""
+    return channel.stream_stream(method)()
+
+
+async def answer(call: Any) -> bytes:
+    """The first message. Raises OutriderError."""
+    try:
+        async with asyncio.timeout(60):
+            message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    assert isinstance(message, bytes)
+    return message
+
+
+async def ask(channel: grpc.aio.Channel, method: str, request: bytes = b"x") -> bytes:
+    return await answer(channel.unary_stream(method)(request, timeout=30))
+
+
+async def refusal(call: Any) -> OutriderError:
+    with pytest.raises(OutriderError) as error:
+        await answer(call)
+    return error.value
+
+
+@METHODS
+async def test_calls_whose_request_does_not_come_make_room(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is full of them serves again, probes of health too."""
+    monkeypatch.setattr(interceptors, "MESSAGE_S", 0.5)
+    async with echoing(max_concurrent_rpcs=4) as server, connect(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for error in await asyncio.gather(*(refusal(half_open(channel, method)) for _ in range(4))):
+            assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "NO_REQUEST")
+        assert await ask(channel, method) == b"x"
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=30)).status
+
+
+@METHODS
+async def test_who_may_not_call_is_refused_before_its_request_comes(method: str) -> None:
+    async def check(method: str, context: Any) -> None:
+        raise PermissionDenied("shut")
+
+    async with echoing(interceptors=[Gate(check)]) as server, connect(server.address) as channel:
+        assert isinstance(await refusal(half_open(channel, method)), PermissionDenied)
+
+
+@METHODS
+async def test_a_call_without_a_request_is_told_so(method: str) -> None:
+    async with echoing() as server, connect(server.address) as channel:
+        call = half_open(channel, method)
+        await call.done_writing()
+        assert [violation.field for violation in (await refusal(call)).violations] == ["request"]
+
+
+@METHODS
+async def test_what_gives_a_call_up_early_is_no_error_here(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By a client that goes away before it has asked, and by gRPC, of a request beyond the bound."""
+    async with echoing(max_message_bytes=1024) as server, connect(server.address) as channel:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(20):
+                call = half_open(channel, method)
+                await asyncio.sleep(0.002)
+                call.cancel()
+                error = await refusal(channel.unary_stream(method)(bytes(2048), timeout=30))
+                assert (error.code, error.retry_after_ms) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 0)
+            assert await ask(channel, method) == b"x"
+        assert not caplog.records
+
+
+async def test_an_odd_second_request_is_not_read() -> None:
+    async with echoing() as server, connect(server.address) as channel:
+        call = half_open(channel, f"/{SERVICE}/Repeat")
+        for _ in range(2):
+            await call.write(b"x")
+        assert await answer(call) == b"x"
+        assert await asyncio.wait_for(call.read(), 4) is grpc.aio.EOF and await call.code() is grpc.StatusCode.OK
