@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.client.resume import may_repeat
 from outrider.rpc import interceptors
 from outrider.rpc.channel import connect
 from outrider.rpc.errors import OutriderError, PermissionDenied
@@ -48,9 +49,9 @@ async def echoing(**options: Any) -> AsyncIterator[Server]:
         await server.stop(0)
 
 
-def half_open(channel: grpc.aio.Channel, method: str) -> Any:
+def half_open(channel: grpc.aio.Channel, method: str, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
     """A call that sends its head, and no request."""
-    return channel.stream_stream(method)()
+    return channel.stream_stream(method)(metadata=metadata)
 
 
 async def answer(call: Any) -> bytes:
@@ -116,6 +117,56 @@ async def test_what_gives_a_call_up_early_is_no_error_here(method: str, caplog: 
                 assert (error.code, error.retry_after_ms) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 0)
             assert await ask(channel, method) == b"x"
         assert not caplog.records
+
+
+async def test_a_full_server_says_when_to_come_back_and_that_it_lives() -> None:
+    """To those who may call: others take nobody's place."""
+    method, known = f"/{SERVICE}/Echo", (("token", "known"),)
+
+    async def check(method: str, context: Any) -> None:
+        if method.startswith(f"/{SERVICE}/") and known[0] not in context.invocation_metadata():
+            raise PermissionDenied("shut")
+
+    async with echoing(max_concurrent_rpcs=2, interceptors=[Gate(check)]) as server, connect(server.address) as channel:
+        for _ in range(3):
+            assert isinstance(await refusal(half_open(channel, method)), PermissionDenied)
+        held = [half_open(channel, method, known) for _ in range(2)]
+        for _ in range(3):
+            error = await refusal(half_open(channel, method, known))
+            assert (error.reason, error.retry_after_ms) == ("TOO_MANY_CALLS", 1000) and may_repeat(error)
+        assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)).status
+        for call in held:
+            await call.write(b"x")
+            assert await answer(call) == b"x"
+            assert await call.read() is grpc.aio.EOF
+        call = half_open(channel, method, known)
+        await call.write(b"x")
+        assert await answer(call) == b"x"
+
+
+async def test_grpcs_own_refusal_of_too_many_calls_may_be_tried_again() -> None:
+    """It has no details; that of a message beyond the bound has none, too, and may not."""
+
+    async def wait(request: bytes, context: Any) -> bytes:
+        reached.set()
+        await asyncio.sleep(60)
+        return request
+
+    reached = asyncio.Event()
+    server = grpc.aio.server(maximum_concurrent_rpcs=1, options=[("grpc.max_receive_message_length", 100)])
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(wait)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        too_long = await refusal(channel.unary_stream(f"/{SERVICE}/Echo")(bytes(200), timeout=30))
+        assert too_long.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not may_repeat(too_long)
+        held = channel.unary_stream(f"/{SERVICE}/Echo")(b"x")
+        await reached.wait()
+        error = await refusal(channel.unary_stream(f"/{SERVICE}/Echo")(b"x", timeout=30))
+        assert (error.reason, error.retry_after_ms) == ("TOO_MANY_CALLS", 1000) and may_repeat(error)
+        held.cancel()
+    await server.stop(0)
 
 
 async def test_an_odd_second_request_is_not_read() -> None:

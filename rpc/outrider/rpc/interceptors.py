@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
-from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, Violation
-from outrider.rpc.status import to_status, translate
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Violation
+from outrider.rpc.status import FULL_RETRY_MS, to_status, translate
 
 Handler = Callable[..., Any]
 _Take = Callable[[Any, Any], Awaitable[Any]]  # of gRPC's requests and the context: what a handler is given
@@ -120,6 +120,31 @@ class Gate(CallInterceptor):
         """As the base's."""
         await self._check(method, context)
         yield
+
+
+class Crowd(CallInterceptor):
+    """Lets so many calls run at once, and tells others when to come back, before their requests come. Those of the
+    `beside` methods are always let in. It stands behind the gates: who may not call takes nobody's place."""
+
+    def __init__(self, most: int, beside: str) -> None:
+        self._most, self._beside = most, beside
+        self._num_running = 0
+
+    @asynccontextmanager
+    async def around(self, method: str, context: Any) -> AsyncIterator[None]:
+        """As the base's."""
+        if method.startswith(self._beside):
+            yield
+            return
+        if self._num_running >= self._most:
+            raise ResourceExhausted(
+                f"{self._most} calls run here; allowed: no more", reason="TOO_MANY_CALLS", retry_after_ms=FULL_RETRY_MS
+            )
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
 
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:

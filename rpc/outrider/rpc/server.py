@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, NO_COMPRESSION, listen_target, with_port
 from outrider.rpc.errors import NotFound, ResourceExhausted, Unavailable
-from outrider.rpc.interceptors import ErrorInterceptor
+from outrider.rpc.interceptors import Crowd, ErrorInterceptor
 from outrider.rpc.security import ServerTls
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ _SETTLE_S = 0.1
 _REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
 GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
+_MAX_BESIDE = 1024  # calls that are being refused, and probes, beside those that a server takes
 _MAX_PROBES = 64  # at once on an address of health alone
 MAX_WATCHES = 32
 LIVENESS = ""
@@ -239,10 +240,11 @@ def build_server(
     are their full names, for health and reflection. `health_address` serves health alone, besides, and in plaintext
     even beside TLS: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
     too. Unavailable if an address cannot be bound."""
+    crowd = Crowd(max_concurrent_rpcs, beside=f"/{_HEALTH_SERVICE}/")
     grpc_server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), *(() if tls is None else tls.interceptors()), *interceptors],
+        interceptors=[ErrorInterceptor(), *(() if tls is None else tls.interceptors()), *interceptors, crowd],
         options=server_options(max_message_bytes, reuse_port, max_connection_age_s),
-        maximum_concurrent_rpcs=max_concurrent_rpcs,  # above it: RESOURCE_EXHAUSTED, before a handler runs
+        maximum_concurrent_rpcs=max_concurrent_rpcs + _MAX_BESIDE,  # above it gRPC refuses, and says nothing of when
     )
     register(grpc_server)
     health = health or HealthMonitor(services)

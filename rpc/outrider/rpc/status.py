@@ -16,6 +16,7 @@ from outrider.rpc.errors import (
     DeadlineExceeded,
     InvalidArgument,
     OutriderError,
+    ResourceExhausted,
     Unavailable,
     Violation,
     make_error,
@@ -72,6 +73,8 @@ def from_status(status: status_pb2.Status) -> OutriderError:
     return make_error(status.code, status.message, reason=reason, retry_after_ms=retry_after_ms, violations=violations)
 
 
+FULL_RETRY_MS = 1000  # after which one that has too many calls may be asked again
+_FULL = "Concurrent RPC limit exceeded!"  # grpc.aio's words, where nothing says when to come back
 _WRITE_FAILED = "Internal error from Core"  # grpc.aio's words, put over the status that the peer ended the call with
 
 
@@ -88,6 +91,8 @@ def from_rpc_error(error: grpc.RpcError) -> OutriderError:
         details = "the request's time ran out"
     if code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED:
         return Unavailable("the peer ended the call while it was written to", reason="CALL_ENDED")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details == _FULL:  # others of its are no fault of the moment
+        return ResourceExhausted("the peer has too many calls", reason="TOO_MANY_CALLS", retry_after_ms=FULL_RETRY_MS)
     return make_error(code.value[0], details)
 
 
