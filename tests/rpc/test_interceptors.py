@@ -135,6 +135,9 @@ async def test_a_full_server_says_when_to_come_back_and_that_it_lives() -> None:
             error = await refusal(half_open(channel, method, known))
             assert (error.reason, error.retry_after_ms) == ("TOO_MANY_CALLS", 1000) and may_repeat(error)
         assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)).status
+        probes = [half_open(channel, "/grpc.health.v1.Health/Check") for _ in range(200)]
+        done, _ = await asyncio.wait([asyncio.ensure_future(call.code()) for call in probes[96:]], timeout=30)
+        assert {task.result() for task in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED} and len(done) == 104
         for call in held:
             await call.write(b"x")
             assert await answer(call) == b"x"

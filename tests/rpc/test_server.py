@@ -245,7 +245,7 @@ async def test_a_compressed_answer_is_refused() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with connect(f"127.0.0.1:{port}") as channel:
-        with pytest.raises(grpc.aio.AioRpcError, match="Compression algorithm .*gzip"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"Compression algorithm .*gzip"):
             await channel.unary_unary(METHOD)(b"", timeout=30)
     await server.stop(0)
 

@@ -123,28 +123,24 @@ class Gate(CallInterceptor):
 
 
 class Crowd(CallInterceptor):
-    """Lets so many calls run at once, and tells others when to come back, before their requests come. Those of the
-    `beside` methods are always let in. It stands behind the gates: who may not call takes nobody's place."""
+    """Lets so many calls run at once, and tells others when to come back, before their requests come. Those of methods
+    that begin with `beside` have room of their own. It stands behind the gates: who may not call takes nobody's."""
 
-    def __init__(self, most: int, beside: str) -> None:
-        self._most, self._beside = most, beside
-        self._num_running = 0
+    def __init__(self, most: int, beside: str, most_beside: int) -> None:
+        self._beside = beside
+        self._room = {False: most, True: most_beside}  # by whether they are beside
 
     @asynccontextmanager
     async def around(self, method: str, context: Any) -> AsyncIterator[None]:
         """As the base's."""
-        if method.startswith(self._beside):
-            yield
-            return
-        if self._num_running >= self._most:
-            raise ResourceExhausted(
-                f"{self._most} calls run here; allowed: no more", reason="TOO_MANY_CALLS", retry_after_ms=FULL_RETRY_MS
-            )
-        self._num_running += 1
+        kind = method.startswith(self._beside)
+        if not self._room[kind]:
+            raise ResourceExhausted("no room for another call", reason="TOO_MANY_CALLS", retry_after_ms=FULL_RETRY_MS)
+        self._room[kind] -= 1
         try:
             yield
         finally:
-            self._num_running -= 1
+            self._room[kind] += 1
 
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:

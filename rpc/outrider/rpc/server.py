@@ -39,9 +39,9 @@ _SETTLE_S = 0.1
 _REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
 GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
-_MAX_BESIDE = 1024  # calls that are being refused, and probes, beside those that a server takes
-_MAX_PROBES = 64  # at once on an address of health alone
+_MAX_PROBES = 64  # at once, on an address of health alone, too
 MAX_WATCHES = 32
+_MAX_BESIDE = 1024  # calls beside those that a server takes: probes, watches, and those that are being refused
 LIVENESS = ""
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
@@ -240,7 +240,7 @@ def build_server(
     are their full names, for health and reflection. `health_address` serves health alone, besides, and in plaintext
     even beside TLS: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
     too. Unavailable if an address cannot be bound."""
-    crowd = Crowd(max_concurrent_rpcs, beside=f"/{_HEALTH_SERVICE}/")
+    crowd = Crowd(max_concurrent_rpcs, f"/{_HEALTH_SERVICE}/", MAX_WATCHES + _MAX_PROBES)
     grpc_server = grpc.aio.server(
         interceptors=[ErrorInterceptor(), *(() if tls is None else tls.interceptors()), *interceptors, crowd],
         options=server_options(max_message_bytes, reuse_port, max_connection_age_s),
