@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.engines import slow_masks
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from outrider.engine import grammar_trial
 from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, Matcher, ReasoningSpec, num_words
+from outrider.engine.grammar_trial import TrialFailed, Trials
 from outrider.engine.token_masks import Constraint
 
 PADDING = 40  # logits above the tokenizer's ids
@@ -327,7 +331,7 @@ def test_who_comes_behind_a_hostile_constraint_waits_for_no_process(
 
         def ask(self, question: object, seconds: float) -> str | None:
             if isinstance(question, str) and "hostile" in question:
-                raise TimeoutError
+                raise GrammarError(grammar_trial.TOO_SLOW)
             return super().ask(question, seconds)
 
     monkeypatch.setattr(grammar_trial, "_Process", Watched)
@@ -340,6 +344,58 @@ def test_who_comes_behind_a_hostile_constraint_waits_for_no_process(
         assert compiler.compile(GrammarSpec("regex", "b")).matcher().constrains and len(started) == 2
     finally:
         compiler.close()
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
+    """As where the kernel has no memory for another process."""
+    start, failures = subprocess.Popen, [OSError(errno.ENOMEM, "no memory")]
+
+    def popen(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return start(*arguments, **options)
+
+    def prepare(trials: Trials) -> None:
+        trials.close()  # those that stand already
+        for _ in range(2):
+            trials._idle.put(None)
+        monkeypatch.setattr(grammar_trial.subprocess, "Popen", popen)
+
+    return prepare
+
+
+def is_killed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
+    """As by the kernel, which lacks memory, or by somebody."""
+
+    def prepare(trials: Trials) -> None:
+        while (process := trials._idle.get()) is None:
+            trials._idle.put(process)
+        process._process.kill()
+        trials._idle.put(process)  # the next to be asked
+
+    return prepare
+
+
+def has_no_processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
+    def prepare(trials: Trials) -> None:
+        monkeypatch.setattr(grammar_trial, "POLL_S", 0.0)
+        monkeypatch.setattr(grammar_trial, "WALL_TIMES", 0)
+
+    return prepare
+
+
+@pytest.mark.parametrize("fault", [fails_once, is_killed, has_no_processor])
+def test_what_keeps_a_constraint_from_being_tried_is_no_verdict(
+    compiler: GrammarCompiler, fault: Callable[[pytest.MonkeyPatch], Callable[[Trials], None]]
+) -> None:
+    """Nor is it remembered: the next who asks is served."""
+    spec = GrammarSpec("regex", f"once {fault.__name__}")
+    compiler.compile(GrammarSpec("regex", f"before {fault.__name__}"))
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)(compiler._trials)
+        with pytest.raises(TrialFailed):
+            compiler.compile(spec)
+    assert compiler.compile(spec).matcher().constrains
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(backend: Tokenizer) -> None:

@@ -29,6 +29,7 @@ from support.engines import (
 )
 from support.models import ascii_backend
 
+from outrider.engine.grammar_trial import TrialFailed
 from outrider.rpc.messages import Close, Credit, DraftTokens, Open, Reasoning
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, StructuredOutput
 from outrider.target_service.grammars import Grammars
@@ -266,6 +267,23 @@ class Late(AtOnce):
         for future, function, arguments in self.held or ():
             future.set_result(function(*arguments))
         self.held = None
+
+
+def test_a_constraint_that_could_not_be_tried_may_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no memory for it: no fault of the request's, which another target may serve."""
+    grammars, regex = grammars_at_once(), StructuredOutput(regex="never tried")
+    target = TargetHarness.of(target_model(), eos_ids=(GRAMMAR_EOS,), grammars=grammars)
+
+    def fail(source: str) -> None:
+        raise TrialFailed("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars.compiler._trials, "check", fail)
+        target.decode_plain(1, asked(1, regex))
+    (failure,) = target.failures(1)
+    assert failure.code == 14 and failure.reason == "CONSTRAINT_NOT_TRIED" and failure.retry_after_ms == 1000
+    assert target.decode_plain(2, asked(2, regex))
+    assert not target.failures(2)
 
 
 def test_masks_that_are_late_cost_their_own_sequence_time_and_nothing_else() -> None:

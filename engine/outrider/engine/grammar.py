@@ -56,7 +56,7 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Takes milliseconds, or 0.7 s where it is given up; to be called where that holds up nobody. Raises
-        GrammarError."""
+        GrammarError, and TrialFailed where another try may do."""
         if spec.reasoning is not None and not spec.reasoning.end_ids:
             raise GrammarError("reasoning.end_ids is empty; allowed: 1 or more ids")
         if spec.kind is None:

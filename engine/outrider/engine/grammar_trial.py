@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,11 @@ START_S = 60.0
 NUM_STEPS = 8  # masks that are tried
 MAX_MEMORY = 1 << 30  # bytes beside the tokenizer's
 TOO_SLOW = f"takes longer than {TRIAL_S:g} s to compile; allowed: a simpler one"
+TOO_LARGE = "takes too much memory to compile; allowed: a simpler one"
+
+
+class TrialFailed(OSError):
+    """Nothing is known of the constraint: there was no process to try it, or no time or memory for one."""
 
 
 class Trials:
@@ -44,15 +50,17 @@ class Trials:
         weakref.finalize(self, _end_all, self._idle)
 
     def check(self, source: str) -> None:
-        """From any thread. Raises GrammarError for what does not compile, or not in time."""
+        """From any thread. Raises GrammarError for what does not compile, or not in time; TrialFailed for what the
+        machine keeps from being tried."""
         process = self._idle.get()
         try:
-            process = process or _Process(self._tokenizer)
+            process = process or _started(self._tokenizer)
             problem = process.ask(source, TRIAL_S)
-        except (OSError, TimeoutError):
+        except BaseException as error:
             if process is not None:
                 process.end()
-            process, problem = self._next(), TOO_SLOW
+            process = self._next() if isinstance(error, GrammarError) else None
+            raise
         finally:
             self._idle.put(process)
         if problem is not None:
@@ -61,8 +69,8 @@ class Trials:
     def _next(self) -> _Process | None:
         """One in the place of one that was ended: whoever asks next does not wait until it has started."""
         try:
-            return _Process(self._tokenizer)
-        except (OSError, TimeoutError):
+            return _started(self._tokenizer)
+        except TrialFailed:
             return None
 
     def close(self) -> None:
@@ -74,6 +82,14 @@ def _end_all(idle: queue.LifoQueue[_Process | None]) -> None:
     while not idle.empty():
         if (process := idle.get()) is not None:
             process.end()
+
+
+def _started(tokenizer: dict[str, Any]) -> _Process:
+    """Raises TrialFailed: whatever keeps a process from starting is no constraint's doing."""
+    try:
+        return _Process(tokenizer)
+    except (OSError, MemoryError, GrammarError) as error:
+        raise TrialFailed(f"no process to try the constraint: {error}") from error
 
 
 class _Process:
@@ -89,23 +105,30 @@ class _Process:
         )
         try:
             self.ask(tokenizer, START_S)
-        except (OSError, TimeoutError):
+        except BaseException:
             self.end()
             raise
 
     def ask(self, question: object, seconds: float) -> str | None:
-        """Raises TimeoutError, or OSError where the process ended."""
+        """Raises GrammarError where it takes too much time or memory, TrialFailed where that says nothing of it."""
         questions, answers = self._process.stdin, self._process.stdout
         if questions is None or answers is None:
-            raise OSError("no pipes")
-        questions.write(json.dumps(question).encode() + b"\n")
+            raise TrialFailed("no pipes")
+        try:
+            questions.write(json.dumps(question).encode() + b"\n")
+        except OSError as error:
+            raise TrialFailed("the process that tries constraints has ended") from error
         began, spent = time.monotonic(), self._spent()
         while not select([answers], [], [], POLL_S)[0]:
-            if self._spent() - spent > seconds or time.monotonic() - began > WALL_TIMES * seconds:
-                raise TimeoutError
+            if self._spent() - spent > seconds:
+                raise GrammarError(TOO_SLOW)
+            if time.monotonic() - began > WALL_TIMES * seconds:
+                raise TrialFailed("the machine is too busy to try the constraint")
         line = answers.readline()
         if not line:
-            raise OSError("the process ended")
+            if self._process.wait() == -signal.SIGKILL:  # by whom the machine's memory, or somebody else, matters to
+                raise TrialFailed("the process that tries constraints was killed")
+            raise GrammarError(TOO_LARGE)  # its own bound ends it otherwise
         answer: str | None = json.loads(line)
         return answer
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec, Matcher
 from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
+from outrider.engine.grammar_trial import TrialFailed
 from outrider.engine.sampler import SamplingRows
 from outrider.engine.token_masks import ALL_BITS, is_stuck, num_words
 from outrider.engine.token_tree import path_to
-from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Violation
+from outrider.rpc.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable, Violation
 from outrider.rpc.logs import of
 from outrider.rpc.messages import Open
 from outrider.target_service.draft_buffer import Window
@@ -89,6 +90,8 @@ class Grammars:
         except GrammarError as error:
             self.num_refused += target.sampler.constraint is None  # else it is of masks
             return refused(str(error))
+        except TrialFailed as error:
+            return untried(error)
         except Exception:
             log.exception("the constraint of sequence %d failed", target.open.sequence_id, extra=of(target.open))
             return Internal("the constraint failed in the engine; see the log", reason="GRAMMAR_FAILED")
@@ -299,6 +302,11 @@ def open_grammar(grammars: Grammars | None, target: TargetSequence) -> None:
 def refused(problem: str) -> InvalidArgument:
     """A constraint that is not served."""
     return InvalidArgument.of([Violation(FIELD, problem)])
+
+
+def untried(error: TrialFailed) -> Unavailable:
+    """A constraint of which this machine could not find out; another may."""
+    return Unavailable(f"{error}; ask again", reason="CONSTRAINT_NOT_TRIED", retry_after_ms=1000)
 
 
 def too_slow() -> InvalidArgument:

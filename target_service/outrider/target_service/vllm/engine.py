@@ -257,7 +257,7 @@ class VllmEngine:
                     "the request ended, and its last commit did not come; see the log", reason="COMMIT_LOST"
                 )
                 self._loop.call_later(LAST_COMMIT_S, self._fail, sequence, lost)
-        except (InvalidArgument, ResourceExhausted) as error:
+        except (InvalidArgument, ResourceExhausted, Unavailable) as error:
             self._fail(sequence, error)
         except Exception as error:
             if isinstance(error, refusals()):

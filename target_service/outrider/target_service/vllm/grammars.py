@@ -12,10 +12,12 @@ from typing import Any
 from outrider.engine.grammar import CompiledGrammar, GrammarCompiler, GrammarError, GrammarSpec
 from outrider.engine.grammar_queue import GrammarQueue, GrammarQueueFull
 from outrider.engine.grammar_source import schema_object
+from outrider.engine.grammar_trial import TrialFailed
 from outrider.engine.structural_tag import lark_of
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import StructuredOutput
+from outrider.target_service.grammars import untried
 
 FIELD = "sampling.structured_output"
 
@@ -32,7 +34,7 @@ class VllmGrammars:
 
     async def params_of(self, message: Open) -> Any:
         """vLLM's StructuredOutputsParams, of a constraint that compiles and fits what was generated before. Raises
-        InvalidArgument, or ResourceExhausted where too many wait."""
+        InvalidArgument, ResourceExhausted where too many wait, or Unavailable where another try may do."""
         constraint = message.sampling.structured_output
         spec = GrammarSpec.of(constraint, None)
         if constraint is None or spec is None:
@@ -43,6 +45,8 @@ class VllmGrammars:
             raise InvalidArgument.of([Violation(FIELD, str(error))]) from error
         except GrammarQueueFull as full:
             raise ResourceExhausted(str(full), reason="BUSY", retry_after_ms=full.wait_ms) from full
+        except TrialFailed as error:
+            raise untried(error) from error
         return structured_outputs_of(constraint, self._special_ids)
 
     def close(self) -> None:
