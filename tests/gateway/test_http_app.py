@@ -16,14 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.fakes import ToyDraft, ToyTarget, expected, target_info, until
-from support.gateways import PROMPT, gateway, stream_events, text_of
+from support.gateways import PROMPT, gateway, stream_events, text_of, toy_tokenizer
 from support.tools import tool_tokenizer, writes
 
+from outrider.gateway.auth import Tokens
+from outrider.gateway.engine import EngineConfig
 from outrider.gateway.http import app, protocol
-from outrider.gateway.http.app import build_app
+from outrider.gateway.http.app import HttpServer, build_app
 from outrider.gateway.http.protocol import HttpOptions
+from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.text.tokenizer import TextStream
 from outrider.rpc.messages import Failure
 from outrider.rpc.sampling_params import CAPABILITIES
@@ -221,6 +225,38 @@ async def test_another_site_s_page_cannot_ask() -> None:
         assert form.status_code == 400 and not served.target.opens
 
 
+async def test_a_page_whose_name_stands_for_this_machine_cannot_ask(tmp_path: Path) -> None:
+    """DNS rebinding: to the browser it is one site, so that neither the page's origin nor the content type is odd."""
+    async with gateway() as served, served.client() as client:
+        port = served.http.address.rpartition(":")[2]
+        for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example"):
+            for path in ("/v1/completions", "/tokenize"):
+                answer = await client.post(path, json={"prompt": PROMPT}, headers={"host": host})
+                assert answer.status_code == 421 and not served.target.opens, host
+                assert answer.json()["error"]["type"] == "invalid_request_error"
+                assert f"host: is '{host}'; allowed: localhost" in answer.json()["error"]["message"]
+            for path in ("/metrics", "/v1/models", "/readyz"):
+                assert (await client.get(path, headers={"host": host})).status_code == 421, host
+        for host in ("localhost", f"LocalHost:{port}", f"127.0.0.1:{port}", "[::1]", f"[::1]:{port}"):
+            assert (await client.get("/v1/models", headers={"host": host})).status_code == 200, host
+        reader, writer = await raw(served.http.address, b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_who_has_a_token_or_is_reached_by_others_is_called_by_any_name(tmp_path: Path) -> None:
+    """No page knows the token, and a gateway for others has a name that is not known here."""
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text("alice: alice-has-this-token")
+    engine: Any = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+    for listen, known, status in (("127.0.0.1:0", Tokens(tokens), 401), ("0.0.0.0:0", None, 200)):
+        http = HttpServer(engine, listen, grace_s=1, tokens=known)
+        await http.start()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http.address.rpartition(':')[2]}") as client:
+            assert (await client.get("/v1/models", headers={"host": "models.example"})).status_code == status
+        await http.stop(0)
+
+
 SCRIPT = """
 const OpenAI = require("openai");
 const client = new OpenAI({ baseURL: process.argv[1], apiKey: "none", maxRetries: 0 });
@@ -340,7 +376,7 @@ async def raw(address: str, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.
     return reader, writer
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /readyz HTTP/1.1\r\nhost: x\r\n", b"POST /v1/comp"])
+@pytest.mark.parametrize("sent", [b"", b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n", b"POST /v1/comp"])
 async def test_a_head_that_does_not_come_ends_its_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "HEAD_S", 0.3)
     async with gateway() as served:
@@ -352,7 +388,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(sent: bytes, monkey
 async def test_one_that_drips_after_a_good_request_does_not_stay_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "HEAD_S", 0.3)
     async with gateway() as served:
-        good = b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n"
+        good = b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n"
         reader, writer = await raw(served.http.address, good)
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         await asyncio.sleep(0.6)
@@ -371,7 +407,7 @@ async def test_one_that_drips_after_a_good_request_does_not_stay_either(monkeypa
 async def test_a_connection_that_asks_nothing_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "KEEP_ALIVE_S", 1)
     async with gateway() as served:
-        reader, writer = await raw(served.http.address, b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n")
+        reader, writer = await raw(served.http.address, b"GET /readyz HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
@@ -380,9 +416,8 @@ async def test_a_connection_that_asks_nothing_more_is_closed(monkeypatch: pytest
 async def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "BODY_S", 0.2)
     async with gateway() as served:
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
-        )
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += b"content-length: 9\r\n\r\n{"
         reader, writer = await raw(served.http.address, head)
         assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(b"HTTP/1.1 408")
         writer.close()

@@ -26,7 +26,12 @@ LONG = 90_000  # tokens: more than all buffers between server and client hold
 def post(body: dict[str, Any], length: int | None = None) -> bytes:
     raw = json.dumps(body).encode()
     length = len(raw) if length is None else length
-    lines = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}"]
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "host: localhost",
+        "content-type: application/json",
+        f"content-length: {length}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + raw
 
 

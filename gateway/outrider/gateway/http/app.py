@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -58,10 +59,11 @@ from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.channel import listen_target
-from outrider.rpc.errors import InvalidArgument, OutriderError, Unauthenticated, Unavailable, Violation
+from outrider.rpc.errors import InvalidArgument, OutriderError, Unauthenticated, Unavailable, Violation, quoted
 from outrider.rpc.metrics import Series
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.security import ServerTls
+from outrider.rpc.settings import is_loopback
 
 
 class ModelsEndpoint:
@@ -227,10 +229,11 @@ def build_app(
     options: HttpOptions | None = None,
     siblings: Siblings | None = None,
     tokens: Tokens | None = None,
+    local: bool = False,
 ) -> Starlette:
     """The application; `ready` says what readiness answers. An engine that counts nothing has no /metrics; among
     siblings they are those of all, and where the options say so they are not here. With `tokens` their callers alone
-    are served."""
+    are served; `local`: those alone who call this machine by a name of its own."""
     options = options or HttpOptions()
     models, texts = ModelsEndpoint(engine), TokenizeEndpoints(engine)
 
@@ -267,6 +270,8 @@ def build_app(
     app = Starlette(routes=routes, exception_handlers=handlers)
     if tokens is not None:
         app.add_middleware(Authorized, tokens=tokens)
+    if local:
+        app.add_middleware(CalledLocal)
     app.state.options = options
     return app
 
@@ -286,6 +291,32 @@ class Authorized:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+_LOCAL_HOST = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]*)?")
+
+
+class CalledLocal:
+    """Before every path: refuses who calls this machine by a name that is not its own. So does a page whose server has
+    let its name stand for a loopback address (DNS rebinding): to the browser this would be that page's own server. One
+    who names no host is no browser."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is not None and not _is_local(host):
+            allowed = "localhost, 127.0.0.1, [::1], with any port"
+            await plain_error(421, f"host: is {quoted(host)}; allowed: {allowed}")(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_local(host: str) -> bool:
+    found = _LOCAL_HOST.fullmatch(host.lower())
+    return found is not None and is_loopback(f"{found[1]}:0")
 
 
 def _metrics_route(series: Series) -> Callable[[Request], Awaitable[Response]]:
@@ -321,7 +352,8 @@ class HttpServer:
     ) -> None:
         self._socket, self.address = _bind(listen, reuse_port=siblings is not None)
         config = uvicorn.Config(
-            build_app(engine, ready, options, siblings, tokens),
+            # With TLS the certificate's names are those that a browser calls it by.
+            build_app(engine, ready, options, siblings, tokens, is_loopback(listen) and tokens is None and tls is None),
             loop="none",  # the gateway's runs already
             http=_protocol(tls, (options or HttpOptions()).stall_s),
             ws="none",
