@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fakes import ToyTarget
 from support.models import train_byte_level
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.request import GenerationRequest, encoded
 from outrider.gateway.text import chat
 from outrider.gateway.text.chat import MARKS, chat_text, control_pattern
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.errors import InvalidArgument
+from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|im_end|>s", "</s>")
 TEMPLATE = (
@@ -175,6 +177,51 @@ async def test_a_conversation_is_rendered_beside_the_loop_and_in_bounded_time(mo
     tokenizer.chat_template = good
     assert await ids_of(tokenizer, {"content": "x"})
     assert all(name.startswith("chat-template") for name in threads)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[Tokenizer, threading.Event]:
+    """A tokenizer whose conversations "slow" take until the event is set."""
+    tokenizer, go = byte_level.__wrapped__(), threading.Event()
+    render = tokenizer.render_chat
+
+    def slow(messages: Any, *arguments: Any, **variables: Any) -> str:
+        if messages[0]["content"] == "slow":
+            go.wait(60)
+        return render(messages, *arguments, **variables)
+
+    monkeypatch.setattr(tokenizer, "render_chat", slow)
+    return tokenizer, go
+
+
+async def test_others_slow_conversations_are_none_of_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a thread is no template that takes too long."""
+    tokenizer, go = held_up(monkeypatch)
+    expected = await ids_of(tokenizer, {"content": "quick"})
+    monkeypatch.setattr(chat, "RENDER_S", 1.0)
+    slow = [asyncio.create_task(ids_of(tokenizer, {"content": "slow"})) for _ in range(chat.MAX_RENDERED)]
+    await asyncio.sleep(0)
+    quick = asyncio.create_task(ids_of(tokenizer, {"content": "quick"}))
+    ends = await asyncio.gather(*slow, return_exceptions=True)
+    assert all(isinstance(end, InvalidArgument) for end in ends) and not quick.done()
+    go.set()
+    assert await quick == expected
+
+
+async def test_who_waits_too_long_for_a_thread_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And costs none afterwards; a deadline of its own holds while it waits."""
+    tokenizer, go = held_up(monkeypatch)
+    slow = [asyncio.create_task(ids_of(tokenizer, {"content": "slow"})) for _ in range(chat.MAX_RENDERED)]
+    await asyncio.sleep(0)
+    monkeypatch.setattr(chat, "WAIT_S", 0.2)
+    with pytest.raises(ResourceExhausted, match=r"chat: others' .* for 0\.2 s") as busy:
+        await ids_of(tokenizer, {"content": "quick"})
+    assert busy.value.reason == "TEMPLATES_BUSY" and busy.value.retry_after_ms > 0
+    engine = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(num_draft_tokens=0))
+    request = GenerationRequest(messages=({"role": "user", "content": "quick"},), timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded):
+        await anext(engine.generate(request))
+    go.set()
+    assert all(await asyncio.gather(*slow)) and await ids_of(tokenizer, {"content": "quick"})
 
 
 async def test_a_template_that_nobody_waits_for_any_more_is_ended() -> None:

@@ -280,9 +280,9 @@ class GenerationEngine:
         self.admission.require_room(AdmissionCost(1, 0, request.account))  # before anything is spent on it
         if request.model not in ("", self.model_name):
             raise no_such_model(request.model, self.model_name)
-        prepared = await self._prepare(request)
         try:
             async with asyncio.timeout_at(deadline):
+                prepared = await self._prepare(request)
                 await gate.enter(prepared.work, request.priority)
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded
 from outrider.gateway.text.tools.use import decode_json, template_tools
-from outrider.rpc.errors import InvalidArgument, Violation, Violations, kind
+from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation, Violations, kind
 
 if TYPE_CHECKING:
     from outrider.gateway.request import GenerationRequest
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MAX_VARIABLES_CHARS = 64 * 1024  # of chat_template_kwargs, as JSON
 RENDER_S = 10.0  # that a conversation's template may take
 MAX_RENDERED = 8  # conversations at once; others wait
+WAIT_S = 10.0  # for one of these, at most
+BACK_MS = 1000  # when who waited in vain may come back
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode's noncharacters: no text is written with them
@@ -55,7 +57,8 @@ async def chat_ids(request: GenerationRequest, tokenizer: Tokenizer, max_model_l
 
 async def chat_text(request: GenerationRequest, tokenizer: Tokenizer) -> ChatText:
     """The prompt's text, made beside the event loop and in a bounded time: the template is the checkpoint's.
-    InvalidArgument says what is wrong with the conversation or the template's variables."""
+    InvalidArgument says what is wrong with the conversation or the template's variables; ResourceExhausted that those of
+    others take all threads."""
     found = Violations()
     variables = _variables(found, request.chat_template_kwargs)
     if not request.messages:
@@ -80,13 +83,18 @@ class _Rendering:
     """One template that runs on a thread, and can be ended there: left alone, one that loops would keep the thread, and
     its share of the interpreter, for ever."""
 
-    def __init__(self, render: Callable[[], ChatText]) -> None:
-        self._render, self._lock, self._thread = render, threading.Lock(), 0
+    def __init__(self, render: Callable[[], ChatText], on_begin: Callable[[], object]) -> None:
+        self._render, self._on_begin = render, on_begin
+        self._lock, self._thread, self._ended = threading.Lock(), 0, False
 
     def run(self) -> ChatText:
         """On the thread."""
-        self._thread = threading.get_ident()
+        with self._lock:
+            if self._ended:
+                raise TimeoutError
+            self._thread = threading.get_ident()
         try:
+            self._on_begin()
             return self._render()
         finally:
             self._leave()
@@ -94,6 +102,7 @@ class _Rendering:
     def end(self) -> None:
         """From another thread: a TimeoutError, where the template runs Python; what it has called in C ends first."""
         with self._lock:
+            self._ended = True
             if self._thread:
                 _raise_in(self._thread, TimeoutError)
 
@@ -112,12 +121,22 @@ def _raise_in(thread: int, error: type[BaseException]) -> None:
 
 
 async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
-    """TimeoutError where it takes longer than it may."""
-    rendering = _Rendering(render)
+    """TimeoutError where it takes longer than it may, from when it begins: how long others' take is none of its faults,
+    and ResourceExhausted where they take too long."""
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+    rendering = _Rendering(render, lambda: loop.call_soon_threadsafe(begun.set))
+    rendered = loop.run_in_executor(_RENDERERS, rendering.run)
     try:
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await begun.wait()
+        except TimeoutError:
+            message = f"chat: others' conversations have kept all {MAX_RENDERED} threads of templates for {WAIT_S:g} s"
+            raise ResourceExhausted(message, reason="TEMPLATES_BUSY", retry_after_ms=BACK_MS) from None
         async with asyncio.timeout(RENDER_S):
-            return await asyncio.get_running_loop().run_in_executor(_RENDERERS, rendering.run)
+            return await rendered
     finally:
+        rendered.cancel()
         rendering.end()  # nobody waits for it any more, if it still runs
 
 
