@@ -24,7 +24,7 @@ from outrider.gateway.text import chat
 from outrider.gateway.text.chat import MARKS, chat_text, control_pattern
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from outrider.rpc.errors import TOO_LONG, DeadlineExceeded, InvalidArgument, ResourceExhausted
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|im_end|>s", "</s>")
 TEMPLATE = (
@@ -257,9 +257,27 @@ async def test_the_interpreter_has_nothing_to_look_for_after_a_template() -> Non
     assert await asyncio.to_thread(seen.wait, 20)
 
 
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"content": ""}] * 101, "has 101 messages; allowed: at most 100, the tokens of a context"),
+        ([{"content": "x" * 51_201}], "has 51208 characters; allowed: a text of at most 99 tokens"),
+        ([{"content": [{"text": "x" * 30_000}, {"text": "x" * 21_201}]}], "has 51216 characters"),
+    ],
+)
+async def test_what_no_context_holds_is_not_rendered(
+    messages: list[Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what the template makes of it is refused afterwards. The names of fields count, too."""
+    monkeypatch.setattr(Tokenizer, "render_chat", None)
+    with pytest.raises(InvalidArgument, match=f"chat: {problem}") as refused:
+        await encoded(GenerationRequest(messages=tuple(messages)), byte_level(), 100)
+    assert refused.value.reason == TOO_LONG
+
+
 async def test_marks_that_are_all_taken_are_a_refusal() -> None:
     with pytest.raises(InvalidArgument, match="U\\+FDD0"):
-        await chat_text(GenerationRequest(messages=({"content": "</s>" + "".join(MARKS)},)), byte_level())
+        await chat_text(GenerationRequest(messages=({"content": "</s>" + "".join(MARKS)},)), byte_level(), 100)
 
 
 async def test_what_is_nested_too_deeply_is_a_refusal() -> None:
@@ -267,4 +285,4 @@ async def test_what_is_nested_too_deeply_is_a_refusal() -> None:
     for _ in range(5000):
         nested = [nested]
     with pytest.raises(InvalidArgument, match="nested too deeply"):
-        await chat_text(GenerationRequest(messages=({"content": nested},)), byte_level())
+        await chat_text(GenerationRequest(messages=({"content": nested},)), byte_level(), 100)

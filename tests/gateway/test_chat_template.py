@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from support.models import train_byte_level
 from transformers import PreTrainedTokenizerFast
 
-from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal, find_chat_template
+from outrider.gateway.text.chat_template import MAX_BITS, MAX_WRITTEN, ChatTemplate, TemplateRefusal, find_chat_template
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 SHOWN = "{%- if tools is not none %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif -%}"
@@ -109,3 +110,41 @@ def test_a_template_that_fails_refuses_the_conversation(kind: str) -> None:
     with pytest.raises(TemplateRefusal) as refused:
         template.render([{"role": "user", "content": "hi"}])
     assert str(refused.value)
+
+
+LARGE = {
+    "what it writes": "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+    "what a macro writes": "{% macro m() %}{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
+    "{% endmacro %}{% set kept = m() %}",
+    "what a block writes": "{% set kept %}{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}{% endset %}",
+    "a text times": "{% set kept = 'x' * times %}",
+    "times a text": "{% set kept = times * 'x' %}",
+    "a list times": "{% set kept = [1] * times %}",
+    "a number times": "{% set n = namespace(x=7) %}{% for i in range(18) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a power": "{% set kept = 7 ** 100000 %}",
+    "a width": "{% set kept = '%100000000d' % 1 %}",
+    "a width beside": "{% set kept = '%*d' % (times, 1) %}",
+    "a precision": "{% set kept = '%.100000000f' % 1 %}",
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_template_that_makes_too_much_of_little_is_refused(kind: str) -> None:
+    """Before it is made: a gateway's memory is that of all its requests."""
+    messages = [{"role": "user", "content": "x" * 1024}]
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateRefusal, match=f"more than ({MAX_WRITTEN}|{MAX_BITS}) "):
+            ChatTemplate(LARGE[kind]).render(messages, times=10**8)
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_templates_calculate_is_as_it_was() -> None:
+    written = (
+        "{{ 3 * 2 }} {{ 2 ** 10 }} {{ 2 ** -1 }} {{ 7 % 4 }} {{ 'a' * 3 }} {{ 2 * [1] }} {{ 1.5 * 2 }} "
+        "{{ '* %02d of 1000000000%%' % 7 }} {{ '%*d' % (3, 1) }}"
+    )
+    expected = theirs(written, conversation("{}"))
+    assert ChatTemplate(written).render(conversation("{}")) == expected

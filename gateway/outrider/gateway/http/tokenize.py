@@ -74,10 +74,11 @@ class TokenizeEndpoints:
 
     async def _rendered(self, values: dict[str, Any]) -> ChatText:
         chat = {name: values[name] for name in values.keys() - {"prompt", "add_special_tokens", "return_token_strs"}}
+        most = self._engine.verifier.info.model.max_model_len
         try:
-            return await chat_text(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer)
+            return await chat_text(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer, most)
         except OutriderError as error:
-            raise renamed(error, NAMES, self._engine.verifier.info.model.max_model_len) from error
+            raise renamed(error, NAMES, most) from error
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._engine.model_name:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded
+from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded, require_fit
 from outrider.gateway.text.tools.use import decode_json, template_tools
-from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation, Violations, kind
+from outrider.rpc.errors import TOO_LONG, InvalidArgument, ResourceExhausted, Violation, Violations, kind
 
 if TYPE_CHECKING:
     from outrider.gateway.request import GenerationRequest
@@ -51,24 +51,26 @@ class ChatText:
 
 async def chat_ids(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
     """The prompt's ids. InvalidArgument as for `chat_text`, and for what is more than the context anyhow."""
-    chat = await chat_text(request, tokenizer)
+    chat = await chat_text(request, tokenizer, max_model_len)
     return await encode_bounded("chat", chat.text, max_model_len, lambda _: chat.encode(tokenizer))
 
 
-async def chat_text(request: GenerationRequest, tokenizer: Tokenizer) -> ChatText:
-    """The prompt's text, made beside the event loop and in a bounded time: the template is the checkpoint's.
-    InvalidArgument says what is wrong with the conversation or the template's variables; ResourceExhausted that those of
-    others take all threads."""
+async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_len: int) -> ChatText:
+    """The prompt's text, made beside the event loop and in a bounded time: the template is the checkpoint's. Nothing is
+    rendered of a conversation that is more than the context anyhow. InvalidArgument says what is wrong with the
+    conversation or the template's variables; ResourceExhausted, that others' conversations take all threads."""
     found = Violations()
     variables = _variables(found, request.chat_template_kwargs)
     if not request.messages:
         found.add("chat", "is empty", "at least one message")
+    elif len(request.messages) > max_model_len:
+        allowed = f"at most {max_model_len}, the tokens of a context"
+        found.add("chat", f"has {len(request.messages)} messages", allowed, TOO_LONG)
     found.raise_if_any()
     if request.tools and request.tool_choice != "none":
         variables["tools"] = template_tools(request.tools)
     try:
-        told = list(_texts([request.messages, variables]))
-        return await _in_bounded_time(partial(_rendered, request, tokenizer, variables, told))
+        return await _in_bounded_time(partial(_rendered, request, tokenizer, variables, max_model_len))
     except TimeoutError:
         raise InvalidArgument.of([Violation("chat", f"takes its template more than {RENDER_S:g} s")]) from None
     except (ValueError, RecursionError) as error:
@@ -141,10 +143,11 @@ async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
 
 
 def _rendered(
-    request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], told: Sequence[str]
+    request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
 ) -> ChatText:
-    """`told` are all texts of the messages and the variables."""
     messages, mark = request.messages or (), ""
+    told = list(_texts([messages, variables]))
+    require_fit("chat", sum(map(len, told)), max_model_len)
     control = control_pattern(tokenizer)
     if control is not None and any(map(control.search, told)):
         mark = _mark_for(told)

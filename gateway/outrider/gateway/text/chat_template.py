@@ -4,6 +4,7 @@ written for."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -14,6 +15,7 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.gateway.text.json_values import parse_json
@@ -91,6 +93,9 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
+MAX_WRITTEN = 1 << 26  # characters of a prompt: more than the longest context has
+MAX_BITS = 1 << 16  # of a whole number: larger ones are multiplied slowly, and nothing else runs meanwhile
+_WIDTHS = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)\.?(\*|[0-9]*)")  # and precisions, of a format
 _LOOKS_FOR_NONE = "content'] is none"
 
 
@@ -139,8 +144,55 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Where templates run: what they write, in all and in a macro, is bounded, and so is what an operator makes of a
+    small text or number. A filter or a method may still make a large text of it; time ends that."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """What a template or a macro has written."""
+        held, size = [], 0
+        for piece in pieces:
+            size += len(piece)
+            if size > MAX_WRITTEN:
+                raise jinja2.TemplateRuntimeError(f"it writes more than {MAX_WRITTEN} characters")
+            held.append(piece)
+        return "".join(held)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """OverflowError for a result that is too large, before it is made."""
+        if problem := _too_large(operator, left, right):
+            raise OverflowError(f"{operator} would make more than {problem}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _too_large(operator: str, left: Any, right: Any) -> str:
+    """The bound that the result would exceed; empty: none."""
+    items = bits = 0
+    if operator == "%" and isinstance(left, str):
+        items = sum(_width(width, right) for widths in _WIDTHS.findall(left) for width in widths)
+    elif operator == "*" and isinstance(left, Sequence) and isinstance(right, int):
+        items = len(left) * right
+    elif operator == "*" and isinstance(left, int) and isinstance(right, Sequence):
+        items = left * len(right)
+    elif isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+    if items > MAX_WRITTEN:
+        return f"{MAX_WRITTEN} characters or items"
+    return f"{MAX_BITS} binary digits" if bits > MAX_BITS else ""
+
+
+def _width(width: str, values: Any) -> int:
+    """Of a format; `*`: among its values."""
+    if width != "*":
+        return int(width or 0)
+    return max((value for value in values if isinstance(value, int)), default=0) if isinstance(values, tuple) else 0
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json

@@ -145,12 +145,17 @@ async def encode_bounded(
     field: str, text: str, max_model_len: int, encode: Callable[[str], Sequence[int]]
 ) -> tuple[int, ...]:
     """A text's ids. InvalidArgument, which names the field, for one that is more than the context anyhow."""
-    if len(text) > MAX_CHARS_PER_TOKEN * max_model_len:
-        allowed = f"a text of at most {max_model_len - 1} tokens"
-        raise InvalidArgument.of([Violation(field, f"has {len(text)} characters; allowed: {allowed}", TOO_LONG)])
+    require_fit(field, len(text), max_model_len)
     if len(text) > LONG_TEXT:
         return tuple(await asyncio.to_thread(encode, text))
     return tuple(encode(text))
+
+
+def require_fit(field: str, num_chars: int, max_model_len: int) -> None:
+    """InvalidArgument, which names the field, for so many characters as no context holds."""
+    if num_chars > MAX_CHARS_PER_TOKEN * max_model_len:
+        allowed = f"a text of at most {max_model_len - 1} tokens"
+        raise InvalidArgument.of([Violation(field, f"has {num_chars} characters; allowed: {allowed}", TOO_LONG)])
 
 
 NUM_CONTEXT_IDS = 16  # of the prompt's last ids are decoded first: a character or a space may begin there
