@@ -142,6 +142,21 @@ async def test_a_token_is_asked_for_over_http(path: Path) -> None:
         assert (await gateway.complete(ALICE)).choices
 
 
+async def test_a_token_is_looked_at_before_a_body_comes(path: Path) -> None:
+    async with guarded(path) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        lines = [
+            "POST /v1/completions HTTP/1.1",
+            "host: x",
+            "content-type: application/json",
+            "content-length: 4000000",
+        ]
+        writer.write("\r\n".join([*lines, "authorization: Bearer nobody-has-this-token", "", ""]).encode())
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(b"HTTP/1.1 401")
+        writer.close()
+
+
 async def test_over_http_the_open_paths_are_these_and_no_others(path: Path) -> None:
     async with guarded(path) as gateway, httpx.AsyncClient(base_url=gateway.url) as client:
         engine: Any = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())

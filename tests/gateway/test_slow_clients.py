@@ -1,5 +1,5 @@
-"""Clients that never read, or go without a word: each costs a connection and bounded buffers for a bounded time, and
-nobody else's answer."""
+"""Clients that never read, go without a word, or are many: each costs a connection and bounded buffers for a bounded
+time, and nobody else's answer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from support.fakes import ToyTarget, target_info, until
 from support.gateways import PROMPT, gateway, over_grpc, toy_tokenizer
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.http import app, shares
 from outrider.gateway.http.protocol import HttpOptions
 from outrider.gateway.servicer import GenerationServicer
 from outrider.v1 import generation_pb2 as pb
@@ -91,3 +92,83 @@ async def test_who_never_reads_over_grpc_is_ended_too() -> None:
         request.sampling.max_tokens = 2
         assert len([part async for part in stub.Generate(request)])
         deaf.cancel()
+
+
+class Crowd:
+    """Connections of one host, open until the end."""
+
+    def __init__(self, address: str, host: str) -> None:
+        self._address, self._host = address.rpartition(":"), host
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def open(self, sent: bytes = b"") -> asyncio.StreamReader:
+        name, _, port = self._address
+        reader, writer = await asyncio.open_connection(name, int(port), local_addr=(self._host, 0))
+        writer.write(sent)
+        self.writers.append(writer)
+        return reader
+
+    async def go(self) -> None:
+        for writer in self.writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in self.writers), return_exceptions=True)
+        self.writers.clear()
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A host that is not this machine, though it is."""
+    monkeypatch.setattr(shares, "is_local", lambda who: who in ("127.0.0.1", shares.LOCAL))
+    return "127.0.0.9"
+
+
+async def test_no_client_s_connections_keep_others_out(others: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter is one's: more are told when to come back, and end. Where there is no room at all, those that are
+    connected go on."""
+    monkeypatch.setattr(app, "CONNECTIONS_BESIDE", 8)
+    monkeypatch.setattr(app, "HEAD_S", 60.0)
+    async with gateway(max_active=2, max_waiting=2) as served, served.client() as client:
+        crowd, own = Crowd(served.http.address, others), Crowd(served.http.address, "127.0.0.1")
+        connections = served.http._server.server_state.connections
+        for _ in range(3):
+            await crowd.open()
+        for _ in range(12):
+            said = await asyncio.wait_for((await crowd.open()).read(), 20)
+            assert said.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in said
+            assert b"at most 12 in all, 3 of one client" in said and said.endswith(b"}")
+        assert (await client.get("/readyz")).status_code == 200
+        assert (await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})).status_code == 200
+        for _ in range(12 - 3 - 1):
+            await own.open()
+        await until(lambda: len(connections) == 12)
+        assert (await asyncio.wait_for((await own.open()).read(), 20)).startswith(b"HTTP/1.1 429")
+        assert (await client.get("/readyz")).status_code == 200, "it was connected before"
+        await crowd.go()
+        await until(lambda: len(connections) == 12 - 3)
+        reader = await crowd.open(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).startswith(b"HTTP/1.1 200")
+        await crowd.go()
+        await own.go()
+
+
+async def test_no_client_s_bodies_take_all_memory(others: str) -> None:
+    """A quarter is one's, and all together are bounded; what has ended counts no more."""
+    async with gateway(options=HttpOptions(max_body_bytes=1000)) as served, served.client() as client:
+        crowd, own = Crowd(served.http.address, others), Crowd(served.http.address, "127.0.0.1")
+        unfinished, bodies = post({"prompt": "x" * 950}, length=1000), served.http._server.config.app.state.bodies  # type: ignore[union-attr]
+        size = len(unfinished.partition(b"\r\n\r\n")[2])
+        for _ in range(16_000 // size):
+            await crowd.open(unfinished)
+        await until(lambda: bodies._held == 16_000 // size * size)
+        refused = await asyncio.wait_for((await crowd.open(unfinished)).readuntil(b"}"), 20)
+        assert refused.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in refused
+        assert b"at most 64000 in all, 16000 of one client" in refused
+        for _ in range((64_000 - bodies._held) // size):
+            await own.open(unfinished)
+        await until(lambda: bodies._held > 64_000 - size)
+        assert (await client.post("/v1/completions", json={"prompt": "x" * 950})).status_code == 429
+        await crowd.go()
+        await until(lambda: others not in bodies._of)
+        assert (await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2})).status_code == 200
+        await own.go()
+        await until(lambda: not bodies._held and not bodies._of)

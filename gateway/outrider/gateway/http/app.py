@@ -50,6 +50,7 @@ from outrider.gateway.http.serving import (
     generate,
     tally_shape,
 )
+from outrider.gateway.http.shares import LOCAL, Shares, last_words
 from outrider.gateway.http.slow_clients import StallProtocol, probe_peers
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.metered import MeteredEngine
@@ -59,7 +60,15 @@ from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
 from outrider.rpc.channel import listen_target
-from outrider.rpc.errors import InvalidArgument, OutriderError, Unauthenticated, Unavailable, Violation, quoted
+from outrider.rpc.errors import (
+    InvalidArgument,
+    OutriderError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Violation,
+    quoted,
+)
 from outrider.rpc.metrics import Series
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.security import ServerTls
@@ -273,6 +282,7 @@ def build_app(
     if local:
         app.add_middleware(CalledLocal)
     app.state.options = options
+    app.state.bodies = Shares("bytes of bodies under way", BODIES_AT_ONCE * options.max_body_bytes)
     return app
 
 
@@ -330,6 +340,7 @@ def _metrics_route(series: Series) -> Callable[[Request], Awaitable[Response]]:
 log = logging.getLogger(__name__)
 
 CONNECTIONS_BESIDE = 1024  # connections that wait for nothing: idle ones, scrapes, probes
+BODIES_AT_ONCE = 64  # of the largest kind, that may be under way; far more of others
 KEEP_ALIVE_S = 30  # between two requests of a connection
 HEAD_S = 10.0
 _SETTLE_S = 0.02
@@ -351,11 +362,12 @@ class HttpServer:
         tokens: Tokens | None = None,
     ) -> None:
         self._socket, self.address = _bind(listen, reuse_port=siblings is not None)
+        most = engine.config.max_active + engine.config.max_waiting + CONNECTIONS_BESIDE
         config = uvicorn.Config(
             # With TLS the certificate's names are those that a browser calls it by.
             build_app(engine, ready, options, siblings, tokens, is_loopback(listen) and tokens is None and tls is None),
             loop="none",  # the gateway's runs already
-            http=_protocol(tls, (options or HttpOptions()).stall_s),
+            http=_protocol(tls, (options or HttpOptions()).stall_s, Shares("connections", most)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -364,7 +376,6 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(grace_s)),
-            limit_concurrency=engine.config.max_active + engine.config.max_waiting + CONNECTIONS_BESIDE,
         )
         config.load()
         config.ssl = None if tls is None else tls.http_context()
@@ -402,17 +413,26 @@ class _Embedded(uvicorn.Server):
         yield
 
 
-def _protocol(tls: ServerTls | None, stall_s: float) -> type[StallProtocol]:
+def _protocol(tls: ServerTls | None, stall_s: float, connections: Shares) -> type[StallProtocol]:
     """HTTP/1.1 whose connections end where a request's head takes longer than HEAD_S, from the first on; with TLS those
-    of clients that may not call end with the handshake."""
+    of clients that may not call end with the handshake. One too many ends at once: those that are there go on."""
 
     class Bounded(StallProtocol):
         _late: asyncio.TimerHandle | None = None
+        _holder: str | None = None  # of one of the connections
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
             super().connection_made(transport)
             if tls is not None and not tls.admits(transport.get_extra_info("ssl_object").getpeercert()):
                 transport.abort()
+            host = self.client[0] if self.client else LOCAL
+            try:
+                connections.take(host)
+            except ResourceExhausted as error:
+                transport.write(last_words(error_response(error)))
+                transport.close()
+                return
+            self._holder = host
             self._late = self.loop.call_later(HEAD_S, transport.close)
 
         def data_received(self, data: bytes) -> None:
@@ -424,6 +444,8 @@ def _protocol(tls: ServerTls | None, stall_s: float) -> type[StallProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget()
+            if self._holder is not None:
+                connections.give(self._holder)
             super().connection_lost(exc)
 
         def _forget(self) -> None:

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import http_status, invalid
+from outrider.gateway.http.shares import client_of
 from outrider.gateway.request import GenerationRequest, SpeculationOptions, no_such_model
 from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.reasoning import ReasoningOptions
@@ -77,8 +78,8 @@ def options_of(request: Request) -> HttpOptions:
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object of a request. 413 for one that is too large, 408 for one that is too slow. A browser's form is
-    refused: no other page may post here."""
+    """The JSON object of a request. 413 for one that is too large, 408 for one that is too slow, 429 where too much is
+    under way. A browser's form is refused: no other page may post here."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise invalid("content-type", "is not JSON; allowed: application/json")
@@ -87,19 +88,21 @@ async def read_body(request: Request) -> dict[str, Any]:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:  # before it is read
         raise too_large
-    chunks, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > most:
-                    raise too_large
-                chunks.append(chunk)
-    except ClientDisconnect:
-        raise Cancelled("the client went away") from None
-    except TimeoutError:
-        raise HTTPException(408, f"body: has not come within {BODY_S:g} s") from None
-    return parse_body(b"".join(chunks))
+    chunks, size, bodies = [], 0, request.app.state.bodies
+    with bodies.holding(client_of(request)) as take:
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > most:
+                        raise too_large
+                    take(len(chunk))
+                    chunks.append(chunk)
+        except ClientDisconnect:
+            raise Cancelled("the client went away") from None
+        except TimeoutError:
+            raise HTTPException(408, f"body: has not come within {BODY_S:g} s") from None
+        return parse_body(b"".join(chunks))
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
