@@ -187,12 +187,45 @@ async def test_a_share_is_of_tokens_too() -> None:
 async def test_who_comes_later_is_let_in_before_the_backlog_of_another() -> None:
     admission = Admission(max_active=1, max_waiting=20)
     crowd = Crowd(admission)
-    works = [await crowd.come("heavy") for _ in range(6)]
-    works += [await crowd.come("light") for _ in range(2)]
+    for caller in ["heavy"] * 6 + ["light"] * 2:
+        await crowd.come(caller)
     for _ in range(5):
-        await crowd.leave(works[0])
+        await crowd.leave(AdmissionCost(1, 10, crowd.turns[-1]))
     assert crowd.turns == ["heavy", "heavy", "light", "heavy", "light", "heavy"]
     await crowd.go()
+
+
+async def test_who_runs_more_than_its_share_is_let_in_behind_all_others() -> None:
+    """However it came by that, as when nobody else was there: its places are others' as they come free. A place that
+    nobody else waits for is still its own."""
+    admission = Admission(max_active=8, max_waiting=40, share=0.75)
+    crowd = Crowd(admission)
+    mine = [await crowd.come("a", priority=-5) for _ in range(12)]
+    assert admission.num_active == 8 and crowd.turns == ["a"] * 8
+    for caller in ("b", "c", "b"):
+        await crowd.come(caller, 1000)
+    await crowd.leave(*mine[:2])
+    assert crowd.turns[8:] == ["b", "c"]
+    await crowd.leave(mine[2])  # 5 of it run: the next is within its share
+    assert crowd.turns[10:] == ["a"]
+    await crowd.leave(mine[3])
+    assert crowd.turns[11:] == ["a"]
+    await crowd.come("d", 1000)
+    await crowd.leave(mine[4])
+    assert crowd.turns[12:] == ["a"], "6 of 8 are its share"
+    await crowd.go()
+
+
+async def test_who_is_alone_has_all_that_may_run() -> None:
+    admission = Admission(max_active=4, max_waiting=20, share=0.5)
+    crowd = Crowd(admission)
+    works = [await crowd.come("a") for _ in range(12)]
+    assert admission.num_active == 4
+    for work in works[:8]:
+        await crowd.leave(work)
+        assert admission.num_active == 4
+    await crowd.leave(*works[8:])
+    assert not admission._num_running and not admission._of_callers
 
 
 async def test_what_runs_is_bounded_by_tokens_and_no_small_one_starves_a_large_one() -> None:

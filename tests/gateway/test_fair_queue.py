@@ -104,6 +104,19 @@ def test_nobody_overtakes_who_is_held() -> None:
     assert queue.first(0.0).item == 1
 
 
+def test_who_has_enough_is_passed_over_while_there_are_others() -> None:
+    """Whatever its priority, and also where it is held."""
+    queue: FairQueue[int] = FairQueue()
+    for item, caller in enumerate("aab"):
+        queue.add(item, caller, 10, -1 if caller == "a" else 5, 0.0)
+    assert queue.first(0.0, "a".__eq__).item == 2 and queue.first(0.0).item == 0
+    queue.hold(queue.first(0.0))
+    other = queue.first(0.0, "a".__eq__)
+    assert other.item == 2
+    queue.let_in(other)
+    assert queue.first(0.0, "a".__eq__).item == 0, "there is nobody else"
+
+
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), COSTS, st.integers(0, 2), st.booleans()), max_size=60))
 def test_nothing_is_kept_once_nobody_waits(entries: list[tuple[str, int, int, bool]]) -> None:
     queue: FairQueue[int] = FairQueue()

@@ -7,16 +7,21 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
 import pytest
 from support.fakes import ToyTarget, target_info, until
 from support.gateways import PROMPT, gateway, over_grpc, toy_tokenizer
+from uvicorn.server import ServerState
 
+from outrider.gateway import servicer
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http import app, shares
 from outrider.gateway.http.protocol import HttpOptions
+from outrider.gateway.http.slow_clients import StallProtocol
 from outrider.gateway.servicer import GenerationServicer
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
@@ -73,6 +78,72 @@ async def test_who_never_reads_is_ended_and_holds_nobody_up() -> None:
             await until(lambda: target.num_closed == 1)
             assert len(target.links[0].sequence.tokens) < LONG
             assert (await waiting).status_code == 200
+
+
+class Clock:
+    """A loop's time and timers, which a test moves on."""
+
+    def __init__(self) -> None:
+        self.now, self._timers = 0.0, list[tuple[float, Callable[[], None]]]()
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Any:
+        timer = (self.now + delay, callback)
+        self._timers.append(timer)
+        return SimpleNamespace(cancel=lambda: timer in self._timers and self._timers.remove(timer))
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        for timer in [timer for timer in self._timers if timer[0] <= self.now]:
+            self._timers.remove(timer)
+            timer[1]()
+
+
+@pytest.mark.parametrize("answers", [1, 20])
+def test_who_reads_a_little_now_and_then_is_ended_as_well(answers: int) -> None:
+    """Never silent for long, and never done: what an answer is held back is bounded in sum, or it would keep its place.
+    The next answer on its connection begins anew."""
+    ended, clock, protocol = list[float](), Clock(), StallProtocol.__new__(StallProtocol)
+    flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
+    transport = SimpleNamespace(abort=lambda: ended.append(clock.now), is_closing=lambda: True)
+    for name, value in {"loop": clock, "flow": flow, "transport": transport, "server_state": ServerState()}.items():
+        setattr(protocol, name, value)
+    for number in range(20):
+        protocol.pause_writing()
+        clock.advance(59)
+        if ended:
+            break
+        protocol.resume_writing()
+        clock.advance(1000)  # it reads as fast as it is sent
+        if number % (20 // answers) == 0 and answers > 1:
+            protocol.on_response_complete()
+    assert ended == ([] if answers > 1 else [5 * 1059 + 59])
+    protocol.pause_writing()
+    clock.advance(60)
+    assert len(ended) == 2 - (answers > 1), "silence is one, too"
+
+
+async def test_who_reads_a_little_now_and_then_over_grpc_is_ended_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """A call's context that is held up at each response."""
+
+        num_written = 0
+        peer, time_remaining, invocation_metadata = (lambda self: "ipv4:10.0.0.1:5"), lambda self: None, lambda self: ()
+
+        async def write(self, response: Any) -> None:
+            self.num_written += 1
+            await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(servicer, "MOST_STALLS", 2)
+    target, context = ToyTarget(), Slow()
+    engine = GenerationEngine(toy_tokenizer(), target, config=EngineConfig(num_draft_tokens=0))
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT))
+    request.sampling.max_tokens = 200
+    with pytest.raises(TimeoutError):
+        await GenerationServicer(engine, stall_s=2.0).Generate(request, context)
+    assert 3 < context.num_written <= 8 and target.num_closed == 1
 
 
 async def test_who_never_reads_over_grpc_is_ended_too() -> None:

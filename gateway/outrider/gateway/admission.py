@@ -1,11 +1,13 @@
 """How much work is let in: the sequences that run and wait, and the tokens that all of them may still take. One caller
-has a share of that alone, so that there is room for who comes next. Who waits is let in as the FairQueue says."""
+has a share of that alone, so that there is room for who comes next. Who waits is let in as the FairQueue says, and who
+runs more than its share after all others."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +17,7 @@ from outrider.planner.estimates import Departures
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 
 MAX_REQUEST_BYTES = 4 << 20  # of one message or body
+MOST_STALLS = 5  # of an answer that is held back for its client, in times that this may read nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class AdmissionGate(Protocol):
 
 class Admission:
     """Lets `max_active` sequences of `max_running_tokens()` run and `max_waiting` wait, of at most `max_tokens()`
-    together; one caller has no more than its `share` of what others leave. Refuses more at once. A request that is
-    larger than what may run waits until it is alone."""
+    together; one caller has no more than its `share` of what others leave, and while others wait none begins beyond its
+    share of what may run. Refuses more at once. A request that is larger than what may run waits until it is alone."""
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Admission:
         self._share, self._clock = share, clock
         self._admitted, self._running = AdmissionCost(), AdmissionCost()  # what runs and waits; what runs
         self._of_callers: dict[str, AdmissionCost] = {}  # what runs and waits, by caller
+        self._num_running: Counter[str] = Counter()  # sequences, by caller
         self._queue: FairQueue[tuple[asyncio.Future[None], AdmissionCost]] = FairQueue()
         self._departures = Departures()
         self.on_turn: Callable[[float], None] = lambda waited_s: None
@@ -107,7 +111,7 @@ class Admission:
         """Waits until what was reserved may run; a wait that is given up gives it back."""
         began = self._clock()
         if not self._queue.num_waiting and self._fits(work):
-            self._running += work
+            self._run(work)
             self.on_turn(0.0)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -118,14 +122,14 @@ class Admission:
         except asyncio.CancelledError:
             self._queue.remove(ticket)
             if not turn.cancelled():
-                self._running -= work  # it was let in within the same turn of the event loop
+                self._stop(work)  # it was let in within the same turn of the event loop
             self.give_back(work)
             raise
         self.on_turn(self._clock() - began)
 
     def leave(self, work: AdmissionCost) -> None:
         """Work that ran is done."""
-        self._running -= work
+        self._stop(work)
         self.give_back(work)
 
     def give_back(self, work: AdmissionCost) -> None:
@@ -140,6 +144,19 @@ class Admission:
         if mine.num_sequences or mine.num_tokens:
             self._of_callers[by.caller] = mine
 
+    def _run(self, work: AdmissionCost) -> None:
+        self._running += work
+        self._num_running[work.caller] += work.num_sequences
+        if not self._num_running[work.caller]:
+            del self._num_running[work.caller]
+
+    def _stop(self, work: AdmissionCost) -> None:
+        self._run(AdmissionCost(caller=work.caller) - work)
+
+    def _has_enough(self, caller: str) -> bool:
+        """Whether one more would be beyond its share of what may run."""
+        return bool(num := self._num_running[caller]) and num >= int(self._share * self._max_active)
+
     def _fits(self, work: AdmissionCost) -> bool:
         running = self._running + work
         within = running.num_sequences <= self._max_active and running.num_tokens <= self._max_running_tokens()
@@ -148,13 +165,13 @@ class Admission:
     def _let_in(self) -> None:
         """As many of those that wait as there is room for."""
         while self._queue.num_waiting and self._running.num_sequences < self._max_active:
-            ticket = self._queue.first(self._clock())
+            ticket = self._queue.first(self._clock(), self._has_enough)
             turn, work = ticket.item
             if turn.done():  # it has given up, and not come to say so
                 self._queue.remove(ticket)
             elif self._fits(work):
                 self._queue.let_in(ticket)
-                self._running += work
+                self._run(work)
                 turn.set_result(None)
             else:
                 self._queue.hold(ticket)

@@ -12,6 +12,7 @@ for MOST_STEPS of them. From then on they are equals."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -56,12 +57,14 @@ class FairQueue(Generic[Item]):
         self._flows.setdefault((caller, priority), OrderedDict())[ticket.number] = ticket
         return ticket
 
-    def first(self, now: float) -> Ticket[Item]:
-        """Who is next of those that wait. Raises ValueError where nobody does."""
-        if self._held is not None:
+    def first(self, now: float, has_enough: Callable[[str], bool] = lambda caller: False) -> Ticket[Item]:
+        """Who is next of those that wait; one whose caller has enough is passed over while there are others. Raises
+        ValueError where nobody waits."""
+        callers = {caller for caller in self._num_of if not has_enough(caller)} or self._num_of.keys()
+        if self._held is not None and self._held.caller in callers:
             return self._held
-        best = min(priority for _, priority in self._flows)
-        heads = [next(iter(flow.values())) for flow in self._flows.values()]
+        heads = [next(iter(flow.values())) for (caller, _), flow in self._flows.items() if caller in callers]
+        best = min(head.priority for head in heads)
         ready = [head for head in heads if now - head.since >= self._step_s * min(head.priority - best, MOST_STEPS)]
         return min(ready, key=lambda head: (self._tags[head.caller], head.number))
 

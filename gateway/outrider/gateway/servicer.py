@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 from urllib.parse import unquote
 
+from outrider.gateway.admission import MOST_STALLS
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.methods import offered
@@ -28,6 +29,7 @@ from outrider.v1 import generation_pb2_grpc
 SERVICE_NAME = "outrider.v1.GenerationService"
 CALL = grpc_call(f"{SERVICE_NAME}/Generate")
 TRACEPARENT = "traceparent"
+LEAST_STALL = 60  # a 60th of that: what is shorter is as well the gateway's own
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -47,11 +49,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         generation = replace(generation, peer=_host(context.peer()))
         if (caller := CALLER.get()) is not None:
             generation = caller.own(generation)
+        loop, left_s = asyncio.get_running_loop(), MOST_STALLS * self._stall_s
         async with aclosing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
                 response = await written(delta.num_logprobs, encode_delta, delta)
-                async with asyncio.timeout(self._stall_s):
+                began = loop.time()
+                async with asyncio.timeout(min(self._stall_s, left_s)):
                     await context.write(response)
+                took_s = loop.time() - began
+                left_s -= took_s if took_s > self._stall_s / LEAST_STALL else 0.0
 
     async def GetGatewayInfo(self, request: pb.GetGatewayInfoRequest, context: Any) -> pb.GetGatewayInfoResponse:
         """Describes the gateway and its peers."""
