@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.fakes import VOCAB as TOY_VOCAB
+from support.fakes import target_info
+from support.gateways import toy_tokenizer
 
-from outrider.gateway.request import GenerationRequest, SpeculationOptions, check_request
+from outrider.gateway.request import (
+    MAX_PROMPT_LOGPROBS,
+    GenerationRequest,
+    SpeculationOptions,
+    check_request,
+    prepare,
+)
+from outrider.gateway.servicer import CALL
 from outrider.rpc.errors import InvalidArgument, Violations
 from outrider.rpc.messages import MAX_NAME_CHARS
-from outrider.rpc.sampling_params import SamplingParams, validate_sampling
+from outrider.rpc.sampling_params import ALL_LOGPROBS, SamplingParams, validate_sampling
+from outrider.rpc.server_calls import ServerCall
 
 VOCAB = 100
 LONG = "x" * (MAX_NAME_CHARS + 1)
@@ -58,3 +69,23 @@ def test_what_is_refused_is_named(given: dict[str, Any], fields: list[str]) -> N
     with pytest.raises(InvalidArgument) as caught:
         found.raise_if_any()
     assert [violation.field for violation in caught.value.violations] == [*fields, "sampling.top_p"]
+
+
+@pytest.mark.parametrize(("count", "of_each"), [(0, 1), (20, 21), (-1, TOY_VOCAB)])
+async def test_the_log_probabilities_of_a_prompt_are_bounded(count: int, of_each: int) -> None:
+    """Nobody can hold them up: a client that reads none of them would leave them all here. A caller in this process has
+    what it asks for."""
+    most = MAX_PROMPT_LOGPROBS // of_each
+    sampling, target = SamplingParams(prompt_logprobs=count, max_tokens=1), target_info(max_model_len=1 << 20)
+
+    async def asked(prompt_len: int, call: ServerCall | None = CALL) -> int:
+        request = GenerationRequest(token_ids=(7,) * prompt_len, sampling=sampling, call=call)
+        return len((await prepare(request, toy_tokenizer(), target, None, 0, max_logprobs=ALL_LOGPROBS)).prompt_ids)
+
+    assert await asked(most) == most and await asked(most + 1, None) == most + 1
+    with pytest.raises(InvalidArgument) as refused:
+        await asked(most + 1)
+    (violation,) = refused.value.violations
+    asked_for = f"asks for {(most + 1) * of_each} log probabilities, {of_each} of each of {most + 1} tokens"
+    assert violation.field == "sampling.prompt_logprobs"
+    assert violation.problem == f"{asked_for}; allowed: at most 524288 of a prompt"

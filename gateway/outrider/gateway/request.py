@@ -46,6 +46,7 @@ from outrider.rpc.messages import (
     validate_prompt_ids,
 )
 from outrider.rpc.sampling_params import (
+    ALL_LOGPROBS,
     MAX_LOGPROBS,
     AcceptanceRule,
     FinishReason,
@@ -57,6 +58,7 @@ from outrider.rpc.sampling_params import (
 )
 from outrider.rpc.server_calls import ServerCall
 
+MAX_PROMPT_LOGPROBS = 1 << 19  # of a request; each takes about 120 bytes here
 SLOW_LOGPROBS = 4096  # log probabilities of an answer that take milliseconds to write: not on the event loop
 
 P = ParamSpec("P")
@@ -273,6 +275,7 @@ async def prepare(
         tools = tool_use(found, request, capped, tokenizer, target.capabilities)
     prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
+    _check_prompt_logprobs(found, request, sampling, len(prompt_ids), model.vocab_size)
     prediction: tuple[int, ...] = ()
     if request.prediction is not None:
         prediction = await prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
@@ -367,6 +370,20 @@ def no_such_model(name: str, served: str) -> NotFound:
     """A request for a model that is not served here."""
     shown = name if len(name) <= SHOWN_NAME else f"{name[: SHOWN_NAME - 3]}..."
     return NotFound(f"the model {shown!r} does not exist; served here: {served!r}", reason="MODEL_NOT_FOUND")
+
+
+def _check_prompt_logprobs(
+    found: Violations, request: GenerationRequest, sampling: SamplingParams, prompt_len: int, vocab_size: int
+) -> None:
+    """They come with the prompt, all at once, whether or not the client reads: no credit holds them up. In this process
+    they are its own."""
+    count = sampling.prompt_logprobs
+    if request.call is None or not isinstance(count, int):
+        return
+    of_each = vocab_size if count == ALL_LOGPROBS else count + 1
+    if prompt_len * of_each > MAX_PROMPT_LOGPROBS:
+        problem = f"asks for {prompt_len * of_each} log probabilities, {of_each} of each of {prompt_len} tokens"
+        found.add("sampling.prompt_logprobs", problem, f"at most {MAX_PROMPT_LOGPROBS} of a prompt")
 
 
 def _invalid(field: str, problem: str) -> InvalidArgument:
