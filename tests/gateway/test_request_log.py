@@ -13,7 +13,9 @@ from support.gateways import toy_tokenizer
 
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.request import GenerationRequest
-from outrider.rpc.errors import OutriderError
+from outrider.gateway.text.chat_template import ChatTemplate
+from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.rpc.errors import InvalidArgument, OutriderError
 from outrider.rpc.logs import JsonFormatter
 from outrider.rpc.sampling_params import SamplingParams
 
@@ -87,3 +89,32 @@ async def test_what_is_refused_before_it_runs(caplog: pytest.LogCaptureFixture) 
     assert line["prompt"] == TEXT
     caplog.clear()
     assert await logged(caplog, "off", model="another") == []
+
+
+async def refused(caplog: pytest.LogCaptureFixture, **fields: Any) -> tuple[InvalidArgument, str]:
+    """What the client and the log are told."""
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    tokenizer = toy_tokenizer()
+    template = ChatTemplate("{{ raise_exception('no: ' + messages[0].content) }}")
+    tokenizer = Tokenizer(tokenizer.backend, "refusing", {}, template)
+    engine = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(log_requests="counts"))
+    with pytest.raises(InvalidArgument) as error:
+        await anext(engine.generate(GenerationRequest(**fields)))
+    (record,) = [one for one in caplog.records if one.name == LOGGER]
+    return error.value, JsonFormatter("outrider-gateway").format(record)
+
+
+async def test_an_id_that_is_none_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """It stands in the line as it came, and may be as long as a request."""
+    error, line = await refused(caplog, text="x", request_id="\x1b[2J" + "i" * (1 << 20))
+    assert "request_id" in error.message and len(line) < 2000
+    assert json.loads(line)["request_id"].startswith("\x1b[2Jiii") and "\x1b" not in line
+
+
+async def test_a_template_s_words_are_the_client_s_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """They may be the conversation's. Of a long text they are the beginning; what else is wrong is told to both."""
+    message = {"role": "user", "content": TEXT + "z" * 100_000}
+    error, line = await refused(caplog, messages=(message,), priority=2**31)
+    assert TEXT in error.message and "priority" in error.message and len(error.message) < 2000
+    assert TEXT not in line and "chat: the chat template refused the conversation" in json.loads(line)["error"]
+    assert "priority" in json.loads(line)["error"]

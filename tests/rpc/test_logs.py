@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from outrider.rpc.logs import OnceWarnings, about, setup_logging
+from outrider.rpc.logs import MAX_MESSAGE_CHARS, MAX_REASON_CHARS, OnceWarnings, about, setup_logging
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 log = logging.getLogger("outrider.test")
@@ -97,3 +97,37 @@ def test_a_warning_is_said_once_whatever_its_numbers(monkeypatch: pytest.MonkeyP
             warnings.warn(reason)
     said = [json.loads(line)["message"] for line in found]
     assert said == ["no draft: 10.0.0.1:5 is gone (not said again)", "no draft: it is slow (not said again)"]
+
+
+FORGED = "gone\n2026-01-01 00:00:00,000 INFO outrider: all is well\x1b[2J\x9b2J\r\u2028\u202e\ud800\x00"
+SHOWN = r"gone\n2026-01-01 00:00:00,000 INFO outrider: all is well\u001b[2J\u009b2J\r\u2028\u202e\ud800\u0000"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_what_others_say_makes_no_line_of_its_own(log_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it reach a terminal's controls, or end the log's stream by what no file can hold."""
+    with lines(monkeypatch, log_format) as found:
+        log.warning("a client says %s", FORGED, extra=about(request_id=FORGED))
+        OnceWarnings("no draft: %s").warn(FORGED)
+        try:
+            raise ValueError(FORGED)
+        except ValueError:
+            log.exception("it failed")
+    assert all(line.isprintable() and line.isascii() for line in found)
+    if log_format == "json":
+        assert [json.loads(line)["message"] for line in found[:1]] == [f"a client says {FORGED}"]
+        assert len(found) == 3 and json.loads(found[0])["request_id"] == FORGED
+    else:
+        assert found[0].endswith(f" WARNING outrider.test: a client says {SHOWN}")
+        assert [line for line in found if not line.startswith("  ")] == found[:3]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_what_others_say_is_cut(log_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lines(monkeypatch, log_format) as found:
+        log.warning("a client says %s", "x" * (4 << 20))
+        warnings = OnceWarnings("no draft: %s")
+        warnings.warn("y" * (4 << 20))
+    assert len(found[0]) < MAX_MESSAGE_CHARS + 500 and "characters more)" in found[0]
+    assert len(found[1]) < MAX_REASON_CHARS + 500 and "characters more)" in found[1]
+    assert sum(map(len, warnings._seen)) < MAX_REASON_CHARS + 100

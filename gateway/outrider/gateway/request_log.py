@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
+from outrider.gateway.text.chat import TEMPLATE_REFUSED
 from outrider.gateway.tracing import RequestTrace
 from outrider.rpc.errors import OutriderError
-from outrider.rpc.logs import about
+from outrider.rpc.logs import about, cut
+from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.server_calls import SERVER_FAULTS, as_outrider_error
 
+HIDDEN = "the chat template refused the conversation"
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +57,7 @@ class RequestLog:
             "request_id": prepared.request_id,
             "model": self._model_name,
             "status": status,
-            "error": None if known is None else known.message,
+            "error": _told(known),
             "finish_reasons": self._finish_reasons,
             "num_prompt_tokens": len(prepared.prompt_ids),
             "num_cached_tokens": self._num_cached,
@@ -92,15 +96,15 @@ def log_refusal(
     known = as_outrider_error(error)
     prompt = _prompt_of(request) if with_prompt else {}
     fields = {
-        "request_id": request.request_id or None,
+        "request_id": cut(str(request.request_id), MAX_NAME_CHARS) or None,
         "model": model_name,
         "status": None if known is None else known.code.name,
-        "error": None if known is None else known.message,
+        "error": _told(known),
         "duration_s": waited_s,
         **prompt,
     }
     text = "request %s: %s before it ran, after %.3f s: %s%s"
-    shown = request.request_id or "without an id", fields["status"], waited_s, fields["error"]
+    shown = fields["request_id"] or "without an id", fields["status"], waited_s, fields["error"]
     log.log(
         _level_of(known),
         text,
@@ -108,6 +112,14 @@ def log_refusal(
         f", prompt {prompt}" if with_prompt else "",
         extra=about(traceparent, **fields),
     )
+
+
+def _told(error: OutriderError | None) -> str | None:
+    """An error's message, without the words of a template, which may be the conversation's."""
+    if error is None or not any(violation.reason == TEMPLATE_REFUSED for violation in error.violations):
+        return None if error is None else error.message
+    hidden = (replace(one, problem=HIDDEN) if one.reason == TEMPLATE_REFUSED else one for one in error.violations)
+    return "; ".join(map(str, hidden))
 
 
 def _level_of(error: OutriderError | None) -> int:

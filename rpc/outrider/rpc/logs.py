@@ -2,7 +2,8 @@
 
 What a line is about travels beside its message: `log.info("...", extra=about(request_id=...))`. Lines for people show
 the message alone; JSON has every field, and the ids of the trace that the line belongs to. Nothing here holds a prompt:
-who logs one says so by a flag of its own."""
+who logs one says so by a flag of its own. A message may hold what clients or peers have said: it is one line, in which
+nothing moves a terminal's cursor, and of bounded length."""
 
 from __future__ import annotations
 
@@ -23,6 +24,13 @@ LogFormat = Literal["text", "json"]
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PID_FORMAT = TEXT_FORMAT.replace("%(levelname)s", "%(process)d %(levelname)s")
 MAX_REASONS = 256
+MAX_REASON_CHARS = 512
+MAX_MESSAGE_CHARS = (
+    64 * 1024
+)  # far above a client's name or a peer's complaint; a prompt that is asked for may be longer
+_UNSEEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)  # controls, and what turns a line about
 _FIELDS = "outrider_fields"
 log = logging.getLogger(__name__)
 
@@ -36,6 +44,30 @@ def about(traceparent: str = "", **fields: object) -> Mapping[str, object]:
 def of(sequence: Open) -> Mapping[str, object]:
     """The same for a line about a sequence of a stream, by its Open."""
     return about(sequence.traceparent, sequence_id=sequence.sequence_id)
+
+
+def cut(text: str, most: int) -> str:
+    """A text, or its beginning and how much is missing."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} characters more)"
+
+
+def _plain(text: str) -> str:
+    """With what is not seen in JSON's notation."""
+    return _UNSEEN.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+class LineFormatter(logging.Formatter):
+    """A record as a line for people. Lines of a traceback are set in, so that none begins as a record does."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, whatever the message holds."""
+        record.message = _plain(cut(record.message, MAX_MESSAGE_CHARS))
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback."""
+        lines = cut(super().formatException(ei), MAX_MESSAGE_CHARS).splitlines()
+        return "\n".join(f"  {_plain(line)}" for line in lines)
 
 
 class JsonFormatter(logging.Formatter):
@@ -53,7 +85,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": cut(record.getMessage(), MAX_MESSAGE_CHARS),
             "service": self._service,
             **({"pid": record.process} if self._shows_pid else {}),
             **_trace_ids(fields.pop("traceparent", "")),
@@ -61,7 +93,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info and record.exc_info[0] is not None:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False, default=str)
+        return _plain(json.dumps(entry, ensure_ascii=False, default=str))
 
 
 class OnceWarnings:
@@ -73,6 +105,7 @@ class OnceWarnings:
 
     def warn(self, reason: str) -> None:
         """Says it, unless it was said before."""
+        reason = cut(reason, MAX_REASON_CHARS)
         key = re.sub(r"\d+", "#", reason)
         if key in self._seen or len(self._seen) >= MAX_REASONS:
             return
@@ -84,7 +117,7 @@ def setup_logging(log_format: LogFormat, service: str, shows_pid: bool = False) 
     """Lines of level INFO and above go to standard error, of this process as `service`; with its id where several
     write there under one name."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter(PID_FORMAT if shows_pid else TEXT_FORMAT)
+    text = LineFormatter(PID_FORMAT if shows_pid else TEXT_FORMAT)
     handler.setFormatter(JsonFormatter(service, shows_pid) if log_format == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 

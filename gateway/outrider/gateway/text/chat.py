@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from outrider.gateway.text.chat_template import TemplateRefusal
 from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded, require_fit
 from outrider.gateway.text.tools.use import decode_json, template_tools
 from outrider.rpc.errors import TOO_LONG, InvalidArgument, ResourceExhausted, Violation, Violations, kind
@@ -24,6 +25,7 @@ MAX_VARIABLES_CHARS = 64 * 1024  # of chat_template_kwargs, as JSON
 RENDER_S = 10.0  # that a conversation's template may take
 MAX_RENDERED = 8  # conversations at once; others wait
 WAIT_S = 10.0  # for one of these, at most
+TEMPLATE_REFUSED = "TEMPLATE_REFUSED"  # the reason where the template itself has said what is wrong
 BACK_MS = 1000  # when who waited in vain may come back
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -75,7 +77,8 @@ async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_
         raise InvalidArgument.of([Violation("chat", f"takes its template more than {RENDER_S:g} s")]) from None
     except (ValueError, RecursionError) as error:
         problem = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidArgument.of([Violation("chat", problem)]) from error
+        reason = TEMPLATE_REFUSED if isinstance(error.__cause__, TemplateRefusal) else ""
+        raise InvalidArgument.of([Violation("chat", problem, reason)]) from error
 
 
 _RENDERERS = ThreadPoolExecutor(MAX_RENDERED, "chat-template")

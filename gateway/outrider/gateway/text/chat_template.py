@@ -42,7 +42,7 @@ class ChatTemplate:
             template = self._compiled_for_tools if variables["tools"] else self._compiled
             return template.render(messages=plain, **variables)
         except Exception as error:  # a template may raise anything by what it does to odd content, or by what it is
-            raise TemplateRefusal(str(error) or type(error).__name__) from error
+            raise TemplateRefusal(str(error)[:MAX_REFUSAL_CHARS] or type(error).__name__) from error
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -93,6 +93,7 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
+MAX_REFUSAL_CHARS = 1000  # of a template's own words, which may be the conversation's
 MAX_WRITTEN = 1 << 26  # characters of a prompt: more than the longest context has
 MAX_BITS = 1 << 16  # of a whole number: larger ones are multiplied slowly, and nothing else runs meanwhile
 _WIDTHS = re.compile(r"%(?:\([^()]*\))?[-#0 +]*(\*|[0-9]*)\.?(\*|[0-9]*)")  # and precisions, of a format
