@@ -67,6 +67,26 @@ async def fleet(*toys: ToyTarget) -> AsyncIterator[Fleet]:
         yield Fleet(list(toys), servicers, pool, Canary(pool, 60))
 
 
+async def test_a_look_that_fails_is_told_and_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_looks = 0
+
+    async def look(self: Canary) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr(Canary, "look", look)
+    running = asyncio.create_task(Canary(RemoteTargets(["127.0.0.1:1"]), 0.01).run())
+    await until(lambda: num_looks > 2)
+    running.cancel()
+    assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], asyncio.CancelledError)
+    (line,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert line.exc_info and "what nobody thought of" in str(line.exc_info[1])
+
+
 @pytest.mark.parametrize("place", [0, 7, NUM_TOKENS - 1])
 async def test_the_one_that_disagrees_is_named(place: int, caplog: pytest.LogCaptureFixture) -> None:
     async with fleet(toy(), toy(rule=wrong_at(place)), toy()) as served:

@@ -148,7 +148,7 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         gt=0,
         le=1,
         description="How much one caller may take of the sequences and tokens that others leave; callers are told "
-        "apart by their salt, else by their host",
+        "apart by their credential (see tokens), else by their salt, else by their host",
     )
     max_request_bytes: int = Field(
         default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Largest request, over gRPC or HTTP"

@@ -38,10 +38,13 @@ class Canary:
         self._known: dict[Computation, Answer] = {}  # what most of them have said
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled; a look that fails is told, and the next one comes in its time."""
         while True:
             await asyncio.sleep(self._every_s)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:
+                log.exception("canary: it could not look at the targets, and will again in %g s", self._every_s)
 
     async def look(self) -> None:
         """Asks all that can be compared, at once, and marks them."""
