@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fakes import ToyTarget
+from support.fakes import ToyTarget, until
 from support.models import train_byte_level
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -213,7 +213,7 @@ async def test_who_waits_too_long_for_a_thread_may_come_back(monkeypatch: pytest
     slow = [asyncio.create_task(ids_of(tokenizer, {"content": "slow"})) for _ in range(chat.MAX_RENDERED)]
     await asyncio.sleep(0)
     monkeypatch.setattr(chat, "WAIT_S", 0.2)
-    with pytest.raises(ResourceExhausted, match=r"chat: others' .* for 0\.2 s") as busy:
+    with pytest.raises(ResourceExhausted, match=r"chat: other conversations .* for 0\.2 s") as busy:
         await ids_of(tokenizer, {"content": "quick"})
     assert busy.value.reason == "TEMPLATES_BUSY" and busy.value.retry_after_ms > 0
     engine = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(num_draft_tokens=0))
@@ -222,6 +222,33 @@ async def test_who_waits_too_long_for_a_thread_may_come_back(monkeypatch: pytest
         await anext(engine.generate(request))
     go.set()
     assert all(await asyncio.gather(*slow)) and await ids_of(tokenizer, {"content": "quick"})
+
+
+async def test_a_caller_s_slow_conversations_do_not_stand_before_another_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has half of the threads or more comes after all others, however many of its own wait."""
+    tokenizer, go = byte_level.__wrapped__(), threading.Semaphore(0)
+    render = tokenizer.render_chat
+
+    def slow(messages: Any, *arguments: Any, **variables: Any) -> str:
+        assert messages[0]["content"] != "slow" or go.acquire(timeout=60)
+        return render(messages, *arguments, **variables)
+
+    monkeypatch.setattr(tokenizer, "render_chat", slow)
+    engine = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(num_draft_tokens=0))
+
+    def ask(content: str, salt: str) -> asyncio.Task[Any]:
+        request = GenerationRequest(messages=({"role": "user", "content": content},), salt=salt)
+        return asyncio.create_task(engine._prepare(request))
+
+    slow_ones = [ask("slow", "a") for _ in range(3 * chat.MAX_RENDERED)]
+    await until(lambda: engine._templates.num_active == chat.MAX_RENDERED)
+    quick = ask("quick", "b")
+    await asyncio.sleep(0)
+    go.release()  # one of them ends
+    assert await asyncio.wait_for(quick, 20)
+    go.release(len(slow_ones))
+    await asyncio.gather(*slow_ones, return_exceptions=True)
+    assert engine._templates.num_active == engine._templates.num_waiting == 0
 
 
 async def test_a_template_that_nobody_waits_for_any_more_is_ended() -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
@@ -22,6 +22,7 @@ from outrider.gateway.speculation.controller import Controller
 from outrider.gateway.speculation.loop import SpeculationDriver, speculate
 from outrider.gateway.speculation.retry_budget import Retries
 from outrider.gateway.speculation.schedule import BatchSchedule
+from outrider.gateway.text.chat import MAX_RENDERED, in_turn
 from outrider.gateway.text.reasoning import AUTO, find_markers
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
@@ -231,6 +232,7 @@ class GenerationEngine:
         self.config = config or EngineConfig()
         limits = self._max_admitted_tokens, self._max_running_tokens, self.config.caller_share
         self.admission = Admission(self.config.max_active, self.config.max_waiting, *limits)
+        self._templates = Admission(MAX_RENDERED, sys.maxsize, share=0.5)
         self._markers = find_markers(tokenizer, self.config.reasoning_parser)
         self._tracer = tracer
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
@@ -297,7 +299,24 @@ class GenerationEngine:
         if wanted != "off":
             log_refusal(request, name, traceparent, error, waited_s, wanted == "prompts")
 
+    @asynccontextmanager
+    async def template_turn(self, account: str, num_messages: int) -> AsyncIterator[None]:
+        """A turn at the threads on which conversations are rendered, fair between callers: one that has half of them or
+        more comes after all others. ResourceExhausted where it does not come in time."""
+        work = AdmissionCost(1, num_messages, account)
+        await in_turn(self._templates.enter(work))
+        try:
+            yield
+        finally:
+            self._templates.leave(work)
+
     async def _prepare(self, request: GenerationRequest) -> Prepared:
+        if request.messages is None:
+            return await self._prepared(request)
+        async with self.template_turn(request.account, len(request.messages)):
+            return await self._prepared(request)
+
+    async def _prepared(self, request: GenerationRequest) -> Prepared:
         return await prepare(
             request,
             self.tokenizer,

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid, renamed
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
+from outrider.gateway.http.shares import client_of
 from outrider.gateway.request import no_such_model
 from outrider.gateway.text.chat import ChatText, chat_text
 from outrider.gateway.text.tokenizer import LONG_TEXT
@@ -48,7 +49,7 @@ class TokenizeEndpoints:
         if (body.prompt is None) == (body.messages is None):
             given = "neither" if body.prompt is None else "both"
             raise invalid("prompt", f"{given} of prompt and messages are given; allowed: exactly one of them")
-        text = ChatText(body.prompt) if body.prompt is not None else await self._rendered(values)
+        text = ChatText(body.prompt) if body.prompt is not None else await self._rendered(values, request)
         adds = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
         if len(text.text) > LONG_TEXT:
@@ -72,11 +73,13 @@ class TokenizeEndpoints:
         text = await asyncio.to_thread(decode, body.tokens) if len(body.tokens) > LONG_TEXT else decode(body.tokens)
         return JSONResponse({"prompt": text})
 
-    async def _rendered(self, values: dict[str, Any]) -> ChatText:
+    async def _rendered(self, values: dict[str, Any], request: Request) -> ChatText:
         chat = {name: values[name] for name in values.keys() - {"prompt", "add_special_tokens", "return_token_strs"}}
         most = self._engine.verifier.info.model.max_model_len
         try:
-            return await chat_text(read_chat(chat, None, self._engine).requests[0], self._engine.tokenizer, most)
+            (asked,) = read_chat(chat, None, self._engine).requests
+            async with self._engine.template_turn(client_of(request), len(asked.messages or ())):
+                return await chat_text(asked, self._engine.tokenizer, most)
         except OutriderError as error:
             raise renamed(error, NAMES, most) from error
 

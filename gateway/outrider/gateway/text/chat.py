@@ -7,7 +7,7 @@ import ctypes
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_VARIABLES_CHARS = 64 * 1024  # of chat_template_kwargs, as JSON
 RENDER_S = 10.0  # that a conversation's template may take
 MAX_RENDERED = 8  # conversations at once; others wait
-WAIT_S = 10.0  # for one of these, at most
+WAIT_S = 15.0  # for one of these, at most: longer than any has it
 TEMPLATE_REFUSED = "TEMPLATE_REFUSED"  # the reason where the template itself has said what is wrong
 BACK_MS = 1000  # when who waited in vain may come back
 # Fields of the request, or of the checkpoint.
@@ -125,6 +125,16 @@ def _raise_in(thread: int, error: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
+async def in_turn(turn: Awaitable[object]) -> None:
+    """Waits for one of MAX_RENDERED places. ResourceExhausted where none comes free in time."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await turn
+    except TimeoutError:
+        message = f"chat: other conversations have kept all {MAX_RENDERED} threads of templates for {WAIT_S:g} s"
+        raise ResourceExhausted(message, reason="TEMPLATES_BUSY", retry_after_ms=BACK_MS) from None
+
+
 async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
     """TimeoutError where it takes longer than it may, from when it begins: how long others' take is none of its faults,
     and ResourceExhausted where they take too long."""
@@ -132,12 +142,7 @@ async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
     rendering = _Rendering(render, lambda: loop.call_soon_threadsafe(begun.set))
     rendered = loop.run_in_executor(_RENDERERS, rendering.run)
     try:
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await begun.wait()
-        except TimeoutError:
-            message = f"chat: others' conversations have kept all {MAX_RENDERED} threads of templates for {WAIT_S:g} s"
-            raise ResourceExhausted(message, reason="TEMPLATES_BUSY", retry_after_ms=BACK_MS) from None
+        await in_turn(begun.wait())
         async with asyncio.timeout(RENDER_S):
             return await rendered
     finally:
