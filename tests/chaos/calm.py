@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos.asks import Ask, expectations
 from chaos.campaign import WHOLE_S
 from chaos.fleet import Fleet, Member, View
-from chaos.streams import Ask, Readers, Stream, expectations
+from chaos.streams import Readers, Stream
 from prometheus_client.parser import text_string_to_metric_families
 from support.gateways import save_toy_tokenizer
 from support.models import save_tiny

@@ -10,22 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
 
-import httpx
+from chaos.asks import PATIENT, TIMEOUT_S, Answer, Ask
 from chaos.fleet import Fleet
-from chaos.streams import PATIENT, TIMEOUT_S, Answer, Ask, Stream, events, judge
+from chaos.over_http import SHAPES, Asker, Choices
+from chaos.streams import Stream, judge
 
 from outrider.client import Client, Part
 from outrider.rpc.errors import OutriderError
 
 # How a request ends, and how often.
 ENDS = {"whole": 8, "closed": 6, "cut off": 2, "deadline": 2, "http": 3, "http closed": 3}
-OVER_HTTP = ("plain text", "long prompt", "penalties")  # the shapes that are asked for there, too
-HTTP_OPTIONS = (
-    *("prompt", "max_tokens", "ignore_eos", "temperature", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
 NUMBERS = (1, 1, 1, 1, 2, 3)  # of completions
 
 
@@ -36,7 +31,8 @@ class Crowd:
         self, fleet: Fleet, asks: Sequence[Ask], expected: Mapping[str, Answer], seed: int, num_readers: int
     ) -> None:
         self._fleet, self._expected, self._num_readers = fleet, expected, num_readers
-        self._asks, self._dice = itertools.cycle(asks), random.Random(f"crowd {seed}")
+        single = [ask for ask in asks if "n" not in ask.options]  # how many completions are wanted is drawn
+        self._asks, self._dice, self._http = itertools.cycle(single), random.Random(f"crowd {seed}"), Asker(fleet)
         self.ends: Counter[str] = Counter()
         self.wrong: list[Stream] = []  # lost or changed
         self._tasks: list[asyncio.Task[None]] = []
@@ -60,7 +56,7 @@ class Crowd:
     async def _ask(self, number: int) -> None:
         while not self._resting:
             ask, end = next(self._asks), self._dice.choices(list(ENDS), list(ENDS.values()))[0]
-            if end.startswith("http") and ask.name.rpartition(", ")[2] not in OVER_HTTP:
+            if end.startswith("http") and ask.shape not in SHAPES:
                 end = end.removeprefix("http").strip() or "whole"
             stream = Stream(ask, f"caller {number}, {end}", time.monotonic())
             await (self._over_http if end.startswith("http") else self._over_grpc)(stream, end)
@@ -95,41 +91,9 @@ class Crowd:
                     stream.error = ""
 
     async def _over_http(self, stream: Stream, end: str) -> None:
-        """Nothing is asked of a gateway that is about to start; one that ends may break off what it answers."""
-        gateway = self._dice.choice(self._fleet.gateways)
-        num_starts, address = gateway.num_starts, self._fleet.http_address(gateway)
+        """Who closes does so at a random token; who does not goes on at the other gateway where a fault ends it."""
         leaves_after = self._dice.randrange(stream.ask.options["max_tokens"]) if end == "http closed" else None
-        if not address:
-            await asyncio.sleep(0.2)
-            return
-        ids: list[int] = []
-        error = ""
-        try:
-            async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
-                coming = events(client, f"http://{address}/v1/completions", http_body(stream.ask))
-                async with aclosing(coming):
-                    async for event in coming:
-                        error = error or str(event.get("error", ""))
-                        ids += [token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()]
-                        if leaves_after is not None and len(ids) >= leaves_after:
-                            break
-        except httpx.HTTPError as broken:
-            error = f"broken off: {broken!r}"
-            await asyncio.sleep(0.2)
-        ends = gateway.num_starts != num_starts or gateway.status is not None
-        if error:
-            stream.error = "" if ends or not address else error
-        elif stream.ask.exact:
-            expected = self._expected[stream.ask.key].ids
-            if tuple(ids) != (expected if leaves_after is None else expected[: len(ids)]):
-                stream.change = f"over HTTP {len(ids)} tokens, {len(expected)} expected, or others"
-
-
-def http_body(ask: Ask) -> dict[str, Any]:
-    """A request as OpenAI's interface has it."""
-    body = {name: ask.options[name] for name in HTTP_OPTIONS if name in ask.options}
-    how = {name: ask.options[name] for name in ("mode", "num_draft_tokens") if name in ask.options}
-    if ask.options.get("method") not in (None, "prediction"):
-        how["method"] = ask.options["method"]
-    how["acceptance"] = ask.rule if ask.rule != "greedy" else "coupled"
-    return body | {"model": "pair", "stream": True, "return_token_ids": True, "cache_salt": ask.key, "speculation": how}
+        choices = Choices(stream.ask)
+        stream.error = await self._http.ask(choices, stream.arrivals, leaves_after)
+        if not stream.error:
+            judge(stream, choices.answer(), self._expected, leaves_after is not None)

@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import ClassVar
 
 from chaos.fleet import Fleet, Member, memory_bytes
 from chaos.proxy import DOWN, UP
+
+SILENCE_S = 2.0  # in which a peer that says nothing is given up
 
 # The messages by which faults are timed, of opening and of a round, by whose proxy they pass.
 POINTS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -81,14 +82,20 @@ class Blow(ABC):
     """One kind of fault at one service."""
 
     lasts_s: ClassVar[float] = 0.0
-    is_noticed: ClassVar[bool] = True  # by gateways, where the service is no gateway
+    noticed_within_s: ClassVar[float | None] = 0.5  # by gateways, where the service is none; None: it need not be
+    ends_streams: ClassVar[bool] = True  # of a service's own clients
 
     def __init__(self, member: Member) -> None:
         self.member = member
 
-    @abstractmethod
     async def strike(self) -> None:
-        """Does it."""
+        """Does it; from then on, until the fleet is whole, its clients' streams may end by it."""
+        if self.ends_streams:
+            self.member.victim_until = math.inf
+        await self._strike()
+
+    @abstractmethod
+    async def _strike(self) -> None: ...
 
     @abstractmethod
     async def heal(self) -> bool:
@@ -102,7 +109,7 @@ class Kill(Blow):
     status: ClassVar[int] = -signal.SIGKILL
     ends_s: ClassVar[float] = 5.0
 
-    async def strike(self) -> None:
+    async def _strike(self) -> None:
         os.killpg(self.member.pid, self.number)
 
     async def heal(self) -> bool:
@@ -124,8 +131,10 @@ class Stop(Blow):
     """A process that stands still: its connections live, and nothing comes."""
 
     lasts_s = 5.0
+    noticed_within_s: ClassVar[float | None] = SILENCE_S
+    ends_streams = False
 
-    async def strike(self) -> None:
+    async def _strike(self) -> None:
         os.killpg(self.member.pid, signal.SIGSTOP)
 
     async def heal(self) -> bool:
@@ -138,67 +147,73 @@ class Pause(Stop):
     """So short that nobody may take it for the end."""
 
     lasts_s = 0.7
-    is_noticed = False
+    noticed_within_s = None
 
 
 class Reset(Blow):
     """Every connection is cut."""
 
-    async def strike(self) -> None:
-        self._before = self.member.proxy.counts.resets
-        self.member.proxy.reset()
+    async def _strike(self) -> None:
+        self._before = self.member.count("resets")
+        for proxy in self.member.proxies:
+            proxy.reset()
 
     async def heal(self) -> bool:
-        return self.member.proxy.counts.resets > getattr(self, "_before", self.member.proxy.counts.resets)
+        now = self.member.count("resets")
+        return now > getattr(self, "_before", now)
 
 
 class BlackHole(Blow):
     """Connections live, new ones come about, and nothing passes; in the end they are cut."""
 
     lasts_s = 5.0
+    noticed_within_s: ClassVar[float | None] = SILENCE_S
 
-    async def strike(self) -> None:
-        self._before = self.member.proxy.counts.swallowed
-        self.member.proxy.swallows = True
+    async def _strike(self) -> None:
+        self._before = self.member.count("swallowed")
+        for proxy in self.member.proxies:
+            proxy.swallows = True
 
     async def heal(self) -> bool:
-        proxy = self.member.proxy
-        proxy.heal()
-        return proxy.counts.swallowed > getattr(self, "_before", proxy.counts.swallowed)
+        for proxy in self.member.proxies:
+            proxy.heal()
+        now = self.member.count("swallowed")
+        return now > getattr(self, "_before", now)
 
 
 class SlowLink(Blow):
     """Whatever passes takes its time."""
 
     lasts_s = 3.0
-    is_noticed = False
+    noticed_within_s = None
+    ends_streams = False
     delay_s: ClassVar[float] = 0.12
 
-    async def strike(self) -> None:
-        self._before = self.member.proxy.counts.delayed
-        self.member.proxy.delay_s = self.delay_s
+    async def _strike(self) -> None:
+        self._before = self.member.count("delayed")
+        for proxy in self.member.proxies:
+            proxy.delay_s = self.delay_s
 
     async def heal(self) -> bool:
-        proxy = self.member.proxy
-        proxy.heal()
-        return proxy.counts.delayed > getattr(self, "_before", proxy.counts.delayed)
+        for proxy in self.member.proxies:
+            proxy.heal()
+        now = self.member.count("delayed")
+        return now > getattr(self, "_before", now)
 
 
 class OutOfMemory(Blow):
     """The kernel refuses the process every further page. It may end by that, or live on in what it has."""
 
     lasts_s = 4.0
-    is_noticed = False  # it need not end
+    noticed_within_s = None  # it need not end
 
-    async def strike(self) -> None:
-        self.member.short_until = math.inf
+    async def _strike(self) -> None:
         self._limits = resource.prlimit(self.member.pid, resource.RLIMIT_AS)
         resource.prlimit(self.member.pid, resource.RLIMIT_AS, (memory_bytes(self.member.pid) // 2, self._limits[1]))
 
     async def heal(self) -> bool:
         if not hasattr(self, "_limits"):
             return False
-        self.member.short_until = time.monotonic() + 1.0  # what it has broken by then is seen
         if self.member.status is None:
             limit, _ = resource.prlimit(self.member.pid, resource.RLIMIT_AS, self._limits)  # returns what was
             is_below = limit < memory_bytes(self.member.pid)

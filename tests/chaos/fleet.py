@@ -4,10 +4,12 @@ its own: the proxy is what others reach, so that a service that is started again
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -18,23 +20,46 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.cli.local_services import GRACE_S, LOOPBACK, Service, ServiceFailed, Services
 from outrider.pairs import pair_path
 
-HEAD = "eagle3"
-METHODS = ("draft_model", "ngram", "suffix", "prediction")  # of the drafts
+LOOKUPS = ("prediction", "ngram", "suffix")  # methods of a draft that need no model
+BY_MODEL = ("draft_model", "pard")  # of those that do a draft has one
 START_S = 300.0
+SEEN_S = 1.0  # after which nobody meets any more what a fault has broken
 POLL_S = 0.05
 METRICS = re.compile(r"^\S+ metrics on (\S+)$", re.MULTILINE)
 HTTP = re.compile(r"gateway http on (\S+)")
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """Who drafts in a fleet: a draft has one model, and a target one head."""
+
+    model: str  # its method
+    head: str
+
+    @classmethod
+    def of(cls, number: int) -> Drafting:
+        """Each of the embedded pair's heads beside each of its models, in turn."""
+        heads = sorted(pair_path().heads)
+        return cls(BY_MODEL[(number + number // len(heads)) % len(BY_MODEL)], heads[number % len(heads)])
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Of a draft, as it prefers them."""
+        return (*LOOKUPS, self.model)
+
+
 class Member:
-    """One service, its proxy, and the process that runs it now."""
+    """One service, what stands before it, and the process that runs it now."""
 
     def __init__(self, services: Services, role: str, number: int) -> None:
         self.role, self.name = role, f"{role} {number}"
         self.proxy = FaultProxy(role)
+        self.proxies = [self.proxy]
+        if role == "gateway":
+            self.proxies.append(FaultProxy(role, reads=False))  # before its HTTP interface
         self.arguments: list[str] = []
         self.num_starts = 0
-        self.short_until = 0.0  # of memory, on the monotonic clock
+        self.victim_until = 0.0  # of a fault by which its own clients' streams may end, on the monotonic clock
         self.before: Callable[[str], Awaitable[str]] | None = None  # what stands between it and its proxy, by address
         self._services = services
         self._service: Service | None = None
@@ -50,6 +75,14 @@ class Member:
     def pid(self) -> int:
         """Of the process, and of its group."""
         return self.service.pid
+
+    def was_victim(self, since: float) -> bool:
+        """Whether such a fault was at it at that time, or has been since."""
+        return self.victim_until > since
+
+    def count(self, what: str) -> int:
+        """What its proxies have done, by the name of one of their counts."""
+        return sum(getattr(proxy.counts, what) for proxy in self.proxies)
 
     async def start(self) -> None:
         """Starts a process, and returns when it listens. ServiceFailed if it ends before, or takes too long."""
@@ -76,7 +109,8 @@ class Member:
 
     async def restart(self) -> None:
         """Starts it again, once it has ended."""
-        self.proxy.upstream = ""
+        for proxy in self.proxies:
+            proxy.upstream = ""
         self._services.stop(self.service)
         await self.start()
 
@@ -88,9 +122,10 @@ class Member:
 class Fleet:
     """All six. `async with` starts them, and ends them whatever happens."""
 
-    def __init__(self, grace_s: str = GRACE_S) -> None:
+    def __init__(self, grace_s: str = GRACE_S, drafting: Drafting | None = None) -> None:
         """`grace_s` is the time that running streams get on SIGTERM."""
         self._services, self._grace_s = Services(), grace_s
+        self.drafting = drafting or Drafting.of(0)
         self.targets, self.drafts, self.gateways = (
             [Member(self._services, role, number) for number in range(2)] for role in ("target", "draft", "gateway")
         )
@@ -105,7 +140,8 @@ class Fleet:
     async def __aenter__(self) -> Self:
         try:
             for member in self.members.values():
-                await member.proxy.start()
+                for proxy in member.proxies:
+                    await proxy.start()
             self._say_how()
             await asyncio.gather(*(member.start() for member in self.members.values()))
             await self.whole(START_S)
@@ -116,24 +152,21 @@ class Fleet:
 
     async def __aexit__(self, *error: object) -> None:
         for member in self.members.values():
-            await member.proxy.stop()
+            for proxy in member.proxies:
+                await proxy.stop()
         await self._http.aclose()
         self._services.__exit__(None, None, None)
 
     def _say_how(self) -> None:
         """The commands, once the proxies listen."""
         pair, common = pair_path(), ["--listen", LOOPBACK, "--grace-s", self._grace_s, "--metrics", LOOPBACK]
+        head, model = str(pair.head_by(self.drafting.head)), str(pair.draft_by(self.drafting.model))
         for target in self.targets:
-            weights = ["--model", str(pair.target), "--head", str(pair.head_by(HEAD)), "--cache-mb", "96"]
+            weights = ["--model", str(pair.target), "--head", head, "--cache-mb", "96"]
             target.arguments = ["target", *common, *weights, "--batch-invariant", "--threads", "1"]
         for draft in self.drafts:
-            methods = [
-                "--method",
-                ",".join(("prediction", "ngram", "suffix", "draft_model")),
-                "--prompt-lookup-min",
-                "2",
-            ]
-            draft.arguments = ["draft", *common, *methods, "--model", str(pair.draft), "--threads", "1"]
+            methods = ["--method", ",".join(self.drafting.methods), "--prompt-lookup-min", "2"]
+            draft.arguments = ["draft", *common, *methods, "--model", model, "--threads", "1"]
         for gateway in self.gateways:
             peers = [
                 *("--target", ",".join(each.proxy.address for each in self.targets)),
@@ -143,11 +176,15 @@ class Fleet:
             gateway.arguments = ["gateway", *common, *peers, "--tokenizer", str(pair.target), *ports]
 
     async def whole(self, timeout_s: float) -> bool:
-        """Waits until every gateway can use all targets and drafts; whether that was in time."""
+        """Waits until every gateway can use all targets and drafts; whether that was in time. Then no fault is at
+        anybody any more."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             views = await asyncio.gather(*(self.view(gateway) for gateway in self.gateways))
             if all(view is not None and len(view.up) == 4 and all(view.up.values()) for view in views):
+                for member in self.members.values():
+                    if member.victim_until == math.inf:
+                        member.victim_until = time.monotonic() + SEEN_S
                 return True
             await asyncio.sleep(4 * POLL_S)
         return False
@@ -168,8 +205,10 @@ class Fleet:
             return ""
 
     def http_address(self, gateway: Member) -> str:
-        """Of its HTTP interface, which no proxy stands before."""
-        return gateway.service.find(HTTP)
+        """Where clients reach its HTTP interface; empty before it has one."""
+        proxy = gateway.proxies[-1]
+        proxy.upstream = gateway.service.find(HTTP)
+        return proxy.address if proxy.upstream else ""
 
 
 class View:

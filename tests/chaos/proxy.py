@@ -36,6 +36,7 @@ class Counts:
     """What a proxy has done."""
 
     connections: int = 0
+    refused: int = 0  # connections, by nobody who listens
     resets: int = 0  # connections
     swallowed: int = 0  # bytes
     delayed: int = 0  # chunks
@@ -111,6 +112,7 @@ class FaultProxy:
         try:
             there, back = await asyncio.open_connection(host or "127.0.0.1", int(port or 1))
         except OSError:  # nobody listens there (any more)
+            self.counts.refused += 1
             writer.transport.abort()
             return
         link = _Link(self, (writer, back))

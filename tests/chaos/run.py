@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from chaos.asks import all_asks
 from chaos.calm import Calm, stay_calm
-from chaos.campaign import Record, run
-from chaos.faults import first_of
-from chaos.fleet import Fleet
-from chaos.streams import Stream, all_asks
+from chaos.campaign import Outcome, Record, run
+from chaos.faults import Fault, first_of
+from chaos.fleet import Drafting, Fleet
 from rich.console import Console
 from rich.table import Table
 
 SHORT = 16  # faults
+FAULTS_A_FLEET = 25  # then another one, with another head and another model of its drafts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,11 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, help="of the faults of that seed this one alone")
     parser.add_argument("--readers", type=int, default=5, help="streams at a time, beside one over HTTP")
     parser.add_argument("--off", action="store_true", help="strike nobody: then every fault has to be missed")
+    parser.add_argument("--strict-times", action="store_true", help="a bound of time that does not hold is a failure")
     parser.add_argument("--calm", type=float, metavar="S", help="no fault for so long, and nobody taken for lost")
     parser.add_argument("--load", type=float, default=2.0, help="with --calm: busy processes a core")
     options = parser.parse_args(arguments)
     console = Console(soft_wrap=True)
-    console.width = max(console.width, 120)  # of the table, also where nobody looks
+    console.width = max(console.width, 150)  # of the table, also where nobody looks
     if options.calm is not None:
         return _told_calm(console, asyncio.run(_calm(options)), options)
     faults = first_of(options.seed, options.faults if options.only is None else options.only + 1)
@@ -51,25 +54,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def told(record: Record) -> None:
         console.print(_line(record, options.seed), highlight=False, markup=False)
 
-    async def all_of_it() -> tuple[list[Record], list[Stream]]:
-        async with Fleet() as fleet:
-            return await run(
-                fleet,
-                faults,
-                all_asks(options.seed),
-                num_readers=options.readers,
-                injecting=not options.off,
-                told=told,
-            )
-
     began = time.monotonic()
-    records, streams = asyncio.run(all_of_it())
+    outcome = asyncio.run(_all_of_it(faults, options, told))
+    records, streams = outcome.records, outcome.streams
     console.print(_table(records))
-    wrong = [record for record in records if record.problems]
+    wrong = [record for record in records if record.problems or (options.strict_times and record.late)]
     for record in wrong:
-        console.print(f"fault {_line(record, options.seed)}", highlight=False, markup=False)
+        late = f" ({'; '.join(record.late)})" if options.strict_times else ""
+        console.print(f"fault {_line(record, options.seed)}{late}", highlight=False, markup=False)
     lost, changed = sum(bool(stream.error) for stream in streams), sum(bool(stream.change) for stream in streams)
     num_tokens = sum(len(stream.arrivals) for stream in streams)
+    console.print(
+        f"over HTTP {sum(stream.reader == 'http' for stream in streams)} answers: {len(outcome.errors_told)} streams "
+        f"ended with an error and {outcome.broken_off} were cut, by faults at their gateway or at all targets; "
+        f"{outcome.num_resumed} went on from tokens of others",
+        highlight=False,
+    )
     console.print(
         f"{len(records)} faults of seed {options.seed} in {time.monotonic() - began:.0f} s: {len(streams)} streams "
         f"with {num_tokens} deliveries, {lost} lost, {changed} changed; {len(wrong)} faults with a problem",
@@ -78,9 +78,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(wrong or lost or changed or len(records) < len(faults)))
 
 
+async def _all_of_it(faults: Sequence[Fault], options: argparse.Namespace, told: Callable[[Record], None]) -> Outcome:
+    """One fleet after another."""
+    outcome = Outcome()
+    for number, group in itertools.groupby(faults, lambda fault: fault.number // FAULTS_A_FLEET):
+        drafting = Drafting.of(options.seed + number)
+        async with Fleet(drafting=drafting) as fleet:
+            outcome = await run(
+                fleet,
+                list(group),
+                all_asks(options.seed, drafting=drafting),
+                num_readers=options.readers,
+                injecting=not options.off,
+                told=told,
+                outcome=outcome,
+            )
+    return outcome
+
+
 async def _calm(options: argparse.Namespace) -> Calm:
-    async with Fleet() as fleet:
-        return await stay_calm(fleet, all_asks(options.seed), options.calm, options.load)
+    drafting = Drafting.of(options.seed)
+    async with Fleet(drafting=drafting) as fleet:
+        return await stay_calm(fleet, all_asks(options.seed, drafting=drafting), options.calm, options.load)
 
 
 def _told_calm(console: Console, calm: Calm, options: argparse.Namespace) -> int:
@@ -97,7 +116,8 @@ def _told_calm(console: Console, calm: Calm, options: argparse.Namespace) -> int
 
 def _line(record: Record, seed: int) -> str:
     """What became of a fault."""
-    noticed = "" if record.notice_s is None else f", noticed after {record.notice_s:.2f} s"
+    times = [f"{after_s:.2f} s" for after_s in record.notices.values() if after_s is not None]
+    noticed = f", noticed after {' and '.join(times)}" if times else ""
     head = f"{record.fault}: {len(record.streams)} streams, longest pause {record.pause_s:.2f} s{noticed}"
     if not record.problems:
         return head
@@ -112,6 +132,7 @@ def _table(records: Sequence[Record]) -> Table:
         table.add_column(name, justify="left" if name in ("fault", "of") else "right")
     for name in ("noticed after", "longest pause"):
         table.add_column(f"{name}, s\nmedian / most", justify="right")
+        table.add_column("in time", justify="right")
     rows: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         kind = " + ".join(record.fault.kinds)
@@ -132,8 +153,19 @@ def _sums(records: Sequence[Record]) -> list[str]:
         sum(record.took_place for record in records),
         *(sum(len(getattr(record, what)) for record in records) for what in ("streams", "lost", "changed")),
     )
-    notices = [record.notice_s for record in records if record.notice_s is not None]
-    return [*map(str, counts), _middle_and_most(notices), _middle_and_most([record.pause_s for record in records])]
+    notices = [after_s for record in records for after_s in record.notices.values() if after_s is not None]
+    pauses = [record.pause_s for record in records]
+    return [
+        *map(str, counts),
+        *(_middle_and_most(notices), _within([record.noticed_in_time for record in records])),
+        *(_middle_and_most(pauses), _within([record.went_on_in_time for record in records])),
+    ]
+
+
+def _within(counts: Sequence[tuple[int, int]]) -> str:
+    """Of what has a bound of time, how much was within it."""
+    count, of = (sum(column) for column in zip(*counts, strict=True))
+    return f"{count} of {of}" if of else "-"
 
 
 def _middle_and_most(times_s: Sequence[float]) -> str:

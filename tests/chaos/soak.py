@@ -22,9 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from chaos.asks import Ask, all_asks, expectations
 from chaos.crowd import Crowd
 from chaos.faults import BLOWS
-from chaos.fleet import Fleet, Member
+from chaos.fleet import Drafting, Fleet, Member
 from chaos.resources import (
     MIB,
     Reading,
@@ -35,7 +36,6 @@ from chaos.resources import (
     resident_bytes_of,
     threads_of,
 )
-from chaos.streams import Ask, all_asks, expectations
 
 NUM_TOKENS = 64  # of a request: sequences come and go faster than a fault runner's
 KINDS = ("kill", "kill", "restart", "reset")
@@ -72,7 +72,7 @@ async def soak(
 ) -> Outcome:
     """Rounds of traffic, each with a rest behind it, until so many seconds are over; the first has no kills, and what
     is held after it is the baseline."""
-    outcome, asks = Outcome(), all_asks(seed, NUM_TOKENS) if asks is None else asks
+    outcome, asks = Outcome(), all_asks(seed, NUM_TOKENS, fleet.drafting) if asks is None else asks
     crowd = Crowd(fleet, asks, await expectations(asks, fleet), seed, num_readers)
     dice = random.Random(f"kills {seed}")
     began = time.monotonic()
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
 
     async def in_processes() -> tuple[list[str], list[str]]:
-        async with Fleet() as fleet:
+        async with Fleet(drafting=Drafting.of(options.seed)) as fleet:
             outcome = await soak(
                 fleet, seed=options.seed, seconds=60 * options.minutes, num_readers=options.readers, told=told
             )

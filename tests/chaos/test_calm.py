@@ -7,9 +7,9 @@ import os
 import signal
 
 import pytest
+from chaos.asks import all_asks
 from chaos.calm import stay_calm, watch
 from chaos.fleet import Fleet
-from chaos.streams import all_asks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

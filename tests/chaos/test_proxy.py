@@ -93,6 +93,7 @@ async def test_an_address_of_nobody_ends_the_connection() -> None:
     host, _, port = proxy.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     assert await reader.read(1) == b""
+    assert proxy.counts.refused == 1
     writer.close()
     await proxy.stop()
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos.asks import Answer, Ask, all_asks, expectations
 from chaos.fleet import Fleet, Member
-from chaos.streams import Answer, Ask, Readers, Stream, all_asks, expectations, judge
+from chaos.streams import Readers, Stream, judge
 from safetensors.torch import load_file, save_file
 
 from outrider.pairs import pair_path
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def some_asks() -> list[Ask]:
-    """A third of the fault runner's, and what its reader over HTTP asks."""
+    """A third of the fault runner's, and all greedy ones, which its reader over HTTP can ask, too."""
     asks = all_asks(SEED, NUM_TOKENS)
     return [ask for place, ask in enumerate(asks) if place % 3 == 0 or ask.name.startswith("greedy, ")]
 
@@ -71,8 +72,8 @@ def failed(readers: Readers) -> list[str]:
     """Streams that were not as they are without a rollout."""
     wrong = [stream for stream in readers.streams if stream.error or stream.change]
     lines = [f"{stream.ask.name} ({stream.reader}): {stream.error or stream.change}" for stream in wrong]
-    lines += [f"over HTTP: {error}" for error in readers.errors_told]
-    return lines + ([f"{readers.broken_off} streams over HTTP were broken off"] if readers.broken_off else [])
+    lines += [f"over HTTP: {error}" for error in readers.http.errors_told]
+    return lines + ([f"{readers.http.broken_off} streams over HTTP were broken off"] if readers.http.broken_off else [])
 
 
 @asynccontextmanager
@@ -125,4 +126,4 @@ def judge_by_weights(readers: Readers, sets: Sequence[dict[str, Answer]]) -> Non
     for expected, streams in zip(sets, digests.values(), strict=True):
         for stream, answer in streams:
             stream.change = ""
-            judge(stream, answer, expected, stream.left or stream.reader == "http")  # there ids are all that is kept
+            judge(stream, answer, expected, stream.left)
