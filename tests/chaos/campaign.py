@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chaos.asks import Answer, Ask, expectations, fresh_ask
-from chaos.faults import BLOWS, Blow, Fault, blows_of, strike
+from chaos.faults import BLOWS, Blow, Fault, OutOfMemory, blows_of, strike
 from chaos.fleet import Fleet, Member, View
 from chaos.streams import Readers, Stream, judge
 
@@ -32,6 +32,7 @@ class Record:
     took_place: bool = False
     whole_again: bool = False
     notices: dict[str, float | None] = field(default_factory=dict)  # until a gateway knew, by victim; None: it did not
+    out_of_memory: list[bool] = field(default_factory=list)  # of each victim of that, whether it ended or said so
     struck_at: float = 0.0
     over_at: float = 0.0
     streams: list[Stream] = field(default_factory=list)  # that ran when it struck, or began before it was over
@@ -161,6 +162,7 @@ async def _one(fleet: Fleet, fault: Fault, readers: Readers, injecting: bool) ->
     await asyncio.sleep(max(blow.lasts_s for blow in blows))
     record.notices = await noticing
     record.took_place = all(await asyncio.gather(*(blow.heal() for blow in blows)))
+    record.out_of_memory = [blow.bit for blow in blows if isinstance(blow, OutOfMemory)]
     record.whole_again = await fleet.whole(WHOLE_S)
     await asyncio.sleep(SETTLE_S)
     record.over_at = time.monotonic()

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import re
 import resource
 import signal
 from abc import ABC, abstractmethod
@@ -202,12 +203,16 @@ class SlowLink(Blow):
 
 
 class OutOfMemory(Blow):
-    """The kernel refuses the process every further page. It may end by that, or live on in what it has."""
+    """The kernel refuses the process every further page. It may end by that, or live on in what it has: who decodes the
+    same things over and over seldom needs more. So that the limit was there is all that has to be shown, and what it did
+    is said apart."""
 
     lasts_s = 4.0
     noticed_within_s = None  # it need not end
+    bit = False  # the process ended, or wrote that it was refused memory
 
     async def _strike(self) -> None:
+        self._before = len(self.member.log())
         self._limits = resource.prlimit(self.member.pid, resource.RLIMIT_AS)
         resource.prlimit(self.member.pid, resource.RLIMIT_AS, (memory_bytes(self.member.pid) // 2, self._limits[1]))
 
@@ -218,7 +223,9 @@ class OutOfMemory(Blow):
             limit, _ = resource.prlimit(self.member.pid, resource.RLIMIT_AS, self._limits)  # returns what was
             is_below = limit < memory_bytes(self.member.pid)
             if await self.member.ended(1.0) is None:
-                return is_below
+                self.bit = REFUSED.search(self.member.log()[self._before :]) is not None
+                return is_below or self.bit
+        self.bit = True
         await self.member.restart()
         return True
 
@@ -233,6 +240,9 @@ BLOWS: dict[str, type[Blow]] = {
     "restart": Restart,
     "out of memory": OutOfMemory,
 }
+REFUSED = re.compile(
+    r"MemoryError|[Oo]ut of memory|an't allocate memory|annot allocate memory|bad_alloc|start new thread"
+)
 LOSING = ("kill", "reset")  # a message can be lost with its connection, and no byte of a living one
 
 

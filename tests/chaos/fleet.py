@@ -114,6 +114,10 @@ class Member:
         self._services.stop(self.service)
         await self.start()
 
+    def log(self) -> str:
+        """All that the process has written."""
+        return self.service._log()
+
     def state(self) -> str:
         """A letter, as `ps` has it: T is stopped."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -70,6 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{outcome.num_resumed} went on from tokens of others",
         highlight=False,
     )
+    short = [bit for record in records for bit in record.out_of_memory]
+    console.print(
+        f"out of memory {len(short)} services, of which {sum(short)} ended by it or wrote that they were refused some; "
+        "the others lived on in what they had",
+        highlight=False,
+    )
     console.print(
         f"{len(records)} faults of seed {options.seed} in {time.monotonic() - began:.0f} s: {len(streams)} streams "
         f"with {num_tokens} deliveries, {lost} lost, {changed} changed; {len(wrong)} faults with a problem",
