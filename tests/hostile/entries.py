@@ -3,6 +3,7 @@ Nothing here waits or listens: `fuzz.py` calls them with what reaches new code, 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import struct
@@ -11,25 +12,31 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError
 from safetensors.torch import save
+from starlette.requests import Request
 from support.engines import new_open
 from support.fakes import ToyTarget
 from support.gateways import TEMPLATE, save_toy_tokenizer, toy_tokenizer
 from support.models import SMALLEST, save_tiny
 
+from outrider.draft_service import trial
+from outrider.draft_service.vocabularies import LoadedTokenizer, join
 from outrider.engine.checkpoint import read_config, read_tensors
+from outrider.engine.grammar_source import KINDS, GrammarError, GrammarSpec, source_of
 from outrider.engine.models.base import UnsupportedModel
 from outrider.gateway.engine import EngineConfig, GenerationEngine
-from outrider.gateway.http.protocol import parse_body, read_chat, read_completion
+from outrider.gateway.http.protocol import HttpOptions, parse_body, read_chat, read_completion
 from outrider.gateway.http.responses_input import read_responses
+from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.rpc.codec import DRAFT_STREAM, TARGET_STREAM, StreamKind
-from outrider.rpc.errors import InvalidArgument, ProtocolError
+from outrider.rpc.errors import InvalidArgument, NotFound, ProtocolError
 from outrider.rpc.frames import FrameAssembler, FramePacker, SequenceTable
 from outrider.rpc.messages import (
     Close,
@@ -42,7 +49,7 @@ from outrider.rpc.messages import (
     PromptLogprobs,
     TokenLogprob,
 )
-from outrider.rpc.vocabulary import read_vocabulary
+from outrider.rpc.vocabulary import TokenizerFile, read_vocabulary
 
 MESSAGES = ({"role": "user", "content": "the quick"}, {"role": "assistant", "content": "brown", "tool_calls": []})
 
@@ -127,6 +134,18 @@ def take_body(read: Callable[..., object], raw: bytes) -> None:
     read(parse_body(raw), None, toy_engine())
 
 
+def take_text(name: str, raw: bytes) -> None:
+    """A body of /tokenize or /detokenize: these take a whole request."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    app = SimpleNamespace(state=SimpleNamespace(options=HttpOptions()))
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "method": "POST", "headers": headers, "app": app}, receive)
+    asyncio.run(getattr(TokenizeEndpoints(toy_engine()), name)(request))
+
+
 COMMON: dict[str, Any] = {
     "max_tokens": 4, "temperature": 0.5, "n": 2, "seed": 3, "stop": ["x"], "logit_bias": {"5": 1.5}, "stream": True,
     "speculation": {"num_draft_tokens": 3, "mode": "chains"}, "cache_salt": "s", "priority": 1,
@@ -154,6 +173,60 @@ def whole_folder() -> Path:
     _kept.append(TemporaryDirectory())
     folder = save_tiny(Path(_kept[-1].name), vocab_size=400, **SMALLEST)
     return save_toy_tokenizer(folder)
+
+
+def take_constraint(raw: bytes) -> None:
+    """As what is compiled in another process; its kind is the first byte's."""
+    kind, text = KINDS[(raw[:1] or b"\0")[0] % len(KINDS)], raw[1:].decode(errors="replace")
+    choices = tuple(text.splitlines()) if kind == "choice" else ()
+    source_of(GrammarSpec(kind, "" if choices else text, choices), {"<|endoftext|>": 0})
+
+
+CONSTRAINTS = {
+    "json_schema": {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"]},
+    "regex": "([a-z]{3,9} ){3}",
+    "grammar": 'start: "a" | /b+/ start',
+    "choice": "yes\nno",
+    "structural_tag": {
+        "format": {
+            "type": "triggered_tags", "triggers": ["<f"],
+            "tags": [{"begin": "<f>", "content": {"type": "regex", "pattern": "a+"}, "end": "</f>"}],
+        },
+    },
+}  # fmt: skip
+
+
+def constraint_seeds() -> tuple[bytes, ...]:
+    """One of each kind that has a text."""
+    texts = ((kind, text if isinstance(text, str) else json.dumps(text)) for kind, text in CONSTRAINTS.items())
+    return tuple(bytes([KINDS.index(kind)]) + text.encode() for kind, text in texts)
+
+
+class NotTaken(ValueError):
+    """A vocabulary that ends the process that tries it."""
+
+
+def take_vocabulary(raw: bytes) -> None:
+    """A tokenizer as a gateway sends it to a draft: what the process that tries it takes is joined with the draft's."""
+    file = TokenizerFile("", {"eos_token": "<|endoftext|>"}, raw)
+    try:
+        try:
+            trial.check(file)
+        except ValueError as error:
+            if "those of its fingerprint" not in str(error):
+                raise
+        file = TokenizerFile(LoadedTokenizer.of(file).lexicon.fingerprint, file.special, raw)
+        trial.check(file)
+    except BaseException as error:  # a library's panic is none of Exception, and ends that process, too
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise NotTaken(f"{type(error).__name__}: {error}") from error
+    join(LoadedTokenizer.of(file), own_tokenizer())
+
+
+@cache
+def own_tokenizer() -> LoadedTokenizer:
+    return LoadedTokenizer.of(toy_tokenizer().file)
 
 
 FEW = {"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -191,6 +264,15 @@ def entries() -> dict[str, Entry]:
     }
     for name, (read, seeds) in bodies.items():
         found[name] = Entry(partial(take_body, read), seeds, (InvalidArgument,))
+    texts = {
+        "tokenize": as_json(
+            {"prompt": "the quick", "add_special_tokens": False, "return_token_strs": True, "model": "toy"},
+            {"messages": list(MESSAGES), "tools": [TOOL]},
+        ),
+        "detokenize": as_json({"tokens": [*range(30), 300], "model": "toy"}),
+    }
+    for name, seeds in texts.items():
+        found[name] = Entry(partial(take_text, name), seeds, (InvalidArgument, NotFound))
     files: dict[str, tuple[str, Callable[[Path], object], type[Exception]]] = {
         "weights": ("model.safetensors", read_weights, UnsupportedModel),
         "configuration": ("config.json", read_config, UnsupportedModel),
@@ -200,6 +282,8 @@ def entries() -> dict[str, Entry]:
         seed = save(FEW) if name == "weights" else (whole_folder() / file).read_bytes()
         found[name] = Entry(partial(take_file, reading, file), (seed,), (refusal,))
     found["template"] = Entry(render, (TEMPLATE.encode(),), (TemplateRefusal,))
+    found["constraint"] = Entry(take_constraint, constraint_seeds(), (GrammarError,))
+    found["vocabulary"] = Entry(take_vocabulary, (toy_tokenizer().file.layout,), (ValueError,))
     return found
 
 

@@ -213,7 +213,7 @@ JSON = st.recursive(
 )
 
 
-BEAT_S = 0.8  # a peer that says nothing for longer than 3 s is given up
+BEAT_S = 0.8  # a peer that says nothing for longer than 1.8 s is given up
 
 
 class HandWriter:
