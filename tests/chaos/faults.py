@@ -204,8 +204,8 @@ class SlowLink(Blow):
 
 class OutOfMemory(Blow):
     """The kernel refuses the process every further page. It may end by that, or live on in what it has: who decodes the
-    same things over and over seldom needs more. So that the limit was there is all that has to be shown, and what it did
-    is said apart."""
+    same things over and over seldom needs more. So the limit is all that has to be shown, and what it did is said
+    apart."""
 
     lasts_s = 4.0
     noticed_within_s = None  # it need not end
@@ -240,9 +240,7 @@ BLOWS: dict[str, type[Blow]] = {
     "restart": Restart,
     "out of memory": OutOfMemory,
 }
-REFUSED = re.compile(
-    r"MemoryError|[Oo]ut of memory|an't allocate memory|annot allocate memory|bad_alloc|start new thread"
-)
+REFUSED = re.compile(r"MemoryError|[Oo]ut of memory|an('t|not) allocate memory|bad_alloc|start new thread")
 LOSING = ("kill", "reset")  # a message can be lost with its connection, and no byte of a living one
 
 
