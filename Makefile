@@ -89,8 +89,8 @@ test-vllm: $(VLLM_STAMP)
 	$(ONE_EACH) $(VLLM_VENV)/bin/python -m pytest --prove tests/vllm_engine -rs $(ARGS)
 
 prove: $(STAMP)
-	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/planner tests/gateway/test_target_loss.py \
-		tests/test_packaging.py $(ARGS)
+	$(ONE_EACH) $(BIN)/python -m pytest $(WORKERS) --prove tests/lossless tests/proposers tests/kernels tests/engine tests/target_service tests/simulation tests/chaos tests/hostile tests/planner tests/gateway/test_target_loss.py \
+		tests/e2e/test_bad_drafts.py tests/test_packaging.py $(ARGS)
 
 # Of these the exact ones, which no clock has a say in: .ci/run runs them after the tests.
 prove-laws: $(STAMP)
