@@ -75,9 +75,9 @@ def in_speculators(folder: Path, kind: str, k: int) -> Path:
     return folder
 
 
-def save_mimo(folder: Path, tokenizer_of: Path) -> Path:
-    """A tiny target whose checkpoint brings an MTP layer, as MiMo's do."""
-    own = save_tiny(folder, family="qwen2", vocab_size=4096)
+def save_mimo(folder: Path, tokenizer_of: Path, **options: Any) -> Path:
+    """A tiny target whose checkpoint brings an MTP layer, as MiMo's do; options override its configuration."""
+    own = save_tiny(folder, family="qwen2", vocab_size=4096, **options)
     config = json.loads((own / "config.json").read_text()) | {"model_type": "mimo", "num_nextn_predict_layers": 1}
     _, shapes = SHAPES["mtp"](SimpleNamespace(**config))
     layer = {name: 0.2 * torch.randn(size, generator=torch.Generator().manual_seed(0)) for name, size in shapes.items()}

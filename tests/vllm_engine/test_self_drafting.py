@@ -1,5 +1,5 @@
 """A target service whose vLLM drafts for itself, by a speculative configuration of its own, before a gateway that needs
-no draft; and by every head of the embedded pair that vLLM reads."""
+no draft: by every head of the embedded pair that vLLM reads, and by the MTP layer that a checkpoint brings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
-from support.heads import random_head_of
+from support.heads import random_head_of, save_mimo
 from support.metrics import samples_of
 from support.services import children_of, wait_gone
 from vllm_engine.test_service import METRICS
@@ -27,14 +28,43 @@ from outrider.pairs import pair_path
 START_S = 240.0
 PROMPTS = ["def parse_args(argv):", "import os\n", "class Worker:"]
 NUM_TOKENS = 32
+K = 4
+RANDOM = ("eagle", "mtp")  # of random weights, which the target takes nothing of but by chance
+MIMO_CONFIG = """
+from transformers import Qwen2Config
 
 
-@pytest.fixture(scope="module")
-def ours() -> list[list[int]]:
-    """What our own engine says greedily."""
+class MiMoConfig(Qwen2Config):
+    model_type = "mimo"
+"""
+
+
+@dataclass
+class Served:
+    """A target service whose vLLM drafts, and a gateway before it."""
+
+    method: str
+    folder: Path  # the target's
+    target: Service
+    gateway: str
+
+
+def greedily(folder: Path) -> list[list[int]]:
+    """What our own engine says."""
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(pair_path().target) as llm:
+    with LLM(folder, threads=1) as llm:
         return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, greedy, use_tqdm=False)]
+
+
+def save_published_mimo(folder: Path) -> Path:
+    """A target with an MTP layer as MiMo's are published: with the code of their configuration. vLLM's kernels for CPUs
+    have no smaller heads."""
+    save_mimo(folder, pair_path().target, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "configuration_mimo.py").write_text(MIMO_CONFIG)
+    return folder
 
 
 def head_for_vllm(method: str, folder: Path) -> Path:
@@ -53,50 +83,53 @@ def head_for_vllm(method: str, folder: Path) -> Path:
     return folder / "medusa"
 
 
-@pytest.fixture(scope="module", params=["eagle3", "medusa", "eagle"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[tuple[str, Service, str]]:
-    """The method, the target, and the address of a gateway."""
-    pair, head = pair_path(), head_for_vllm(request.param, tmp_path_factory.mktemp("head"))
-    speculative = {"method": request.param, "model": str(head), "num_speculative_tokens": 4}
+@pytest.fixture(scope="module", params=["eagle3", "medusa", "eagle", "mtp"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
+    method, folder = request.param, tmp_path_factory.mktemp("checkpoints")
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": K}
+    if method == "mtp":
+        model, told = save_published_mimo(folder / "mimo"), ["--trust-remote-code"]
+    else:
+        model, told = pair_path().target, []
+        speculative["model"] = str(head_for_vllm(method, folder))
     given = json.dumps({"speculative_config": speculative, "max_num_seqs": 8})
     with Services() as services:
-        flags = ["--model", str(pair.target), "--max-model-len", "256", "--cache-mb", "64", "--listen", LOOPBACK]
-        told = ["--metrics", "127.0.0.1:0", "--engine-args", given]
+        flags = ["--model", str(model), "--max-model-len", "256", "--cache-mb", "64", "--listen", LOOPBACK]
+        flags += ["--metrics", "127.0.0.1:0", "--engine-args", given]
         target = services.start("target", ["target", "--engine", "vllm", *flags, *told])
-        peers = ["--target", services.wait(target, START_S), "--tokenizer", str(pair.target)]
+        peers = ["--target", services.wait(target, START_S), "--tokenizer", str(model)]
         gateway = services.wait(services.start("gateway", ["gateway", *peers, "--listen", LOOPBACK]), START_S)
         wait_for_peers(gateway, START_S, services.check, with_draft=False)
-        yield request.param, target, gateway
+        yield Served(method, model, target, gateway)
 
 
 def check_series(text: str) -> None:
     """Steps are counted as an engine's of ours, and vLLM says how full it is."""
     read = samples_of(text)
     num_steps = sum(value for (name, _), value in read.items() if name == "target_step_seconds_count")
-    assert 3 * NUM_TOKENS / 5 <= num_steps <= 5 * NUM_TOKENS  # of four drafted tokens, and one of the target's own
+    assert 3 * NUM_TOKENS / (K + 1) <= num_steps <= 5 * NUM_TOKENS  # of drafted tokens, and one of the target's own
     assert read["target_step_rows_total", (("kind", "verify"),)] >= num_steps
     assert read["target_step_rows_total", (("kind", "prompt"),)] > 0
     assert read["target_num_requests_running", ()] == 0
     assert 0 <= read["target_kv_cache_usage_perc", ()] < 0.1
 
 
-def test_vllm_drafts_by_itself(served: tuple[str, Service, str], ours: list[list[int]]) -> None:
-    method, target, address = served
-    accepted = 0
-    with SyncClient(address) as client:
+def test_vllm_drafts_by_itself(served: Served) -> None:
+    ours, accepted = greedily(served.folder), 0
+    with SyncClient(served.gateway) as client:
         for prompt, expected in zip(PROMPTS, ours, strict=True):
             parts = list(client.generate(prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True))
             assert [token for part in parts for token in part.token_ids] == expected
             (stats,) = [part.speculation for part in parts if part.speculation is not None]
-            assert stats.num_draft_tokens > 0 and stats.method in ("", method)
+            assert stats.num_draft_tokens > 0 and stats.method in ("", served.method)
             accepted += stats.num_accepted_tokens
-        assert method == "eagle" or accepted > 0
+        assert served.method in RANDOM or accepted > 0
         sampled = list(client.generate(PROMPTS[0], max_tokens=NUM_TOKENS, seed=1, ignore_eos=True))
         assert sum(len(part.token_ids) for part in sampled) == NUM_TOKENS
         stopped = list(client.generate(PROMPTS[0], max_tokens=NUM_TOKENS, temperature=0.0, stop_token_ids=[ours[0][5]]))
         cut = ours[0][: ours[0].index(ours[0][5]) + 1]
         assert [token for part in stopped for token in part.token_ids] == cut
-    check_series(httpx.get(f"http://{target.find(METRICS)}/metrics", trust_env=False).text)
-    processes = [target.pid, *children_of(target.pid)]
-    os.kill(target.pid, signal.SIGTERM)
+    check_series(httpx.get(f"http://{served.target.find(METRICS)}/metrics", trust_env=False).text)
+    processes = [served.target.pid, *children_of(served.target.pid)]
+    os.kill(served.target.pid, signal.SIGTERM)
     assert len(processes) > 1 and wait_gone(processes) == []
