@@ -257,39 +257,57 @@ class Reader:
             await go_on.wait()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_where_our_engine_dies_in_mid_json_vllm_goes_on(started: Started, stub: Any, temperature: float) -> None:
-    """Greedily with the same text. Drawn tokens have other noise there; the JSON stays what its schema says."""
-    whole = [tokens_of(await generate(stub, LONG_JSON, prompt)) for prompt in PROMPTS]
-    with Services() as services:
-        arguments = ["--model", str(started.folder / "target"), "--threads", "1", "--listen", LOOPBACK]
-        own = services.start("own", ["target", *arguments])
-        await asyncio.to_thread(services.wait, own, START_S)
-        async with (
-            RemoteTargets([own.address, started.target.address]) as targets,
-            RemoteDrafts([started.draft.address]) as drafts,
-        ):
-            await until(lambda: drafts.usable and all(replica.usable for replica in targets.replicas))
-            on_ours, on_vllm = targets.replicas
-            go_on, readers = asyncio.Event(), [Reader([]) for _ in PROMPTS]
-            constraint, digest = StructuredOutput(**LONG_JSON), targets.info.model.digest
-            tasks = []
-            for prompt, reader in zip(PROMPTS, readers, strict=True):
+async def fail_over(started: Started, dies: Service, goes_on: Service) -> dict[float, list[list[int]]]:
+    """By temperature, each prompt's tokens, of streams that began at both targets, of which one dies in mid-JSON."""
+    async with (
+        RemoteTargets([dies.address, goes_on.address]) as targets,
+        RemoteDrafts([started.draft.address]) as drafts,
+    ):
+        await until(lambda: drafts.usable and all(replica.usable for replica in targets.replicas))
+        on_dying, on_other = targets.replicas
+        go_on = asyncio.Event()
+        readers: dict[float, list[Reader]] = {0.0: [], 1.0: []}
+        constraint, digest = StructuredOutput(**LONG_JSON), targets.info.model.digest
+        tasks = []
+        for temperature, own in readers.items():
+            for prompt in PROMPTS:
                 sampling = SamplingParams(temperature=temperature, max_tokens=200, structured_output=constraint)
                 asked = Open(0, tuple(prompt), sampling, model_digest=digest, seed=7, one_hot=not temperature)
-                tasks.append(asyncio.create_task(reader.read(drafts, targets, asked, go_on)))
-            await until(lambda: all(reader.ids for reader in readers))
-            num_ours = on_ours.num_sequences
-            assert num_ours and on_vllm.num_sequences
-            os.kill(own.pid, signal.SIGKILL)
-            go_on.set()
-            await asyncio.gather(*tasks)
-    assert sum(reader.has_moved for reader in readers) == num_ours
-    if not temperature:
-        assert [reader.ids for reader in readers] == whole
-    for reader in readers:
-        found = json.loads(text_of(reader.ids))
+                own.append(Reader([]))
+                tasks.append(asyncio.create_task(own[-1].read(drafts, targets, asked, go_on)))
+        everyone = [reader for own in readers.values() for reader in own]
+        await until(lambda: all(reader.ids for reader in everyone))
+        num_dying = on_dying.num_sequences
+        assert num_dying and on_other.num_sequences
+        for pid in (dies.pid, *children_of(dies.pid)):
+            os.kill(pid, signal.SIGKILL)
+        go_on.set()
+        await asyncio.gather(*tasks)
+    assert sum(reader.has_moved for reader in everyone) == num_dying
+    return {temperature: [reader.ids for reader in own] for temperature, own in readers.items()}
+
+
+@pytest.fixture
+async def own(started: Started) -> AsyncIterator[Service]:
+    """The same target on our engine."""
+    with Services() as services:
+        arguments = ["--model", str(started.folder / "target"), "--threads", "1", "--listen", LOOPBACK]
+        made = services.start("own", ["target", *arguments])
+        await asyncio.to_thread(services.wait, made, START_S)
+        yield made
+
+
+def check_moved(written: dict[float, list[list[int]]], whole: list[list[int]]) -> None:
+    """Greedily the same text. Drawn tokens have other noise at another target; the JSON stays what its schema says."""
+    assert written[0.0] == whole
+    for ids in written[1.0]:
+        found = json.loads(text_of(ids))
         assert set(found) == {"name", "born", "tags"} and 16 <= len(found["tags"]) <= 24
+
+
+async def test_where_our_engine_dies_in_mid_json_vllm_goes_on(started: Started, stub: Any, own: Service) -> None:
+    whole = [tokens_of(await generate(stub, LONG_JSON, prompt)) for prompt in PROMPTS]
+    check_moved(await fail_over(started, own, started.target), whole)
 
 
 async def test_a_tool_that_is_required_is_called(started: Started) -> None:
@@ -315,3 +333,9 @@ async def test_a_tool_that_is_required_is_called(started: Started) -> None:
                 assert set(arguments) == {"a", "of"} and 0 <= arguments["a"] <= 99 and arguments["of"] in ("x", "y")
                 written.append(arguments)
             assert temperature or written[0] == written[1]
+
+
+async def test_where_vllm_dies_in_mid_json_our_engine_goes_on(started: Started, stub: Any, own: Service) -> None:
+    """The last: the module's own vLLM is the one that dies."""
+    whole = [tokens_of(await generate(stub, LONG_JSON, prompt)) for prompt in PROMPTS]
+    check_moved(await fail_over(started, started.target, own), whole)
