@@ -15,14 +15,17 @@ from support.engines import opened
 from support.fakes import until
 from support.metrics import MODEL, scraped
 
+from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, Failure, Load, Open, StepTimings
 from outrider.rpc.sampling_params import FinishReason
 from outrider.rpc.servicer import Deliver
+from outrider.rpc.structured import StructuredOutput
 from outrider.target_service.metrics import TargetMetrics
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.vllm import engine as engine_module
 from outrider.target_service.vllm.engine import VllmEngine
+from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.vllm.source import StepReport
 
 STREAM = 1
@@ -235,4 +238,33 @@ async def test_a_request_whose_last_commit_does_not_come_fails(monkeypatch: pyte
     commit, failure = events
     assert isinstance(commit, Commit) and commit.sequence_id == 8
     assert (failure.sequence_id, failure.reason) == (7, "COMMIT_LOST")
+    assert not engine.stats().num_open
+
+
+class RefusingLlm(FakeLlm):
+    """Says why it does not take a request."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        raise ValueError("it has no end")
+        yield
+
+
+@pytest.mark.parametrize("constraint", [None, StructuredOutput(regex="a*")])
+async def test_of_what_vllm_refuses_a_grammar_is_named(
+    constraint: StructuredOutput | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.33 refuses a grammar that fails to compile, where 0.32 ends the request."""
+    monkeypatch.setattr(engine_module, "sampling_of", lambda *args: None)
+    events: list[Any] = []
+    limits = TargetLimits(97, 512, (2,), num_blocks=8, block_size=16)
+    engine = VllmEngine(RefusingLlm(), FakeLink(), limits, capabilities=(*VLLM_CAPABILITIES, GRAMMARS))
+    asked = opened(7, range(5), structured_output=constraint)
+    engine.submit(Deliver(STREAM, (asked, Credit(7, 9, 4)), events.append))
+
+    await until(lambda: bool(events))
+
+    (refused,) = events
+    assert (refused.sequence_id, refused.code) == (7, InvalidArgument.code.value[0])
+    assert "it has no end" in refused.message
+    assert ("sampling.structured_output" in refused.message) == (constraint is not None)
     assert not engine.stats().num_open

@@ -31,7 +31,7 @@ def test_once_is_enough() -> None:
 
 
 @pytest.mark.usefixtures("unmended")
-@pytest.mark.parametrize(("version", "is_cpu"), [("0.31.0", True), ("0.33.0", True), ("0.32.0", False)])
+@pytest.mark.parametrize(("version", "is_cpu"), [("0.31.0", True), ("0.34.0", True), ("0.32.0", False)])
 def test_other_versions_and_devices_stay_as_they_are(
     version: str, is_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,7 +261,7 @@ class VllmEngine:
             self._fail(sequence, error)
         except Exception as error:
             if isinstance(error, refusals()):
-                self._fail(sequence, InvalidArgument(f"vLLM refuses the request: {error}"))
+                self._fail(sequence, refused_by_vllm(message, error))
                 return
             if self._llm is None or self._llm.errored:
                 self._end(error)
@@ -388,6 +388,15 @@ def ended_by_vllm(message: Open) -> OutriderError:
     if message.sampling.structured_output is None:
         return Internal("vLLM ended the request; see its log", reason="STEP_FAILED")
     problem = "is a grammar that vLLM cannot follow, or not from output_ids on; see the target's log"
+    return InvalidArgument.of([Violation("sampling.structured_output", problem)])
+
+
+def refused_by_vllm(message: Open, error: Exception) -> OutriderError:
+    """What vLLM says of a request that it does not take. Of one with a grammar 0.33 says it where that fails to
+    compile, and 0.32 ends the request: see `ended_by_vllm`."""
+    problem = f"vLLM refuses the request: {error}"
+    if message.sampling.structured_output is None:
+        return InvalidArgument(problem)
     return InvalidArgument.of([Violation("sampling.structured_output", problem)])
 
 
