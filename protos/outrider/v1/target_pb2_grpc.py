@@ -45,6 +45,16 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/outrider.v1.TargetService/LoadAdapter',
+                request_serializer=outrider_dot_v1_dot_target__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/outrider.v1.TargetService/UnloadAdapter',
+                request_serializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer(object):
@@ -65,6 +75,21 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter adds a low-rank adapter while the target serves. PERMISSION_DENIED where the service was not started with
+        --allow-adapter-changes; INVALID_ARGUMENT where the adapter cannot be used, RESOURCE_EXHAUSTED where there is no room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter lets no new sequence have an adapter, and takes its weights away with the last that has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +102,16 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.GetTargetInfo,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.GetTargetInfoResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +169,60 @@ class TargetService(object):
             '/outrider.v1.TargetService/GetTargetInfo',
             outrider_dot_v1_dot_target__pb2.GetTargetInfoRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.GetTargetInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.TargetService/LoadAdapter',
+            outrider_dot_v1_dot_target__pb2.LoadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.TargetService/UnloadAdapter',
+            outrider_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from outrider.rpc.messages import (
+    Adapter,
     Close,
     Closed,
     Commit,
@@ -261,6 +262,7 @@ DRAFT_INFO = by_fields(
     vocabularies=each(by_fields(DraftVocabulary, draft_pb2.DraftVocabulary)),
     capabilities=_CAPABILITIES,
 )
+ADAPTER = by_fields(Adapter, generation_pb2.Adapter)
 RELOADED = by_fields(Reloaded, draft_pb2.ReloadModelResponse, before=MODEL_INFO, after=MODEL_INFO)
 TARGET_INFO = by_fields(
     TargetInfo,
@@ -270,6 +272,7 @@ TARGET_INFO = by_fields(
     step_costs=each(_STEP_COST),
     capabilities=_CAPABILITIES,
     methods=_METHODS,
+    adapters=each(ADAPTER),
 )
 
 

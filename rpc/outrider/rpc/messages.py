@@ -76,6 +76,7 @@ class Open:
     draft_confidence: float = 0.0  # a draft ends behind a token of which its model is less sure
     reasoning: Reasoning | None = None
     plain: bool = False  # the target shall guess at nothing, either
+    adapter: str = ""  # with which the sequence is computed; model_digest is then of both
 
     @property
     def named_methods(self) -> tuple[str, ...]:
@@ -334,6 +335,15 @@ class Reloaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank change of a model's weights. Its digest is of both together: identity is content."""
+
+    name: str
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class TargetInfo:
     """What a target service says of itself."""
 
@@ -345,6 +355,13 @@ class TargetInfo:
     version: str = ""  # of the service; empty: it is older than the field
     methods: tuple[DraftMethod, ...] = ()  # that draft beside the model, the default first
     info_version: int = field(default=0, compare=False)  # what its streams' frames say; 0: it is older than the field
+    adapters: tuple[Adapter, ...] = ()  # that an Open may name
+
+    def digest_of(self, adapter: str) -> str | None:
+        """What an Open of this adapter (empty: none) names as model_digest; None where it is not there."""
+        if not adapter:
+            return self.model.digest
+        return next((one.digest for one in self.adapters if one.name == adapter), None)
 
 
 OVERCOMMIT = (
@@ -414,7 +431,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
     found.integer("first_chain", message.first_chain, 0, MAX_INT32)  # numbers that grow from it fit the field
     found.integer("priority", message.priority, -MAX_INT32 - 1, MAX_INT32)
     found.number("draft_confidence", message.draft_confidence, 0, 1)
-    for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint"):
+    for name in ("salt", "traceparent", "method", "model_digest", "tokenizer_fingerprint", "adapter"):
         found.text(name, getattr(message, name), MAX_NAME_CHARS)
     if found.length("methods", message.methods, MAX_METHODS):
         for index, method in enumerate(message.methods):
