@@ -24,6 +24,7 @@ from outrider.draft_service import boot, reload
 from outrider.draft_service.admission import ModelMethod
 from outrider.draft_service.boot import DraftService, build_model_method
 from outrider.draft_service.settings import DraftSettings
+from outrider.engine import memory
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import RunnerOptions
 from outrider.gateway.peers.remote import DRAFT_SERVICE
@@ -417,14 +418,14 @@ def test_free_memory_is_the_least_of_the_machines_and_the_containers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(reload, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(reload, "CGROUP", tmp_path)
-    assert reload.free_bytes(cpu) == 1 << 62
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.free_bytes(cpu) == 1 << 62
     (tmp_path / "meminfo").write_text("MemTotal: 90 kB\nMemAvailable: 50 kB\n")
-    assert reload.free_bytes(cpu) == 50 << 10
+    assert memory.free_bytes(cpu) == 50 << 10
     (tmp_path / "memory.max").write_text("max\n")
-    assert reload.free_bytes(cpu) == 50 << 10
+    assert memory.free_bytes(cpu) == 50 << 10
     (tmp_path / "memory.max").write_text("20000\n")
     (tmp_path / "memory.current").write_text("15000\n")
     (tmp_path / "memory.stat").write_text("anon 9\ninactive_file 4000\n")
-    assert reload.free_bytes(cpu) == 9000
+    assert memory.free_bytes(cpu) == 9000

@@ -18,6 +18,7 @@ from outrider.draft_service.admission import ModelMethod
 from outrider.draft_service.engine import DraftEngine
 from outrider.engine import checkpoint
 from outrider.engine.loader import DTYPES
+from outrider.engine.memory import free_bytes
 from outrider.rpc.engine_service import DeviceThread
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, ResourceExhausted, Violation
 from outrider.rpc.hub import locate
@@ -25,9 +26,6 @@ from outrider.rpc.messages import ModelInfo, Reloaded
 from outrider.rpc.vocabulary import read_vocabulary
 
 logger = logging.getLogger(__name__)
-
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 
 Build = Callable[[], tuple[ModelMethod, ModelInfo]]  # gives loaded weights their cache
 
@@ -134,21 +132,6 @@ def require_memory(folder: Path, present: ModelMethod) -> None:
             "start another draft with it elsewhere, and drain this one",
             reason="NO_MEMORY",
         )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now: a device's, or this machine's, or what its container is allowed of it."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    lines = MEMINFO.read_text().splitlines() if MEMINFO.is_file() else []
-    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    limit = CGROUP / "memory.max"
-    allowed = limit.read_text().strip() if limit.is_file() else "max"
-    if allowed != "max":
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        free.append(int(allowed) - used)
-    return min(free, default=1 << 62)  # where nobody says, trying tells
 
 
 def _line(error: BaseException) -> str:

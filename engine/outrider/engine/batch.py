@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ class BatchEntry:
     block_table: Sequence[int]
     num_logits: int
     parents: Sequence[int] = ()  # the last rows are a drafted tree, see token_tree.py: its root is the row before them
+    adapter: PreparedAdapter | None = None  # that all of them have
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedAdapter:
+    """An adapter as a model takes it into a slot. It is itself: two of the same weights have two places."""
+
+    digest: str
+    rank: int
+    weights: Any  # what the model's `prepare` gave
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,7 @@ class Batch:
     context_lens: tuple[int, ...]  # [sequences]: places in the cache with this batch (that of the last row + 1)
     logit_rows: Tensor  # [rows that want logits] int64
     parents: Tensor | None = None  # [rows] int32, where there are trees: see kernels' tree_mask
+    adapter_slots: Tensor | None = None  # [rows] int32, where some row has an adapter; -1: none
 
     @property
     def num_rows(self) -> int:
@@ -68,6 +80,7 @@ class StaticBatch:
     block_tables: Tensor  # [sequences, most blocks] int32; what lies past a sequence's context is not read
     max_query_len: int  # no sequence has more rows
     parents: Tensor | None = None  # [rows] int32, of a bucket for trees: see kernels' tree_mask
+    adapter_slots: Tensor | None = None  # as a Batch has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +114,12 @@ class PackedRows:
         return rows
 
 
-def build_batch(entries: Sequence[BatchEntry], block_size: int, device: torch.device | str = "cpu") -> Batch:
+def build_batch(
+    entries: Sequence[BatchEntry],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    adapter_slots: Sequence[int] | None = None,  # of each entry; -1: none
+) -> Batch:
     """Packs entries, and copies them as one tensor."""
     rows = PackedRows.of(entries, block_size)
     most_blocks = max(len(entry.block_table) for entry in entries)
@@ -124,7 +142,13 @@ def build_batch(entries: Sequence[BatchEntry], block_size: int, device: torch.de
         context_lens=tuple(rows.context_lens),
         logit_rows=wanted,
         parents=torch.tensor(rows.parents, dtype=torch.int32).to(device) if rows.parents else None,
+        adapter_slots=None if adapter_slots is None else _by_row(adapter_slots, rows.query_starts).to(device),
     )
+
+
+def _by_row(values: Sequence[int], query_starts: Sequence[int]) -> Tensor:  # [sequences] -> [rows] int32
+    counts = [end - start for start, end in itertools.pairwise(query_starts)]
+    return torch.tensor(values, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
 
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # a step of more rows is worth its launches

@@ -130,6 +130,7 @@ class CachedSequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of the leading full blocks that are committed and computed
+    adapter: str = ""  # digest of the one that computes it; empty: the model alone
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -155,7 +156,7 @@ class KVCacheManager:
         found."""
         if sequence.block_table or not (self.prefix_cache and use_prefix):
             return 0
-        key = root_key(sequence.salt, cache_dtype=self.cache_dtype)
+        key = self._root_key(sequence)
         for index in range((len(sequence) - 1) // self.block_size):
             key = chain_key(key, sequence.tokens[index * self.block_size : (index + 1) * self.block_size])
             block = self.pool.find(key)
@@ -193,6 +194,7 @@ class KVCacheManager:
             length,
             [*sequence.block_table[:full], *own],
             sequence.block_keys[:full],
+            sequence.adapter,
         )
         return forked, (sequence.block_table[full], own[0]) if own else None
 
@@ -216,14 +218,13 @@ class KVCacheManager:
             return
         full = min(num_committed, sequence.num_computed_tokens) // self.block_size
         for index in range(len(sequence.block_keys), full):
-            parent = (
-                sequence.block_keys[-1]
-                if sequence.block_keys
-                else root_key(sequence.salt, cache_dtype=self.cache_dtype)
-            )
+            parent = sequence.block_keys[-1] if sequence.block_keys else self._root_key(sequence)
             key = chain_key(parent, sequence.tokens[index * self.block_size : (index + 1) * self.block_size])
             self.pool.register(sequence.block_table[index], key)
             sequence.block_keys.append(key)
+
+    def _root_key(self, sequence: CachedSequence) -> bytes:
+        return root_key(sequence.salt, sequence.adapter, self.cache_dtype)
 
     def forget(self, sequence: CachedSequence, num_found: int) -> None:
         """Nobody finds the sequence's blocks any more, but for the first `num_found` tokens'."""

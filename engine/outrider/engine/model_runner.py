@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import BatchEntry, StepLimits, build_batch
 from outrider.engine.cuda_graphs import CapturedSteps, GraphDevice
 from outrider.engine.hidden_states import Taps, check_taps
@@ -94,9 +95,15 @@ class ModelRunner:
     """One model, one cache. Called from one thread."""
 
     def __init__(
-        self, model: CausalLM, num_blocks: int, block_size: int = BLOCK_SIZE, taps: Sequence[int] = ()
+        self,
+        model: CausalLM,
+        num_blocks: int,
+        block_size: int = BLOCK_SIZE,
+        taps: Sequence[int] = (),
+        adapters: ResidentAdapters | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.taps = check_taps(taps, len(model.layers))
         self.cache = KVCache.allocate(model.layers, num_blocks, model.dtype, model.device, block_size)
         self._timer = timer_of(model.device)
@@ -140,15 +147,22 @@ class ModelRunner:
     def forward(self, entries: Sequence[BatchEntry]) -> Tensor:  # [rows that want logits, vocab] float32
         """Computes all rows of `entries`; the logits are in the entries' order, and hold until the next pass."""
         self._timer.start()
-        logits = None if self.captured is None else self.captured.run(entries)
+        slots = self._slots_of(entries)
+        logits = None if self.captured is None or slots is not None else self.captured.run(entries)
         if logits is None:
-            batch = build_batch(entries, self.cache.block_size, self.model.device)
+            batch = build_batch(entries, self.cache.block_size, self.model.device, slots)
             logits = self.model.forward(batch, self.cache, taps=self._taps_for(batch.num_rows))
             self.hidden_states = None if self._taps is None else self._taps.states[: batch.num_rows]
         elif self.captured is not None:
             self.hidden_states = self.captured.hidden_states
         self._timer.stop()
         return logits
+
+    def _slots_of(self, entries: Sequence[BatchEntry]) -> list[int] | None:
+        """Where the entries' adapters lie, once they are on the device; None where no entry has one."""
+        if self.adapters is None or all(entry.adapter is None for entry in entries):
+            return None
+        return self.adapters.slots_for([entry.adapter for entry in entries])
 
     def _taps_for(self, num_rows: int) -> Taps | None:
         """Memory that is kept, if any layer is tapped."""
@@ -180,6 +194,7 @@ class RunnerOptions:
     cuda_graphs: bool = True
     taps: tuple[int, ...] = ()  # layers whose hidden states passes leave
     bytes_beside_block: int = 0  # that others keep of each block of the cache
+    adapters: AdapterRoom | None = None
 
     def beside_another(self) -> RunnerOptions:
         """For the second model of a process: what a device has left is the first one's."""
@@ -246,7 +261,8 @@ def largest_step(model: CausalLM, limits: StepLimits) -> list[BatchEntry]:
 
 
 def _built(model: CausalLM, options: RunnerOptions) -> ModelRunner:
-    runner = ModelRunner(model, options.num_blocks or _num_blocks(model, options), taps=options.taps)
+    adapters = None if options.adapters is None else ResidentAdapters(model, options.adapters)  # before the cache
+    runner = ModelRunner(model, options.num_blocks or _num_blocks(model, options), taps=options.taps, adapters=adapters)
     cache = runner.cache
     size = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     log.info("key-value cache: %d blocks of %d tokens, %d MiB", cache.num_blocks, cache.block_size, size >> 20)

@@ -1,5 +1,5 @@
 """What the kernels and their references both take: sampling parameters by row, windows of drafted tokens and their
-weights, masks of drafted trees."""
+weights, masks of drafted trees, adapters' weights."""
 
 from __future__ import annotations
 
@@ -172,3 +172,14 @@ class TreeMask:
 
     bits: Tensor  # [rows] int64: bit i stands for row i of the window; 0: all rows before it
     depths: Tensor  # [rows] int32: how many rows of the window it follows
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankWeights:
+    """What the adapters of all slots add to one product. The product may be several that are stacked (query, key,
+    value): its slices, with factors of their own. Ranks past an adapter's, and slices that it leaves alone, are 0."""
+
+    down: Tensor  # [slots, slices, rank, in]
+    up: Tensor  # [slots, out, rank]
+    scaling: Tensor  # [slots, slices] float32
+    bounds: tuple[int, ...]  # [slices + 1]: slice i has the outputs from bounds[i] up to bounds[i + 1]

@@ -5,6 +5,7 @@
     ├── ResourceExhausted    RESOURCE_EXHAUSTED   no room now; says when to try again
     ├── FailedPrecondition   FAILED_PRECONDITION  the state does not allow it (a mismatched pair, a closed sequence)
     ├── NotFound             NOT_FOUND            no such model, method or sequence
+    ├── AlreadyExists        ALREADY_EXISTS       the name is another one's
     ├── PermissionDenied     PERMISSION_DENIED    the caller may not do this, or nobody may here
     ├── Unauthenticated      UNAUTHENTICATED      the caller has not shown who it is
     ├── Unavailable          UNAVAILABLE          a peer is gone, draining or dead; try another
@@ -105,6 +106,13 @@ class NotFound(OutriderError):
 
     code = grpc.StatusCode.NOT_FOUND
     default_reason = "NOT_FOUND"
+
+
+class AlreadyExists(OutriderError):
+    """The name is another one's."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    default_reason = "ALREADY_EXISTS"
 
 
 class PermissionDenied(OutriderError):
@@ -320,8 +328,8 @@ def _is_finite(value: Real) -> bool:
 _CLASSES: dict[int, type[OutriderError]] = {
     cls.code.value[0]: cls
     for cls in (
-        InvalidArgument, ResourceExhausted, FailedPrecondition, NotFound, PermissionDenied, Unauthenticated,
-        Unavailable, DeadlineExceeded, Cancelled, Internal,
+        InvalidArgument, ResourceExhausted, FailedPrecondition, NotFound, AlreadyExists, PermissionDenied,
+        Unauthenticated, Unavailable, DeadlineExceeded, Cancelled, Internal,
     )
 }  # fmt: skip
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

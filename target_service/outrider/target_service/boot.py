@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outrider.engine.adapters.config import MOST_RANK
+from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
+from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.batch import StepLimits
 from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import LoadedModel, load_model
@@ -26,12 +29,13 @@ from outrider.proposers.heads.target import target_weights
 from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
-from outrider.rpc.hub import locate
-from outrider.rpc.messages import OVERCOMMIT, DraftMethod, TargetInfo
+from outrider.rpc.hub import locate, model_name
+from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
+from outrider.target_service.adapter_changes import AdapterChanges
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.local_draft import check_tree
 from outrider.target_service.observed import new_metrics, own_step_watcher, stats_of
@@ -68,23 +72,26 @@ async def join(settings: TargetSettings) -> None:
 def build(settings: TargetSettings, loaded: LoadedModel) -> TargetService:
     """Puts the parts together on the running event loop; the device thread starts here, and measures its steps before
     anybody can reach it."""
-    head = load_head(settings, loaded)
-    runner = new_runner(settings, loaded, head)
+    head, adapters = load_head(settings, loaded), load_adapters(settings, loaded)
+    runner = new_runner(settings, loaded, head, adapters)
     limits = limits_of(settings, loaded, runner)
     outboxes = Outboxes(asyncio.get_running_loop())
     metrics = new_metrics(settings)
     grammars = new_grammars(Path(settings.model), loaded, settings.device)
-    engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head, grammars)
+    engine = new_engine(settings, runner, limits, outboxes.flush, metrics, head, grammars, adapters)
     thread: Worker[TargetEngineCommand] = Worker(
         engine, "target-device", settings.threads or usable_threads(), settings.device
     )
     costs = thread.call(engine.profile).result()
     engine.threads = thread_split(settings.threads, loaded.kernels, costs)
-    info = info_of(settings, loaded, limits, costs, head)
+    info = info_of(settings, loaded, limits, costs, head, adapters)
     if grammars is not None:
         info = with_grammars(info)
         thread.ended.add_done_callback(lambda _: grammars.close())
-    servicer = TargetServicer(thread, outboxes, info, engine.load)
+    changes = new_adapter_changes(settings, loaded, runner, engine, thread, info)
+    servicer = TargetServicer(thread, outboxes, info, engine.load, changes)
+    if changes is not None:
+        changes.listeners = [servicer.tell_adapters]
     if metrics is not None:
         metrics.attach(partial(stats_of, engine), thread, info.model, settings.vllm_metrics)
         if grammars is not None:
@@ -103,6 +110,7 @@ def new_engine(
     metrics: TargetMetrics | None = None,
     head: Head | None = None,
     grammars: Grammars | None = None,
+    adapters: Mapping[str, LoadedAdapter] | None = None,  # the runner has room for
 ) -> TargetEngine:
     """An engine by the settings, traced if tracing is on. The runner taps what the head reads."""
     engine = TargetEngine(
@@ -118,7 +126,49 @@ def new_engine(
         grammars=grammars,
     )
     engine.scheduler.max_forced = settings.max_forced_tokens
+    if runner.adapters is not None:
+        for name, adapter in (adapters or {}).items():
+            engine.add_adapter(_info_of_adapter(name, adapter), runner.adapters.prepare(adapter))
     return engine
+
+
+def load_adapters(settings: TargetSettings, loaded: LoadedModel) -> dict[str, LoadedAdapter]:
+    """Those of the start, by name. Raises UnsupportedAdapter for what does not fit the model."""
+    most_rank = settings.max_adapter_rank or MOST_RANK
+    if (own := settings.name or model_name(Path(settings.model))) in settings.adapters:
+        raise ValueError(f"adapter (--adapter): has {own!r}, the model's own name; allowed: another one")
+    return {
+        name: load_adapter(folder, loaded.model, loaded.digest, most_rank) for name, folder in settings.adapters.items()
+    }
+
+
+def adapter_room(settings: TargetSettings, adapters: Mapping[str, LoadedAdapter]) -> AdapterRoom | None:
+    """What the runner shall have for adapters; None where there are none, and none may come."""
+    if settings.allow_adapter_changes:
+        return AdapterRoom(settings.max_adapters, settings.max_adapter_rank or MOST_RANK)
+    if not adapters:
+        return None
+    greatest = max(adapter.rank for adapter in adapters.values())
+    return AdapterRoom(min(settings.max_adapters, len(adapters)), settings.max_adapter_rank or greatest)
+
+
+def new_adapter_changes(
+    settings: TargetSettings,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    engine: TargetEngine,
+    thread: Worker[Any],
+    info: TargetInfo,
+) -> AdapterChanges | None:
+    """What loads and unloads adapters, where that is allowed."""
+    if not settings.allow_adapter_changes or runner.adapters is None:
+        return None
+    served = {adapter.name: adapter for adapter in info.adapters}
+    return AdapterChanges(engine, thread, loaded, runner.adapters, info.model.name, served)
+
+
+def _info_of_adapter(name: str, adapter: LoadedAdapter) -> Adapter:
+    return Adapter(name, adapter.digest, adapter.rank)
 
 
 def new_grammars(folder: Path, loaded: LoadedModel, device: str) -> Grammars | None:
@@ -172,10 +222,15 @@ def load_head(settings: TargetSettings, loaded: LoadedModel) -> Head | None:
     return head
 
 
-def new_runner(settings: TargetSettings, loaded: LoadedModel, head: Head | None = None) -> ModelRunner:
-    """One whose passes leave what the head reads, and whose cache leaves room for the head's. Raises ValueError where
-    no block fits."""
-    options = runner_options(settings)
+def new_runner(
+    settings: TargetSettings,
+    loaded: LoadedModel,
+    head: Head | None = None,
+    adapters: Mapping[str, LoadedAdapter] | None = None,
+) -> ModelRunner:
+    """One whose passes leave what the head reads, and whose cache leaves room for the head's, and for adapters. Raises
+    ValueError where no block fits."""
+    options = replace(runner_options(settings), adapters=adapter_room(settings, adapters or {}))
     if head is not None:
         beside = bytes_beside_block(head, loaded.model.dtype)
         options = replace(options, taps=head.taps, bytes_beside_block=beside)
@@ -217,6 +272,7 @@ def info_of(
     limits: TargetLimits,
     step_costs: StepProfile = (),
     head: Head | None = None,
+    adapters: Mapping[str, LoadedAdapter] | None = None,
 ) -> TargetInfo:
     """What GetTargetInfo answers."""
     room = limits.num_blocks, limits.block_size
@@ -229,4 +285,5 @@ def info_of(
         step_costs=step_costs,
         version=metadata.version("outrider"),
         methods=tuple(DraftMethod(row.name, row.needs_features, row.can_run_ahead) for row in methods),
+        adapters=tuple(_info_of_adapter(name, adapter) for name, adapter in (adapters or {}).items()),
     )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.model_runner import ModelRunner, probe
 from outrider.engine.token_tree import KeptPath, TokenTree, depths_of
@@ -22,6 +23,7 @@ from outrider.proposers.heads.head import Head
 from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, Unavailable
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
+    Adapter,
     Close,
     Closed,
     Commit,
@@ -35,6 +37,7 @@ from outrider.rpc.messages import (
     to_failure,
 )
 from outrider.rpc.servicer import Deliver, Detach
+from outrider.target_service.adapters import AdapterTable, AdapterTurns
 from outrider.target_service.device_verifier import StepVerifier, verifier_of
 from outrider.target_service.goodput import BatchingDelay, Goodput
 from outrider.target_service.grammars import POLL_S, Grammars, open_grammar, stuck
@@ -87,6 +90,9 @@ class TargetEngine:
         self.grammars = grammars
         if grammars is not None and head is not None:
             grammars.head = head.name
+        resident = runner.adapters
+        self.adapters = AdapterTable(lambda prepared: None if resident is None else resident.forget(prepared))
+        self.scheduler.turns = None if resident is None else AdapterTurns(resident.room.num_slots)
         self.threads: ThreadSplit | None = None  # where the number is not given
 
     def handle(self, command: TargetEngineCommand) -> None:
@@ -142,6 +148,16 @@ class TargetEngine:
             self.local_draft.warm_up()
         return costs
 
+    def add_adapter(self, info: Adapter, prepared: PreparedAdapter) -> None:
+        """New sequences may have it. Raises ValueError for a name that is taken, or a model that takes none."""
+        if self._runner.adapters is None:
+            raise ValueError("adapter: this target has no room for any")
+        self.adapters.add(info, prepared)
+
+    def remove_adapter(self, name: str) -> int:
+        """No new sequence gets it; returns how many go on with it. Raises NotFound."""
+        return self.adapters.remove(name)
+
     def load(self) -> Load:
         """The present load; from any thread."""
         sequences = list(self.scheduler.sequences.values())  # at once: commands and steps change it
@@ -166,7 +182,10 @@ class TargetEngine:
         parent = self.scheduler.sequences.get((stream, message.fork_of)) if message.fork_of is not None else None
         try:
             now, num_tokens = self._clock(), len(message.prompt_ids) + message.sampling.max_tokens
-            target = admit(message, parent, (stream, message.sequence_id), sink, self.limits, self._arrivals, now)
+            forks_nothing = message.fork_of is not None and parent is None  # which `admit` refuses
+            adapter = None if forks_nothing else self.adapters.find(message, None if parent is None else parent.adapter)
+            key = (stream, message.sequence_id)
+            target = admit(message, parent, key, sink, self.limits, self._arrivals, now, adapter)
             self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
             if message.sampling.structured_output is not None or message.reasoning is not None:
@@ -177,6 +196,7 @@ class TargetEngine:
             return
         self._arrivals += 1
         self._work.add(target.key, num_tokens, now)
+        self.adapters.open(adapter)
         self.scheduler.add(target)
 
     def _update(self, target: TargetSequence, message: DraftTokens | Credit, received: float) -> None:
@@ -324,6 +344,8 @@ class TargetEngine:
             target.waits_for.cancel()
         self.scheduler.remove(target)
         self._work.remove(target.key, self._clock())
+        adapter, target.adapter = target.adapter, None
+        self.adapters.close(adapter)
 
     def _fail(self, target: TargetSequence, error: OutriderError) -> None:
         target.finished = True

@@ -13,6 +13,7 @@ from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.engine.sampler import SamplingRows, is_numeric_only
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.token_tree import MOST_NODES, depths_of, path_to
+from outrider.target_service.adapters import AdapterTurns
 from outrider.target_service.draft_buffer import EMPTY_WINDOW, Window
 from outrider.target_service.forced import with_forced
 from outrider.target_service.goodput import Goodput, GoodputRequest
@@ -105,7 +106,8 @@ class ScheduledSequence:
         """The rows as the runner takes them; the sequence's tokens include the window by then."""
         sequence = self.target.sequence
         ids = sequence.tokens[self.start : self.end]
-        return BatchEntry(ids, self.start, sequence.block_table, self.num_logits, self.window.parents)
+        adapter = None if self.target.adapter is None else self.target.adapter.prepared
+        return BatchEntry(ids, self.start, sequence.block_table, self.num_logits, self.window.parents, adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
         self.max_forced = 0  # of a window's tokens, those that a grammar forces
         self.cut_windows = cut_windows
         self.goodput: Goodput | None = None  # limits prompts by time, and cuts windows where sequences share a step
+        self.turns: AdapterTurns | None = None  # of adapters, where the model takes any
         self.sequences: dict[SequenceKey, TargetSequence] = {}
         self.num_rows_cut = self._num_steps = 0  # since the start
         self._suspect_ran = False  # in the last step
@@ -153,6 +156,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
     def plan(self, ready: Sequence[TargetSequence]) -> list[ScheduledSequence]:
         """A step of sequences that are ready, in their order, with prompts and windows each within their share of the
         rows. Blocks are reserved and windows appended; if it raises, no longer."""
+        ready = self._in_turn(ready)
         prompts = {target.key: target for target in ready if self._is_prompt(target)}
         shares = self._divide([target for target in ready if target.key not in prompts], list(prompts.values()))
         budget, left = self.max_rows, {False: shares.windows, True: shares.prompts}
@@ -175,6 +179,15 @@ class TargetScheduler(Scheduler[TargetSequence]):
             self.roll_back(step)
             raise
         return step
+
+    def _in_turn(self, ready: Sequence[TargetSequence]) -> Sequence[TargetSequence]:
+        """Those whose adapters may be in one step; the first stays."""
+        wanted = [target.adapter.prepared for target in ready if target.adapter is not None]
+        if self.turns is None or not wanted:
+            return ready
+        first = ready[0].adapter
+        chosen = self.turns.choose(wanted, None if first is None else first.prepared)
+        return [target for target in ready if target.adapter is None or target.adapter.prepared in chosen]
 
     def roll_back(self, step: Iterable[ScheduledSequence]) -> None:
         """Takes the windows of a step that failed off their sequences again."""

@@ -16,11 +16,13 @@ from outrider.rpc.errors import (
     OTHER_MODEL,
     FailedPrecondition,
     InvalidArgument,
+    NotFound,
     ResourceExhausted,
     Unavailable,
     Violation,
 )
 from outrider.rpc.messages import (
+    Adapter,
     Credit,
     Open,
     PositionLogprobs,
@@ -29,6 +31,7 @@ from outrider.rpc.messages import (
     validate_open,
 )
 from outrider.rpc.sampling_params import MAX_LOGPROBS, AcceptanceRule
+from outrider.target_service.adapters import NO_ADAPTER, ServedAdapter
 from outrider.target_service.draft_buffer import ChainBuffer
 
 
@@ -57,8 +60,9 @@ class TargetSequence:
     arrival: int  # order of arrival, for fairness and preemption
     deadline: float | None  # on the scheduler's clock
 
-    # Its tokens, and what the next ones are drawn by.
+    # Its tokens, what computes them, and what the next ones are drawn by.
     sequence: CachedSequence
+    adapter: ServedAdapter | None = None  # until it ends
     sampler: SequenceSampler
     random_key: RandomKey
     random_ahead: RandomAhead = field(default_factory=RandomAhead)
@@ -201,13 +205,16 @@ def admit(
     limits: TargetLimits,
     arrival: int,
     now: float,
+    adapter: ServedAdapter | None = None,  # that it has
 ) -> TargetSequence:
     """Makes the sequence. A child takes its parent's prompt ids at once. Raises an OutriderError that says why it is
     not taken."""
     whole = with_prompt(message, None if parent is None else parent.open)
-    check_open(whole, limits)
+    info = None if adapter is None else adapter.info
+    check_open(whole, limits, info)
     sampler = _sampler(whole, limits)
-    sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt)
+    digest = "" if info is None else info.digest
+    sequence = CachedSequence([*whole.prompt_ids, *whole.output_ids], salt=whole.salt, adapter=digest)
     return TargetSequence(
         key=key,
         open=whole,
@@ -217,6 +224,7 @@ def admit(
         arrival=arrival,
         deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,
         sequence=sequence,
+        adapter=adapter,
         sampler=sampler,
         random_key=RandomKey(whole.seed, whole.completion),
         chains=ChainBuffer(sequence.tokens, limits.vocab_size),
@@ -244,10 +252,14 @@ def with_prompt(message: Open, parent: Open | None) -> Open:
     return replace(message, prompt_ids=parent.prompt_ids, fork_of=None)
 
 
-def check_open(message: Open, limits: TargetLimits) -> None:
-    """What holds for every engine. Raises an OutriderError that says why the sequence is not taken."""
-    if message.model_digest not in ("", limits.model_digest):  # the gateway took this target for another
-        text = f"the sequence is of model {message.model_digest[:12]}, this target serves {limits.model_digest[:12]}"
+def check_open(message: Open, limits: TargetLimits, adapter: Adapter | None = None) -> None:
+    """What holds for every engine; `adapter` is the one that the sequence has. Raises an OutriderError that says why
+    it is not taken."""
+    if message.adapter and adapter is None:
+        raise NotFound(f"adapter: is {message.adapter!r:.130}; this target has none", reason=NO_ADAPTER)
+    digest = limits.model_digest if adapter is None else adapter.digest
+    if message.model_digest not in ("", digest):  # the gateway took this target for another
+        text = f"the sequence is of model {message.model_digest[:12]}, this target serves {digest[:12]}"
         raise Unavailable(text, reason=OTHER_MODEL)
     validate_open(message, limits.vocab_size, limits.max_model_len, limits.max_logprobs)
     validate_length(len(message.prompt_ids), message.sampling.max_tokens, limits.max_model_len, "open.sampling.")

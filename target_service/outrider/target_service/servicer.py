@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.rpc.codec import TARGET_INFO, TARGET_STREAM
+from outrider.rpc.codec import ADAPTER, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.errors import PermissionDenied, Unavailable
 from outrider.rpc.messages import (
+    Adapter,
     Credit,
     DraftTokens,
     Load,
@@ -20,15 +22,26 @@ from outrider.rpc.servicer import EngineServicer, EngineThread
 from outrider.rpc.stream import Outboxes
 from outrider.v1 import target_pb2, target_pb2_grpc
 
+if TYPE_CHECKING:
+    from outrider.target_service.adapter_changes import AdapterChanges
+
 
 class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
     """A TargetEngine's streams, and what it says of itself."""
 
     role, kind, service = "target", TARGET_STREAM, "outrider.v1.TargetService"
 
-    def __init__(self, thread: EngineThread, outboxes: Outboxes, info: TargetInfo, load: Callable[[], Load]) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        outboxes: Outboxes,
+        info: TargetInfo,
+        load: Callable[[], Load],
+        adapters: AdapterChanges | None = None,
+    ) -> None:
+        """Without `adapters` those that there are stay."""
         super().__init__(thread, outboxes)
-        self._info, self._load = info, load
+        self._info, self._load, self._adapters = info, load, adapters
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:
         """Serves one gateway's stream until it ends."""
@@ -37,6 +50,27 @@ class TargetServicer(EngineServicer, target_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:
         """Describes the model, its limits and its load."""
         return TARGET_INFO.encode(replace(self._info, load=self._load(), info_version=self.info_version))
+
+    async def LoadAdapter(self, request: Any, context: Any) -> target_pb2.LoadAdapterResponse:
+        """Adds an adapter."""
+        added = await self._changes().load(request.name, request.path)
+        return target_pb2.LoadAdapterResponse(adapter=ADAPTER.encode(added))
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> target_pb2.UnloadAdapterResponse:
+        """Takes an adapter from new sequences."""
+        return target_pb2.UnloadAdapterResponse(num_sequences=await self._changes().unload(request.name))
+
+    def tell_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Others are there: who asks is told so, and who has a stream that it is to ask again."""
+        self._info = replace(self._info, adapters=tuple(adapters))
+        self.info_version += 1
+
+    def _changes(self) -> AdapterChanges:
+        if self._adapters is None:
+            raise PermissionDenied("the target was not started with --allow-adapter-changes")
+        if self._draining:
+            raise Unavailable("the service is draining", reason="DRAINING")
+        return self._adapters
 
     def validate(self, message: TargetCommand) -> None:
         """Bounds of what is not an Open; an Open is judged by the engine, which knows the vocabulary and its parent.

@@ -8,12 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
+from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.token_tree import TokenTree
+from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics
 
 # No engine but ours has them.
-OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
+OWN_ONLY = (
+    "head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens", "adapter", "max_adapters",
+    "max_adapter_rank", "allow_adapter_changes",
+)  # fmt: skip
 
 
 def parse_arguments(given: object) -> object:
@@ -65,6 +70,18 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
         description='what the head drafts for greedy and coupled requests in place of chains: paths as "[(0,), (1,), '
         '(0, 0)]", whose numbers are ranks among the likeliest tokens',
     )
+    adapter: list[str] = Field(
+        default_factory=list,
+        description="NAME=DIR: a low-rank adapter (LoRA) in PEFT's layout, which requests name",
+    )
+    max_adapters: int = Field(4, ge=1, le=256, description="adapters of one step: as many lie on the device at once")
+    max_adapter_rank: int | None = Field(
+        None, ge=1, le=MOST_RANK,
+        description=f"greatest rank (default: the greatest of --adapter; with --allow-adapter-changes {MOST_RANK})",
+    )  # fmt: skip
+    allow_adapter_changes: bool = Field(
+        False, description="adapters may be loaded and unloaded while it serves (LoadAdapter, UnloadAdapter)"
+    )
     prefix_cache: bool = Field(True, description="reuse the blocks of known prompts")
     batch_invariant: bool = Field(False, description="one reduction order for any number of rows: bit-identical rows")
     max_window: int = Field(32, ge=0, le=128, description="most drafted tokens of one verification")
@@ -90,6 +107,11 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
         return None if self.speculative_token_tree is None else TokenTree.parse(self.speculative_token_tree)
 
     @property
+    def adapters(self) -> dict[str, Path]:
+        """The folder of each adapter, by its name."""
+        return {name: Path(folder) for name, _, folder in (given.partition("=") for given in self.adapter)}
+
+    @property
     def node_rank(self) -> int:
         """Which host this is of a target that spans several; the first, 0, has the server."""
         return int(self.engine_args.get("node_rank", 0))
@@ -98,6 +120,19 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     def _check_tree(self) -> Self:
         if self.speculative_token_tree is not None and self.head is None:
             raise ValueError("speculative_token_tree (--speculative-token-tree) is for a head; give --head DIR, too")
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        names = [given.partition("=")[0] for given in self.adapter]
+        for given, name in zip(self.adapter, names, strict=True):
+            if not name or not given[len(name) + 1 :] or len(name) > MAX_NAME_CHARS or not name.isprintable():
+                allowed = f"NAME=DIR, with a name of 1 to {MAX_NAME_CHARS} printable characters"
+                raise ValueError(f"adapter (--adapter): is {given[:200]!r}; allowed: {allowed}")
+            if names.count(name) > 1:
+                raise ValueError(f"adapter (--adapter): has {name!r} more than once; allowed: a name for each")
+        if self.expand and (self.adapter or self.allow_adapter_changes):
+            raise ValueError("adapter (--adapter) is for the checkpoint's own weights; leave --expand out")
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -77,3 +79,30 @@ class ReadableWeights(Protocol):
     @property
     def output(self) -> Tensor | None:  # [vocab, hidden]
         """Of the language-model head; None where it is kept in a layout of the product's own alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one product: y += scaling * up (down x)."""
+
+    down: Tensor  # [rank, in]
+    up: Tensor  # [out, rank]
+    scaling: float
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A model whose rows may have adapters: those that a batch's `adapter_slots` name."""
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """The products that an adapter may change, by the checkpoint's names: outputs and inputs of each."""
+
+    def make_room(self, num_slots: int, max_rank: int) -> None:
+        """Takes the memory for so many adapters at once. Before the first of them, and once."""
+
+    def prepare(self, modules: Mapping[str, LowRank]) -> Any:
+        """An adapter as `put` takes it, on the host. From any thread, once there is room."""
+
+    def put(self, slot: int, prepared: Any) -> None:
+        """Rows of this slot have this adapter from the next pass on; None takes it away."""

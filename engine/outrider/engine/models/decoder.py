@@ -14,7 +14,9 @@ from torch import Tensor
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
+from outrider.engine.models.base import LowRank
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
+from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters, decoder_linears
 from outrider.engine.models.weights import WeightReader, num_parameters
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.attention.reference import planned_attention
@@ -77,24 +79,43 @@ class Block:
         slot_mapping: Tensor,  # [rows]
         key_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
         value_cache: Tensor,  # [blocks, block_size, kv_heads, head_dim]
+        adapters: LayerAdapters | None = None,  # of a step in which some row has one
     ) -> tuple[Tensor, Tensor]:  # [rows, hidden] each
         """Stores the rows' keys and values; returns what this block adds to the residual stream, and the stream without
         it: the next norm adds it on its way."""
         config, invariant = self._config, self._batch_invariant
         eps, num_heads = config.rms_norm_eps, config.num_heads + 2 * config.num_kv_heads
 
-        qkv = self._qkv(normed).view(-1, num_heads, config.head_dim)
+        qkv = self._qkv(normed)
+        if adapters is not None:
+            adapters.add("qkv", qkv, normed)
+        heads = qkv.view(-1, num_heads, config.head_dim)
         query = store_kv_rotary(
-            qkv, rotary, key_cache, value_cache, slot_mapping, qk_norm=self._qk_norm, eps=eps, batch_invariant=invariant
+            heads,
+            rotary,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            qk_norm=self._qk_norm,
+            eps=eps,
+            batch_invariant=invariant,
         )
         scale, softcap = config.attention_scale, config.attention_softcap
         attended = planned_attention(plan, query, key_cache, value_cache, scale=scale, softcap=softcap)
         output = self._output(attended.flatten(1))
+        if adapters is not None:
+            adapters.add("output", output, attended.flatten(1))
         if self._output_norm is not None:
             output = rms_norm(output, self._output_norm, eps, batch_invariant=invariant)
 
         normed, residual = add_rms_norm(output, residual, self._post_norm, eps, batch_invariant=invariant)
-        down = self._down(self._gate(self._gate_up(normed), batch_invariant=invariant))
+        gate_up = self._gate_up(normed)
+        if adapters is not None:
+            adapters.add("gate_up", gate_up, normed)
+        gated = self._gate(gate_up, batch_invariant=invariant)
+        down = self._down(gated)
+        if adapters is not None:
+            adapters.add("down", down, gated)
         if self._down_norm is not None:
             down = rms_norm(down, self._down_norm, eps, batch_invariant=invariant)
         return down, residual
@@ -183,6 +204,7 @@ class Decoder:
         self._norm = reader.norm("model.norm.weight")  # [hidden]
         head = reader.head(self._embedding.weight)
         self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
+        self._adapters: StackedAdapters | None = None
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
@@ -193,6 +215,31 @@ class Decoder:
     def output(self) -> Tensor | None:  # [vocab, hidden]
         """Of the language-model head; None where it is kept in a layout of the product's own alone."""
         return self._head.weight
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """The products that an adapter may change, by the checkpoint's names: outputs and inputs of each."""
+        return decoder_linears(self.config)
+
+    def make_room(self, num_slots: int, max_rank: int) -> None:
+        """Takes the memory for so many adapters at once."""
+        self._adapters = StackedAdapters(
+            self.config, num_slots, max_rank, self.dtype, self.device, self.batch_invariant
+        )
+
+    def prepare(self, modules: Mapping[str, LowRank]) -> Any:
+        """An adapter as `put` takes it, on the host. Raises ValueError without room."""
+        return self._room.prepare(modules)
+
+    def put(self, slot: int, prepared: Any) -> None:
+        """Rows of this slot have this adapter from the next pass on. Raises ValueError without room."""
+        self._room.put(slot, prepared)
+
+    @property
+    def _room(self) -> StackedAdapters:
+        if self._adapters is None:
+            raise ValueError("there is no room for adapters")
+        return self._adapters
 
     def forward(
         self,
@@ -217,12 +264,15 @@ class Decoder:
         """The residual stream after the last block, before the last norm, of every row."""
         plans = {window: self._plan(batch, cache.block_size, window) for window in set(self.config.sliding_windows)}
         rotary = {kind: (cos[batch.positions], sin[batch.positions]) for kind, (cos, sin) in self._rotary.items()}
+        slots = batch.adapter_slots
+        adapters = [None] * len(self._blocks) if slots is None else self._room.step(slots)
         update, residual = None, self._embedding(batch.token_ids)
         for index, (block, keys, values) in enumerate(zip(self._blocks, cache.keys, cache.values, strict=True)):
             if taps is not None and taps.wants(index):
                 taps.put(index, residual if update is None else residual + update)
             plan, turn = plans[block.sliding_window], rotary[block.rotary_type]
-            update, residual = block.forward(update, residual, turn, plan, batch.slot_mapping, keys, values)
+            step = turn, plan, batch.slot_mapping, keys, values, adapters[index]
+            update, residual = block.forward(update, residual, *step)
         return residual if update is None else residual + update
 
     def _plan(self, batch: Batch | StaticBatch, block_size: int, sliding_window: int | None) -> AttentionPlan:

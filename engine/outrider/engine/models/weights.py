@@ -123,7 +123,7 @@ class WeightReader:
         check_state(config, state)
         self._config = config
         self._state = state
-        self._parts = _fused_parts(config)
+        self._parts = fused_parts(config)
         self._dtype = dtype
         self._device = device
         self._int8 = int8
@@ -235,7 +235,7 @@ def _block_norms(config: DecoderConfig) -> tuple[str, str, str | None, str | Non
     return "input_layernorm", "post_attention_layernorm", None, None
 
 
-def _fused_parts(config: DecoderConfig) -> dict[str, tuple[str, slice]]:
+def fused_parts(config: DecoderConfig) -> dict[str, tuple[str, slice]]:
     """Where each projection lies in a weight that holds several: its name and the rows."""
     if not config.family.fused:
         return {}

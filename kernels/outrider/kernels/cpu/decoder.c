@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "low_rank.h"
 #include "product.h"
 #include "team.h"
 
@@ -38,6 +39,7 @@ typedef struct {
     const int64_t *starts, *contexts;                          /* [sequences + 1], [sequences] */
     const int32_t *parents; /* [rows] or none: of a drafted tree's rows, counted from the sequence's first row */
     float *const *keys, *const *values;                        /* [layers]: [blocks][block_size][kv_heads][head_dim] */
+    const Adapters *adapters;                                  /* or none, where no row has one */
 } Rows;
 
 /* Floats for one query's scores. */
@@ -49,9 +51,10 @@ static float rms_factor(const float *x, int64_t dim, float eps) {
     return 1.0f / sqrtf(sum(squares) / (float)dim + eps);
 }
 
-/* Of the first rows of x, or of those that `chosen` names. out: placed for the product with `next`. */
+/* Of the first rows of x, or of those that `chosen` names. out: placed for the product with `next`; kept, too, for
+   adapters. */
 static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, const float *weight, int64_t rows,
-                      float eps, const Matrix *next, float *out) {
+                      float eps, const Matrix *next, const Adapters *adapters, float *out) {
     int64_t dim = next->inputs;
     for (CLAIM(row, rows)) {
         const float *from = x + (chosen ? chosen[row] : row) * dim;
@@ -60,6 +63,7 @@ static void norm_rows(Thread *thread, const float *x, const int64_t *chosen, con
             float normed[LANES];
             store(normed, load(from + at) * factor * load(weight + at));
             place(next, rows, row, at, LANES, normed, out);
+            keep_input(adapters, dim, row, at, LANES, normed);
         }
     }
     meet(thread);
@@ -79,11 +83,13 @@ static void add_normed(Thread *thread, const float *x, const float *weight, int6
 }
 
 /* x: placed; out: [rows][outputs], set, or added to. `next`: the matrix that is read after this one. */
-static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, float *out,
-                    const Matrix *next) {
+static void product(Thread *thread, const Matrix *matrix, const float *x, int64_t rows, int adds, const Change *change,
+                    float *out, const Matrix *next) {
+    if (change->adapters) multiply_down(thread, change, rows, matrix->inputs);
     for (CLAIM(panel, num_panels(matrix))) {
         int64_t first = panel * PANEL, left = matrix->outputs - first, width = left < PANEL ? left : PANEL;
         product_panel(matrix, panel, x, rows, thread->results);
+        if (change->adapters) add_low_rank(change, panel, matrix->outputs, rows, thread->results);
         for (int64_t row = 0; row < rows; row++) {
             float *to = out + row * matrix->outputs + first, *result = thread->results[row];
             for (int64_t at = 0; at < width; at++) to[at] = adds ? to[at] + result[at] : result[at];
@@ -95,8 +101,8 @@ static void product(Thread *thread, const Matrix *matrix, const float *x, int64_
 
 /* x: placed. hidden += the product, or its norm; `spare` has room for the product. */
 static void add_product(Thread *thread, const Matrix *matrix, const float *norm, float eps, const float *x,
-                        int64_t rows, float *spare, float *hidden, const Matrix *next) {
-    product(thread, matrix, x, rows, !norm, norm ? spare : hidden, next);
+                        int64_t rows, const Change *change, float *spare, float *hidden, const Matrix *next) {
+    product(thread, matrix, x, rows, !norm, change, norm ? spare : hidden, next);
     if (norm) add_normed(thread, spare, norm, rows, matrix->outputs, eps, hidden);
 }
 
@@ -108,17 +114,25 @@ INLINE floats activated(floats x, int64_t is_gelu) {
 }
 
 /* x: placed; out: activated(gate) * up, placed. */
-static void gated(Thread *thread, const Layer *layer, int64_t is_gelu, const float *x, int64_t rows, float *out) {
+static void gated(Thread *thread, const Layer *layer, int64_t is_gelu, const float *x, int64_t rows,
+                  const Change *change, float *out) {
     Results *gates = thread->results, *ups = gates + rows;
     int64_t outputs = layer->gate.outputs;
+    Change gate = {change->adapters, change->layer, GATE, 1}, up = {change->adapters, change->layer, UP, 1};
+    if (change->adapters) multiply_down(thread, change, rows, layer->gate.inputs);
     for (CLAIM(panel, num_panels(&layer->gate))) {
         int64_t first = panel * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
         product_panel(&layer->gate, panel, x, rows, gates);
         product_panel(&layer->up, panel, x, rows, ups);
+        if (change->adapters) {
+            add_low_rank(&gate, panel, outputs, rows, gates);
+            add_low_rank(&up, panel, outputs, rows, ups);
+        }
         for (int64_t row = 0; row < rows; row++) {
             for (int64_t at = 0; at < PANEL; at += LANES)
                 store(gates[row] + at, activated(load(gates[row] + at), is_gelu) * load(ups[row] + at));
             place(&layer->down, rows, row, first, width, gates[row], out);
+            keep_input(change->adapters, outputs, row, first, width, gates[row]);
         }
     }
     look_ahead(thread, &layer->down);
@@ -198,6 +212,7 @@ static void attend_rows(Thread *thread, const AttentionShape *shape, const Layer
         for (int64_t index = 0; index < count; index++) {
             int64_t at = row + (done + index) / group, head = kv_head * group + (done + index) % group;
             place(&layer->output, batch->rows, at, head * dim, dim, attended[index], out);
+            keep_input(batch->adapters, shape->heads * dim, at, head * dim, dim, attended[index]);
         }
     }
 }
@@ -268,20 +283,23 @@ static void run_layers(Thread *thread, const Decoder *decoder, const Rows *batch
     float *normed = scratch, *attended = normed + placed_size(decoder->hidden, rows);
     float *wide = attended + placed_size(width, rows), *qkv = wide + placed_size(decoder->intermediate, rows);
     float *spare = qkv + rows * (width + 2 * decoder->kv_heads * decoder->head_dim); /* [rows][hidden] */
+    const Adapters *adapters = batch->adapters;
     for (int64_t index = 0; index < decoder->num_layers; index++) {
         const Layer *layer = decoder->layers + index;
         const Matrix *next = index + 1 < decoder->num_layers ? &layer[1].qkv : &decoder->head;
         float *keys = batch->keys[index], *values = batch->values[index];
         tap(thread, decoder, taps, index, rows, hidden);
-        norm_rows(thread, hidden, NULL, layer->input_norm, rows, decoder->eps, &layer->qkv, normed);
-        product(thread, &layer->qkv, normed, rows, 0, qkv, &layer->output);
+        Change of_qkv = {adapters, index, QUERY, 3}, of_output = {adapters, index, OUTPUT, 1};
+        Change of_gate_up = {adapters, index, GATE, 2}, of_down = {adapters, index, DOWN, 1};
+        norm_rows(thread, hidden, NULL, layer->input_norm, rows, decoder->eps, &layer->qkv, adapters, normed);
+        product(thread, &layer->qkv, normed, rows, 0, &of_qkv, qkv, &layer->output);
         turn_and_store(thread, decoder, layer, batch, qkv, keys, values);
         attention(thread, decoder, layer, batch, qkv, keys, values, attended);
-        add_product(thread, &layer->output, layer->output_norm, decoder->eps, attended, rows, spare, hidden,
+        add_product(thread, &layer->output, layer->output_norm, decoder->eps, attended, rows, &of_output, spare, hidden,
                     &layer->gate);
-        norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->eps, &layer->gate, normed);
-        gated(thread, layer, decoder->gate_is_gelu, normed, rows, wide);
-        add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, spare, hidden, next);
+        norm_rows(thread, hidden, NULL, layer->post_norm, rows, decoder->eps, &layer->gate, adapters, normed);
+        gated(thread, layer, decoder->gate_is_gelu, normed, rows, &of_gate_up, wide);
+        add_product(thread, &layer->down, layer->down_norm, decoder->eps, wide, rows, &of_down, spare, hidden, next);
     }
     tap(thread, decoder, taps, decoder->num_layers, rows, hidden);
 }
@@ -301,8 +319,8 @@ static void cap_all(Thread *thread, float *x, int64_t count, float cap) {
 /* scratch: room for the rows, placed. */
 static void run_head(Thread *thread, const Decoder *decoder, const float *hidden, const int64_t *logit_rows,
                      int64_t wanted, float *scratch, float *logits) {
-    norm_rows(thread, hidden, logit_rows, decoder->norm, wanted, decoder->eps, &decoder->head, scratch);
-    product(thread, &decoder->head, scratch, wanted, 0, logits, &decoder->layers[0].qkv);
+    norm_rows(thread, hidden, logit_rows, decoder->norm, wanted, decoder->eps, &decoder->head, NULL, scratch);
+    product(thread, &decoder->head, scratch, wanted, 0, &UNCHANGED, logits, &decoder->layers[0].qkv);
     if (decoder->logit_softcap != 0.0f)
         cap_all(thread, logits, wanted * decoder->head.outputs, decoder->logit_softcap);
 }
@@ -367,9 +385,9 @@ void decoder_products(const Decoder *decoder, int64_t rows, float *logits, float
         for (int64_t index = 0; index < decoder->num_layers; index++) {
             const Layer *layer = decoder->layers + index;
             const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate, &layer->up, &layer->down};
-            for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, out, matrices[at]);
+            for (int at = 0; at < 5; at++) product(&thread, matrices[at], in, rows, 0, &UNCHANGED, out, matrices[at]);
         }
-        product(&thread, &decoder->head, in, rows, 0, logits, &decoder->head);
+        product(&thread, &decoder->head, in, rows, 0, &UNCHANGED, logits, &decoder->head);
         if (decoder->head.kind == TILES) tiles_end();
     }
 }
@@ -393,7 +411,7 @@ void matrix_product(const Matrix *matrix, const float *x, int64_t rows, float *o
         Thread thread = join(&team, rows, 0, scratch);
         if (matrix->kind == TILES) tiles_begin();
         place_rows(&thread, matrix, x, rows, placed);
-        product(&thread, matrix, placed, rows, 0, out, matrix);
+        product(&thread, matrix, placed, rows, 0, &UNCHANGED, out, matrix);
         if (matrix->kind == TILES) tiles_end();
     }
 }

@@ -80,10 +80,8 @@ class _Decoder(Structure):
 class _Rows(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("rows", "sequences", "table_width", "longest", "block_size")),
-        *(
-            (name, c_void_p)
-            for name in ("positions", "slots", "tables", "starts", "contexts", "parents", "keys", "values")
-        ),
+        *((name, c_void_p) for name in ("positions", "slots", "tables", "starts", "contexts", "parents")),
+        *((name, c_void_p) for name in ("keys", "values", "adapters")),
     )
 
 
@@ -189,6 +187,7 @@ class CpuDecoder:
         values: Sequence[Tensor],
         logit_rows: Tensor,  # [wanted] int64
         tapped: tuple[Sequence[int], Tensor] | None = None,  # layers, and [at least rows, layers, hidden] for them
+        adapters: Structure | None = None,  # what CpuAdapters says of the step, where some row has one
     ) -> Tensor:  # [wanted, vocab] float32
         """The logits of the rows that want them. The hidden states of the layers tapped are written: i is what enters
         block i, the number of blocks what the last norm hands to the head. Raises IndexError for an id that has no
@@ -201,6 +200,7 @@ class CpuDecoder:
             len(token_ids), len(rows.contexts), rows.tables.shape[1], max(rows.contexts), keys[0].shape[1],
             *(tensor.data_ptr() for tensor in tensors), *(ctypes.addressof(part) for part in (starts, contexts)),
             None if rows.parents is None else rows.parents.data_ptr(), *(ctypes.addressof(part) for part in caches),
+            None if adapters is None else ctypes.addressof(adapters),
         )  # fmt: skip
         logits = torch.empty(len(logit_rows), self.vocab_size)
         threads = torch.get_num_threads()

@@ -1,0 +1,166 @@
+"""What adapters add to our own decoders' products: by the names that Llama gave the projections, whatever the base's
+checkpoint fuses; and of all slots together, as PyTorch and Triton compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from outrider.engine.models.base import LowRank
+from outrider.engine.models.decoder_config import DecoderConfig, turned_first
+from outrider.engine.models.weights import expected_shapes, fused_parts
+from outrider.kernels.lora.reference import add_low_rank
+from outrider.kernels.types import LowRankWeights
+
+LEAST_RANK = 16  # that a slot has room for: the least side of a product of tiles
+
+PRODUCTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+def decoder_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Of every layer, by the checkpoint's names: outputs and inputs."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in expected_shapes(config).items()
+        if len(shape) == 2 and name.startswith("model.layers.")
+    }
+
+
+def projection_sizes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Of one layer, by the names of PRODUCTS: outputs and inputs."""
+    hidden, width, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
+    return {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv_heads, hidden),
+        "self_attn.v_proj": (kv_heads, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (width, hidden),
+        "mlp.up_proj": (width, hidden),
+        "mlp.down_proj": (hidden, width),
+    }
+
+
+def by_layer(config: DecoderConfig, modules: Mapping[str, LowRank]) -> list[dict[str, LowRank]]:
+    """Of each layer, by the names of PRODUCTS. What a checkpoint fuses shares the lower factor; of heads of which a
+    part turns, that part comes first."""
+    parts, layers = fused_parts(config), []
+    for index in range(config.num_layers):
+        layer: dict[str, LowRank] = {}
+        for name in projection_sizes(config):
+            stem, projection = name.split(".")
+            fused, rows = parts.get(projection, (projection, slice(None)))
+            found = modules.get(f"model.layers.{index}.{stem}.{fused}")
+            if found is None:
+                continue
+            up = found.up[rows]
+            if projection in ("q_proj", "k_proj") and config.rotary_dim != config.head_dim:
+                up = turned_first(up, config.head_dim, config.rotary_dim)
+            layer[name] = LowRank(found.down, up, found.scaling)
+        layers.append(layer)
+    return layers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """What one layer adds in a step."""
+
+    products: Mapping[str, LowRankWeights]  # by the names of PRODUCTS; one that no adapter changes is absent
+    slots: Tensor  # [rows] int32
+    batch_invariant: bool
+
+    def add(self, name: str, y: Tensor, x: Tensor) -> None:  # [rows, out], changed; [rows, in]
+        """To the product of this name."""
+        if (weights := self.products.get(name)) is not None:
+            add_low_rank(y, x, weights, self.slots, batch_invariant=self.batch_invariant)
+
+
+_Part = tuple[Tensor, Tensor, Tensor]  # of one slot and product: down, up and scaling, as LowRankWeights has them
+
+
+class StackedAdapters:
+    """The adapters of a decoder by PyTorch or Triton, in slots of one size. Called from one thread, but for
+    `prepare`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool,
+    ) -> None:
+        self._config, self._dtype, self._batch_invariant = config, dtype, batch_invariant
+        self._pins = device.type == "cuda"
+        self._rank = max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
+        sizes = projection_sizes(config)
+        self._layers = [
+            {
+                name: LowRankWeights(
+                    down=torch.zeros(num_slots, len(parts), self._rank, sizes[parts[0]][1], dtype=dtype, device=device),
+                    up=torch.zeros(
+                        num_slots, sum(sizes[part][0] for part in parts), self._rank, dtype=dtype, device=device
+                    ),
+                    scaling=torch.zeros(num_slots, len(parts), device=device),
+                    bounds=tuple(accumulate((sizes[part][0] for part in parts), initial=0)),
+                )
+                for name, parts in PRODUCTS.items()
+            }
+            for _ in range(config.num_layers)
+        ]
+        self._held: list[frozenset[tuple[int, str]]] = [frozenset()] * num_slots  # layers and products that it changes
+
+    def prepare(self, modules: Mapping[str, LowRank]) -> dict[tuple[int, str], _Part]:
+        """By layer and product, in the layout of a slot."""
+        return {
+            (index, name): self._part(self._layers[index][name], [layer.get(part) for part in parts])
+            for index, layer in enumerate(by_layer(self._config, modules))
+            for name, parts in PRODUCTS.items()
+            if any(part in layer for part in parts)
+        }
+
+    def put(self, slot: int, prepared: Mapping[tuple[int, str], _Part] | None) -> None:
+        """Fills a slot; what the adapter leaves alone becomes 0."""
+        parts = prepared or {}
+        for index, name in self._held[slot] - parts.keys():
+            self._layers[index][name].scaling[slot] = 0
+        for (index, name), (down, up, scaling) in parts.items():
+            weights = self._layers[index][name]
+            weights.down[slot].copy_(down, non_blocking=True)
+            weights.up[slot].copy_(up, non_blocking=True)
+            weights.scaling[slot].copy_(scaling, non_blocking=True)
+        self._held[slot] = frozenset(parts)
+
+    def step(self, slots: Tensor) -> Sequence[LayerAdapters]:  # [rows] int32
+        """Of each layer, for a step whose rows have these."""
+        changed = frozenset().union(*self._held)
+        return [
+            LayerAdapters(
+                {name: weights for name, weights in layer.items() if (index, name) in changed},
+                slots,
+                self._batch_invariant,
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+
+    def _part(self, weights: LowRankWeights, slices: Sequence[LowRank | None]) -> _Part:
+        down = self._host(weights.down.shape[1:])
+        up, scaling = self._host(weights.up.shape[1:]), torch.zeros(len(slices))
+        for index, ((start, end), one) in enumerate(zip(pairwise(weights.bounds), slices, strict=True)):
+            if one is not None:
+                rank = len(one.down)
+                down[index, :rank], up[start:end, :rank], scaling[index] = one.down, one.up, one.scaling
+        return down, up, scaling
+
+    def _host(self, shape: Sequence[int]) -> Tensor:
+        return torch.zeros(*shape, dtype=self._dtype, pin_memory=self._pins)

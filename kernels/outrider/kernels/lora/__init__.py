@@ -1,0 +1,1 @@
+"""Low-rank products of adapters, row by row."""

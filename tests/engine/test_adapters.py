@@ -1,0 +1,159 @@
+"""Adapters of our own decoder: outputs are those of weights that have them merged in, whatever shares the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.adapters import ALL, ATTENTION, merged, save_adapter
+from support.models import FAMILIES, KERNELS, build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
+from torch import Tensor
+
+from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
+from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
+from outrider.engine.batch import BatchEntry, PreparedAdapter
+from outrider.engine.loader import LoadedModel
+from outrider.engine.model_runner import ModelRunner
+
+IDS = [(31 * index + 7) % 97 for index in range(40)]
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def targets_of(family: str) -> Sequence[str]:
+    return FUSED if family == "phi3" else ALL
+
+
+class Case:
+    """A tiny base, with room for adapters."""
+
+    def __init__(self, family: str = "llama", slots: int = 2, invariant: bool = True, **options: Any) -> None:
+        self.state = tiny_state(tiny_hf_model(family, **options))
+        self.config = tiny_config(family, **options)
+        self.invariant = invariant
+        self.loaded = self._decoder(self.state)
+        self.resident = ResidentAdapters(self.loaded.model, AdapterRoom(slots, 16))
+        self.runner = ModelRunner(self.loaded.model, 32, adapters=self.resident)
+
+    def _decoder(self, state: dict[str, Tensor]) -> LoadedModel:
+        return build_decoder(self.config, state, batch_invariant=self.invariant)
+
+    def load(self, folder: Path) -> LoadedAdapter:
+        return load_adapter(folder, self.loaded.model, "base")
+
+    def prepared(self, folder: Path) -> PreparedAdapter:
+        return self.resident.prepare(self.load(folder))
+
+    def logits(self, adapter: PreparedAdapter | None, ids: Sequence[int] = IDS) -> Tensor:  # [ids, vocab]
+        return self.runner.forward([BatchEntry(ids, 0, [0, 1, 2], len(ids), adapter=adapter)])
+
+    def merged_logits(self, folder: Path, scaling: Any = 2.0, ids: Sequence[int] = IDS) -> Tensor:  # [ids, vocab]
+        runner = ModelRunner(self._decoder(merged(self.state, folder, scaling)).model, 4)
+        return runner.forward([BatchEntry(ids, 0, [0, 1, 2], len(ids))])
+
+
+def differ(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).abs().max() / expected.std())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_logits_are_those_of_merged_weights(kernels: str, family: str, tmp_path: Path) -> None:
+    options = {"partial_rotary_factor": 0.75} if family == "phi3" else {}
+    with cpu_kernels(kernels):
+        case = Case(family, **options)
+        folder = save_adapter(tmp_path / "adapter", case.state, targets_of(family))
+        adapter, expected = case.prepared(folder), case.merged_logits(folder)
+        logits = case.logits(adapter)
+        assert differ(logits, expected) < 1e-4 and torch.equal(logits.argmax(1), expected.argmax(1))
+        assert differ(case.logits(None), expected) > 0.1, "the adapter shows"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_ranks_and_factors_of_single_modules(kernels: str, tmp_path: Path) -> None:
+    first, second = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+    with cpu_kernels(kernels):
+        case = Case()
+        folder = save_adapter(
+            tmp_path / "adapter", case.state, ("q_proj", "down_proj"), ranks={first: 7, second: 16},
+            rank_pattern={"layers.0.self_attn.q_proj": 7, r"layers\.1\.mlp\.[a-z]+_proj": 16},
+            alpha_pattern={"down_proj": 3}, use_rslora=True,
+        )  # fmt: skip
+        scalings = {
+            "model.layers.0.self_attn.q_proj": 8 / math.sqrt(7), "model.layers.1.self_attn.q_proj": 8 / math.sqrt(4),
+            "model.layers.0.mlp.down_proj": 3 / math.sqrt(4), "model.layers.1.mlp.down_proj": 3 / math.sqrt(16),
+        }  # fmt: skip
+        assert case.load(folder).rank == 16
+        assert differ(case.logits(case.prepared(folder)), case.merged_logits(folder, scalings)) < 1e-4
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_mixed_batches_equal_single_ones_bit_for_bit(kernels: str, family: str, tmp_path: Path) -> None:
+    with cpu_kernels(kernels):
+        case = Case(family)
+        targets = targets_of(family)
+        one = case.prepared(save_adapter(tmp_path / "one", case.state, targets, seed=1))
+        other = case.prepared(save_adapter(tmp_path / "other", case.state, targets[:2], seed=2, r=11))
+        adapters = [one, None, other, one, None]
+        tables, texts = [[3 * index, 3 * index + 1, 3 * index + 2] for index in range(5)], [IDS[i:] for i in range(5)]
+
+        def run(chosen: Sequence[int], start: int, end: int) -> list[Tensor]:
+            entries = [
+                BatchEntry(texts[i][start:end], start, tables[i], end - start, adapter=adapters[i]) for i in chosen
+            ]
+            return list(case.runner.forward(entries).split(end - start))
+
+        alone = [[run([index], *span)[0].clone() for span in ((0, 20), (20, 21), (21, 26))] for index in range(5)]
+        together = [run(range(5), *span) for span in ((0, 20), (20, 21), (21, 26))]
+        for step in range(3):
+            for index in range(5):
+                assert torch.equal(together[step][index], alone[index][step]), (step, index)
+        plain = Case(family)
+        for index in (1, 4):  # a row without an adapter has the bits of a model that knows none
+            expected = plain.runner.forward([BatchEntry(texts[index][:20], 0, tables[index], 20)])
+            assert torch.equal(alone[index][0], expected)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_least_wanted_adapter_makes_room(kernels: str, tmp_path: Path) -> None:
+    with cpu_kernels(kernels):
+        case = Case(slots=2)
+        folders = [save_adapter(tmp_path / str(seed), case.state, ATTENTION[:seed], seed=seed) for seed in (1, 2, 3, 4)]
+        adapters = [case.prepared(folder) for folder in folders]
+        expected = [case.merged_logits(folder) for folder in folders]
+        for turn in (0, 1, 2, 0, 3, 3, 2, 1):  # one that left comes back whole
+            assert differ(case.logits(adapters[turn]), expected[turn]) < 1e-4, turn
+        assert case.resident.num_swaps == 7 and [one in case.resident for one in adapters] == [False, True, True, False]
+        case.logits(adapters[2])
+        entries = [BatchEntry(IDS[:3], 0, [at], 1, adapter=adapters[at]) for at in (0, 1, 3)]
+        with pytest.raises(ValueError, match="a step of 3 adapters; allowed: at most 2"):
+            case.runner.forward(entries)
+        case.runner.forward(entries[:2])  # 1 was wanted longer ago than 2, but this step wants it
+        assert [one in case.resident for one in adapters] == [True, True, False, False]
+        case.resident.forget(adapters[1])
+        assert adapters[1] not in case.resident
+        swaps = case.resident.num_swaps
+        assert differ(case.logits(adapters[2]), expected[2]) < 1e-4 and adapters[0] in case.resident
+        assert case.resident.num_swaps == swaps + 1
+
+
+def test_an_adapters_identity_is_its_content_and_its_base(tmp_path: Path) -> None:
+    case = Case()
+    folder = save_adapter(tmp_path / "one", case.state)
+    same = save_adapter(tmp_path / "same", case.state, base_model_name_or_path="elsewhere")
+    digest = case.load(folder).digest
+    assert case.load(same).digest == digest, "where it came from is no part of it"
+    assert load_adapter(folder, case.loaded.model, "another base").digest != digest
+    for number, options in enumerate(({"seed": 2}, {"lora_alpha": 9}, {"use_rslora": True}, {"targets": ATTENTION})):
+        assert case.load(save_adapter(tmp_path / f"{number}", case.state, **options)).digest != digest, options
+
+
+def test_a_rank_without_room_is_refused(tmp_path: Path) -> None:
+    case = Case()
+    adapter = case.load(save_adapter(tmp_path / "adapter", case.state, r=17))
+    with pytest.raises(ValueError, match="rank: is 17; allowed here: at most 16"):
+        case.resident.prepare(adapter)
