@@ -21,6 +21,7 @@ from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
+from outrider.engine.adapters.resident import ResidentAdapters
 from outrider.engine.batch import BatchEntry
 from outrider.engine.grammar import GrammarCompiler, Matcher
 from outrider.engine.loader import LoadedModel
@@ -261,6 +262,7 @@ class TargetHarness:
         num_blocks: int = 64,
         eos_ids: tuple[int, ...] = (),
         max_open_tokens: int = 0,
+        adapters: ResidentAdapters | None = None,
         **options: Any,
     ) -> TargetHarness:
         limits = TargetLimits(
@@ -272,7 +274,8 @@ class TargetHarness:
             harness.num_steps += 1
 
         head = options.get("head")
-        runner, clock = ModelRunner(loaded.model, num_blocks, taps=head.taps if head else ()), lambda: harness.now
+        taps = head.taps if head else ()
+        runner, clock = ModelRunner(loaded.model, num_blocks, taps=taps, adapters=adapters), lambda: harness.now
         engine = TargetEngine(runner, limits, clock=clock, **{"on_step": count} | options)
         harness = cls(engine)
         return harness
@@ -326,6 +329,7 @@ def opened(sequence_id: int, prompt: Sequence[int], **sampling: Any) -> Open:
         "model_digest",
         "first_chain",
         "method",
+        "adapter",
     }
     own = {name: sampling.pop(name) for name in names & sampling.keys()}
     sampling.setdefault("temperature", 0.0)

@@ -3,7 +3,7 @@ a step where more are wanted than the device holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.engine.batch import PreparedAdapter
@@ -31,8 +31,13 @@ class AdapterTable:
         self._forget = forget
         self._by_name: dict[str, ServedAdapter] = {}
 
-    def __iter__(self) -> Iterator[ServedAdapter]:
-        return iter(self._by_name.values())
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def num_sequences(self) -> dict[str, int]:
+        """The open sequences of each that has any; from any thread."""
+        served = list(self._by_name.items())  # at once: commands change it
+        return {name: adapter.num_sequences for name, adapter in served if adapter.num_sequences}
 
     def add(self, info: Adapter, prepared: PreparedAdapter) -> None:
         """New sequences may name it. Raises ValueError for a name that is taken."""
@@ -115,3 +120,8 @@ class AdapterTurns:
         for adapter in chosen:
             self._waited[adapter] = self._number
         return frozenset(chosen)
+
+    def forget(self, adapter: PreparedAdapter) -> None:
+        """No sequence has it any more."""
+        self._turn = [one for one in self._turn if one is not adapter]
+        self._waited.pop(adapter, None)

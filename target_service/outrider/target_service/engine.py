@@ -90,9 +90,9 @@ class TargetEngine:
         self.grammars = grammars
         if grammars is not None and head is not None:
             grammars.head = head.name
-        resident = runner.adapters
-        self.adapters = AdapterTable(lambda prepared: None if resident is None else resident.forget(prepared))
-        self.scheduler.turns = None if resident is None else AdapterTurns(resident.room.num_slots)
+        self.adapters = AdapterTable(self._forget_adapter)
+        if runner.adapters is not None:
+            self.scheduler.turns = AdapterTurns(runner.adapters.room.num_slots)
         self.threads: ThreadSplit | None = None  # where the number is not given
 
     def handle(self, command: TargetEngineCommand) -> None:
@@ -157,6 +157,17 @@ class TargetEngine:
     def remove_adapter(self, name: str) -> int:
         """No new sequence gets it; returns how many go on with it. Raises NotFound."""
         return self.adapters.remove(name)
+
+    @property
+    def num_adapter_swaps(self) -> int:
+        """Adapters that were put on the device, since the start."""
+        return 0 if self._runner.adapters is None else self._runner.adapters.num_swaps
+
+    def _forget_adapter(self, prepared: PreparedAdapter) -> None:
+        if self._runner.adapters is not None:
+            self._runner.adapters.forget(prepared)
+        if self.scheduler.turns is not None:
+            self.scheduler.turns.forget(prepared)
 
     def load(self) -> Load:
         """The present load; from any thread."""

@@ -79,6 +79,12 @@ class TargetMetrics(Metrics):
         self.read_counter("mask_seconds", "Time that masks took on their threads", lambda: stats().mask_seconds)
         self.read_counter("mask_wait_seconds", "Time that constraints held steps up", lambda: stats().mask_wait_seconds)
         self.read_counter("masks_late", "Windows put off, whose masks were not there", lambda: stats().num_late_masks)
+        self.gauge("adapters_loaded", "Adapters that requests may name", lambda: stats().num_adapters)
+        self.read_gauges(
+            "adapter_sequences", "Open sequences of adapters that have any", "adapter",
+            lambda: stats().adapter_sequences,
+        )  # fmt: skip
+        self.read_counter("adapter_swaps", "Adapters put on the device", lambda: stats().num_adapter_swaps)
         if vllm_names:
             self.registry.register(VllmCollector(state))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,9 @@ class EngineStats:
     num_late_masks: int = 0
     mask_seconds: float = 0.0  # on threads of their own
     mask_wait_seconds: float = 0.0  # on the device's
+    num_adapters: int = 0  # that sequences may name
+    adapter_sequences: Mapping[str, int] = field(default_factory=dict)  # open ones, by adapters that any has
+    num_adapter_swaps: int = 0  # adapters put on the device
 
     @property
     def cache_usage(self) -> float:
@@ -102,6 +105,9 @@ def stats_of(engine: TargetEngine) -> EngineStats:
         num_late_masks=grammars.num_late if grammars else 0,
         mask_seconds=grammars.mask_seconds if grammars else 0.0,
         mask_wait_seconds=grammars.wait_seconds if grammars else 0.0,
+        num_adapters=len(engine.adapters),
+        adapter_sequences=engine.adapters.num_sequences(),
+        num_adapter_swaps=engine.num_adapter_swaps,
     )
 
 
