@@ -101,9 +101,9 @@ class AdapterConfig:
 class Patterns:
     """Searches names by patterns that somebody else wrote, for so long altogether."""
 
-    def __init__(self, seconds: float = MATCHING_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ends = clock() + seconds
+        self._ends = clock() + (MATCHING_S if seconds is None else seconds)
 
     def __call__(self, pattern: str, name: str, *, whole: bool = False) -> str | None:
         """The last group where the pattern matches from the name's start (`whole`: to its end), or the match. Raises
