@@ -15,12 +15,14 @@ from outrider.kernels.attention.tree_mask_triton import launch_tree_mask
 from outrider.kernels.attention.triton import attention
 from outrider.kernels.kv_store import triton as kv_store_triton
 from outrider.kernels.layers import triton as layers_triton
+from outrider.kernels.lora import triton as lora_triton
 from outrider.kernels.random import triton as philox_triton
 from outrider.kernels.sampling import triton as sampling_triton
 from outrider.kernels.types import (
     Allowed,
     DraftWeights,
     Entries,
+    LowRankWeights,
     PackedEntries,
     Penalties,
     RowSampling,
@@ -67,12 +69,26 @@ def launch_sampling(prove: bool) -> None:
         x = torch.zeros(ROWS, 512, dtype=dtype)
         layers_triton.linear(x, x)
         layers_triton.linear(x, x, x[:, 0].contiguous())
+        launch_low_rank(x, 3, 16)
+        launch_low_rank(x, 1, 64)
         sampling_triton.logits_to_probs(probs.to(dtype), RowSampling())
     sampling_triton.logits_to_probs(probs, everything)
     columns = {"temperature": rows.float(), "min_p": rows.float(), "truncation": everything.truncation}
     sampling_triton.logits_to_probs(probs, RowSampling(**columns))
     sampling_triton.greedy_choice(probs, everything)
     sampling_triton.greedy_choice(probs.bfloat16(), RowSampling())
+
+
+def launch_low_rank(x: torch.Tensor, num_slices: int, rank: int) -> None:
+    width = x.shape[1]
+    weights = LowRankWeights(
+        torch.zeros(2, num_slices, rank, width, dtype=x.dtype),
+        torch.zeros(2, num_slices * 96, rank, dtype=x.dtype),
+        torch.ones(2, num_slices),
+        tuple(range(0, num_slices * 96 + 1, 96)),
+    )
+    y = torch.zeros(len(x), num_slices * 96, dtype=x.dtype)
+    lora_triton.add_low_rank(y, x, weights, torch.zeros(len(x), dtype=torch.int32))
 
 
 def launch_layers(prove: bool) -> None:

@@ -21,7 +21,7 @@ SAMPLING = {
     "_advance_kernel", "_copy_kernel", "_draw_kernel", "_greedy_kernel", "_accept_kernel", "_block_kernel",
     "_leave_kernel", "_linear_kernel", "_mask_kernel", "_pack_kernel", "_penalise_kernel", "_probs_kernel",
     "_race_kernel", "_sample_kernel", "_scatter_kernel", "_settle_kernel", "_truncate_kernel", "_vocabulary_kernel",
-    "_walk_kernel", "_words_kernel",
+    "_walk_kernel", "_words_kernel", "_down_kernel", "_up_kernel",
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_every_launch_compiles(capability: int, tmp_path: Path, prove: bool) -> 
 
 def test_the_cpu_path_needs_no_triton() -> None:
     """Every operation is imported where Triton cannot be."""
-    rooms = "attention", "kv_store", "layers", "random", "sampling", "verify"
+    rooms = "attention", "kv_store", "layers", "lora", "random", "sampling", "verify"
     modules = "attention.plan", "attention.tree_mask", *(f"{room}.reference" for room in rooms)
     script = "import sys; sys.modules['triton'] = None\n" + "\n".join(f"import outrider.kernels.{m}" for m in modules)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -207,10 +207,34 @@ def decode(rng: random.Random, torch: Any) -> None:
     rows = RaggedRows(
         batch.positions, batch.slot_mapping, batch.block_tables, batch.query_starts, batch.context_lens, batch.parents
     )
+    slots = torch.tensor([rng.randint(-1, 1) for _ in batch.token_ids], dtype=torch.int32)
+    bank, adapters = adapters_of(rng, torch, layers[0], slots) if rng.random() < 0.6 else (None, None)
     caches = [torch.zeros(next_block, block, kv_heads, dim) for _ in range(4)]
     taps = sorted(rng.sample(range(3), rng.randint(0, 3)))
     states = torch.zeros(len(batch.token_ids), max(len(taps), 1), hidden)
     tapped = (taps, states) if taps else None
-    logits = model.forward(batch.token_ids, rows, caches[:2], caches[2:], batch.logit_rows, tapped)
+    logits = model.forward(batch.token_ids, rows, caches[:2], caches[2:], batch.logit_rows, tapped, adapters)
     assert logits.isfinite().all()
+    del bank
     model.products(len(batch.token_ids))
+
+
+def adapters_of(rng: random.Random, torch: Any, layer: Any, slots: Any) -> Any:
+    """Two adapters of two layers, of some projections each, of any rank; what a pass is told of them."""
+    from outrider.kernels.cpu.low_rank import MOST_RANK, PROJECTIONS, CpuAdapter, CpuAdapters
+
+    (wide, hidden), width = layer.qkv.shape, len(layer.gate)
+    heads = layer.output.shape[1]
+    kept = (wide - heads) // 2
+    outputs = dict(zip(PROJECTIONS, (heads, kept, kept, hidden, width, width, hidden), strict=True))
+    inputs = dict(zip(PROJECTIONS, (hidden, hidden, hidden, heads, hidden, hidden, width), strict=True))
+
+    def factors(name: str) -> tuple[Any, Any, float]:
+        rank = rng.randint(1, MOST_RANK)
+        return torch.randn(rank, inputs[name]) * 0.1, torch.randn(outputs[name], rank) * 0.1, 0.5
+
+    bank = CpuAdapters(2, max(inputs.values()))
+    for slot in range(2):
+        names = [rng.sample(PROJECTIONS, rng.randint(0, len(PROJECTIONS))) for _ in range(2)]
+        bank.put(slot, CpuAdapter([{name: factors(name) for name in layer} for layer in names], outputs))
+    return bank, bank.step(slots)

@@ -20,6 +20,7 @@ from outrider.kernels.attention.reference import paged_attention, planned_attent
 from outrider.kernels.attention.tree_mask import tree_mask
 from outrider.kernels.kv_store.reference import store_kv, store_kv_rotary
 from outrider.kernels.layers.reference import Linear, add_rms_norm, gated_gelu, gated_silu, rms_norm, rotary_table
+from outrider.kernels.lora.reference import add_low_rank
 from outrider.kernels.random.reference import Purpose, exponential_noise, vocabulary_words, words
 from outrider.kernels.sampling.reference import (
     DEFAULT_MASS,
@@ -30,7 +31,7 @@ from outrider.kernels.sampling.reference import (
     greedy_choice,
     logits_to_probs,
 )
-from outrider.kernels.types import ROOT, DraftWeights, Penalties, RowSampling, Truncation, Windows
+from outrider.kernels.types import ROOT, DraftWeights, LowRankWeights, Penalties, RowSampling, Truncation, Windows
 from outrider.kernels.verify.reference import (
     accept,
     coupled_accept,
@@ -43,6 +44,7 @@ from outrider.kernels.verify.reference import (
 K = 4  # drafted tokens of a window
 ROWS = K + 1  # that the target computes for one sequence in a step
 BLOCK_SIZE = 16
+RANK, ADAPTERS = 16, 4  # of low-rank products: of each, and different ones in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,33 @@ def _linear(place: Place, model: Model, batch: int, *, batch_invariant: bool = F
     num_bytes = (weight.numel() + x.numel() + rows * outputs) * place.dtype.itemsize
     flops = 2 * rows * weight.numel()
     return KernelWork(lambda: linear(x), lambda: F.linear(x, weight), num_bytes, flops)
+
+
+def _low_rank(place: Place, model: Model, batch: int) -> KernelWork:
+    """What adapters add to query, key and value; the sequences have them in turn."""
+    heads, kept = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    bounds = (0, heads, heads + kept, heads + 2 * kept)
+    held = min(batch, ADAPTERS)
+    down, up = randn(place, held, 3, RANK, model.hidden), randn(place, held, bounds[-1], RANK)
+    weights = LowRankWeights(down, up, torch.full((held, 3), 0.01, device=place.device), bounds)
+    slots = torch.arange(batch, dtype=torch.int32, device=place.device).remainder(held).repeat_interleave(ROWS)
+    x, before = randn(place, batch * ROWS, model.hidden), randn(place, batch * ROWS, bounds[-1])
+    y, slice_of = before.clone(), torch.arange(3, device=place.device).repeat_interleave(_sizes(bounds, place))
+
+    def kernel() -> Tensor:
+        add_low_rank(y.copy_(before), x, weights, slots)
+        return y
+
+    def against() -> Tensor:
+        inner = 0.01 * torch.einsum("rsdi,ri->rsd", down[slots], x)  # [rows, 3, RANK]
+        return before + torch.einsum("rod,rod->ro", up[slots], inner[:, slice_of])
+
+    num_bytes = (down.numel() + up.numel() + x.numel() + 2 * y.numel()) * place.dtype.itemsize
+    return KernelWork(kernel, against, num_bytes, 2 * batch * ROWS * RANK * (3 * model.hidden + bounds[-1]))
+
+
+def _sizes(bounds: tuple[int, ...], place: Place) -> Tensor:
+    return torch.tensor(bounds, device=place.device).diff()
 
 
 def _caches(place: Place, model: Model, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -580,6 +609,7 @@ CASES = {
         ("layer", "layers.gated_gelu", "", "F.gelu(gate) * up", _gelu),
         ("layer", "layers.Linear", "", "F.linear", _linear),
         ("layer", "layers.Linear", ", batch-invariant", "F.linear", partial(_linear, batch_invariant=True)),
+        ("layer", "lora.add_low_rank", f", rank {RANK}", "factors gathered by row, einsum twice", _low_rank),
         ("vocabulary", "sampling.logits_to_probs", ", temperature", "softmax(logits / temperature)", _temperature),
         (
             "vocabulary",

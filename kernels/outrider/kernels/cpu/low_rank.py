@@ -66,7 +66,7 @@ class CpuAdapters:
         self._widest = widest
         self._held: list[CpuAdapter | None] = [None] * num_slots
         self._table = (c_void_p * num_slots)()
-        self._scratch = torch.empty(0)
+        self._inputs = self._inner = torch.empty(0)
 
     def put(self, slot: int, adapter: CpuAdapter | None) -> None:
         """Rows of this slot have this adapter."""
@@ -77,9 +77,8 @@ class CpuAdapters:
         """What a pass is told, while `slots` lives. Raises IndexError for a slot without an adapter."""
         if missing := [slot for slot in set(slots.tolist()) if slot >= 0 and self._held[slot] is None]:
             raise IndexError(f"slot {missing[0]} has no adapter")
-        size, inner = len(slots) * self._widest, len(slots) * SLICES * MOST_RANK
-        if self._scratch.numel() < size + inner:
-            self._scratch = torch.zeros(size + inner)
-        start = self._scratch.data_ptr()
-        table = ctypes.addressof(self._table)
-        return _Adapters(table, slots.data_ptr(), start, start + size * torch.float32.itemsize)
+        if self._inputs.numel() < len(slots) * self._widest:
+            self._inputs = torch.zeros(len(slots) * self._widest)
+            self._inner = torch.zeros(len(slots) * SLICES * MOST_RANK)
+        pointers = (tensor.data_ptr() for tensor in (slots, self._inputs, self._inner))
+        return _Adapters(ctypes.addressof(self._table), *pointers)

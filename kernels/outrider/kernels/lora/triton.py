@@ -80,8 +80,8 @@ def _down_kernel(
     result = tl.zeros([ROWS, RANK], tl.float32)
     for slot in range(tl.min(tl.where(slot_of < 0, 1 << 30, slot_of)), tl.max(slot_of) + 1):
         mine = slot_of == slot
-        place = slot.to(tl.int64) * num_slices + slice_index  # type: ignore[attr-defined]
-        scale = tl.load(scaling + place)
+        scale = tl.load(scaling + slot * num_slices + slice_index)
+        place = ((tl.zeros([1], tl.int64) + slot) * num_slices + slice_index)[:, None]  # of more numbers than 32 bits
         if (tl.max(mine.to(tl.int32)) > 0) & (scale != 0.0):
             total = tl.zeros([ROWS, RANK], tl.float32)
             for start in range(begin, end, STEP):
@@ -139,7 +139,7 @@ def _up_kernel(
     for slot in range(tl.min(tl.where(has_adapter, slot_of, 1 << 30)), tl.max(slot_of) + 1):
         mine = slot_of == slot
         if tl.max(mine.to(tl.int32)) > 0:
-            first = slot.to(tl.int64) * num_out  # type: ignore[attr-defined]
+            first = ((tl.zeros([1], tl.int64) + slot) * num_out)[:, None]
             place = (first + columns[None, :]) * RANK + ranks[:, None]
             weights = tl.load(up + place, is_column[None, :], 0.0).to(tl.float32)
             total = tl.dot(wide, weights, input_precision="ieee")
