@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from outrider.kernels.cpu.decoder import (
     row_scales,
 )
 from outrider.kernels.cpu.library import cpu_library
+from outrider.kernels.cpu.low_rank import PROJECTIONS, CpuAdapter, CpuAdapters, Factors
 from outrider.kernels.layers.reference import int8_scales, rotary_table, through_int8, to_int8
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 48, 72, 4, 2, 16, 70, 4
@@ -40,9 +43,10 @@ def decoder(
     half_embeddings: bool = False,
     int8: bool = False,
     rounded: bool = False,
+    merged: Sequence[Mapping[str, Factors]] = ({}, {}),
 ) -> CpuDecoder:
     """Two layers; one number of each weight is changed by `nudge`. Weights may be kept as 8 bits, or be what these
-    hold."""
+    hold, or have an adapter's factors in them."""
     if cpu_library() is None:
         pytest.skip("no C compiler")
     generator = torch.Generator().manual_seed(3)
@@ -65,6 +69,7 @@ def decoder(
         )
         for window in (None, 5)
     ]  # fmt: skip
+    layers = [with_factors(layer, factors) for layer, factors in zip(layers, merged, strict=True)]
     head = weight(VOCAB, HIDDEN)
     kind = kind_for(all(map(is_bfloat16, [head, *(matrix for layer in layers for matrix in layer.matrices)])))
     kind = Kind.BYTES if int8 else kind
@@ -75,14 +80,65 @@ def decoder(
     )  # fmt: skip
 
 
-def run(model: CpuDecoder, num_rows: int, poison: bool = False, wanted: slice = slice(None)) -> Tensor:
+OUTPUTS = dict(
+    zip(PROJECTIONS, (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM, HIDDEN, WIDTH, WIDTH, HIDDEN), strict=True)
+)
+INPUTS = dict(zip(PROJECTIONS, (HIDDEN, HIDDEN, HIDDEN, HEADS * DIM, HIDDEN, HIDDEN, WIDTH), strict=True))
+
+
+def factors_of(rank: int, names: Sequence[str] = PROJECTIONS) -> list[dict[str, Factors]]:
+    """An adapter of both layers."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def drawn(name: str) -> Factors:
+        down = torch.randn(rank, INPUTS[name], generator=generator) * 0.2
+        return down, torch.randn(OUTPUTS[name], rank, generator=generator) * 0.2 / rank**0.5, 0.75
+
+    return [{name: drawn(name) for name in names} for _ in range(2)]
+
+
+def with_factors(layer: LayerWeights, factors: Mapping[str, Factors]) -> LayerWeights:
+    """The adapter's product added to the matrices."""
+
+    def added(weight: Tensor, *names: str) -> Tensor:
+        if not any(name in factors for name in names):
+            return weight
+        zeros = {name: torch.zeros(OUTPUTS[name], INPUTS[name]) for name in names}
+        parts = [factors[n][2] * factors[n][1] @ factors[n][0] if n in factors else zeros[n] for n in names]
+        return weight + torch.cat(parts)
+
+    q, k, v, o, gate, up, down = PROJECTIONS
+    return replace(
+        layer, qkv=added(layer.qkv, q, k, v), output=added(layer.output, o), gate=added(layer.gate, gate),
+        up=added(layer.up, up), down=added(layer.down, down),
+    )  # fmt: skip
+
+
+def adapters_of(*adapters: Sequence[Mapping[str, Factors]]) -> CpuAdapters:
+    """In slots."""
+    bank = CpuAdapters(len(adapters), max(INPUTS.values()))
+    for slot, layers in enumerate(adapters):
+        bank.put(slot, CpuAdapter(layers, OUTPUTS))
+    return bank
+
+
+def run(
+    model: CpuDecoder,
+    num_rows: int,
+    poison: bool = False,
+    wanted: slice = slice(None),
+    adapters: CpuAdapters | None = None,
+    slot: int = 0,  # of all rows
+) -> Tensor:
     """Logits of wanted rows of one sequence in blocks out of order, all others poisoned or zero."""
     shape = (40, BLOCK, KV_HEADS, DIM)
     caches = [torch.full(shape, torch.nan if poison else 0.0) for _ in range(4)]
     table = torch.arange(33, 33 - (num_rows // BLOCK + 1), -1)
     at = torch.arange(num_rows)
     rows = RaggedRows(at, table[at // BLOCK] * BLOCK + at % BLOCK, table[None], (0, num_rows), (num_rows,))
-    return model.forward(at % NUM_EMBEDDINGS, rows, caches[:2], caches[2:], at[wanted])
+    slots = torch.full((num_rows,), slot, dtype=torch.int32)
+    step = None if adapters is None else adapters.step(slots)
+    return model.forward(at % NUM_EMBEDDINGS, rows, caches[:2], caches[2:], at[wanted], adapters=step)
 
 
 @pytest.fixture(params=[False, True], ids=["llama", "gemma"])
@@ -119,6 +175,43 @@ def test_rows_have_the_bits_that_they_have_among_fewer(few_bits: CpuDecoder) -> 
     logits = run(few_bits, 61)
     for num_rows in (1, 2, 5, 6, 10, 11, 13, 17, 60):
         assert torch.equal(run(few_bits, num_rows), logits[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize(("rank", "names"), [(1, PROJECTIONS), (7, ("k_proj", "up_proj")), (64, PROJECTIONS)])
+def test_an_adapter_is_as_if_it_were_merged(
+    few_bits: CpuDecoder, gemma: bool, rank: int, names: tuple[str, ...]
+) -> None:
+    factors = factors_of(rank, names)
+    bank, merged = (
+        adapters_of(factors_of(3), factors),
+        decoder(gemma=gemma, rounded=few_bits.kind is Kind.BYTES, merged=factors),
+    )
+    assert merged.kind is Kind.FLOATS
+    for num_rows in (1, 13, 61):
+        logits = run(few_bits, num_rows, adapters=bank, slot=1)
+        torch.testing.assert_close(logits, run(merged, num_rows), atol=1e-4, rtol=0)
+        assert not torch.allclose(run(few_bits, num_rows), logits, atol=1e-2)
+
+
+def test_rows_with_adapters_have_the_bits_that_they_have_among_fewer(few_bits: CpuDecoder) -> None:
+    """And by any number of threads; rows of no adapter have those of a pass without."""
+    bank, before = adapters_of(factors_of(9)), torch.get_num_threads()
+    logits, plain = run(few_bits, 61, adapters=bank), run(few_bits, 61)
+    assert torch.equal(run(few_bits, 61, adapters=bank, slot=-1), plain)
+    try:
+        for num_rows, threads in ((1, 1), (1, 3), (2, 2), (11, 1), (13, 3), (60, 2)):
+            torch.set_num_threads(threads)
+            assert torch.equal(run(few_bits, num_rows, adapters=bank), logits[:num_rows]), num_rows
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_adapters_that_are_none() -> None:
+    with pytest.raises(ValueError, match="rank: is 65; allowed: at most 64"):
+        CpuAdapter(factors_of(65), OUTPUTS)
+    bank = CpuAdapters(2, WIDTH)
+    with pytest.raises(IndexError, match="slot 1 has no adapter"):
+        bank.step(torch.tensor([-1, 1], dtype=torch.int32))
 
 
 def test_embeddings_of_sixteen_bits_are_the_same_numbers(gemma: bool) -> None:
