@@ -1,4 +1,5 @@
-"""Adapters of our own decoder: outputs are those of weights that have them merged in, whatever shares the batch."""
+"""Adapters of our own decoder, and of transformers' models: outputs are those of weights that have them merged in,
+whatever shares the batch."""
 
 from __future__ import annotations
 
@@ -10,14 +11,28 @@ from typing import Any
 import pytest
 import torch
 from support.adapters import ALL, ATTENTION, merged, save_adapter
-from support.models import FAMILIES, KERNELS, build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
-from torch import Tensor
+from support.models import (
+    FAMILIES,
+    KERNELS,
+    TINY,
+    build_decoder,
+    cpu_kernels,
+    hf_logits,
+    tiny_config,
+    tiny_hf_model,
+    tiny_state,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
 from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import BatchEntry, PreparedAdapter
 from outrider.engine.loader import LoadedModel
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.models.base import LowRank
+from outrider.engine.models.hooked_adapters import HookedAdapters, hooked_linears
+from outrider.engine.models.transformers import RegistryModel
 
 IDS = [(31 * index + 7) % 97 for index in range(40)]
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -139,6 +154,62 @@ def test_the_least_wanted_adapter_makes_room(kernels: str, tmp_path: Path) -> No
         swaps = case.resident.num_swaps
         assert differ(case.logits(adapters[2]), expected[2]) < 1e-4 and adapters[0] in case.resident
         assert case.resident.num_swaps == swaps + 1
+
+
+REGISTRY: dict[str, tuple[str, ...]] = {
+    "qwen3": ALL,
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "opt": ("q_proj", "out_proj", "fc1", "fc2"),
+    "mixtral": ("q_proj", "v_proj"),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRY)
+def test_models_of_transformers_have_adapters_by_hooks(kind: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **{name: value for name, value in TINY.items() if name != "pad_token_id"})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        for parameter in hf.parameters():
+            torch.nn.init.normal_(parameter, std=0.12)
+    state = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+    one, two = (save_adapter(tmp_path / str(seed), state, REGISTRY[kind], seed=seed) for seed in (1, 2))
+    hf.load_state_dict(merged(state, one))
+    expected = hf_logits(hf, IDS)
+    hf.load_state_dict(state)
+    plain = hf_logits(hf, IDS)
+    model = RegistryModel(hf, 256)
+    resident = ResidentAdapters(model, AdapterRoom(2, 16))
+    runner = ModelRunner(model, 8, adapters=resident)
+    first, second = (resident.prepare(load_adapter(folder, model, "")) for folder in (one, two))
+    entries = [
+        BatchEntry(IDS[:9], 0, [3], 1, adapter=second), BatchEntry(IDS, 0, [0, 1, 2], len(IDS), adapter=first),
+        BatchEntry(IDS, 0, [4, 5, 6], len(IDS)),
+    ]  # fmt: skip
+    _, logits, without = runner.forward(entries).split([1, len(IDS), len(IDS)])
+    assert differ(logits, expected) < 1e-4 and torch.equal(logits.argmax(1), expected.argmax(1))
+    assert differ(without, plain) < 1e-4 and differ(plain, expected) > 0.1
+    assert not any(module._forward_hooks for module in hf.modules()), "the next pass has none"
+
+
+def test_experts_take_no_adapter(tmp_path: Path) -> None:
+    """Their rows are some of a step's, in an order of their own."""
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(4, 4)])
+            self.gate, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    model = nn.ModuleDict({"mlp": Expert()})
+    head = model["mlp"].head
+    assert isinstance(head, nn.Module) and list(hooked_linears(model, head)) == ["mlp.gate"]
+    adapters = HookedAdapters(hooked_linears(model, head), 1, 4)
+    adapters.put(0, adapters.prepare({"mlp.gate": LowRank(torch.ones(1, 4), torch.ones(4, 1), 1.0)}))
+    gate = model["mlp"].gate
+    assert isinstance(gate, nn.Linear)
+    with adapters.hooked(torch.zeros(3, dtype=torch.int32)), pytest.raises(ValueError, match="computes 2 rows of 3"):
+        gate(torch.ones(2, 4))
 
 
 def test_an_adapters_identity_is_its_content_and_its_base(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,7 @@ def _modules(
     config: AdapterConfig, linears: Mapping[str, tuple[int, int]], state: Mapping[str, Tensor]
 ) -> dict[str, LowRank]:
     """Checks every tensor against what configuration and base ask for."""
-    rename = _renaming(state)
+    rename = _renaming(linears, state)
     ranks = config.modules(map(rename, linears), map(rename, OTHERS))
     own = {rename(name): name for name in linears}
     shapes = {}
@@ -110,10 +110,11 @@ def _modules(
     return {own[name]: _low_rank(f"{PREFIX}{name}", module, state) for name, module in ranks.items()}
 
 
-def _renaming(state: Mapping[str, Tensor]) -> Callable[[str], str]:
-    """From our names of modules to those in the file, which was trained beside a vision tower or not."""
+def _renaming(linears: Iterable[str], state: Mapping[str, Tensor]) -> Callable[[str], str]:
+    """From the base's names of modules to those in the file, which was trained beside a vision tower or not."""
     for prefix in TEXT_PREFIXES:
-        if any(name.startswith(PREFIX + prefix) for name in state):
+        is_there = any(name.startswith(PREFIX + prefix) for name in state)
+        if is_there and not any(name.startswith(prefix) for name in linears):
             return lambda name: prefix + name.removeprefix("model.") if name.startswith("model.") else name
     return lambda name: name
 
