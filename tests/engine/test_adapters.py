@@ -134,6 +134,19 @@ def test_mixed_batches_equal_single_ones_bit_for_bit(kernels: str, family: str, 
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+def test_a_drafted_tree_has_the_bits_of_its_paths(kernels: str, tmp_path: Path) -> None:
+    with cpu_kernels(kernels):
+        case = Case()
+        adapter = case.prepared(save_adapter(tmp_path / "adapter", case.state))
+        case.logits(adapter, IDS[:20])
+        drafted, parents = [5, 6, 7], (0, 0, 1)  # the second follows the root, too, the third the first
+        tree = case.runner.forward([BatchEntry([9, *drafted], 20, [0, 1, 2], 4, parents, adapter)]).clone()
+        for path, nodes in (([5, 7], [0, 1, 3]), ([6], [0, 2])):
+            chain = case.runner.forward([BatchEntry([9, *path], 20, [0, 1, 2], 1 + len(path), adapter=adapter)])
+            assert torch.equal(chain, tree[nodes])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_the_least_wanted_adapter_makes_room(kernels: str, tmp_path: Path) -> None:
     with cpu_kernels(kernels):
         case = Case(slots=2)

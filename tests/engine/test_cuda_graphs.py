@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from support.adapters import save_adapter
 from support.devices import Replayed
 from support.models import SMALLEST, build_decoder, cpu_kernels, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
+from outrider.engine.adapters.loader import load_adapter
+from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import (
     ALIGNMENT,
     ROWS,
@@ -172,12 +177,14 @@ class Text:
 class Captured:
     """A model with captured steps: replayed by hand on a CPU, by CUDA on a GPU."""
 
-    def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, batch_invariant: bool = False, limits: StepLimits = REPLAYED_LIMITS
+    ) -> None:
         self.device = Replayed() if device.type == "cpu" else CudaGraphs(device)
         self.runner = make_runner(device, batch_invariant=batch_invariant)
         model = self.runner.model
         assert isinstance(model, Decoder)
-        self.steps = CapturedSteps(model, self.runner.cache, REPLAYED_LIMITS, self.device)
+        self.steps = CapturedSteps(model, self.runner.cache, limits, self.device)
         self.steps.capture()
 
     def run(self, entries: list[BatchEntry]) -> Tensor:
@@ -241,6 +248,26 @@ def test_replays_are_the_eager_pass(
         assert logits.shape == expected.shape
         torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
     check_cache(captured.runner, reference)
+
+
+@torch.inference_mode()
+def test_a_step_with_adapters_is_launched_and_others_are_replayed(
+    triton_everywhere: torch.device, tmp_path: Path
+) -> None:
+    captured = Captured(triton_everywhere, limits=StepLimits(max_rows=3, max_sequences=2, max_query_len=2))
+    runner, folder = captured.runner, save_adapter(tmp_path, tiny_state(tiny_hf_model("qwen3", **SIZE)))
+    runner.captured, runner.adapters = captured.steps, ResidentAdapters(runner.model, AdapterRoom(1, 16))
+    adapter = runner.adapters.prepare(load_adapter(folder, runner.model, ""))
+    plain = [BatchEntry([7, 8], 0, [5], 2), BatchEntry([9], 0, [6], 1)]
+    runner.forward([replace(plain[0], adapter=adapter), plain[1]])
+    before = captured.device.replayed if isinstance(captured.device, Replayed) else 0
+    logits = runner.forward(plain)
+    captured.wait()
+    if isinstance(captured.device, Replayed):
+        assert (before, captured.device.replayed) == (0, 1)
+    adapted = runner.forward([replace(plain[0], adapter=adapter), plain[1]]).cpu()
+    torch.testing.assert_close(adapted[2], logits[2].cpu(), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(adapted[:2], logits[:2].cpu(), atol=1e-2)
 
 
 @pytest.mark.slow

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.adapters import merged, save_adapter
 from support.models import SMALLEST, build_decoder, cpu_kernels, hf_logits, tiny_config, tiny_hf_model, tiny_state
 from torch import Tensor
 
+from outrider.engine.adapters.loader import load_adapter
+from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import BatchEntry
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.models.decoder import Decoder
@@ -88,6 +92,27 @@ def test_logits_are_those_of_the_cpu(
         reference = build(family, "cpu", **options)
     for kind, logits in ours.items():
         torch.testing.assert_close(logits, run(reference, STEPS[kind]), atol=2e-5, rtol=2e-5)
+
+
+def test_adapters_are_as_if_they_were_merged(
+    triton_everywhere: torch.device, no_tf32: None, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Beside another one and none."""
+    options = {**SMALLEST, "num_hidden_layers": 2}
+    config, state = tiny_config("llama", **options), tiny_state(tiny_hf_model("llama", **options))
+    model = build_decoder(config, state, dtype="float32", device=triton_everywhere).model
+    resident = ResidentAdapters(model, AdapterRoom(2, 16))
+    folders = [save_adapter(tmp_path / str(seed), state, seed=seed) for seed in (1, 2)]
+    adapters = [*(resident.prepare(load_adapter(folder, model, "")) for folder in folders), None]
+    runner = ModelRunner(model, num_blocks=12, adapters=resident)
+    entries = [BatchEntry(tokens(i, 12), 0, TABLES[i], 12, adapter=adapters[i]) for i in range(3)]
+    ours = runner.forward(entries).cpu().split(12)
+    request.getfixturevalue("monkeypatch").undo()
+    with cpu_kernels("pytorch"):
+        for index, weights in enumerate([*(merged(state, folder) for folder in folders), state]):
+            alone = ModelRunner(build_decoder(config, weights).model, num_blocks=12)
+            expected = alone.forward([BatchEntry(tokens(index, 12), 0, TABLES[index], 12)])
+            torch.testing.assert_close(ours[index], expected, atol=1e-4, rtol=1e-4)
 
 
 SCHEDULES = {"ones": [34, 1, 5], "twos": [17, 2, 2, 17, 2], "fives": [5, 5, 30], "seventeens": [17, 17, 6]}
