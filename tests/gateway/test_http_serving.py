@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from support.fakes import EOS, ToyDraft, ToyTarget, expected, scripted
+from support.fakes import EOS, ToyDraft, ToyTarget, expected, scripted, target_info, with_adapters
 from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, toy_tokenizer
 
 from outrider.client import Client
 from outrider.gateway import request, servicer
+from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse
 from outrider.gateway.http.protocol import HttpOptions, parse_body, read_completion
 from outrider.gateway.http.serving import TokenTexts
@@ -332,16 +333,17 @@ async def test_constraints_of_every_kind_arrive(body: dict[str, Any], sent: Stru
 
 def test_one_request_whatever_the_entry() -> None:
     """What HTTP reads equals what gRPC reads, field by field."""
-    engine = type("Engine", (), {"model_name": "toy", "verifier": ToyTarget()})()
+    target = ToyTarget(info=with_adapters(target_info(), sql="a1"))
+    engine = GenerationEngine(toy_tokenizer(), target)
     body = parse_body(
         b'{"prompt": [11, 12], "temperature": 0.5, "top_k": 3, "stop": ["a", "b"], "logit_bias": {"7": 2}, "n": 2,'
-        b'"max_tokens": 5, "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
+        b'"max_tokens": 5, "model": "sql", "logprobs": 2, "seed": 9, "min_tokens": 1, "cache_salt": "s", "priority": 1,'
         b'"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},'
         b'"speculation": {"num_draft_tokens": 3, "acceptance": "coupled", "mode": "chains", "method": "ngram",'
         b'"methods": ["ngram"], "draft_confidence": 0.25,'
         b'"enabled": true}, "request_id": "r", "output_ids": [[1, 2], []]}'
     )
-    message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1)
+    message = pb.GenerateRequest(token_ids={"ids": [11, 12]}, request_id="r", n=2, salt="s", priority=1, adapter="sql")
     message.prediction.text = "ab"
     message.output_ids.extend([pb.TokenIds(ids=[1, 2]), pb.TokenIds()])
     for name, value in {

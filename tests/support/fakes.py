@@ -14,8 +14,10 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.loop import speculate
 from outrider.planner.policy import Policy, Round
-from outrider.rpc.codec import DRAFT_INFO, DRAFT_STREAM, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.codec import ADAPTER, DRAFT_INFO, DRAFT_STREAM, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.errors import InvalidArgument, NotFound
 from outrider.rpc.messages import (
+    Adapter,
     Close,
     Closed,
     Commit,
@@ -76,6 +78,11 @@ def target_info(**fields: Any) -> TargetInfo:
     return TargetInfo(replace(model, **fields), 16, capabilities=(*CAPABILITIES, "sampling.structured_output"))
 
 
+def with_adapters(info: TargetInfo, **digests: str) -> TargetInfo:
+    """The same with adapters of these names and digests."""
+    return replace(info, adapters=tuple(Adapter(name, digest, 8) for name, digest in digests.items()))
+
+
 def draft_info(**fields: Any) -> DraftInfo:
     model = ModelInfo("toy-draft", "d2", VOCAB, 256)
     return DraftInfo(replace(model, **fields), (DraftMethod("draft_model"), DraftMethod("eagle", needs_features=True)))
@@ -90,6 +97,7 @@ class TargetSequence:
     def __init__(self, request: Open, prompt: tuple[int, ...], emit: Callable[[Any], None], toy: ToyTarget) -> None:
         self.request, self.emit, self.toy = request, emit, toy
         self.prompt_len = len(prompt)
+        self.rule = toy.adapter_rules[request.adapter] if request.adapter else toy.rule
         self.tokens = [*prompt, *request.output_ids]
         self.until = self.max_window = self.patience_ms = 0
         self.chains: dict[int, tuple[int, list[int]]] = {}
@@ -152,7 +160,7 @@ class TargetSequence:
             room = min(self.max_window, self.until - length, self.left)
             tokens = list(self.tokens)
             while len(tokens) < length + room:
-                token = self.toy.rule(tokens, self.prompt_len)
+                token = self.rule(tokens, self.prompt_len)
                 tokens.append((token + 1) % VOCAB if len(tokens) % WRONG_EVERY == 0 else token)
             return length, tokens[length:]
         for chain, (start, ids) in sorted(self.chains.items()):
@@ -170,7 +178,7 @@ class TargetSequence:
         """What a constraint forces behind the window, the last of it wrong."""
         tokens = [*self.tokens, *window]
         for _ in range(self.toy.num_forced if self.request.sampling.structured_output else 0):
-            tokens.append(self.toy.rule(tokens, self.prompt_len))
+            tokens.append(self.rule(tokens, self.prompt_len))
         forced = tokens[len(self.tokens) + len(window) :]
         return [*forced[:-1], *((token + 1) % VOCAB for token in forced[-1:])]
 
@@ -181,7 +189,7 @@ class TargetSequence:
         for index in range(len(window) + 1):
             if finish is not None or not self.left or len(self.tokens) >= self.until:
                 break
-            token = self.toy.rule(self.tokens, self.prompt_len)
+            token = self.rule(self.tokens, self.prompt_len)
             accepted = index < len(window) and window[index] == token
             refused = TokenOrigin.RECOVERED if index < len(window) else TokenOrigin.BONUS
             origins.append(TokenOrigin.ACCEPTED if accepted else refused if window else TokenOrigin.PLAIN)
@@ -298,6 +306,7 @@ class ToyTarget:
     rule: Rule = arithmetic
     step_s: float = 0.0
     info: TargetInfo = field(default_factory=target_info)
+    adapter_rules: dict[str, Rule] = field(default_factory=dict)  # by name, for those that `info` has
     available: bool = True
     full: Failure | None = None  # what it answers every Open
     num_cached: int = 0
@@ -406,8 +415,27 @@ class _StreamServicer:
 
 
 class TargetServicer(_StreamServicer, target_pb2_grpc.TargetServiceServicer):
+    num_left = 0  # sequences that go on with an adapter that is unloaded
+
     async def GetTargetInfo(self, request: Any, context: Any) -> Any:
         return TARGET_INFO.encode(replace(self.toy.info, info_version=self.info_version))
+
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        if not request.path.endswith(".peft"):
+            raise InvalidArgument(f"path: {request.path} holds no adapter; allowed: a folder in PEFT's layout")
+        adapter = Adapter(request.name, f"digest of {request.path}", 8)
+        self._put((*self.toy.info.adapters, adapter))
+        return target_pb2.LoadAdapterResponse(adapter=ADAPTER.encode(adapter))
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        left = tuple(one for one in self.toy.info.adapters if one.name != request.name)
+        if left == self.toy.info.adapters:
+            raise NotFound(f"name: there is no adapter {request.name!r}")
+        self._put(left)
+        return target_pb2.UnloadAdapterResponse(num_sequences=self.num_left)
+
+    def _put(self, adapters: tuple[Adapter, ...]) -> None:
+        self.toy.info, self.info_version = replace(self.toy.info, adapters=adapters), self.info_version + 1
 
     async def Verify(self, request: Any, context: Any) -> None:
         await self.serve(TARGET_STREAM, context)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from outrider.rpc.codec import MODEL_INFO, decode_position_logprobs
-from outrider.rpc.messages import ModelInfo, PositionLogprobs
+from outrider.rpc.codec import ADAPTER, MODEL_INFO, decode_position_logprobs
+from outrider.rpc.messages import Adapter, ModelInfo, PositionLogprobs
 from outrider.rpc.sampling_params import AcceptanceRule, FinishReason, TokenOrigin
 from outrider.v1 import generation_pb2 as pb
 
@@ -105,6 +105,7 @@ class GatewayInfo:
     num_draft_tokens: int
     methods: tuple[str, ...]
     version: str = ""  # of the gateway; empty: it is older than the field
+    adapters: tuple[Adapter, ...] = ()  # of the target's model, that a request may name
 
 
 def decode_response(response: pb.GenerateResponse) -> Part:
@@ -170,4 +171,5 @@ def decode_info(answer: pb.GetGatewayInfoResponse) -> GatewayInfo:
         num_draft_tokens=answer.num_draft_tokens,
         methods=tuple(answer.methods),
         version=answer.version,
+        adapters=tuple(map(ADAPTER.decode, answer.adapters)),
     )

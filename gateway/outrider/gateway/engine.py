@@ -245,6 +245,16 @@ class GenerationEngine:
         """The name that the model is served under."""
         return self.config.model_name or self.verifier.info.model.name
 
+    def adapter_called(self, model: str | None) -> str:
+        """The adapter that is meant where OpenAI's interface has a model's name; empty: the model itself. NotFound for
+        any other name."""
+        if model in (None, self.model_name):
+            return ""
+        names = [adapter.name for adapter in self.verifier.info.adapters]
+        if model not in names:
+            raise no_such_model(str(model), self.model_name, *names)
+        return str(model)
+
     @property
     def num_draft_tokens(self) -> int:
         """Of a round, where a request does not say; 0 where nothing drafts."""
@@ -265,7 +275,7 @@ class GenerationEngine:
             raise
         left, of_completion = prepared.work, AdmissionCost(1, prepared.sampling.max_tokens, request.account)
         try:
-            if prepared.model_digest != self.verifier.info.model.digest:  # another one is served since
+            if prepared.model_digest != self.verifier.info.digest_of(request.adapter):  # another one is served since
                 prepared = await self._prepare(request)
             async with aclosing(self._run(prepared, deadline)) as deltas:
                 async for delta in deltas:
@@ -411,7 +421,8 @@ class GenerationEngine:
         pair = info.model.digest, known[1] if draft is None else draft.model.digest  # a draft may come back
         if self._known is None or known != pair:
             self._known = Learned(pair, VerifyCosts(info.step_costs))
-        stats, trials = self._known.of(prepared.methods, prepared.at_target)
+        adapter = prepared.model_digest if prepared.request.adapter else ""
+        stats, trials = self._known.of(prepared.methods, prepared.at_target, adapter)
         return Controller(limits, stats, trials, self._round_trips_us, lambda: self._num_running, explains)
 
     def _max_admitted_tokens(self) -> int:

@@ -9,24 +9,39 @@ from outrider.gateway.speculation.contest import SharedTrials
 from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import AHEAD, Limits, Mode, Policy
 
+MAX_ADAPTERS = 256  # of which the experience is kept; each takes some kB
+
 
 @dataclass(slots=True)
 class Learned:
     """What the requests of one pair of models learn together: those of the same methods, since drafts differ in what
-    they take and in how often they are right; what a verification takes all of them."""
+    they take and in how often they are right, and of those the ones of the same adapter, since it changes how often the
+    same draft is right; what a verification takes all of them."""
 
     pair: tuple[str, str]  # the digests of target and draft
     costs: VerifyCosts
     by_methods: dict[tuple[str, ...], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
+    by_adapter: dict[tuple[str, tuple[str, ...]], tuple[SharedStats, SharedTrials]] = field(default_factory=dict)
 
-    def of(self, methods: tuple[str, ...], at_target: bool = False) -> tuple[SharedStats, SharedTrials]:
-        """Of requests that are drafted for by these; by none: the draft's default."""
+    def of(
+        self, methods: tuple[str, ...], at_target: bool = False, adapter: str = ""
+    ) -> tuple[SharedStats, SharedTrials]:
+        """Of requests that are drafted for by these; by none: the draft's default. Those of an adapter (its digest)
+        share with those of none what things take, and judge acceptance by their own."""
         if methods not in self.by_methods:
             stats = SharedStats(self.costs)
             if at_target:
                 stats.between.add(0.0)  # no wire is between: nothing has to be measured
             self.by_methods[methods] = stats, SharedTrials()
-        return self.by_methods[methods]
+        common = self.by_methods[methods]
+        if not adapter:
+            return common
+        key = adapter, methods
+        found = self.by_adapter.pop(key, None) or (common[0].of_other_acceptance(), SharedTrials())
+        self.by_adapter[key] = found  # the latest is the last
+        if len(self.by_adapter) > MAX_ADAPTERS:
+            del self.by_adapter[next(iter(self.by_adapter))]
+        return found
 
     @property
     def stats(self) -> SharedStats:

@@ -51,7 +51,7 @@ class MeteredEngine(GenerationEngine):
         self, request: GenerationRequest, gate: AdmissionGate | None = None
     ) -> AsyncGenerator[GenerationDelta, None]:
         """As the base's."""
-        watch = self._watches[id(request)] = _Watch(self.metrics, self._demand, request.n)
+        watch = self._watches[id(request)] = _Watch(self.metrics, self._demand, request)
         try:
             async with aclosing(super().generate(request, gate)) as deltas:
                 async for delta in deltas:
@@ -181,12 +181,12 @@ def _known(us: float) -> RunningMean:
 class _Watch:
     """One request on its way. Times are those of commits: how fast the caller takes them is not the service's time."""
 
-    def __init__(self, metrics: GatewayMetrics, demand: _DraftDemand, n: int) -> None:
+    def __init__(self, metrics: GatewayMetrics, demand: _DraftDemand, request: GenerationRequest) -> None:
         self._metrics, self._demand = metrics, demand
         self.exemplar: Exemplar = None
         self.at_target = False  # nothing is asked of a draft
         self._pieces: dict[int, _Pieces] = {}  # by completion
-        self._num_left = n
+        self._num_left, self._adapter = request.n, request.adapter
         self._num_first: dict[int, int] = {}  # by completion the tokens that its first commit brought
         self._decoding_s: dict[int, float] = {}  # ... and the time of the commits after that
         self._modes: dict[int, str] = {}  # by completion, its last round's
@@ -207,7 +207,7 @@ class _Watch:
 
     def _add_round(self, delta: GenerationDelta, closed: Round) -> None:
         metrics, index, num_tokens = self._metrics, delta.index, len(delta.token_ids)
-        metrics.add_round(closed, self.exemplar)
+        metrics.add_round(closed, self.exemplar, self._adapter)
         if not self.at_target:
             self._add_window(closed, index)
         if self._modes.setdefault(index, closed.mode) != closed.mode:

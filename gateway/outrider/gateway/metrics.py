@@ -4,8 +4,10 @@ metrics are served: a gateway without them spends nothing on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import grpc.aio
@@ -17,6 +19,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.peers.replicas import Replica
 from outrider.gateway.speculation.schedule import ScheduledDrafter
 from outrider.planner.policy import Round
+from outrider.rpc.messages import Commit
 from outrider.rpc.metrics import (
     PARTS_S,
     PREFIX,
@@ -29,6 +32,8 @@ from outrider.rpc.metrics import (
 from outrider.rpc.stream import FrameCall, StreamConfig
 
 PARTS = ("draft", "wire", "queue", "verify", "sample")
+MAX_ADAPTERS = 64  # that have series of their own, the first that were asked for
+OTHER_ADAPTERS = "*"  # all others together
 WINDOWS = ("hit", "late", "stale", "miss")
 _TOKENS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
 _DRAFT_TOKENS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 128)
@@ -63,6 +68,8 @@ class GatewayMetrics(Metrics):
         self.queue_time = self.histogram("request_queue_time_seconds", "Waiting to be let in", WAITS_S)
         self.drafts = DraftCounts()
         self._declare_drafts(self.drafts)
+        self.adapters: dict[str, AdapterCounts] = {}  # by name
+        self._declare_adapters(self.adapters)
         self.mode_changes = self.counter("mode_changes", "Changes of a completion's mode, by the new one", "mode")
         self.failovers = self.counter(
             "target_failovers", "Completions that went on at another target; near_ties: of other arithmetic", "output"
@@ -111,6 +118,17 @@ class GatewayMetrics(Metrics):
             lambda: drafts.num_wanted,
         )
 
+    def _declare_adapters(self, adapters: dict[str, AdapterCounts]) -> None:
+        of_adapter = "Of requests with an adapter: "
+        for name, text in (
+            ("rounds", "verifications"),
+            ("draft_tokens", "drafted tokens verified"),
+            ("accepted_tokens", "drafted tokens accepted"),
+            ("generation_tokens", "tokens committed"),
+        ):
+            read = partial(_by_adapter, adapters, attrgetter(f"num_{name}"))
+            self.read_counters(f"adapter_{name}", of_adapter + text, "adapter", read)
+
     def attach(self, engine: GenerationEngine, vllm_names: bool = False) -> None:
         """What is read when it is asked for."""
         admission = engine.admission
@@ -128,10 +146,12 @@ class GatewayMetrics(Metrics):
         """For the streams to the replicas of a role: their frames' bytes are counted."""
         return StreamConfig(wrap=self._wires.setdefault(role, WireBytes()).wrap)
 
-    def add_round(self, closed: Round, exemplar: Exemplar = None) -> None:
+    def add_round(self, closed: Round, exemplar: Exemplar = None, adapter: str = "") -> None:
         """One verification. The first round of a completion holds its prompt and is no round of decoding."""
         timings = closed.commit.timings
         self.drafts.add(closed)
+        if adapter:
+            self._add_adapter(adapter, closed.commit)
         self._draft_tokens.observe(closed.num_draft_tokens)
         if closed.moved:
             self.failovers.labels("near_ties" if closed.near_ties else "equal").inc()
@@ -142,6 +162,25 @@ class GatewayMetrics(Metrics):
         times = (closed.draft_us, closed.wire_us, timings.queue_us, timings.verify_us, timings.sample_us)
         for part, duration_us in zip(self._parts, times, strict=True):
             part.observe(duration_us * 1e-6)
+
+    def _add_adapter(self, name: str, commit: Commit) -> None:
+        if name not in self.adapters and len(self.adapters) >= MAX_ADAPTERS:
+            name = OTHER_ADAPTERS
+        counts = self.adapters.setdefault(name, AdapterCounts())
+        counts.num_rounds += 1
+        counts.num_draft_tokens += commit.num_drafted
+        counts.num_accepted_tokens += commit.num_accepted
+        counts.num_generation_tokens += len(commit.ids)
+
+
+@dataclass(slots=True)
+class AdapterCounts:
+    """What became of the rounds of one adapter: whether drafts for the model alone do for it, too."""
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_generation_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -183,6 +222,10 @@ def _count_first(counts: list[int], num: int) -> None:
 
 def _by_place(counts: list[int]) -> dict[str, float]:
     return {str(place): count for place, count in enumerate(list(counts))}
+
+
+def _by_adapter(adapters: dict[str, AdapterCounts], count: Callable[[AdapterCounts], float]) -> dict[str, float]:
+    return {name: count(counts) for name, counts in list(adapters.items())}
 
 
 class WireBytes:

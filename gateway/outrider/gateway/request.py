@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -103,6 +103,7 @@ class GenerationRequest:
     output_ids: tuple[tuple[int, ...], ...] = ()  # resumes: per completion what the client has
     model_digest: str = ""  # resumes, too: of the model that began; empty: any
     model: str = ""  # by name; empty: the one that is served
+    adapter: str = ""  # of the model, by name; empty: the model alone
     salt: str = ""
     caller: str = ""  # whom its credential names
     peer: str = ""  # the host that it came from; empty: this process
@@ -174,6 +175,7 @@ async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, 
 
 SHOWN_DIGEST = 16  # characters in an error
 SHOWN_NAME = 100
+SHOWN_NAMES = 20
 SPECULATION_MODES = ("auto", "sequential", "chains", "branches")
 
 
@@ -189,7 +191,7 @@ class Prepared:
     acceptance: AcceptanceRule
     mode: str  # of speculation.mode, resolved
     seed: int
-    model_digest: str  # of the model that it runs on to its end
+    model_digest: str  # of the model that it runs on to its end; with an adapter of both together
     tokenizer_fingerprint: str  # of the same
     prediction: tuple[int, ...] = ()
     methods: tuple[str, ...] = ()  # that draft in turn; empty: the draft's default
@@ -241,6 +243,7 @@ class Prepared:
             methods=self.methods if len(self.methods) > 1 else (),
             prediction=self.prediction if PREDICTION in (self.methods or (PREDICTION,)) else (),
             model_digest=self.model_digest,
+            adapter=self.request.adapter,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             draft_confidence=self.request.speculation.draft_confidence,
             reasoning=None if self.reasoning is None else self.reasoning.message,
@@ -258,9 +261,10 @@ async def prepare(
     max_logprobs: int = MAX_LOGPROBS,
     markers: ReasoningMarkers | None = None,
 ) -> Prepared:
-    """Checks a request and resolves what it leaves open. InvalidArgument names the field; FailedPrecondition says that
-    another model began what is to be resumed."""
+    """Checks a request and resolves what it leaves open. InvalidArgument names the field; NotFound an adapter that is
+    not there; FailedPrecondition says that another model began what is to be resumed."""
     model, speculation = target.model, request.speculation
+    digest = digest_for(request, target)
     found = Violations()  # of all parts: a refusal names every field
     check_request(found, request, model.vocab_size)
     if request.reasoning is not None:
@@ -280,10 +284,11 @@ async def prepare(
     if request.prediction is not None:
         prediction = await prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
     found.raise_if_any()
-    if request.model_digest not in ("", model.digest):
+    if request.model_digest not in ("", digest):
+        of = f" with the adapter {request.adapter!r}" if request.adapter else ""
         raise FailedPrecondition(
-            f"model_digest: is {request.model_digest[:SHOWN_DIGEST]}, another model's than that of {model.name}, "
-            f"which is served here; allowed: {model.digest[:SHOWN_DIGEST]}, or none",
+            f"model_digest: is {request.model_digest[:SHOWN_DIGEST]}, another model's than that of {model.name}{of}, "
+            f"which is served here; allowed: {digest[:SHOWN_DIGEST]}, or none",
             reason=OTHER_MODEL,
         )
     if sampling.bad_words:
@@ -313,7 +318,7 @@ async def prepare(
         acceptance=rule,
         mode=mode,
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-        model_digest=model.digest,
+        model_digest=digest,
         tokenizer_fingerprint=model.tokenizer_fingerprint,
         prediction=prediction,
         methods=methods,
@@ -357,6 +362,7 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
     found.name("request_id", request.request_id, MAX_NAME_CHARS)
     found.text("salt", request.salt, MAX_NAME_CHARS)
     found.text("model_digest", request.model_digest, MAX_NAME_CHARS)
+    found.text("adapter", request.adapter, MAX_NAME_CHARS)
     if speculation.method or speculation.methods:
         check_method_names(found, speculation.method, speculation.methods)
     if speculation.mode and speculation.mode not in SPECULATION_MODES:
@@ -366,10 +372,33 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
         found.ids(f"output_ids[{index}].ids", ids, vocab_size)
 
 
-def no_such_model(name: str, served: str) -> NotFound:
+def cut(name: str) -> str:
+    """A name as an error shows it."""
+    return name if len(name) <= SHOWN_NAME else f"{name[: SHOWN_NAME - 3]}..."
+
+
+def no_such_model(name: str, *served: str) -> NotFound:
     """A request for a model that is not served here."""
-    shown = name if len(name) <= SHOWN_NAME else f"{name[: SHOWN_NAME - 3]}..."
-    return NotFound(f"the model {shown!r} does not exist; served here: {served!r}", reason="MODEL_NOT_FOUND")
+    return NotFound(f"the model {cut(name)!r} does not exist; served here: {listed(served)}", reason="MODEL_NOT_FOUND")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as an error shows them."""
+    more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(map(repr, names[:SHOWN_NAMES])) + more if names else "none"
+
+
+def digest_for(request: GenerationRequest, target: TargetInfo) -> str:
+    """The digest of what a request is computed by. NotFound names the adapters that there are; what is to be resumed
+    may go on at another gateway, as with any other model."""
+    digest = target.digest_of(request.adapter)
+    if digest is not None:
+        return digest
+    names = listed([known.name for known in target.adapters])
+    text = f"the adapter {cut(request.adapter)!r} does not exist; served here: {names}"
+    if request.model_digest:
+        raise FailedPrecondition(text, reason=OTHER_MODEL)
+    raise NotFound(text, reason="ADAPTER_NOT_FOUND")
 
 
 def _check_prompt_logprobs(

@@ -56,6 +56,7 @@ class RequestLog:
         fields = {
             "request_id": prepared.request_id,
             "model": self._model_name,
+            "adapter": prepared.request.adapter or None,
             "status": status,
             "error": _told(known),
             "finish_reasons": self._finish_reasons,
@@ -98,6 +99,7 @@ def log_refusal(
     fields = {
         "request_id": cut(str(request.request_id), MAX_NAME_CHARS) or None,
         "model": model_name,
+        "adapter": request.adapter or None,
         "status": None if known is None else known.code.name,
         "error": _told(known),
         "duration_s": waited_s,

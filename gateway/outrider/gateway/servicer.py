@@ -20,7 +20,7 @@ from outrider.gateway.text.chat import decode_messages, decode_variables
 from outrider.gateway.text.reasoning import decode_reasoning
 from outrider.gateway.text.tools.use import decode_choice, decode_tools
 from outrider.planner.policy import SpeculationTally
-from outrider.rpc.codec import MODEL_INFO, encode_position_logprobs
+from outrider.rpc.codec import ADAPTER, MODEL_INFO, encode_position_logprobs
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
 from outrider.rpc.server_calls import grpc_call
 from outrider.v1 import generation_pb2 as pb
@@ -70,6 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_draft_tokens=engine.num_draft_tokens,
             methods=offered(engine.verifier.info, draft),
             version=metadata.version("outrider"),
+            adapters=map(ADAPTER.encode, engine.verifier.info.adapters),
         )
 
 
@@ -94,6 +95,7 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
         salt=message.salt,
         model_digest=message.model_digest,
         model=message.model,
+        adapter=message.adapter,
         tools=decode_tools(message.tools) if message.tools else (),
         tool_choice=decode_choice(message.tool_choice) if message.tool_choice else None,
         parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,

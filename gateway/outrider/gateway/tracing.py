@@ -265,6 +265,7 @@ def _attributes_of(request: GenerationRequest, model_name: str) -> dict[str, str
         names.GEN_AI_PROVIDER_NAME: names.PROVIDER,
         names.GEN_AI_REQUEST_MODEL: model_name,
         **({names.REQUEST_ID: request.request_id} if request.request_id else {}),
+        **({names.REQUEST_ADAPTER: request.adapter} if request.adapter else {}),
         **(request.call.attributes if request.call is not None else {}),
     }
 

@@ -18,7 +18,7 @@ late has missed the step that the others make meanwhile: r + k d is then rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from outrider.planner.estimates import Acceptance, RunningMean, StepTime, surprise
@@ -62,6 +62,10 @@ class SharedStats:
     share: RunningMean = field(default_factory=lambda: RunningMean(1.0))  # sequences of a step over those that run here
     plain: dict[Hashable, RunningMean] = field(default_factory=dict)  # share of plain rounds where none waits, by mode
     _last_step: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    def of_other_acceptance(self) -> SharedStats:
+        """Of requests whose drafts are accepted more or less often: what things take is learned together with these."""
+        return replace(self, acceptance=Acceptance(), hits=RunningMean())
 
     def add_step(self, timings: StepTimings, beside_draft: bool, num_running: int) -> None:
         """A step of the target's: all its sequences tell of it, one after another, and the first of them counts."""

@@ -267,5 +267,6 @@ REQUEST_ID: Final = "outrider.request.id"
 REQUEST_COMPLETION: Final = "outrider.request.completion"
 REQUEST_ACCEPTANCE: Final = "outrider.request.acceptance"
 REQUEST_METHOD: Final = "outrider.request.method"
+REQUEST_ADAPTER: Final = "outrider.request.adapter"
 REQUEST_CONSTRAINT: Final = "outrider.request.constraint"
 REQUEST_COMPILE_US: Final = "outrider.request.compile_us"  # of its constraint, at all targets

@@ -3,7 +3,7 @@ module is.
 
 The HTTP application: which path is answered by what.
 
-GET /v1/models: the one model that is served.
+GET /v1/models: the one model that is served, and its adapters.
 
 The live page and the events that it shows: a completion with each round's tokens, their origins, and what the
 round's time went to."""
@@ -55,7 +55,7 @@ from outrider.gateway.http.slow_clients import StallProtocol, probe_peers
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.metered import MeteredEngine
 from outrider.gateway.methods import offered
-from outrider.gateway.request import GenerationDelta, GenerationRequest, no_such_model
+from outrider.gateway.request import GenerationDelta, GenerationRequest
 from outrider.gateway.siblings import Siblings
 from outrider.gateway.text.tokenizer import Detokenizer, make_detokenizer
 from outrider.planner.policy import Round
@@ -69,6 +69,7 @@ from outrider.rpc.errors import (
     Violation,
     quoted,
 )
+from outrider.rpc.messages import Adapter
 from outrider.rpc.metrics import Series
 from outrider.rpc.sampling_params import SamplingParams
 from outrider.rpc.security import ServerTls
@@ -83,25 +84,31 @@ class ModelsEndpoint:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        """All models."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        """The model, and its adapters as models of their own."""
+        adapters = self._engine.verifier.info.adapters
+        return JSONResponse({"object": "list", "data": [self._card(), *map(self._card, adapters)]})
 
     async def retrieve(self, request: Request) -> Response:
         """One model."""
-        name = request.path_params["model"]
-        if name != self._engine.model_name:
-            raise no_such_model(name, self._engine.model_name)
-        return JSONResponse(self._card())
+        name = self._engine.adapter_called(request.path_params["model"])
+        adapters = {adapter.name: adapter for adapter in self._engine.verifier.info.adapters}
+        return JSONResponse(self._card(adapters.get(name)))
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, adapter: Adapter | None = None) -> dict[str, object]:
+        """As vLLM has it. Where an adapter's files lie is nobody's business: its root is its name."""
         engine = self._engine
         target, draft = engine.verifier.info, None if engine.drafter is None else engine.drafter.info
         methods = offered(target, draft)
+        own = {} if adapter is None else {"rank": adapter.rank}
+        name = engine.model_name if adapter is None else adapter.name
         return {
-            "id": engine.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "outrider",
+            "root": name,
+            "parent": None if adapter is None else engine.model_name,
+            **own,
             "max_model_len": target.model.max_model_len,
             "speculation": {
                 "num_draft_tokens": engine.num_draft_tokens,
@@ -175,7 +182,7 @@ class _View:
         self._started = delta.round.started if delta.round is not None else 0.0
         draft = None if engine.drafter is None else engine.drafter.info
         return {
-            "model": engine.model_name,
+            "model": self._request.adapter or engine.model_name,
             "draft": None if draft is None or not speculation.enabled else draft.model.name,
             "prompt_tokens": len(delta.prompt_token_ids),
             "constraint": None if sampling.structured_output is None else sampling.structured_output.kind,

@@ -38,7 +38,11 @@ _TYPES = {
     403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error",
     504: "timeout_error",
 }  # fmt: skip
-_PARAMS = {"MODEL_NOT_FOUND": "model", OTHER_MODEL: "system_fingerprint"}  # of what no violation is given
+_PARAMS = {
+    "MODEL_NOT_FOUND": "model",
+    "ADAPTER_NOT_FOUND": "model",
+    OTHER_MODEL: "system_fingerprint",
+}  # of what no violation is given
 _FIELD = re.compile(r"([a-z_]+(?:\.[a-z_]+)*(?:\[\d+\])?): ")
 
 

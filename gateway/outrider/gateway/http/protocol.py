@@ -22,7 +22,7 @@ from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.http.shares import client_of
-from outrider.gateway.request import GenerationRequest, SpeculationOptions, no_such_model
+from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.rpc import telemetry as names
@@ -326,8 +326,7 @@ class OpenAIBody(Body):
 
     def request(self, request: Request | None, engine: GenerationEngine) -> GenerationRequest:
         """All of a request but its prompt; what the endpoints read differently is theirs to set."""
-        if self.model not in (None, engine.model_name):
-            raise no_such_model(self.model, engine.model_name)
+        adapter = engine.adapter_called(self.model)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is given without stream; allowed: only with stream true")
         if self.prompt_logprobs is not None and self.stream:
@@ -344,6 +343,7 @@ class OpenAIBody(Body):
             peer="" if request is None or request.client is None else request.client.host,
             output_ids=self._resumed(),
             model_digest=self.system_fingerprint.removeprefix(FINGERPRINT),
+            adapter=adapter,
             timeout_s=None if self.timeout_ms is None else self.timeout_ms / 1000,
             traceparent=headers.get("traceparent", ""),
             call=None if request is None else _call(request, self.stream),
@@ -540,7 +540,7 @@ class OpenAIRequest:
 
     requests: tuple[GenerationRequest, ...]
     body: OpenAIBody
-    model: str
+    model: str  # by name: the adapter that was asked for, else the model itself
     num_logprobs: int | None  # None: no log probabilities in the answer
     names: tuple[Mapping[str, str], ...]  # by prompt, for errors
     prompt_only: bool = False  # nothing follows an echoed prompt: the one token that is generated is left out
@@ -616,7 +616,7 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
         chat_template_kwargs=body.chat_template_kwargs,
     )
     names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name}
-    return OpenAIRequest((chat,), body, engine.model_name, num_logprobs, (names,))
+    return OpenAIRequest((chat,), body, chat.adapter or engine.model_name, num_logprobs, (names,))
 
 
 def read_completion(values: Mapping[str, Any], request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
@@ -645,7 +645,8 @@ def read_completion(values: Mapping[str, Any], request: Request | None, engine: 
         raise invalid("output_ids", "is given with echo, and the prompt was said; allowed: without echo")
     places = [""] if len(prompts) == 1 else [f"[{place}]" for place in range(len(prompts))]
     names = [{name: own + place if own == "prompt" else own for name, own in body.names.items()} for place in places]
-    return OpenAIRequest(prompts, body, engine.model_name, num_logprobs, tuple(names), prompt_only)
+    called = common.adapter or engine.model_name
+    return OpenAIRequest(prompts, body, called, num_logprobs, tuple(names), prompt_only)
 
 
 def _prompts(prompt: Any, common: GenerationRequest) -> tuple[GenerationRequest, ...]:

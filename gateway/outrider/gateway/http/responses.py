@@ -84,7 +84,7 @@ class ResponseBuilder:
     """One response as it grows: what a delta adds, as events, and what it has come to."""
 
     def __init__(self, engine: GenerationEngine, asked: ResponsesRequest) -> None:
-        self._asked, self._model = asked, engine.model_name
+        self._asked, self._model = asked, asked.chat.model
         self._id, self._created_at = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._status, self._error, self._incomplete = "in_progress", None, None  # type: str, Any, Any
         self._usage: dict[str, Any] | None = None

@@ -12,7 +12,6 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid, renamed
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
 from outrider.gateway.http.shares import client_of
-from outrider.gateway.request import no_such_model
 from outrider.gateway.text.chat import ChatText, chat_text
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc.errors import OutriderError, Violations
@@ -45,7 +44,7 @@ class TokenizeEndpoints:
         """Ids, their number, and how many the model takes. A conversation's template has its special tokens in it."""
         values = await read_body(request)
         body = validated(TokenizeBody, values)
-        self._check_model(body.model)
+        self._engine.adapter_called(body.model)  # of the model's vocabulary, all of them
         if (body.prompt is None) == (body.messages is None):
             given = "neither" if body.prompt is None else "both"
             raise invalid("prompt", f"{given} of prompt and messages are given; allowed: exactly one of them")
@@ -63,7 +62,7 @@ class TokenizeEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """The text of ids, special tokens included."""
         body = validated(DetokenizeBody, await read_body(request))
-        self._check_model(body.model)
+        self._engine.adapter_called(body.model)
         if body.tokens is None:
             raise invalid("tokens", "is missing; allowed: a list of token ids")
         found = Violations()
@@ -82,7 +81,3 @@ class TokenizeEndpoints:
                 return await chat_text(asked, self._engine.tokenizer, most)
         except OutriderError as error:
             raise renamed(error, NAMES, most) from error
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._engine.model_name:
-            raise no_such_model(name, self._engine.model_name)

@@ -23,17 +23,17 @@ from outrider.gateway.peers.replicas import (
     ReplicaService,
     allowed_by_breaker,
 )
-from outrider.gateway.peers.routing import choose_model
+from outrider.gateway.peers.routing import choose_adapters, choose_model
 from outrider.gateway.peers.vocabulary_offer import PUT_S, Offer, introduced
 from outrider.gateway.speculation.backends import DrafterLink, Lost, VerifierLink
-from outrider.rpc.codec import DRAFT_INFO, RELAYED_DRAFT_STREAM, RELOADED, TARGET_INFO, TARGET_STREAM
+from outrider.rpc.codec import ADAPTER, DRAFT_INFO, RELAYED_DRAFT_STREAM, RELOADED, TARGET_INFO, TARGET_STREAM
 from outrider.rpc.errors import Unavailable
 from outrider.rpc.messages import (
+    Adapter,
     Arithmetic,
     Commit,
     DraftEvent,
     DraftInfo,
-    DraftMethod,
     DraftTokens,
     Open,
     Reloaded,
@@ -74,6 +74,26 @@ async def reload_model(channel: grpc.aio.Channel, model: str = "", timeout_s: fl
     return RELOADED.decode(answer)
 
 
+async def load_adapter(channel: grpc.aio.Channel, name: str, path: str) -> Adapter:
+    """Has a target serve an adapter, too, from a folder of its machine. Raises OutriderError."""
+    stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+    try:
+        answer = await stub.LoadAdapter(target_pb2.LoadAdapterRequest(name=name, path=path))
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return ADAPTER.decode(answer.adapter)
+
+
+async def unload_adapter(channel: grpc.aio.Channel, name: str) -> int:
+    """Has a target serve it to nobody new; returns how many sequences go on with it. Raises OutriderError."""
+    stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+    try:
+        answer = await stub.UnloadAdapter(target_pb2.UnloadAdapterRequest(name=name))
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return int(answer.num_sequences)
+
+
 TARGET_SERVICE = ReplicaService(
     "target",
     TARGET_STREAM,
@@ -107,16 +127,16 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
     ) -> None:
         super().__init__(addresses, TARGET_SERVICE, check, stream_config, lookup, tls)
         self.on_model: Callable[[], None] = lambda: None
-        self._info: TargetInfo | None = None
-        self._methods: tuple[DraftMethod, ...] = ()
+        self._info: TargetInfo | None = None  # of one target
+        self._told: TargetInfo | None = None  # the same with what others of its model have beside it
 
     @property
     def info(self) -> TargetInfo:
-        """What a target of the present model says of itself, with the heads that any of them has. Unavailable before
-        one is chosen."""
-        if self._info is None:
+        """What a target of the present model says of itself, with the heads and adapters that any of them has.
+        Unavailable before one is chosen."""
+        if self._told is None:
             raise Unavailable("no target has answered yet", reason="NO_TARGET", retry_after_ms=1000)
-        return self._info if self._info.methods == self._methods else replace(self._info, methods=self._methods)
+        return self._told
 
     @property
     def usable(self) -> bool:
@@ -139,19 +159,21 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         refused_by: Sequence[VerifierLink] = (),
     ) -> VerifierLink | None:
         """Starts a sequence: a fork beside its parent, any other where its prompt sends it among the targets of its
-        model, and of those among the ones that compute `like` the target before, if there are any, and that have the
-        head that is asked for. Targets that fail again and again come last."""
+        model and adapter, and of those among the ones that compute `like` the target before, if there are any, and that
+        have the head that is asked for. Targets that fail again and again come last."""
         asked = [replica for replica in self.replicas if any(replica.opened(link) for link in refused_by)]
         able = [replica for replica in self._able(request) if replica not in asked]
-        models = {replica: replica.info.model for replica in able if replica.info is not None}
-        digest = request.model_digest or self._digest
-        fitting = [replica for replica, model in models.items() if model.digest == digest]
+        infos = {replica: replica.info for replica in able if replica.info is not None}
+        digest = request.model_digest or (None if self._told is None else self._told.digest_of(request.adapter))
+        if digest is None:  # the adapter is nowhere
+            return None
+        fitting = [replica for replica, info in infos.items() if info.digest_of(request.adapter) == digest]
         if isinstance(fork_of, ReplicaLink):
             for replica in fitting:
                 if replica.holds(fork_of):
                     return replica.open(request, on_event, fork_of)
         sound = allowed_by_breaker(fitting) or fitting
-        equal = [replica for replica in sound if models[replica].arithmetic == like]
+        equal = [replica for replica in sound if infos[replica].model.arithmetic == like]
         heads = [replica for replica in equal or sound if _offers(replica.info, request.named_methods)]
         chosen = self._place(request, heads or equal or sound)
         return None if chosen is None else chosen.open(request, on_event)
@@ -176,11 +198,16 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         digest = choose_model(self._digest, answers)
         usable = [replica.info for replica in self.replicas if replica.usable and replica.info is not None]
         fitting = [info for info in usable if info.model.digest == digest]
-        if fitting:
-            self._methods = tuple(dict.fromkeys(method for info in fitting for method in info.methods))
-        if not fitting or self._info in fitting:
+        if not fitting:
             return
-        before, self._info = self._digest, fitting[0]
+        before = self._digest
+        if self._info not in fitting:
+            self._info = fitting[0]
+        methods = tuple(dict.fromkeys(method for info in fitting for method in info.methods))
+        known = [replica.info for replica in self.replicas if not (replica.usable or replica.retired)]
+        away = [info.adapters for info in known if info is not None and info.model.digest == digest]
+        adapters = choose_adapters([info.adapters for info in fitting], away)
+        self._told = replace(self._info, methods=methods, adapters=adapters)
         if digest != before:
             log.info("targets: new requests go to %s (%s)", self._info.model.name, self._info.model.digest[:12])
             self.on_model()

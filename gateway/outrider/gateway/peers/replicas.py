@@ -525,7 +525,8 @@ class ReplicaPool(Generic[Info]):
             return replicas[0]
         named = {replica.address: replica for replica in replicas}
         name = choose(
-            affinity_key(request.prompt_ids, request.salt), {replica.address: replica.load for replica in replicas}
+            affinity_key(request.prompt_ids, request.salt, request.adapter),
+            {replica.address: replica.load for replica in replicas},
         )
         return None if name is None else named[name]
 

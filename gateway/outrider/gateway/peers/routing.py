@@ -4,7 +4,7 @@ Rendezvous hashing (Thaler and Ravishankar 1998) lets prompts that begin alike m
 then knows them, and moves only a lost replica's share. Bounded loads (Mirrokni et al., arXiv 1608.01350) send what a
 full replica cannot take to the next in the same order.
 
-Which model a gateway serves while its targets have more than one, as during a rolling change."""
+Which model a gateway serves while its targets have more than one, as during a rolling change, and which adapters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
+
+from outrider.rpc.messages import Adapter
 
 AFFINITY_TOKENS = 64  # later tokens tell prompts of one kind apart: they would scatter what shares its beginning
 MAX_OVER_MEAN = 1.25
 
 
-def affinity_key(prompt_ids: Sequence[int], salt: str = "") -> bytes:
-    """Of a prompt's first tokens. A salt parts the prefix caches of two callers, and so their keys."""
-    digest = blake2b(salt.encode(), digest_size=16)
+def affinity_key(prompt_ids: Sequence[int], salt: str = "", adapter: str = "") -> bytes:
+    """Of a prompt's first tokens. A salt parts the prefix caches of two callers, an adapter's name those of two
+    adapters, and so their keys."""
+    digest = blake2b(salt.encode(), digest_size=16, key=blake2b(adapter.encode()).digest() if adapter else b"")
     digest.update(b"".join(token.to_bytes(4, "little") for token in prompt_ids[:AFFINITY_TOKENS]))
     return digest.digest()
 
@@ -47,3 +51,15 @@ def choose_model(current: str | None, answers: Sequence[tuple[str, bool]]) -> st
         return current
     most = max(served, key=lambda model: votes[model])  # of equals the first
     return current if current in served and 2 * votes[most] <= len(answers) else most
+
+
+def choose_adapters(served: Sequence[Sequence[Adapter]], away: Sequence[Sequence[Adapter]] = ()) -> tuple[Adapter, ...]:
+    """The adapters of a model, each name once, from what every target of it has, in the order of their addresses. One
+    that stands for several is the one of the most targets, of equals the first; the others serve what has begun there.
+    What only targets had that are away, as while they start again, is not gone."""
+    votes = Counter(adapter for adapters in served for adapter in adapters)  # in the order of the addresses
+    names = dict.fromkeys(adapter.name for adapter in votes)
+    chosen = {name: max((one for one in votes if one.name == name), key=votes.__getitem__) for name in names}
+    for adapter in chain.from_iterable(away):
+        chosen.setdefault(adapter.name, adapter)
+    return tuple(chosen.values())

@@ -44,7 +44,12 @@ from outrider.rpc.messages import (
 DRAFT_RETRY_S = 1.0  # after a draft was lost
 FULL_DRAFT_RETRY_S = 0.1  # no sooner is a full one asked again, whatever it says
 TARGET_RETRY_S = 0.1  # while a lost target has no successor yet; later where one is full, and says when
-NO_TARGET = Failure(0, UNAVAILABLE, "no target can take the request", "NO_TARGET", retry_after_ms=1000)
+
+
+def no_target(adapter: str = "") -> Failure:
+    """Nobody is there that computes the sequence; one of an adapter goes to targets that have it alone."""
+    which = f"target that has the adapter {adapter!r}" if adapter else "target"
+    return Failure(0, UNAVAILABLE, f"no {which} can take the request", "NO_TARGET", retry_after_ms=1000)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +199,7 @@ class SpeculationDriver:
             wait_s = policy.room_s if refusal is not None else 0.0
             self._give_up_at = now + (policy.reopen_s if self.core.has_run else wait_s)
         if now >= self._give_up_at:
-            self._apply(self.core.give_up(refusal or NO_TARGET))
+            self._apply(self.core.give_up(refusal or no_target(self.core.request.adapter)))
             return
         pause = TARGET_RETRY_S
         if refusal is not None:
