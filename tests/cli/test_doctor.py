@@ -18,6 +18,7 @@ from support.fakes import (
     draft_info,
     serving,
     target_info,
+    with_adapters,
 )
 from support.gateways import over_grpc, toy_tokenizer
 from support.services import Trio, outrider
@@ -247,6 +248,22 @@ async def test_a_target_that_drafts_itself_needs_no_draft() -> None:
     assert [one.check for one in found] == ["acceptance"] * 2
     seen, _ = await examined(Toys([target]))
     assert [(bool(probe.draft), probe.head) for probe in seen.pair_probes] == [(True, ""), (False, "eagle3")]
+
+
+async def test_adapters_that_are_not_everywhere_are_noted_and_two_of_a_name_are_a_problem() -> None:
+    def having(**digests: str) -> ToyTarget:
+        return ToyTarget(info=with_adapters(a_target().info, **digests))
+
+    seen, found = await examined(Toys([having(sql="a1", law="b1"), having(sql="a1", law="b1")]))
+    assert found == []
+    lines = list(report(seen, found, DoctorSettings(plain=True, width=100)))
+    assert sum(line.startswith("target ") and line.endswith(", adapters sql, law") for line in lines) == 2
+    seen, found = await examined(Toys([having(sql="a1"), having(sql="a2"), having()]))
+    one, two, three = (peer.address for peer in seen.targets)
+    problem, note = the_one(found), the_one(found, NOTE)
+    assert problem.check == note.check == "adapters"
+    assert f"'sql' is not the same everywhere: a1 at {one}; a2 at {two};" in problem.message
+    assert note.message == f"'sql' is not at {three}: its requests go to the others alone"
 
 
 async def test_a_target_that_refuses_is_seen_at_both_places() -> None:

@@ -40,6 +40,7 @@ COMMANDS = {
     "plan": Command("outrider.cli.plan", "size a deployment: machines, milliseconds a token, best mode"),
     "doctor": Command("outrider.cli.doctor", "say what is wrong with a running deployment"),
     "reload": Command("outrider.cli.reload", "put other weights in a draft's place while it serves"),
+    "adapter": Command("outrider.cli.adapter", "load and unload a target's adapters while it serves"),
     "check-pair": Command("outrider.cli.check_pair", "say whether a draft fits a target, and how well", "target"),
     "compare": Command(
         "outrider.bench.compare.__main__", "measure every method of drafting on the same prompts", "bench"

@@ -46,6 +46,7 @@ def diagnose(seen: Deployment, limits: Limits) -> list[Finding]:
         *_reached(seen),
         *_versions(seen),
         *_weights(seen),
+        *_adapters(seen.targets),
         *_arithmetic(seen.targets),
         *_kernels(seen),
         *_pairs(seen),
@@ -104,6 +105,27 @@ def _weights(seen: Deployment) -> Iterator[Finding]:
         if draft is not None and drafts and draft.digest not in drafts:
             message = f"drafts with {_named(draft)}, which none of the drafts given has: it uses others"
             yield Finding(PROBLEM, "digest", str(gateway), message)
+
+
+def _adapters(targets: Sequence[Peer[TargetInfo]]) -> Iterator[Finding]:
+    """A name is one adapter, and where every target of a model has it any of them can go on with a request."""
+    replicas: dict[str, list[Peer[TargetInfo]]] = defaultdict(list)
+    for peer, model in _models_of(targets):
+        replicas[model.digest].append(peer)
+    for peers in replicas.values():
+        for name in dict.fromkeys(one.name for peer in peers if peer.info is not None for one in peer.info.adapters):
+            where: dict[str, list[str]] = defaultdict(list)
+            for peer in peers:
+                where[(peer.info and peer.info.digest_of(name)) or ""].append(peer.address)
+            lacking = where.pop("", [])
+            if len(where) > 1:
+                message = (
+                    f"{name!r} is not the same everywhere: {_by_value(where, _short)}; new requests get one of them"
+                )
+                yield Finding(PROBLEM, "adapters", "targets", message)
+            if lacking:
+                message = f"{name!r} is not at {', '.join(lacking)}: its requests go to the others alone"
+                yield Finding(NOTE, "adapters", "targets", message)
 
 
 def _arithmetic(targets: Sequence[Peer[TargetInfo]]) -> Iterator[Finding]:

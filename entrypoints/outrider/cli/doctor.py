@@ -134,7 +134,10 @@ def _what(info: Any) -> str:
     release = info.version or "of an unknown release"
     if isinstance(info, TargetInfo | DraftInfo):
         heads = [method.name for method in info.methods] if isinstance(info, TargetInfo) else []
-        return f"{release}, {_model(info.model)}" + (f", drafts by its {', '.join(heads)}" if heads else "")
+        adapters = [adapter.name for adapter in info.adapters] if isinstance(info, TargetInfo) else []
+        beside = f", drafts by its {', '.join(heads)}" if heads else ""
+        beside += f", adapters {', '.join(adapters)}" if adapters else ""
+        return f"{release}, {_model(info.model)}{beside}"
     how = ", ".join(info.methods) or "no draft"
     return f"{release}, {info.target.name}, {how}, {info.num_draft_tokens} drafted tokens a round"
 

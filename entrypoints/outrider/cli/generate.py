@@ -64,6 +64,7 @@ class RequestSettings(AccessSettings):
     timeout: float | None = Field(None, gt=0, description="seconds until a request is given up")
     priority: int = Field(0, description="lower is served first under load")
     salt: str = Field("", description="separates prefix caches")
+    adapter: str = Field("", description="name of an adapter of the model (default: the model alone)")
 
     def given(self) -> dict[str, Any]:
         """The sampling parameters that were given, as SamplingParams takes them."""
@@ -79,6 +80,7 @@ class RequestSettings(AccessSettings):
             "timeout": self.timeout,
             "priority": self.priority,
             "salt": self.salt,
+            "adapter": self.adapter,
         }
 
 
