@@ -45,7 +45,7 @@ from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from outrider.rpc.logs import JsonFormatter
-from outrider.rpc.messages import Adapter, Commit
+from outrider.rpc.messages import Adapter, Commit, Failure
 from outrider.rpc.sampling_params import SamplingParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20}
@@ -279,6 +279,25 @@ async def test_an_adapter_whose_target_is_away_is_not_gone() -> None:
         with pytest.raises(Unavailable, match="no target that has the adapter 'sql'"):
             await answer(targets.engine(), asking(adapter="sql"))
         assert targets.opens == [[], []]
+
+
+NONE_HERE = Failure(0, 5, "adapter: is 'sql'; this target has none", "NO_ADAPTER")
+
+
+async def test_a_target_that_has_just_lost_it_costs_no_request() -> None:
+    """Before the gateway hears of it: another target is asked, and where none has it, the first refusal is the answer."""
+    async with Targets(toy("a1"), toy("a1")) as targets:
+        engine = targets.engine(room_wait_s=30.0)
+        first, second = targets.servicers
+        for refusing in targets.servicers:
+            first.refuse = second.refuse = None
+            refusing.refuse = NONE_HERE
+            assert await answer(engine, asking(adapter="sql")) == expected(PROMPT, 20, sql)
+        first.refuse = second.refuse = NONE_HERE
+        with pytest.raises(NotFound, match="this target has none"):
+            await asyncio.wait_for(answer(engine, asking(adapter="sql")), 20)
+        assert sorted(len(opens) for opens in targets.opens) == [2, 3]
+        assert not any(replica.breaker.open for replica in targets.remote.replicas)
 
 
 def test_which_of_several_a_name_stands_for() -> None:

@@ -39,7 +39,7 @@ class OpenTarget:
     request: Open
     messages: tuple[DraftTokens | Credit, ...]
     like: Arithmetic | None = None  # of the target before
-    refusal: Failure | None = None  # by the target just asked, which is full: another one is to be asked
+    refusal: Failure | None = None  # by the target just asked, which is full or lacks something: ask another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ Effect = OpenTarget | OpenDraft | ToTarget | ToDraft | Emit | EmitPrompt | Close
 RESOURCE_EXHAUSTED, INTERNAL, UNAVAILABLE = 8, 13, 14  # gRPC's numbers; the core knows no grpc
 DRAINING = "DRAINING"  # the reason of a service that refuses what is new
 PARENT_GONE = "PARENT_GONE"  # and of a target that refuses a fork
+NO_ADAPTER = "NO_ADAPTER"  # and of one that has not got the adapter, or not any more
 MAX_PIECES = 1024  # of a draft's that may reach past what is committed: far above what its credit allows
 SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
 
@@ -378,6 +379,9 @@ class SpeculationCore:
         if failure.is_full:  # no attempt that failed: nothing was begun
             self._target_opens -= 1
             return [replace(self._open_target(), refusal=replace(failure, code=RESOURCE_EXHAUSTED))]
+        if failure.reason == NO_ADAPTER:  # nor then; others may have it
+            self._target_opens -= 1
+            return [replace(self._open_target(), refusal=failure)]
         self.has_run |= failure.reason != DRAINING
         if failure.reason == PARENT_GONE and not self._parent_gone:
             self._parent_gone, self._target_opens = True, self._target_opens - 1  # nor here; the next is no fork

@@ -14,6 +14,7 @@ from typing import Any
 
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost, Verifier, VerifierLink
 from outrider.gateway.speculation.core import (
+    NO_ADAPTER,
     UNAVAILABLE,
     CloseDraft,
     Effect,
@@ -198,7 +199,8 @@ class SpeculationDriver:
         if self._give_up_at is None:
             wait_s = policy.room_s if refusal is not None else 0.0
             self._give_up_at = now + (policy.reopen_s if self.core.has_run else wait_s)
-        if now >= self._give_up_at:
+        lacks = refusal is not None and refusal.reason == NO_ADAPTER and not self.core.has_run
+        if lacks or now >= self._give_up_at:
             self._apply(self.core.give_up(refusal or no_target(self.core.request.adapter)))
             return
         pause = TARGET_RETRY_S
