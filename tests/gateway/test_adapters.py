@@ -285,7 +285,7 @@ NONE_HERE = Failure(0, 5, "adapter: is 'sql'; this target has none", "NO_ADAPTER
 
 
 async def test_a_target_that_has_just_lost_it_costs_no_request() -> None:
-    """Before the gateway hears of it: another target is asked, and where none has it, the first refusal is the answer."""
+    """Before the gateway hears of it: another target is asked, and where none has it, the refusal is the answer."""
     async with Targets(toy("a1"), toy("a1")) as targets:
         engine = targets.engine(room_wait_s=30.0)
         first, second = targets.servicers

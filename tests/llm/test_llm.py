@@ -409,7 +409,7 @@ def test_defaults_are_the_models_own(tiny_pair: TinyPair, tmp_path: Any) -> None
 
 def test_what_is_not_there_says_why(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2)
-    for name in ("lora_request", "prompt_adapter_request", "logits_processor"):
+    for name in ("prompt_adapter_request", "logits_processor"):
         with pytest.raises(Unsupported, match=name):
             llm.generate(["the"], params, **{name: object()}, **QUIET)
     with pytest.raises(Unsupported, match="beam_search"):

@@ -14,6 +14,7 @@ from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import PromptType, TextPrompt, TokensPrompt
 from outrider.llm.llm import LLM
+from outrider.llm.lora import LoRARequest
 from outrider.llm.metrics import Counter, Gauge, Histogram, Metric, Vector
 from outrider.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.llm.sampling_params import RequestOutputKind, SamplingParams
@@ -27,6 +28,7 @@ __all__ = [
     "Gauge",
     "GuidedDecodingParams",
     "Histogram",
+    "LoRARequest",
     "Logprob",
     "Metric",
     "PromptType",

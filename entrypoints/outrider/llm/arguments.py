@@ -66,7 +66,9 @@ FIXED: Fixed = {
     "block_size": ((None, 16), "blocks hold 16 tokens"),
     "enable_chunked_prefill": ((None, True), "prompts are always computed in chunks beside the windows"),
     "scheduling_policy": (("fcfs", "priority"), "requests go by priority, then by age"),
-    "enable_lora": ((False,), "adapters are not there yet"),
+    "lora_dtype": ((None, "auto"), "adapters are computed in the model's dtype"),
+    "fully_sharded_loras": ((False,), ONE_DEVICE),
+    "enable_lora_bias": ((False,), "an adapter with biases is refused"),
     "enable_prompt_adapter": ((False,), "prompt adapters are not offered"),
     "limit_mm_per_prompt": ((None, {}), TEXT_ONLY),
     "mm_processor_kwargs": ((None, {}), TEXT_ONLY),
@@ -179,6 +181,10 @@ class EngineArguments:
     ] = None
     disable_log_stats: FlagOrDefault = False
     per_request_spec_decode_metrics: Annotated[str, one_of(("none", "summary", "detailed")), OrDefault] = "none"
+    enable_lora: FlagOrDefault = False
+    max_loras: Annotated[Integer, integer(1, or_none=True), OrDefault] = 1  # adapters at once
+    max_cpu_loras: Size = None  # where it is more than max_loras, as many are kept loaded
+    max_lora_rank: Annotated[Integer, integer(1, or_none=True), OrDefault] = 16
     engine: Annotated[str, one_of(("auto", "outrider", "vllm")), OrDefault] = "auto"  # whose runs the target; auto:
     # vLLM's where ours cannot
     tensor_parallel_size: Annotated[Integer, integer(1, or_none=True), OrDefault] = 1  # devices; more than 1 in vLLM
@@ -204,6 +210,11 @@ class EngineArguments:
             raise ValueError("LLM takes a model's folder or hub id, or gateway='host:port' of one that runs")
         if self.gateway is None and (self.credentials is not None or self.server_name or self.token):
             raise ValueError("credentials, server_name and token are shown to a gateway; give gateway='host:port', too")
+
+    @property
+    def num_adapters(self) -> int:
+        """That the target holds at once; 0: none."""
+        return max(self.max_loras, self.max_cpu_loras or 0) if self.enable_lora else 0
 
     def located(self) -> EngineArguments:
         """With folders in place of hub ids. Raises ModelNotFound, a ValueError."""
@@ -262,7 +273,6 @@ NOT_THERE = {
 ABSENT: tuple[Any, ...] = (None, False, "", (), [], {})
 # Arguments of `generate` and `chat` that say nothing here.
 ARGUMENTS: Fixed = {
-    "lora_request": (ABSENT, "adapters are not there yet"),
     "prompt_adapter_request": (ABSENT, "prompt adapters are not offered"),
     "logits_processor": (ABSENT, "a callable cannot run at both draft and target"),
     "tokenization_kwargs": (ABSENT, "use TokensPrompt, or SamplingParams(truncate_prompt_tokens=...)"),

@@ -20,6 +20,7 @@ from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, acceptance_of, named_method
+from outrider.llm.lora import LoRARequest
 from outrider.llm.metrics import Statistics
 from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND
@@ -54,8 +55,10 @@ class Backend(Protocol):
     def encode(self, text: str) -> tuple[int, ...] | None:
         """A prompt's ids; None where the gateway makes them."""
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
-        """The deltas of a request. Called on the loop."""
+    def generate(
+        self, request: GenerationRequest, lora: LoRARequest | None = None
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """The deltas of a request, whose adapter `lora` describes. Called on the loop."""
 
     def cache_usage(self) -> float | None:
         """The share of the key-value cache in use, where it is known."""
@@ -73,6 +76,7 @@ class Job:
 
     request: GenerationRequest
     builder: OutputBuilder
+    lora: LoRARequest | None = None
 
 
 async def run_jobs(backend: Backend, jobs: Sequence[Job], statistics: Statistics, put: Callable[[Job], None]) -> None:
@@ -91,7 +95,7 @@ async def run_jobs(backend: Backend, jobs: Sequence[Job], statistics: Statistics
 
 async def _run(backend: Backend, job: Job, statistics: Statistics, put: Callable[[Job], None]) -> None:
     watch = statistics.watch()
-    async with aclosing(backend.generate(job.request)) as deltas:
+    async with aclosing(backend.generate(job.request, job.lora)) as deltas:
         async for delta in deltas:
             watch.add(delta)
             job.builder.add(delta)
@@ -201,6 +205,7 @@ OWN = (
     "per_request_spec_decode_metrics",
     "acceptance",
     "mode",
+    "enable_lora",  # adapters need no leave here: the gateway has them or not
 )
 
 
@@ -224,8 +229,10 @@ class AttachedBackend:
     def encode(self, text: str) -> None:
         """The gateway's own tokenizer does."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
-        """The deltas of a request. Called on the loop."""
+    async def generate(
+        self, request: GenerationRequest, lora: LoRARequest | None = None
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """The deltas of a request; where an adapter's files are its targets know. Called on the loop."""
         request = self._bounded(request)
         parts = self.client.generate(
             request.text,
@@ -246,6 +253,7 @@ class AttachedBackend:
             priority=request.priority,
             salt=request.salt,
             model=request.model,
+            adapter=request.adapter,
             **_reasoning_of(request),
         )
         async with self._room, aclosing(parts):

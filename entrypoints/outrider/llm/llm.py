@@ -25,6 +25,7 @@ from outrider.llm.arguments import ARGUMENTS, NOT_THERE, EngineArguments, take_s
 from outrider.llm.backends import Backend, Job, LoopThread, attach, run_jobs
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
+from outrider.llm.lora import LoRARequest, lora_per_prompt
 from outrider.llm.metrics import Metric, Statistics
 from outrider.llm.outputs import OutputBuilder, RequestOutput
 from outrider.llm.sampling_params import (
@@ -37,7 +38,7 @@ from outrider.llm.sampling_params import (
     with_guided,
 )
 from outrider.llm.validation import Unsupported, keywords_of, require_fixed
-from outrider.rpc.errors import FailedPrecondition, InvalidArgument
+from outrider.rpc.errors import FailedPrecondition, InvalidArgument, NotFound
 from outrider.rpc.messages import ModelInfo
 from outrider.rpc.sampling_params import RECOMMENDED
 
@@ -76,16 +77,21 @@ class JobMaker:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Job]:
         """A job for each prompt, in order. Raises ValueError where the numbers differ."""
+        loras = lora_per_prompt(lora_request, len(prompts))
+        if any(loras) and not (self._arguments.enable_lora or self._arguments.gateway):
+            raise ValueError("lora_request is given, and LLM was made without adapters; allowed: LLM(enable_lora=True)")
         if sampling_params is None:
             sampling_params = default_params(self._arguments, self._backend.info)
         params = params_per_prompt(sampling_params, len(prompts))
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(priority)} priorities: their numbers must be the same.")
-        return [self._job(*entry) for entry in zip(prompts, params, priority or [0] * len(prompts), strict=True)]
+        each = zip(prompts, params, priority or [0] * len(prompts), loras, strict=True)
+        return [self._job(*entry) for entry in each]
 
-    def _job(self, prompt: Prompt, params: SamplingParams, priority: int) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams, priority: int, lora: LoRARequest | None) -> Job:
         arguments, backend, number = self._arguments, self._backend, next(self._numbers)
         sampling = to_wire(params, arguments.logprobs_mode, arguments.max_logprobs, backend.info.max_model_len)
         prompt = self._encoded(prompt, sampling.truncate_prompt_tokens)
@@ -104,12 +110,12 @@ class JobMaker:
             priority=int(priority),
             salt=f"{prompt.salt}/{number}" if params.skip_reading_prefix_cache else prompt.salt,
             prediction=prompt.prediction,
+            adapter="" if lora is None else lora.name,
         )
         wants_logprobs = params.logprobs is not None
-        return Job(
-            request,
-            OutputBuilder(str(number), prompt, params.n, wants_logprobs, backend.tokenizer, self._recorder(prompt)),
-        )
+        recorder = self._recorder(prompt)
+        builder = OutputBuilder(str(number), prompt, params.n, wants_logprobs, backend.tokenizer, recorder, lora)
+        return Job(request, builder, lora)
 
     def _encoded(self, prompt: Prompt, keep: int | None) -> Prompt:
         """With its ids, where they are made here: the order of requests then waits for no tokenizer. A prompt that is
@@ -215,7 +221,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prompt_token_ids: Any = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_adapter_request: Any = None,
         logits_processor: Any = None,
         *,
@@ -225,7 +231,8 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The outputs in the prompts' order. One SamplingParams serves all prompts, a list has one for each; None is
-        the model's own defaults. Lower numbers of `priority` go first."""
+        the model's own defaults. `lora_request` is the adapter of all prompts, or a list of one or None for each. Lower
+        numbers of `priority` go first."""
         require_fixed(ARGUMENTS, locals(), "{}")
         if guided_options_request is not None:
             warnings.warn(
@@ -237,10 +244,12 @@ class LLM:
             sampling_params = with_guided(default, guided_options_request)
         if prompt_token_ids is not None:
             warnings.warn("prompt_token_ids: give TokensPrompt prompts instead", DeprecationWarning, stacklevel=3)
-            return self._generate(with_ids(prompts, prompt_token_ids), sampling_params, use_tqdm, priority)
+            return self._generate(
+                with_ids(prompts, prompt_token_ids), sampling_params, use_tqdm, priority, lora_request
+            )
         if prompts is None:
             raise ValueError("prompts are needed")
-        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority)
+        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority, lora_request)
 
     @keywords_of("LLM.chat")
     def chat(
@@ -248,7 +257,7 @@ class LLM:
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -272,7 +281,7 @@ class LLM:
             continue_final_message=continue_final_message,
             variables={**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})},
         )
-        return self._generate(prompts, sampling_params, use_tqdm, priority)
+        return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model authors' recommendation, from generation_config.json; vLLM's defaults where they give none."""
@@ -316,10 +325,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         if not self._close.alive:
             raise RuntimeError("this LLM is closed")
-        jobs = self._maker.make(prompts, sampling_params, priority)
+        jobs = self._maker.make(prompts, sampling_params, priority, lora_request)
         backend, statistics = self._backend, self._statistics
 
         def start(put: Callable[[Job], None]) -> Coroutine[Any, Any, None]:
@@ -329,7 +339,7 @@ class LLM:
             with closing(self._runtime.iterate(start)) as ended:
                 for _ in with_progress(ended, len(jobs), use_tqdm):
                     pass
-        except InvalidArgument as error:
+        except (InvalidArgument, NotFound) as error:  # the latter of an adapter
             raise ValueError(own_name(error.message)) from error
         return [job.builder.output for job in jobs]
 

@@ -10,7 +10,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +54,7 @@ from outrider.llm.engine_choice import (
     require_vllm_can,
     vllms_own,
 )
+from outrider.llm.lora import HeldAdapters, LoRARequest
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.head import Head, bytes_beside_block
 from outrider.proposers.registry import make_proposer, method_of, needs_model
@@ -386,6 +387,7 @@ class LocalBackend:
     num_draft_tokens: int
     speculation: SpeculationOptions
     by_tokens: LocalDrafter | None = None  # the draft, if it is no model
+    adapters: HeldAdapters | None = None  # of the target, where there may be any
 
     @property
     def can_couple(self) -> bool:
@@ -396,9 +398,20 @@ class LocalBackend:
         """A prompt's ids."""
         return tuple(self.tokenizer.encode(text))
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
-        """The deltas of a request. Called on the loop."""
-        return self.engine.generate(request)
+    def generate(
+        self, request: GenerationRequest, lora: LoRARequest | None = None
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """The deltas of a request, whose adapter `lora` describes. Called on the loop."""
+        return self.engine.generate(request) if lora is None else self._with_adapter(request, lora)
+
+    async def _with_adapter(
+        self, request: GenerationRequest, lora: LoRARequest
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        if self.adapters is None:
+            raise ValueError("lora_request: this LLM has no adapters; allowed: LLM(enable_lora=True)")
+        async with self.adapters.using(lora), aclosing(self.engine.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def cache_usage(self) -> float:
         """The share of the target's cache that is in use."""

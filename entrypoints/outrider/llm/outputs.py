@@ -10,6 +10,7 @@ from outrider.gateway.request import GenerationDelta
 from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics, SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.inputs import Prompt
+from outrider.llm.lora import LoRARequest
 from outrider.rpc.messages import PositionLogprobs
 from outrider.rpc.sampling_params import FinishReason
 
@@ -34,7 +35,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
     routed_experts: Any = None
     sampling_mask: Any = None
     spec_decode_metrics: SpecDecodeMetrics | None = None  # with LLM(per_request_spec_decode_metrics=...)
@@ -56,7 +57,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: Any = None
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
@@ -78,11 +79,14 @@ class OutputBuilder:
         wants_logprobs: bool,
         tokenizer: Tokenizer | None,
         steps: SpecDecodeRecorder | None = None,
+        lora: LoRARequest | None = None,
     ) -> None:
         self._tokenizer, self._wants_logprobs, self._steps = tokenizer, wants_logprobs, steps
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
         self.output = RequestOutput(request_id, prompt.text, ids, None, [CompletionOutput(i) for i in range(n)], False)
+        self.output.lora_request = lora
         for completion in self.output.outputs:
+            completion.lora_request = lora
             if wants_logprobs:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
 
