@@ -29,6 +29,8 @@ def arguments_of(folder: Path, **given: Any) -> EngineArguments:
         ({"tensor_parallel_size": 1, "quantization": None}, {"quantization_config": None}, ""),
         ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size=2"),
         ({"quantization": "awq"}, {}, "quantization='awq'"),
+        ({"enable_lora": True, "max_lora_rank": 64}, {}, ""),
+        ({"enable_lora": True, "max_lora_rank": 128}, {}, "max_lora_rank=128: our engine takes ranks to 64"),
         ({}, QUANTISED, r"quantised \(compressed-tensors\)"),
         ({}, {"compression_config": {}}, "quantised"),
     ],
@@ -116,6 +118,7 @@ def head_config(method: str, **given: Any) -> SpeculativeConfig:
     ("speculation", "given", "named"),
     [
         (None, {"batch_invariant": True}, "batch_invariant"),
+        (None, {"enable_lora": True}, "enable_lora"),
         (head_config("mlp_speculator"), {}, "mlp_speculator.*tensor_parallel_size=1"),
         (head_config("medusa", disable_by_batch_size=4), {}, "disable_by_batch_size"),
         (head_config("draft_model", speculative_token_tree="[(0,), (1,), (0, 0)]"), {}, "speculative_token_tree"),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llm.test_backends import gateway
+from support.adapters import merged, save_adapter
+from support.engines import hf_greedy
 from support.fakes import VOCAB, ToyTarget, expected, target_info, with_adapters
 from support.gateways import PROMPT
+from support.pairs import TinyPair, greedy_ids
 
 from outrider.llm import LLM, LoRARequest, SamplingParams, TokensPrompt, Unsupported
 from outrider.llm.arguments import EngineArguments
+from outrider.llm.local import LocalBackend
 from outrider.llm.lora import HeldAdapters, lora_per_prompt
 from outrider.rpc.messages import Adapter
 
@@ -211,3 +216,70 @@ async def test_a_gateway_has_adapters_by_name(tmp_path: Path) -> None:
     assert sorted(opened.adapter for opened in target.opens) == ["", "sql", "sql", "sql", "sql"]
     with pytest.raises(Unsupported, match="the services behind the gateway decide max_loras"):
         LLM(gateway="127.0.0.1:1", enable_lora=True, max_loras=2)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three adapters of the tiny pair's target."""
+    folder = tmp_path_factory.mktemp("adapters")
+    state = tiny_pair.hf.state_dict()
+    return [save_adapter(folder / f"{seed}", state, seed=seed) for seed in range(3)]
+
+
+def merged_greedy(pair: TinyPair, adapter: Path, prompt: list[int], length: int) -> list[int]:
+    """By transformers, with the adapter merged into the weights."""
+    whole = copy.deepcopy(pair.hf)
+    whole.load_state_dict(merged(pair.hf.state_dict(), adapter))
+    return hf_greedy(whole, prompt, length)
+
+
+PROMPTS = [[11, 12, 13, 40, 41], [7] * 40]
+
+
+def test_in_this_process_they_are_loaded_when_they_are_asked_for(tiny_pair: TinyPair, adapters: list[Path]) -> None:
+    """In mixed batches, with a draft for the model alone, more than lie on the device or are kept."""
+    speculation = {"model": str(tiny_pair.draft), "num_speculative_tokens": 3}
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "threads": 1}
+    asked = [None, *(LoRARequest(f"lora {number}", number + 1, folder) for number, folder in enumerate(adapters))]
+    wanted = [greedy_ids(tiny_pair, PROMPTS[0], 16)]
+    wanted += [merged_greedy(tiny_pair, folder, PROMPTS[0], 16) for folder in adapters]
+    assert len(set(map(tuple, wanted))) == 4, "they differ"
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    with LLM(tiny_pair.target, batch_invariant=True, speculative_config=speculation, **options) as llm:
+        assert isinstance(llm._backend, LocalBackend)
+        for _ in range(2):
+            outputs = llm.generate([PROMPTS[0]] * 4, params, lora_request=asked, **QUIET)
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
+            assert [output.lora_request for output in outputs] == asked
+            assert len(llm._backend.target.info.adapters) == 2, "no more are kept"
+        with pytest.raises(ValueError, match=r"path: is '/nowhere', which cannot be used"):
+            llm.generate(PROMPTS[0], params, lora_request=LoRARequest("none", 9, "/nowhere"), **QUIET)
+        with pytest.raises(ValueError, match="the model's own"):
+            own = LoRARequest(llm._backend.info.name, 9, adapters[0])
+            llm.generate(PROMPTS[0], params, lora_request=own, **QUIET)
+        (again,) = llm.generate([PROMPTS[0]], params, lora_request=asked[1], **QUIET)
+        assert again.outputs[0].token_ids == wanted[1], "it goes on"
+
+
+def test_no_prefix_is_shared_between_adapters(tiny_pair: TinyPair, adapters: list[Path]) -> None:
+    first, second = (LoRARequest(name, 1, folder) for name, folder in zip("ab", adapters, strict=False))
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    with LLM(tiny_pair.target, enable_lora=True, max_loras=2, threads=1) as llm:
+        cached = [
+            llm.generate([PROMPTS[1]], params, lora_request=asked, **QUIET)[0].num_cached_tokens
+            for asked in (None, first, second, None, first, second)
+        ]
+    assert cached == [0, 0, 0, 32, 32, 32]
+
+
+def test_without_leave_there_are_none(tiny_pair: TinyPair, llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"allowed: LLM\(enable_lora=True\)"):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=1), lora_request=SQL, **QUIET)
+
+
+def test_a_rank_above_the_bound_is_refused(tiny_pair: TinyPair, adapters: list[Path]) -> None:
+    with (
+        LLM(tiny_pair.target, enable_lora=True, max_lora_rank=2, threads=1) as llm,
+        pytest.raises(ValueError, match="r: is 4; allowed: 1 to 2"),
+    ):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=1), lora_request=LoRARequest("a", 1, adapters[0]), **QUIET)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from outrider.engine.adapters.config import MOST_RANK
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.validation import Unsupported
@@ -23,6 +24,8 @@ def beyond_ours(arguments: EngineArguments, config: Mapping[str, Any]) -> str:
             f"quantization={arguments.quantization!r}: our engine takes a target's weights as they are (a draft's: "
             "speculative_config['quantization'])"
         )
+    if arguments.enable_lora and arguments.max_lora_rank > MOST_RANK:
+        return f"max_lora_rank={arguments.max_lora_rank}: our engine takes ranks to {MOST_RANK}"
     said = config.get("quantization_config") or config.get("compression_config")
     if said is not None:
         method = said.get("quant_method") if isinstance(said, Mapping) else None
@@ -50,6 +53,8 @@ def require_vllm_can(arguments: EngineArguments, speculation: SpeculativeConfig 
     """Raises Unsupported for what our engine does and vLLM does not, by name."""
     if arguments.batch_invariant:
         raise Unsupported("LLM(batch_invariant=True) is for engine='outrider'")
+    if arguments.enable_lora:
+        raise Unsupported("LLM(enable_lora=True) is for engine='outrider'")
     if speculation is None:
         return
     if speculation.head == "mlp_speculator":

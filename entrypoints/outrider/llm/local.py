@@ -31,7 +31,7 @@ from outrider.engine.kv_cache import bytes_per_block
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
 from outrider.engine.loader import LoadedModel, load_model
 from outrider.engine.model_runner import sampling_bytes
-from outrider.engine.models.base import UnsupportedModel, WrongCheckpoint
+from outrider.engine.models.base import TakesAdapters, UnsupportedModel, WrongCheckpoint
 from outrider.engine.worker import DeviceStopped, Worker, set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.peers.handshake import check_tokenizer
@@ -58,9 +58,10 @@ from outrider.llm.lora import HeldAdapters, LoRARequest
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.head import Head, bytes_beside_block
 from outrider.proposers.registry import make_proposer, method_of, needs_model
-from outrider.rpc.errors import Internal
+from outrider.rpc.errors import FailedPrecondition, Internal
 from outrider.rpc.messages import (
     MAX_N,
+    Adapter,
     Arithmetic,
     Close,
     Closed,
@@ -84,6 +85,7 @@ from outrider.target_service.boot import (
     info_of,
     limits_of,
     load_head,
+    new_adapter_changes,
     new_engine,
     new_grammars,
     new_runner,
@@ -239,6 +241,14 @@ class LocalVerifier(LocalService, ABC):
             return LocalLink(self, 0, on_event)
         return None if refused_by else self.start(request, on_event, fork_of)
 
+    async def load_adapter(self, name: str, path: Path) -> Adapter:
+        """Requests may name it then. Raises OutriderError for what cannot be used."""
+        raise FailedPrecondition(f"adapter {name!r}: this target takes none", reason="NO_ADAPTERS")
+
+    async def unload_adapter(self, name: str) -> None:
+        """None may name it any more."""
+        raise FailedPrecondition(f"adapter {name!r}: this target has none", reason="NO_ADAPTERS")
+
     @abstractmethod
     def cache_usage(self) -> float:
         """The share of its cache that is in use."""
@@ -277,6 +287,24 @@ class LocalTarget(LocalVerifier):
         costs = self.thread.call(self.engine.profile).result()
         self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
+        self._adapters = new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info)
+        if self._adapters is not None:
+            self._adapters.listeners = [self._tell_adapters]
+
+    async def load_adapter(self, name: str, path: Path) -> Adapter:
+        """Requests may name it then. Raises OutriderError for what cannot be used."""
+        if self._adapters is None:
+            return await super().load_adapter(name, path)
+        return await self._adapters.load(name, str(path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """None may name it any more."""
+        if self._adapters is None:
+            return await super().unload_adapter(name)
+        await self._adapters.unload(name)
+
+    def _tell_adapters(self, adapters: Sequence[Adapter]) -> None:
+        self.info = replace(self.info, adapters=tuple(adapters))
 
     def cache_usage(self) -> float:
         """The share of its cache that is in use."""
@@ -505,7 +533,10 @@ def start_local(
             greedy_draft=speculation.draft_sample_method == "greedy",
             draft_confidence=speculation.draft_confidence,
         )
-    return LocalBackend(runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options, by_tokens)
+    adapters = HeldAdapters(target, arguments.num_adapters) if arguments.enable_lora else None
+    return LocalBackend(
+        runtime, engine, tokenizer, target.info.model, target, tuple(services), k, options, by_tokens, adapters
+    )
 
 
 def _load_pair(
@@ -562,8 +593,9 @@ def _start_ours(
     head = _load_head(settings, loaded, speculation)
     draft = _load_draft(arguments, speculation, _folder(speculation), device, loaded.max_model_len)
     if settings.num_blocks is None:
-        sampling = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (loaded, draft) if model is not None)
-        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, sampling), arguments, head)
+        beside = sum(sampling_bytes(ROWS[-1], model.vocab_size) for model in (loaded, draft) if model is not None)
+        beside += _adapter_bytes(loaded, arguments)
+        num_blocks = _num_blocks(loaded, draft, _cache_bytes(arguments, device, beside), arguments, head)
         settings = settings.model_copy(update={"num_blocks": num_blocks})
     target = runtime.call(lambda: LocalTarget(settings, loaded, runtime.loop, head, arguments.tokenizer))
     return LoadedPair(target, loaded.max_model_len, draft, settings.num_blocks)
@@ -581,6 +613,9 @@ def _target_settings(
             "speculative_token_tree": None if tree is None else tree.speculative_token_tree,
             "batch_invariant": arguments.batch_invariant,
             "max_window": max(32, k),
+            "allow_adapter_changes": arguments.enable_lora,
+            **({"max_adapters": arguments.max_loras} if arguments.enable_lora else {}),
+            **({"max_adapter_rank": arguments.max_lora_rank} if arguments.enable_lora else {}),
         }
     )
 
@@ -729,15 +764,23 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _cache_bytes(arguments: EngineArguments, device: str, sampling: int) -> int:
+def _adapter_bytes(loaded: LoadedModel, arguments: EngineArguments) -> int:
+    """What the target will take for adapters beside its weights."""
+    if not arguments.enable_lora or not isinstance(loaded.model, TakesAdapters):
+        return 0
+    numbers = sum(outputs + inputs for outputs, inputs in loaded.model.linears.values())
+    return arguments.max_loras * arguments.max_lora_rank * numbers * loaded.model.dtype.itemsize
+
+
+def _cache_bytes(arguments: EngineArguments, device: str, beside: int) -> int:
     """What the caches of both models may take, now that the weights are there, on a GPU beside so many bytes of
-    sampling."""
+    sampling and adapters."""
     if arguments.kv_cache_memory_bytes is not None:
         return arguments.kv_cache_memory_bytes
     if torch.device(device).type != "cuda":
         return CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(torch.device(device))
-    left = int(arguments.gpu_memory_utilization * total) - (total - free) - int(WORKING_SHARE * total) - sampling
+    left = int(arguments.gpu_memory_utilization * total) - (total - free) - int(WORKING_SHARE * total) - beside
     if left <= 0:
         raise ValueError(
             f"gpu_memory_utilization={arguments.gpu_memory_utilization} leaves no memory for the key-value cache: "

@@ -139,6 +139,7 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     def _check_engine(self) -> Self:
         fields = type(self).model_fields
         if self.engine == "vllm":
-            for name in (name for name in OWN_ONLY if getattr(self, name) != fields[name].default):
+            defaults = {name: fields[name].get_default(call_default_factory=True) for name in OWN_ONLY}
+            for name in (name for name in OWN_ONLY if getattr(self, name) != defaults[name]):
                 raise ValueError(f"{name} (--{name.replace('_', '-')}) is for engine outrider; leave it out")
         return self
