@@ -24,6 +24,7 @@ from outrider.cli.local_services import ServiceFailed
 from outrider.cli.serve import Running, ServeSettings, watch
 from outrider.cli.terminal import Painter, parse
 from outrider.client import SyncClient
+from outrider.draft_service.settings import DraftSettings
 from outrider.pairs import PairPaths, pair_path
 from outrider.rpc.settings import parse_settings
 from outrider.target_service.settings import TargetSettings
@@ -230,6 +231,8 @@ def test_an_address_in_use_is_one_line_before_any_model_is_loaded() -> None:
         (("--tls-cert", "a", "--tls-key", "b", "--listen", ":0"), 1, "a, b: cannot be used as certificate, key"),
         (("--tokens", "nowhere"), 1, "nowhere: cannot be read"),
         (("--http", "0.0.0.0:0"), 2, "http (--http) is 0.0.0.0:0"),
+        (("--adapter", "sql"), 2, "adapter (--adapter): is 'sql'; allowed: NAME=DIR"),
+        (("large", "--draft", "ngram", "--draft-adapter", "sql=a"), 2, "is for a draft with a model; leave it out"),
         (("--drfat", "ngram"), 2, "unknown flag --drfat: did you mean --draft?"),
         (("a", "b"), 2, "unexpected argument b"),
     ],
@@ -292,6 +295,19 @@ def test_the_target_may_be_on_vllm() -> None:
     assert target.engine_args == {"enable_expert_parallel": True}
     done = outrider("serve", "large", "--draft", "small", "--tensor-parallel-size", "2")
     assert done.returncode == 2 and "give --engine vllm, too" in done.stderr
+
+
+def test_adapters_go_to_the_service_whose_they_are() -> None:
+    given = settings(
+        "large", "--draft", "small", "--adapter", "sql=a", "--adapter", "law=b", "--draft-adapter", "sql=c",
+        "--allow-adapter-changes",
+    )  # fmt: skip
+    assert given.target_arguments()[4:] == ["--allow-adapter-changes", "--adapter=sql=a", "--adapter=law=b"]
+    assert given.draft_arguments()[4:] == ["--draft-adapter=sql=c"]
+    target = parse_settings(TargetSettings, given.target_arguments()[1:], "target", "")
+    assert target.allow_adapter_changes and target.adapters == {"sql": Path("a"), "law": Path("b")}
+    draft = parse_settings(DraftSettings, given.draft_arguments()[1:], "draft", "")
+    assert draft.adapters == {"sql": Path("c")}
 
 
 def test_all_services_log_as_serve_is_told() -> None:

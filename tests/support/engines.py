@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,6 +21,7 @@ from outrider.draft_service.admission import make_methods
 from outrider.draft_service.boot import build_model_method
 from outrider.draft_service.engine import DraftEngine
 from outrider.draft_service.grammar import DraftGrammars
+from outrider.engine.adapters.loader import LoadedAdapter
 from outrider.engine.adapters.resident import ResidentAdapters
 from outrider.engine.batch import BatchEntry
 from outrider.engine.grammar import GrammarCompiler, Matcher
@@ -84,13 +85,15 @@ class DraftHarness:
         tree: TokenTree | None = None,
         watched: bool = True,
         tokenizer: Path | None = None,  # a tokenizer.json, by which drafts know grammars
+        loaded: LoadedModel | None = None,
+        adapters: Mapping[str, LoadedAdapter] | None = None,  # of that model, by the names of a target's
         **options: Any,
     ) -> None:
-        self.loaded = tiny_draft(max_model_len, batch_invariant)
+        self.loaded = loaded or tiny_draft(max_model_len, batch_invariant)
         joined = [JoinedVocabulary(mapping, mapping) for mapping in mappings]
         by_target = {vocabulary.mapping.target.fingerprint: vocabulary for vocabulary in joined}
         self.method = build_model_method(
-            self.loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=by_target, tree=tree
+            self.loaded, RunnerOptions(num_blocks=num_blocks), vocabularies=by_target, tree=tree, adapters=adapters
         )
         if tokenizer is not None:
             grammars = DraftGrammars(tokenizer, self.loaded.vocab_size, self.loaded.eos_token_ids)

@@ -11,6 +11,7 @@ import grpc
 from outrider.draft_service.chains import Chain
 from outrider.draft_service.grammar import DraftGrammar, DraftGrammars
 from outrider.draft_service.sequence import DraftLimits, DraftSequence, ModelState, SequenceKey, Sink
+from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.random import RandomAhead, RandomKey
 from outrider.engine.sampler import SamplingLike, SequenceSampler
@@ -47,6 +48,7 @@ class ModelMethod:
     vocabularies: dict[str, JoinedVocabulary] = field(default_factory=dict)  # by the fingerprint of a target's
     tree: TokenTree | None = None  # what it drafts for greedy and coupled requests in place of chains
     grammars: DraftGrammars | None = None  # over its own ids, where it has a tokenizer
+    adapters: Mapping[str, PreparedAdapter] = field(default_factory=dict)  # its own, by the names of the target's
 
     @property
     def name(self) -> str:
@@ -96,7 +98,7 @@ def build_sequence(
         by_turns = len(drafting) > 1  # with lookups, whose tokens are the target's
         mapping = None if joined is None else joined.mapping if by_turns else joined.way(request.sampling.greedy)
         capacity = with_model.capacity
-        text = _text(tokens, request.salt, with_model, mapping)
+        text = _text(tokens, request, with_model, mapping)
         model = _model_state(request, prompt_ids, with_model, mapping)
         rejects = request.acceptance != AcceptanceRule.COUPLED and not request.sampling.greedy
         if not by_turns and mapping is None and not rejects:
@@ -151,7 +153,8 @@ def readmit(draft: DraftSequence, method: ModelMethod) -> None:
     sampler = _sampler(state.sampler.params, prompt_ids, output_ids, method, mapping)
     draft.grammar = None if method.grammars is None else draft.grammar
     sampler.draft_masks = draft.grammar
-    draft.model = _state_of(sampler, replace(state.draft_sampling, ahead=RandomAhead()), method)
+    draft.model = _state_of(sampler, replace(state.draft_sampling, ahead=RandomAhead()), method, state.adapter_name)
+    draft.sequence.adapter = _digest_of(method, state.adapter_name)
     draft.model = replace(draft.model, tree=state.tree)
     draft.limits.capacity = method.capacity
 
@@ -172,15 +175,17 @@ def _prompt_ids(request: Open, parent: DraftSequence | None) -> list[int]:
     return parent.text.tokens[: parent.prompt_len]
 
 
-def _text(tokens: list[int], salt: str, method: ModelMethod, mapping: PairMap | None) -> DraftText:
+def _text(tokens: list[int], request: Open, method: ModelMethod, mapping: PairMap | None) -> DraftText:
     """Of the target's ids."""
+    sequence = CachedSequence([], salt=request.salt, adapter=_digest_of(method, request.adapter))
     if mapping is None:
         check_ids(tokens, method.vocab_size)
-        text = DraftText(CachedSequence(tokens, salt=salt))
+        sequence.tokens = tokens
+        text = DraftText(sequence)
     elif isinstance(mapping, Reencoding):
-        text = ReencodedText(CachedSequence([], salt=salt), mapping, tokens)
+        text = ReencodedText(sequence, mapping, tokens)
     else:
-        text = MappedText(CachedSequence([], salt=salt), mapping, tokens)
+        text = MappedText(sequence, mapping, tokens)
     _check_length(text, method)
     return text
 
@@ -201,13 +206,20 @@ def _model_state(request: Open, prompt_ids: list[int], method: ModelMethod, mapp
         by_chain=request.acceptance == AcceptanceRule.BLOCK,
         confidence=request.draft_confidence,
     )
-    return _state_of(sampler, draft_sampling, method)
+    return _state_of(sampler, draft_sampling, method, request.adapter)
 
 
-def _state_of(sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod) -> ModelState:
+def _state_of(sampler: SequenceSampler, draft_sampling: DraftSampling, method: ModelMethod, adapter: str) -> ModelState:
     mapping = draft_sampling.mapping
     vocab_size = method.vocab_size if mapping is None else len(mapping.target_tokens)
-    return ModelState(sampler, draft_sampling, method.name, vocab_size)
+    found = method.adapters.get(adapter)
+    return ModelState(sampler, draft_sampling, method.name, vocab_size, adapter_name=adapter, adapter=found)
+
+
+def _digest_of(method: ModelMethod, adapter: str) -> str:
+    """Of the draft's own adapter; empty where its model drafts alone."""
+    found = method.adapters.get(adapter)
+    return "" if found is None else found.digest
 
 
 def _sampler(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,8 @@ from outrider.draft_service.scheduler import LONG_PREFILL
 from outrider.draft_service.servicer import DraftServicer
 from outrider.draft_service.settings import DraftSettings
 from outrider.draft_service.vocabularies import Vocabularies, join_all
+from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
+from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.batch import StepLimits
 from outrider.engine.kv_cache_manager import BlockPool, KVCacheManager
 from outrider.engine.loader import LoadedModel, load_model
@@ -156,9 +158,10 @@ def model_builder(settings: DraftSettings, folder: Path, options: RunnerOptions)
         max_model_len=settings.max_model_len,
     )
     vocabularies = join_all(settings.target_tokenizer, folder, settings.vocabulary_level)
+    adapters = {name: load_adapter(path, loaded.model, loaded.digest) for name, path in settings.adapters.items()}
 
     def build() -> tuple[ModelMethod, ModelInfo]:
-        method = build_model_method(loaded, options, model_method(settings), vocabularies, settings.tree)
+        method = build_model_method(loaded, options, model_method(settings), vocabularies, settings.tree, adapters)
         if has_tokenizer(folder):
             grammars = DraftGrammars(folder / "tokenizer.json", method.vocab_size, loaded.eos_token_ids)
             method = replace(method, grammars=grammars)
@@ -196,12 +199,18 @@ def build_model_method(
     name: str = "draft_model",
     vocabularies: dict[str, JoinedVocabulary] | None = None,
     tree: TokenTree | None = None,
+    adapters: Mapping[str, LoadedAdapter] | None = None,
 ) -> ModelMethod:
-    """The model over a cache of its own; `vocabularies` are those of `join_all`. Raises ValueError for a
-    model that cannot draft by that method."""
+    """The model over a cache of its own; `vocabularies` are those of `join_all`, `adapters` by the names of the
+    target's. Raises ValueError for a model that cannot draft by that method."""
     if tree is not None and not loaded.model.takes_trees:
         raise ValueError("speculative_token_tree: this draft's model computes chains alone; leave it out")
+    if adapters:  # all have their place at once
+        options = replace(options, adapters=AdapterRoom(len(adapters), max(one.rank for one in adapters.values())))
     runner = build_runner(loaded.model, options)
+    prepared = (
+        {} if runner.adapters is None else {n: runner.adapters.prepare(one) for n, one in (adapters or {}).items()}
+    )
     cache = KVCacheManager(BlockPool(runner.cache.num_blocks), runner.block_size, cache_dtype=str(loaded.model.dtype))
     return ModelMethod(
         METHODS[name].load().of(runner, loaded),
@@ -209,6 +218,7 @@ def build_model_method(
         loaded.eos_token_ids,
         {} if vocabularies is None else vocabularies,
         tree,
+        adapters=prepared,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.draft_service.chains import MAX_TOP_TOKENS, Branch, Branches, Chain
 from outrider.draft_service.grammar import DraftGrammar
+from outrider.engine.batch import PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence, KVCacheManager
 from outrider.engine.sampler import SequenceSampler
 from outrider.engine.token_tree import TokenTree
@@ -42,6 +43,8 @@ class ModelState:
     method: str = "draft_model"
     vocab_size: int = 2**32  # ids of the target below it can be computed
     tree: TokenTree | None = None  # what is drafted in place of chains
+    adapter_name: str = ""  # of the target's adapter that it is for; empty: none
+    adapter: PreparedAdapter | None = None  # of the draft's model, for that one
 
 
 @dataclass(slots=True)
@@ -208,7 +211,9 @@ class DraftSequence:
         sampler, draft_sampling = self.model.sampler, self.model.draft_sampling.of_chain(chain.number, chain.start)
         tree = self.tree if chain is self.chain else None
         num_top = self.num_top_tokens if tree is None else GrowingTree(tree).num_wanted(-1) - 1
-        return DraftRows(chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, num_top)
+        adapter = self.model.adapter
+        parts = chain.text, num_rows, self.committed, sampler, draft_sampling, self.limit, num_top
+        return DraftRows(*parts, adapter=adapter)
 
     def ends_behind(self, chain: Chain, drafted: Sequence[DraftedToken]) -> bool:
         """Whether a chain, or a branch, ends with what was just drawn, since what follows would hardly hold.

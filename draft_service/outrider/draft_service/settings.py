@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from outrider.engine.token_tree import TokenTree
 from outrider.proposers.registry import MethodNames, MethodSettings, check_methods, needs_model, split_methods
-from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings
+from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, named_folders
 
 Level = Literal["auto", "token", "string"]
 VocabularyLevel = Annotated[
@@ -42,6 +42,11 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         description="folder of a target's checkpoint or tokenizer, or its hub id: a model of another vocabulary then "
         "drafts for that target, too",
     )
+    draft_adapter: list[str] = Field(
+        default_factory=list,
+        description="NAME=DIR: a low-rank adapter of the draft's model in PEFT's layout, by which it drafts for the "
+        "target's adapter of that name; for any other by the model alone",
+    )
     allow_reload: bool = Field(
         False, description="other weights may be put in the model's place while it serves: outrider reload"
     )
@@ -50,6 +55,11 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
     def tree(self) -> TokenTree | None:
         """What the model drafts; None: chains."""
         return None if self.speculative_token_tree is None else TokenTree.parse(self.speculative_token_tree)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folder of the draft's adapter, by the name of the target's. ValueError for what is no NAME=DIR."""
+        return named_folders(self.draft_adapter, "draft_adapter (--draft-adapter)")
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -63,6 +73,9 @@ class DraftSettings(ServerSettings, ModelSettings, MethodSettings):
         names = check_methods(self.method, self.allow_code)
         if self.model is None and needs_model(names):
             raise ValueError("give --model DIR, or --method ngram, which needs no model")
+        adapters = self.adapters
+        if self.model is None and adapters:
+            raise ValueError("draft_adapter (--draft-adapter) is for a draft with a model; give --model DIR, too")
         if self.allow_reload and self.model is None:
             raise ValueError("allow_reload (--allow-reload) is for a draft with a model; give --model DIR, too")
         if self.speculative_token_tree is not None and self.methods != ("draft_model",):

@@ -41,7 +41,7 @@ from outrider.rpc.errors import OutriderError
 from outrider.rpc.hub import locate
 from outrider.rpc.security import ServerTls
 from outrider.rpc.server import require_free
-from outrider.rpc.settings import TlsSettings, is_loopback
+from outrider.rpc.settings import TlsSettings, is_loopback, named_folders
 from outrider.rpc.vocabulary import has_tokenizer
 from outrider.target_service.settings import EngineSettings
 
@@ -94,6 +94,16 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
     )
     device: str | None = Field(None, description="where both models run, as cpu or cuda (the services': cpu)")
     draft_device: str | None = Field(None, description="where the draft runs, if elsewhere")
+    adapter: list[str] = Field(
+        default_factory=list, description="NAME=DIR: a low-rank adapter of the target, in PEFT's layout"
+    )
+    draft_adapter: list[str] = Field(
+        default_factory=list,
+        description="NAME=DIR: one of the draft's model, by which it drafts for the target's adapter of that name",
+    )
+    allow_adapter_changes: bool = Field(
+        False, description="adapters may be loaded and unloaded while it serves: outrider adapter"
+    )
     draft_quantization: Literal["int8"] | None = Field(
         None, description="round the draft's weights to 8 bits, on a CPU (as they are)"
     )
@@ -130,6 +140,9 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
             raise ValueError("speculative_token_tree is drafted by a head or by draft_model alone; leave it out")
         if self.target is not None and not self.draft and not without_model:
             raise ValueError("give --draft DIR, or --draft ngram, which needs no model, or --head DIR")
+        named_folders(self.adapter, "adapter (--adapter)")
+        if named_folders(self.draft_adapter, "draft_adapter (--draft-adapter)") and self.draft_folder is None:
+            raise ValueError("draft_adapter (--draft-adapter) is for a draft with a model; leave it out")
         return self
 
     @property
@@ -216,9 +229,11 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
             "max-logprobs": self.max_logprobs,
             "batch-invariant": self.batch_invariant,
             "trust-remote-code": self.trust_remote_code,
+            "allow-adapter-changes": self.allow_adapter_changes,
             **self.of_engine(),
         }
-        return ["target", *self._common(listen, 1), *_flags(flags)]
+        adapters = [f"--adapter={given}" for given in self.adapter]
+        return ["target", *self._common(listen, 1), *_flags(flags), *adapters]
 
     def draft_arguments(self, listen: str = LOOPBACK) -> list[str]:
         """`outrider draft ...`"""
@@ -235,7 +250,8 @@ class ServeSettings(LocalSettings, MethodSettings, EngineSettings, TlsSettings):
             "max-model-len": self.max_model_len,
             "cache-mb": self.draft_cache_mb or self._cache_beside_target,
         }
-        return ["draft", *self._common(listen, 2), *_flags(flags)]
+        adapters = [f"--draft-adapter={given}" for given in self.draft_adapter]
+        return ["draft", *self._common(listen, 2), *_flags(flags), *adapters]
 
     def gateway_arguments(self, target: str, draft: str) -> list[str]:
         """`outrider gateway ...`, in front of the target and, if it has an address, the draft."""

@@ -198,8 +198,10 @@ class DeviceChains:
             return None
         if not all(row.draws and is_numeric_only(row.sampler) and row.num_top_tokens < MOST_RANKED for row in rows):
             return None
-        if any(row.draft_sampling.mapping is not None or row.wants_confidence for row in rows):
-            return None  # captured draws take the draft's own ids, and do not end early
+        if any(
+            row.draft_sampling.mapping is not None or row.wants_confidence or row.adapter is not None for row in rows
+        ):
+            return None  # captured draws take the draft's own ids and weights, and do not end early
         rules, ranks = {row.draft_sampling.rule for row in rows}, any(row.num_top_tokens for row in rows)
         taken = self._draws.get((bucket, DrawKind(DraftRule.COUPLED in rules, DraftRule.REJECTION in rules, ranks)))
         return None if taken is None else (bucket, taken)

@@ -67,7 +67,7 @@ class DraftModelProposer:
     def grow(self, rows: Sequence[DraftRows], roots: Sequence[DraftedToken], trees: Sequence[GrowingTree]) -> None:
         """Of sequences that have just drawn `roots` behind their committed tokens, `rows`: grows a tree of each, one
         forward a level. Their blocks hold as many tokens as the tree has nodes, and nothing of it stays computed."""
-        sequence_of = {id(tree): row.sequence for tree, row in zip(trees, rows, strict=True)}
+        row_of = {id(tree): row for tree, row in zip(trees, rows, strict=True)}
         forks = {
             index: Fork(tree, -1, row.sampler, row.draft_sampling, row.position, row.limit)
             for index, (tree, row) in enumerate(zip(trees, rows, strict=True))
@@ -77,9 +77,9 @@ class DraftModelProposer:
             entries: list[BatchEntry] = []
             forks, num_rows = {}, 0
             for one in grown:
-                tree, sequence = one.tree, sequence_of[id(one.tree)]
-                parts = tuple(tree.ids), len(sequence), sequence.block_table, len(tree.level), tuple(tree.parents)
-                entries.append(BatchEntry(*parts))
+                tree, row = one.tree, row_of[id(one.tree)]
+                place = len(row.sequence), row.sequence.block_table
+                entries.append(BatchEntry(tuple(tree.ids), *place, len(tree.level), tuple(tree.parents), row.adapter))
                 forks |= one.forks(num_rows)
                 num_rows += len(tree.level)
             logits = self.runner.forward(entries)  # [nodes of the level, vocab]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from outrider.engine.batch import BatchEntry
+from outrider.engine.batch import BatchEntry, PreparedAdapter
 from outrider.engine.kv_cache_manager import CachedSequence
 from outrider.engine.random import RandomAhead, RandomKey, RandomRange
 from outrider.engine.sampler import SamplingRows, SequenceSampler
@@ -56,6 +56,7 @@ class DraftRows:
     limit: int  # positions below it will be drawn without another message
     num_top_tokens: int = 0  # how many other tokens for the same position are wanted
     offset: int = 0  # tokens not yet drawn before the one that is: in a pass that gives several
+    adapter: PreparedAdapter | None = None  # of the draft's model, that computes them
 
     @property
     def sequence(self) -> CachedSequence:
@@ -85,7 +86,7 @@ class DraftRows:
         """The rows as the runner takes them."""
         sequence, start = self.sequence, self.sequence.num_computed_tokens
         ids = sequence.tokens[start : start + self.num_rows]
-        return BatchEntry(ids, start, sequence.block_table, num_logits=int(self.draws))
+        return BatchEntry(ids, start, sequence.block_table, num_logits=int(self.draws), adapter=self.adapter)
 
     def sampling_rows(self) -> SamplingRows:
         """The row after the chain, processed as if the chain were committed. With an offset it holds for a sampler

@@ -32,6 +32,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from outrider.rpc.messages import MAX_NAME_CHARS
+
 
 class SettingsError(ValueError):
     """Settings that cannot be used. The message has one line per problem."""
@@ -550,6 +552,20 @@ def _resembles(name: object, other: str) -> bool:
 
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, as "200000 100000": microseconds in every so many
+
+
+def named_folders(given: Sequence[str], field: str) -> dict[str, Path]:
+    """Of a list of NAME=DIR: the folders, by name. ValueError for what is none, or comes twice."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not (name and folder and name.isprintable() and len(name) <= MAX_NAME_CHARS):
+            allowed = f"NAME=DIR, with a name of 1 to {MAX_NAME_CHARS} printable characters"
+            raise ValueError(f"{field}: is {text[:200]!r}; allowed: {allowed}")
+        if name in folders:
+            raise ValueError(f"{field}: has {name!r} more than once; allowed: a name for each")
+        folders[name] = Path(folder)
+    return folders
 
 
 def usable_threads() -> int:

@@ -10,9 +10,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 
 from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.token_tree import TokenTree
-from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
-from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics
+from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics, named_folders
 
 # No engine but ours has them.
 OWN_ONLY = (
@@ -108,8 +107,8 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
 
     @property
     def adapters(self) -> dict[str, Path]:
-        """The folder of each adapter, by its name."""
-        return {name: Path(folder) for name, _, folder in (given.partition("=") for given in self.adapter)}
+        """The folder of each adapter, by its name. ValueError for what is no NAME=DIR."""
+        return named_folders(self.adapter, "adapter (--adapter)")
 
     @property
     def node_rank(self) -> int:
@@ -124,14 +123,8 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
-        names = [given.partition("=")[0] for given in self.adapter]
-        for given, name in zip(self.adapter, names, strict=True):
-            if not name or not given[len(name) + 1 :] or len(name) > MAX_NAME_CHARS or not name.isprintable():
-                allowed = f"NAME=DIR, with a name of 1 to {MAX_NAME_CHARS} printable characters"
-                raise ValueError(f"adapter (--adapter): is {given[:200]!r}; allowed: {allowed}")
-            if names.count(name) > 1:
-                raise ValueError(f"adapter (--adapter): has {name!r} more than once; allowed: a name for each")
-        if self.expand and (self.adapter or self.allow_adapter_changes):
+        adapters = self.adapters
+        if self.expand and (adapters or self.allow_adapter_changes):
             raise ValueError("adapter (--adapter) is for the checkpoint's own weights; leave --expand out")
         return self
 
