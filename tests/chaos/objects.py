@@ -35,9 +35,10 @@ METHODS = "ngram,draft_model"
 # Caches of the services are full after the first rounds: prefixes, compiled constraints, the controller's windows.
 WARM_ROUNDS = 3
 SPARE_OBJECTS = 16  # of a class: a stream that opens again brings some of its own
-# What a gateway measures is kept by mode, length and number of sequences: bounded, and full after a thousand requests.
+# What a gateway measures is kept by methods, choices and number of sequences: bounded (tests/gateway/test_learning.py).
+# These requests have some 120 of them, each with up to 7 objects and 45 for what was tried, which is seldom all.
 MEASURED = ("outrider.planner.", "outrider.gateway.speculation.contest.")
-MOST_MEASURED = 4000  # objects
+MOST_MEASURED = 8000  # objects
 SPARE_TASKS, SPARE_DESCRIPTORS, SPARE_THREADS = 8, 8, 16
 # Allocated blocks of Python's memory: a list, a tuple or an int above 256 is one, so that a kept request is hundreds.
 KEPT_BLOCKS = 1.0  # a request

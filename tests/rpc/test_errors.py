@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
+from grpc._cython.cygrpc import ExecuteBatchError
 
 from outrider.rpc import errors, messages
 from outrider.rpc import status as statuses
@@ -120,6 +121,15 @@ async def test_timeouts_and_peers_errors_are_translated(raiser: tuple[Raiser, gr
         grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), grpc.aio.Metadata(), "no such model"
     )
     assert type(await raised("unary", channel)) is errors.NotFound
+
+
+async def test_a_call_that_ended_while_it_was_written_to_is_no_bug(
+    raiser: tuple[Raiser, grpc.aio.Channel], caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer, channel = raiser
+    servicer.error = ExecuteBatchError("Failed")
+    error = await raised("server stream", channel)
+    assert type(error) is errors.Unavailable and error.reason == "CALL_ENDED" and not caplog.records
 
 
 UNREADABLE = {

@@ -10,6 +10,7 @@ from outrider.planner.forecast import SharedStats, VerifyCosts
 from outrider.planner.policy import AHEAD, Limits, Mode, Policy
 
 MAX_ADAPTERS = 256  # of which the experience is kept; each takes some kB
+MAX_METHODS = 32  # lists of methods that requests may name, of which it is
 
 
 @dataclass(slots=True)
@@ -28,12 +29,12 @@ class Learned:
     ) -> tuple[SharedStats, SharedTrials]:
         """Of requests that are drafted for by these; by none: the draft's default. Those of an adapter (its digest)
         share with those of none what things take, and judge acceptance by their own."""
-        if methods not in self.by_methods:
-            stats = SharedStats(self.costs)
-            if at_target:
-                stats.between.add(0.0)  # no wire is between: nothing has to be measured
-            self.by_methods[methods] = stats, SharedTrials()
-        common = self.by_methods[methods]
+        common = self.by_methods.pop(methods, None) or (SharedStats(self.costs), SharedTrials())
+        if at_target and not common[0].between.weight:
+            common[0].between.add(0.0)  # no wire is between: nothing has to be measured
+        self.by_methods[methods] = common  # the latest is the last
+        if len(self.by_methods) > MAX_METHODS:
+            del self.by_methods[next(iter(self.by_methods))]
         if not adapter:
             return common
         key = adapter, methods
@@ -45,8 +46,8 @@ class Learned:
 
     @property
     def stats(self) -> SharedStats:
-        """Of the draft's default, else of what was asked for first."""
-        return (self.by_methods.get(()) or next(iter(self.by_methods.values())))[0]
+        """Of the draft's default, else of what was asked for last."""
+        return (self.by_methods.get(()) or next(reversed(self.by_methods.values())))[0]
 
 
 def limits_of(prepared: Prepared, base: Policy, max_draft_tokens: int, max_window: int) -> Limits | None:

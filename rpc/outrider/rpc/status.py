@@ -102,6 +102,8 @@ def translate(error: Exception, method: str) -> OutriderError:
         return error
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc_error(error)  # a peer's error, passed on
+    if isinstance(error, grpc.aio.InternalError):  # of what is done with a call whose caller has gone meanwhile
+        return Unavailable("the call has ended", reason="CALL_ENDED")
     if isinstance(error, asyncio.TimeoutError):
         return DeadlineExceeded("the request's time ran out")
     if isinstance(error, DecodeError):  # for which gRPC by itself would say UNKNOWN

@@ -282,12 +282,19 @@ class TrialsByConcurrency:
         return begun
 
 
+MAX_LIMITS = 32  # that requests may name; what is known under each takes some 100 kB at most
+
+
 @dataclass(slots=True)
 class SharedTrials:
     """Shared by all requests."""
 
-    _by_limits: dict[Limits, TrialsByConcurrency] = field(default_factory=dict)
+    _by_limits: dict[Limits, TrialsByConcurrency] = field(default_factory=dict)  # the latest is the last
 
     def of(self, limits: Limits) -> TrialsByConcurrency:
-        """That of requests with these choices."""
-        return self._by_limits.setdefault(limits, TrialsByConcurrency(limits))
+        """That of requests with these choices, of which those that were made longest ago are forgotten."""
+        known = self._by_limits
+        found = known[limits] = known.pop(limits) if limits in known else TrialsByConcurrency(limits)
+        if len(known) > MAX_LIMITS:
+            del known[next(iter(known))]
+        return found
