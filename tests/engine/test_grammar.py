@@ -331,7 +331,9 @@ def test_who_comes_behind_a_hostile_constraint_waits_for_no_process(
 
         def ask(self, question: object, seconds: float) -> str | None:
             if isinstance(question, str) and "hostile" in question:
-                raise GrammarError(grammar_trial.TOO_SLOW)
+                raise GrammarError("takes longer")
+            if isinstance(question, str) and "killed" in question:
+                raise TrialFailed
             return super().ask(question, seconds)
 
     monkeypatch.setattr(grammar_trial, "_Process", Watched)
@@ -342,6 +344,13 @@ def test_who_comes_behind_a_hostile_constraint_waits_for_no_process(
             compiler.compile(GrammarSpec("regex", "hostile"))
         assert len(started) == 2
         assert compiler.compile(GrammarSpec("regex", "b")).matcher().constrains and len(started) == 2
+
+        other = compiler._trials._idle.get()  # at work, so that a second one is started
+        assert compiler.compile(GrammarSpec("regex", "c")).matcher().constrains and len(started) == 3
+        compiler._trials._idle.put(other)
+        with pytest.raises(TrialFailed):
+            compiler.compile(GrammarSpec("regex", "killed"))
+        assert compiler.compile(GrammarSpec("regex", "d")).matcher().constrains and len(started) == 3
     finally:
         compiler.close()
 

@@ -39,12 +39,19 @@ class TrialFailed(OSError):
     """Nothing is known of the constraint: there was no process to try it, or no time or memory for one."""
 
 
+class _Idle(queue.LifoQueue["_Process | None"]):
+    """Those that run before those that are still to be started."""
+
+    def _put(self, item: _Process | None) -> None:
+        self.queue.insert(0 if item is None else len(self.queue), item)
+
+
 class Trials:
     """Up to `count` processes, started when needed; each tries one constraint at a time."""
 
     def __init__(self, layout: str, vocab_size: int, eos_ids: Sequence[int], count: int = 2) -> None:
         self._tokenizer = {"layout": layout, "vocab_size": vocab_size, "eos_ids": list(eos_ids)}
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        self._idle = _Idle()
         for _ in range(count):
             self._idle.put(None)
         weakref.finalize(self, _end_all, self._idle)
@@ -67,7 +74,7 @@ class Trials:
             raise GrammarError(problem)
 
     def _next(self) -> _Process | None:
-        """One in the place of one that was ended: whoever asks next does not wait until it has started."""
+        """One in the place of one that a constraint has cost: whoever asks next does not wait until it has started."""
         try:
             return _started(self._tokenizer)
         except TrialFailed:
@@ -78,7 +85,7 @@ class Trials:
         _end_all(self._idle)
 
 
-def _end_all(idle: queue.LifoQueue[_Process | None]) -> None:
+def _end_all(idle: _Idle) -> None:
     while not idle.empty():
         if (process := idle.get()) is not None:
             process.end()
