@@ -162,6 +162,12 @@ def test_routes_reach_gateways_by_tls(name: str) -> None:
     assert not [port for port in service["spec"]["ports"] if "h2c" in port.get("appProtocol", "")], "that is plaintext"
 
 
+@pytest.mark.parametrize("name", SECURED)
+def test_clients_come_to_know_gateways_that_were_added(name: str) -> None:
+    (workload,) = [one for one in Overlay(name).workloads if one.role == "gateway"]
+    assert 60 <= settings_of(workload).max_connection_age_s <= 3600
+
+
 def test_plaintext_is_said_aloud_and_only_where_it_is_meant(workload: Workload) -> None:
     assert settings_of(workload).insecure == (workload.overlay.name not in SECURED)
 

@@ -6,9 +6,10 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from outrider.rpc import server as server_module
 from outrider.rpc.channel import connect, dial_target, listen_target
 from outrider.rpc.errors import InvalidArgument, Unavailable
 from outrider.rpc.server import MAX_WATCHES, HealthMonitor, Server, build_server, serve_until_signal
@@ -218,6 +220,39 @@ async def echoing(**options: Any) -> AsyncIterator[Server]:
         yield server
     finally:
         await server.stop(0)
+
+
+async def ends(reader: asyncio.StreamReader) -> float:
+    """Seconds until the peer has closed the connection."""
+    began = time.monotonic()
+    async with asyncio.timeout(60):
+        with suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                pass
+    return time.monotonic() - began
+
+
+async def test_a_connection_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "HANDSHAKE_S", 0.3)
+    async with echoing() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await ends(reader)
+        writer.close()
+
+
+async def test_a_connection_without_a_call_ends_and_one_with_a_stream_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing passes on it but what keeps it; the next call opens another."""
+    monkeypatch.setattr(server_module, "IDLE_S", 0.3)
+    async with echoing() as server, connect(server.address) as used, connect(server.address) as idle:
+        watch = health_pb2_grpc.HealthStub(used).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status
+        assert await idle.unary_unary(METHOD)(b"x", timeout=30) == b"x"
+        async with asyncio.timeout(30):
+            while idle.get_state() is grpc.ChannelConnectivity.READY:
+                await idle.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        assert await idle.unary_unary(METHOD)(b"x", timeout=30) == b"x"
+        assert not watch.done() and used.get_state() is grpc.ChannelConnectivity.READY
+        watch.cancel()
 
 
 async def test_a_compressed_message_is_refused() -> None:

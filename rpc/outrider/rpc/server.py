@@ -41,6 +41,7 @@ POLL_S = 0.5
 GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
 _MAX_PROBES = 64  # at once, on an address of health alone, too
 MAX_WATCHES = 32
+HANDSHAKE_S, IDLE_S = 10.0, 300.0  # of a connection
 _MAX_BESIDE = 1024  # calls beside those that a server takes: probes, watches, and those that are being refused
 LIVENESS = ""
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -186,6 +187,9 @@ def server_options(
         # A client that vanished without a FIN frees its sequences and streams.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        # One that shakes no hands, and one without a call, which the next one opens again; an open stream is a call.
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         # Per connection; the whole server is bounded by maximum_concurrent_rpcs.
         ("grpc.max_concurrent_streams", 1024),
         # Two servers on one port share its connections at random: unless that is meant, the second is to fail at start.
