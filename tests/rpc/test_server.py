@@ -222,6 +222,76 @@ async def echoing(**options: Any) -> AsyncIterator[Server]:
         await server.stop(0)
 
 
+async def test_metadata_beyond_the_bound_are_refused() -> None:
+    async with echoing() as server, connect(server.address) as channel:
+        ask = channel.unary_unary(METHOD)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ask(b"x", metadata=(("much", "x" * (17 << 10)),), timeout=30)
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await ask(b"x", metadata=(("little", "x" * (7 << 10)),), timeout=30) == b"x"
+
+
+async def test_a_call_beyond_those_of_a_connection_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes nothing from other connections."""
+    monkeypatch.setattr(server_module, "MAX_STREAMS", 2)
+    async with echoing() as server, connect(server.address) as channel, connect(server.address) as other:
+        assert await channel.unary_unary(METHOD)(b"x", timeout=30) == b"x"  # it knows the bound
+        held = [channel.stream_stream(METHOD)() for _ in range(2)]
+        waiting = asyncio.ensure_future(channel.unary_unary(METHOD)(b"x", timeout=30))
+        for _ in range(5):
+            assert await other.unary_unary(METHOD)(b"x", timeout=30) == b"x"
+        assert not waiting.done()
+        held[0].cancel()
+        assert await waiting == b"x"
+        held[1].cancel()
+
+
+async def test_a_client_that_is_gone_without_a_word_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a machine that lost its power: no FIN, and no answer to a ping."""
+    monkeypatch.setattr(server_module, "KEEPALIVE_S", 0.5)
+    monkeypatch.setattr(server_module, "PING_S", 2.0)
+    begun, ended, silent = asyncio.Event(), asyncio.Event(), False
+
+    async def hold(request: bytes, context: Any) -> bytes:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+        return request
+
+    def register(server: Any) -> None:
+        handler = grpc.unary_unary_rpc_method_handler(hold)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"GetTargetInfo": handler}),))
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if not silent:
+                    writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served, serving = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(relay(reader, serving), relay(served, writer))
+
+    server = build_server("127.0.0.1:0", [SERVICE], register)
+    await server.start()
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    host, port = proxy.sockets[0].getsockname()
+    try:
+        async with proxy, connect(f"{host}:{port}") as channel:
+            call = channel.unary_unary(METHOD)(b"x")
+            await asyncio.wait_for(begun.wait(), 30)
+            await asyncio.sleep(1.5)
+            assert not ended.is_set(), "who answers pings is there"
+            silent = True
+            await asyncio.wait_for(ended.wait(), 20)
+            call.cancel()
+    finally:
+        await server.stop(0)
+
+
 async def ends(reader: asyncio.StreamReader) -> float:
     """Seconds until the peer has closed the connection."""
     began = time.monotonic()

@@ -74,7 +74,8 @@ def channel_options() -> list[ChannelOption]:
         ("grpc.absolute_max_metadata_size", 64 * 1024),
         # A peer that vanished without a FIN is noticed even with no stream open. Above the server's minimum of 10 s.
         ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 5_000),  # the kernel's
+        ("grpc.http2.ping_timeout_ms", 20_000),  # as of a process that stands still
         # Without streams no pings: a server may otherwise answer ENHANCE_YOUR_CALM.
         ("grpc.keepalive_permit_without_calls", 0),
         # A restarted service is found again within a second, not after gRPC's default of up to two minutes.

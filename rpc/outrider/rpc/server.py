@@ -41,7 +41,7 @@ POLL_S = 0.5
 GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
 _MAX_PROBES = 64  # at once, on an address of health alone, too
 MAX_WATCHES = 32
-HANDSHAKE_S, IDLE_S = 10.0, 300.0  # of a connection
+HANDSHAKE_S, IDLE_S, KEEPALIVE_S, PING_S, MAX_STREAMS = 10.0, 300.0, 30.0, 20.0, 1024  # of a connection
 _MAX_BESIDE = 1024  # calls beside those that a server takes: probes, watches, and those that are being refused
 LIVENESS = ""
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -185,13 +185,14 @@ def server_options(
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A client that vanished without a FIN frees its sequences and streams.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
+        ("grpc.keepalive_timeout_ms", 10_000),  # until which the kernel waits for what a machine shall acknowledge
+        ("grpc.http2.ping_timeout_ms", round(PING_S * 1000)),  # a process, or what stands between; else a minute
         # One that shakes no hands, and one without a call, which the next one opens again; an open stream is a call.
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         # Per connection; the whole server is bounded by maximum_concurrent_rpcs.
-        ("grpc.max_concurrent_streams", 1024),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Two servers on one port share its connections at random: unless that is meant, the second is to fail at start.
         ("grpc.so_reuseport", int(reuse_port)),
     ]
