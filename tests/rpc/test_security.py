@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -283,6 +284,50 @@ async def test_http_takes_the_same_files_and_names(authority: Authority, tmp_pat
         authority.path.write_bytes(later.path.read_bytes())
         assert await is_turned_away(port, later.path, known)
         assert await greeted(port, later.path, later.issue("d", "client.example")) == b"come in"
+
+
+def resumed(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bytes]:
+    """The session that a connection leaves to go on with, and what its server says. It blocks."""
+    plain = socket.create_connection(("127.0.0.1", port), 30)
+    with context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection:
+        said = connection.recv(100)
+        return connection.session, said
+
+
+@asynccontextmanager
+async def speaking(protocol: str, tls: ServerTls) -> AsyncIterator[int]:
+    """The port of a server that says something to whom it lets in: a greeting, or gRPC's settings."""
+    if protocol == "h2":
+        async with serving(tls) as server:
+            yield server.port
+    else:
+        async with greeting(tls.http_context(), tls) as port:
+            yield port
+
+
+@pytest.mark.parametrize("protocol", ["http/1.1", "h2"])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_session_outlives_no_authority(
+    authority: Authority, tmp_path: Path, version: ssl.TLSVersion, protocol: str
+) -> None:
+    """Who was known once by an authority that is trusted no more cannot go on as if it were."""
+    tls = ServerTls(authority.issue("server", ca=authority.path))
+    known, served_by = authority.issue("a", "client.example"), tmp_path / "served-by.crt"
+    served_by.write_bytes(authority.path.read_bytes())
+    context = ssl.create_default_context(cafile=served_by)
+    context.minimum_version = context.maximum_version = version
+    context.set_alpn_protocols([protocol])
+    assert known.cert is not None
+    context.load_cert_chain(known.cert, known.key)
+    async with speaking(protocol, tls) as port:
+        session, said = await asyncio.to_thread(resumed, port, context, None)
+        assert said and session is not None
+        authority.path.write_bytes(Authority(tmp_path, "later").path.read_bytes())
+        try:
+            _, said = await asyncio.to_thread(resumed, port, context, session)
+        except (ssl.SSLError, ConnectionError):
+            said = b""
+        assert not said
 
 
 async def test_http_asks_for_no_certificate_where_none_is_wanted(authority: Authority) -> None:

@@ -157,15 +157,7 @@ class ServerTls:
 
     def http_context(self) -> ssl.SSLContext:
         """For an HTTP server: each handshake takes the files as they are then."""
-        first, _ = self._pem.current()
-
-        def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-            connection.context = self._pem.current()[0].context
-
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.verify_mode = first.context.verify_mode
-        context.sni_callback = renew
-        return context
+        return _Renewed(self._pem)
 
     def admits(self, certificate: dict[str, Any] | None) -> bool:
         """Whether a client may call that showed this certificate, as `getpeercert` has it."""
@@ -179,6 +171,30 @@ class ServerTls:
         names = [name.decode("utf-8", "replace") for name in context.auth_context().get(SAN_KEY, ())]
         if not self._admits(names):
             raise PermissionDenied("the client's certificate has none of the names that may call", reason=WRONG_NAME)
+
+
+class _Renewed(ssl.SSLContext):
+    """Each connection is of the files' present state, and so is the session that it leaves: who goes on with one shows
+    no certificate, and none may outlive the authority by which its client was known."""
+
+    _pem: Watched[Pem]
+
+    def __new__(cls, pem: Watched[Pem]) -> _Renewed:
+        made = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+        made._pem = pem
+        return made
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """As asyncio asks for a connection."""
+        context = self._pem.current()[0].context
+        return context.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
 
 
 def _grpc_configuration(pem: Pem) -> Any:
