@@ -14,6 +14,8 @@ from chaos.faults import BLOWS, Blow, Fault, OutOfMemory, blows_of, strike
 from chaos.fleet import Fleet, Member, View
 from chaos.streams import Readers, Stream, judge
 
+from outrider.cli.local_services import ServiceFailed
+
 REACH_S = 60.0  # until the message comes by that a fault waits for
 NOTICE_S = 8.0  # until a gateway has to know, on whatever machine
 RESUME_S = 1.0  # from then on until a stream has its next token
@@ -110,6 +112,7 @@ class Outcome:
     errors_told: list[str] = field(default_factory=list)  # over HTTP, by streams that could not go on
     broken_off: int = 0  # streams over HTTP
     num_resumed: int = 0  # by a client over HTTP
+    failures: list[str] = field(default_factory=list)  # services that did not start again, by which a fleet ended
 
 
 async def run(
@@ -127,13 +130,19 @@ async def run(
     outcome = outcome or Outcome()
     outcome.expected = await expectations(asks, fleet, outcome.expected)
     readers = Readers(fleet, asks, outcome.expected, num_readers)
-    for fault in faults:
-        record = await _one(fleet, fault, readers, injecting)
-        outcome.records.append(record)
-        told(record)
-        if not record.whole_again:
-            break
-    await readers.stop()
+    try:
+        for fault in faults:
+            record = await _one(fleet, fault, readers, injecting)
+            outcome.records.append(record)
+            told(record)
+            if not record.whole_again:
+                break
+        await readers.stop()
+    except ServiceFailed as error:  # what came before counts, and what another fleet brings
+        outcome.failures.append(str(error))
+        await readers.give_up()
+    for stream in readers.streams:
+        stream.answer = None  # judged, and large
     outcome.streams += readers.streams
     outcome.errors_told += readers.http.errors_told
     outcome.broken_off += readers.http.broken_off

@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{outcome.num_resumed} went on from tokens of others",
         highlight=False,
     )
+    for failure in outcome.failures:
+        console.print(failure, highlight=False, markup=False)
     short = [bit for record in records for bit in record.out_of_memory]
     console.print(
         f"out of memory {len(short)} services, of which {sum(short)} ended by it or wrote that they were refused some; "
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"with {num_tokens} deliveries, {lost} lost, {changed} changed; {len(wrong)} faults with a problem",
         highlight=False,
     )
-    return int(bool(wrong or lost or changed or len(records) < len(faults)))
+    return int(bool(wrong or lost or changed or outcome.failures or len(records) < len(faults)))
 
 
 async def _all_of_it(faults: Sequence[Fault], options: argparse.Namespace, told: Callable[[Record], None]) -> Outcome:

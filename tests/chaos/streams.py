@@ -85,6 +85,12 @@ class Readers:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
+    async def give_up(self) -> None:
+        """Ends them where they are: the services will not go on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def read(self, ask: Ask, reader: str, addresses: Sequence[str], leaves: bool = False) -> Stream:
         """One request, whose answer is to be judged. Who `leaves` does so before the end."""
         stream = self._begun(ask, reader)

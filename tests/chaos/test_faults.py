@@ -90,6 +90,7 @@ async def test_no_fault_costs_more_than_time() -> None:
         outcome = await run(fleet, first_of(SEED, NUM_FAULTS), asks, told=lambda one: print(one.fault))
         records, streams = outcome.records, outcome.streams
         assert [f"{record.fault}: {record.problems}" for record in records if record.problems] == []
+        assert outcome.failures == []
         assert len(records) == NUM_FAULTS and len(streams) > NUM_FAULTS
         assert [stream for stream in streams if stream.error or stream.change] == []
         kinds = {kind: next(fault for fault in first_of(SEED, 1000) if fault.kinds == (kind,)) for kind in BLOWS}
