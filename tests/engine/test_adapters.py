@@ -217,7 +217,8 @@ def test_experts_take_no_adapter(tmp_path: Path) -> None:
     model = nn.ModuleDict({"mlp": Expert()})
     head = model["mlp"].head
     assert isinstance(head, nn.Module) and list(hooked_linears(model, head)) == ["mlp.gate"]
-    adapters = HookedAdapters(hooked_linears(model, head), 1, 4)
+    adapters = HookedAdapters(hooked_linears(model, head))
+    adapters.make_room(1, 4)
     adapters.put(0, adapters.prepare({"mlp.gate": LowRank(torch.ones(1, 4), torch.ones(4, 1), 1.0)}))
     gate = model["mlp"].gate
     assert isinstance(gate, nn.Linear)

@@ -85,6 +85,8 @@ OUTPUTS = dict(
 )
 INPUTS = dict(zip(PROJECTIONS, (HIDDEN, HIDDEN, HIDDEN, HEADS * DIM, HIDDEN, HIDDEN, WIDTH), strict=True))
 
+SIZES = {name: (OUTPUTS[name], INPUTS[name]) for name in PROJECTIONS}
+
 
 def factors_of(rank: int, names: Sequence[str] = PROJECTIONS) -> list[dict[str, Factors]]:
     """An adapter of both layers."""
@@ -116,7 +118,7 @@ def with_factors(layer: LayerWeights, factors: Mapping[str, Factors]) -> LayerWe
 
 def adapters_of(*adapters: Sequence[Mapping[str, Factors]]) -> CpuAdapters:
     """In slots."""
-    bank = CpuAdapters(len(adapters), max(INPUTS.values()))
+    bank = CpuAdapters(len(adapters), SIZES)
     for slot, layers in enumerate(adapters):
         bank.put(slot, CpuAdapter(layers, OUTPUTS))
     return bank
@@ -209,7 +211,7 @@ def test_rows_with_adapters_have_the_bits_that_they_have_among_fewer(few_bits: C
 def test_adapters_that_are_none() -> None:
     with pytest.raises(ValueError, match="rank: is 65; allowed: at most 64"):
         CpuAdapter(factors_of(65), OUTPUTS)
-    bank = CpuAdapters(2, WIDTH)
+    bank = CpuAdapters(2, SIZES)
     with pytest.raises(IndexError, match="slot 1 has no adapter"):
         bank.step(torch.tensor([-1, 1], dtype=torch.int32))
 

@@ -233,7 +233,7 @@ def adapters_of(rng: random.Random, torch: Any, layer: Any, slots: Any) -> Any:
         rank = rng.randint(1, MOST_RANK)
         return torch.randn(rank, inputs[name]) * 0.1, torch.randn(outputs[name], rank) * 0.1, 0.5
 
-    bank = CpuAdapters(2, max(inputs.values()))
+    bank = CpuAdapters(2, {name: (outputs[name], inputs[name]) for name in PROJECTIONS})
     for slot in range(2):
         names = [rng.sample(PROJECTIONS, rng.randint(0, len(PROJECTIONS))) for _ in range(2)]
         bank.put(slot, CpuAdapter([{name: factors(name) for name in layer} for layer in names], outputs))

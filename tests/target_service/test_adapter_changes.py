@@ -48,7 +48,7 @@ def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def settings_of(base: Path, **options: Any) -> TargetSettings:
-    return TargetSettings(model=base, listen="127.0.0.1:0", num_blocks=64, threads=1, **options)
+    return TargetSettings(**{"model": base, "listen": "127.0.0.1:0", "num_blocks": 64, "threads": 1} | options)
 
 
 class Running:
@@ -239,6 +239,7 @@ async def test_it_has_to_be_allowed(base: Path, folders: dict[str, Path]) -> Non
         ({"adapter": ["one=a", "one=b"]}, "has 'one' more than once"),
         ({"adapter": ["one=a"], "expand": True}, "leave --expand out"),
         ({"max_adapter_rank": 65}, "less than or equal to 64"),
+        ({"allow_adapter_changes": True, "listen": ":0", "insecure": True}, "others reach listen"),
     ],
 )
 def test_settings_that_are_none(base: Path, options: dict[str, Any], said: str) -> None:

@@ -69,16 +69,10 @@ class AdapterTable:
             raise self.not_found(message.adapter)
         return found
 
-    def open(self, adapter: ServedAdapter | None) -> None:
-        """One more sequence has it."""
-        if adapter is not None:
-            adapter.num_sequences += 1
-
-    def close(self, adapter: ServedAdapter | None) -> None:
-        """One fewer."""
-        if adapter is not None:
-            adapter.num_sequences -= 1
-            self._free(adapter)
+    def close(self, adapter: ServedAdapter) -> None:
+        """One sequence fewer has it."""
+        adapter.num_sequences -= 1
+        self._free(adapter)
 
     def not_found(self, name: str) -> NotFound:
         """What is said of a name that is none."""

@@ -193,9 +193,9 @@ class TargetEngine:
         parent = self.scheduler.sequences.get((stream, message.fork_of)) if message.fork_of is not None else None
         try:
             now, num_tokens = self._clock(), len(message.prompt_ids) + message.sampling.max_tokens
-            forks_nothing = message.fork_of is not None and parent is None  # which `admit` refuses
-            adapter = None if forks_nothing else self.adapters.find(message, None if parent is None else parent.adapter)
-            key = (stream, message.sequence_id)
+            inherited, key = None if parent is None else parent.adapter, (stream, message.sequence_id)
+            is_lost = message.fork_of is not None and parent is None  # which `admit` says
+            adapter = None if is_lost or not (message.adapter or inherited) else self.adapters.find(message, inherited)
             target = admit(message, parent, key, sink, self.limits, self._arrivals, now, adapter)
             self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
@@ -207,7 +207,8 @@ class TargetEngine:
             return
         self._arrivals += 1
         self._work.add(target.key, num_tokens, now)
-        self.adapters.open(adapter)
+        if adapter is not None:
+            adapter.num_sequences += 1
         self.scheduler.add(target)
 
     def _update(self, target: TargetSequence, message: DraftTokens | Credit, received: float) -> None:
@@ -355,8 +356,9 @@ class TargetEngine:
             target.waits_for.cancel()
         self.scheduler.remove(target)
         self._work.remove(target.key, self._clock())
-        adapter, target.adapter = target.adapter, None
-        self.adapters.close(adapter)
+        if target.adapter is not None:
+            self.adapters.close(target.adapter)
+            target.adapter = None
 
     def _fail(self, target: TargetSequence, error: OutriderError) -> None:
         target.finished = True

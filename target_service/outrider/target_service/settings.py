@@ -11,7 +11,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.token_tree import TokenTree
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
-from outrider.rpc.settings import CHECKPOINT, Address, ModelSettings, ServerSettings, VllmMetrics, named_folders
+from outrider.rpc.settings import (
+    CHECKPOINT,
+    Address,
+    ModelSettings,
+    ServerSettings,
+    VllmMetrics,
+    is_loopback,
+    named_folders,
+)
 
 # No engine but ours has them.
 OWN_ONLY = (
@@ -124,15 +132,19 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
         adapters = self.adapters
+        if self.allow_adapter_changes and self.tls_client_ca is None and not is_loopback(self.listen):
+            raise ValueError(
+                f"allow_adapter_changes (--allow-adapter-changes): others reach listen (--listen), {self.listen}; "
+                "allowed: with --tls-client-ca, whose clients show certificates, or 127.0.0.1, [::1], localhost, unix:"
+            )
         if self.expand and (adapters or self.allow_adapter_changes):
             raise ValueError("adapter (--adapter) is for the checkpoint's own weights; leave --expand out")
         return self
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        fields = type(self).model_fields
         if self.engine == "vllm":
-            defaults = {name: fields[name].get_default(call_default_factory=True) for name in OWN_ONLY}
-            for name in (name for name in OWN_ONLY if getattr(self, name) != defaults[name]):
+            defaults = {name: type(self).model_fields[name].get_default(call_default_factory=True) for name in OWN_ONLY}
+            for name in (name for name, default in defaults.items() if getattr(self, name) != default):
                 raise ValueError(f"{name} (--{name.replace('_', '-')}) is for engine outrider; leave it out")
         return self

@@ -60,7 +60,7 @@ def load_adapter(
         given = _read_config(folder)
         config, path = parse_adapter_config(given, most_rank), _weights_file(folder)
         with checkpoint_digest(folder, (path,)) as weights_digest:
-            modules = _modules(config, model.linears, read_tensors((path,)))
+            modules = _modules(config, model.adapters.linears, read_tensors((path,)))
             digest = _digest(model_digest, modules, weights_digest())
     return LoadedAdapter(digest, max(len(one.down) for one in modules.values()), modules)
 

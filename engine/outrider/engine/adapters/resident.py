@@ -27,10 +27,10 @@ class ResidentAdapters:
         """Takes the memory. Raises UnsupportedModel for a model without adapters."""
         if not isinstance(model, TakesAdapters):
             raise UnsupportedModel("adapters are for our own decoder and for transformers' models of plain products")
-        model.make_room(room.num_slots, room.max_rank)
+        model.adapters.make_room(room.num_slots, room.max_rank)
         self.room = room
         self.num_swaps = 0  # since the start: adapters that were put into a slot
-        self._model = model
+        self._bank = model.adapters
         self._free = list(reversed(range(room.num_slots)))
         self._slot_of: OrderedDict[PreparedAdapter, int] = OrderedDict()  # the one wanted longest ago first
 
@@ -38,7 +38,7 @@ class ResidentAdapters:
         """In the layout of a slot, on the host; from any thread. Raises ValueError for a rank that has no room."""
         if loaded.rank > self.room.max_rank:
             raise ValueError(f"rank: is {loaded.rank}; allowed here: at most {self.room.max_rank}")
-        return PreparedAdapter(loaded.digest, loaded.rank, self._model.prepare(loaded.modules))
+        return PreparedAdapter(loaded.digest, loaded.rank, self._bank.prepare(loaded.modules))
 
     def slots_for(self, adapters: Sequence[PreparedAdapter | None]) -> list[int]:
         """Where each lies, -1 for none; those that are not there are put there. Raises ValueError for more than there
@@ -57,12 +57,12 @@ class ResidentAdapters:
     def forget(self, adapter: PreparedAdapter) -> None:
         """No step wants it any more."""
         if (slot := self._slot_of.pop(adapter, None)) is not None:
-            self._model.put(slot, None)
+            self._bank.put(slot, None)
             self._free.append(slot)
 
     def _put(self, slot: int, adapter: PreparedAdapter) -> None:
         try:
-            self._model.put(slot, adapter.weights)
+            self._bank.put(slot, adapter.weights)
         except Exception:
             self._free.append(slot)
             raise

@@ -90,19 +90,27 @@ class LowRank:
     scaling: float
 
 
+class AdapterBank(Protocol):
+    """The adapters of a model, in slots. Called from one thread, but for `prepare`."""
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """The products that an adapter may change, by the names of their modules: outputs and inputs of each."""
+
+    def make_room(self, num_slots: int, max_rank: int) -> None:
+        """Takes the memory for so many adapters at once. Before all that follows, and once."""
+
+    def prepare(self, modules: Mapping[str, LowRank]) -> Any:
+        """An adapter as `put` takes it, on the host. From any thread."""
+
+    def put(self, slot: int, prepared: Any) -> None:
+        """Rows of this slot have this adapter from the next pass on; None takes it away."""
+
+
 @runtime_checkable
 class TakesAdapters(Protocol):
     """A model whose rows may have adapters: those that a batch's `adapter_slots` name."""
 
     @property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """The products that an adapter may change, by the checkpoint's names: outputs and inputs of each."""
-
-    def make_room(self, num_slots: int, max_rank: int) -> None:
-        """Takes the memory for so many adapters at once. Before the first of them, and once."""
-
-    def prepare(self, modules: Mapping[str, LowRank]) -> Any:
-        """An adapter as `put` takes it, on the host. From any thread, once there is room."""
-
-    def put(self, slot: int, prepared: Any) -> None:
-        """Rows of this slot have this adapter from the next pass on; None takes it away."""
+    def adapters(self) -> AdapterBank:
+        """Those that it has."""

@@ -14,9 +14,8 @@ from torch import Tensor
 from outrider.engine.batch import Batch, StaticBatch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
-from outrider.engine.models.base import LowRank
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
-from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters, decoder_linears
+from outrider.engine.models.low_rank import LayerAdapters, StackedAdapters
 from outrider.engine.models.weights import WeightReader, num_parameters
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention, plan_on_device
 from outrider.kernels.attention.reference import planned_attention
@@ -204,7 +203,7 @@ class Decoder:
         self._norm = reader.norm("model.norm.weight")  # [hidden]
         head = reader.head(self._embedding.weight)
         self._head = Linear(head, batch_invariant=batch_invariant, keep_plain=keep_plain or config.tied_embeddings)
-        self._adapters: StackedAdapters | None = None
+        self.adapters = StackedAdapters(config, dtype, device, batch_invariant)
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
@@ -215,31 +214,6 @@ class Decoder:
     def output(self) -> Tensor | None:  # [vocab, hidden]
         """Of the language-model head; None where it is kept in a layout of the product's own alone."""
         return self._head.weight
-
-    @property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """The products that an adapter may change, by the checkpoint's names: outputs and inputs of each."""
-        return decoder_linears(self.config)
-
-    def make_room(self, num_slots: int, max_rank: int) -> None:
-        """Takes the memory for so many adapters at once."""
-        self._adapters = StackedAdapters(
-            self.config, num_slots, max_rank, self.dtype, self.device, self.batch_invariant
-        )
-
-    def prepare(self, modules: Mapping[str, LowRank]) -> Any:
-        """An adapter as `put` takes it, on the host. Raises ValueError without room."""
-        return self._room.prepare(modules)
-
-    def put(self, slot: int, prepared: Any) -> None:
-        """Rows of this slot have this adapter from the next pass on. Raises ValueError without room."""
-        self._room.put(slot, prepared)
-
-    @property
-    def _room(self) -> StackedAdapters:
-        if self._adapters is None:
-            raise ValueError("there is no room for adapters")
-        return self._adapters
 
     def forward(
         self,
@@ -265,7 +239,7 @@ class Decoder:
         plans = {window: self._plan(batch, cache.block_size, window) for window in set(self.config.sliding_windows)}
         rotary = {kind: (cos[batch.positions], sin[batch.positions]) for kind, (cos, sin) in self._rotary.items()}
         slots = batch.adapter_slots
-        adapters = [None] * len(self._blocks) if slots is None else self._room.step(slots)
+        adapters = [None] * len(self._blocks) if slots is None else self.adapters.step(slots)
         update, residual = None, self._embedding(batch.token_ids)
         for index, (block, keys, values) in enumerate(zip(self._blocks, cache.keys, cache.values, strict=True)):
             if taps is not None and taps.wants(index):

@@ -5,7 +5,6 @@ A draft's matrices may be rounded to 8 bits. The embeddings, of which a pass rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +12,11 @@ from torch import Tensor
 from outrider.engine.batch import Batch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
-from outrider.engine.models.base import LowRank
 from outrider.engine.models.decoder_config import DecoderConfig, rotary_tables
-from outrider.engine.models.low_rank import by_layer, decoder_linears, projection_sizes
+from outrider.engine.models.native_adapters import NativeAdapters
 from outrider.engine.models.weights import WeightReader
 from outrider.kernels.cpu import decoder
 from outrider.kernels.cpu.decoder import CpuDecoder, Kind, LayerWeights, RaggedRows
-from outrider.kernels.cpu.low_rank import CpuAdapter, CpuAdapters
 
 
 def can_run(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -60,36 +57,7 @@ class NativeDecoder:
             attention_softcap=config.attention_softcap,
             logit_softcap=config.logit_softcap,
         )
-        self._adapters: CpuAdapters | None = None
-
-    @property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """The products that an adapter may change, by the checkpoint's names: outputs and inputs of each."""
-        return decoder_linears(self.config)
-
-    def make_room(self, num_slots: int, max_rank: int) -> None:
-        """For so many adapters at once; what they take, they bring."""
-        widest = max(inputs for _, inputs in projection_sizes(self.config).values())
-        self._adapters = CpuAdapters(num_slots, widest)
-
-    def prepare(self, modules: Mapping[str, LowRank]) -> CpuAdapter:
-        """An adapter as `put` takes it."""
-        outputs = {_projection(name): size for name, (size, _) in projection_sizes(self.config).items()}
-        layers = [
-            {_projection(name): (one.down, one.up, one.scaling) for name, one in layer.items()}
-            for layer in by_layer(self.config, modules)
-        ]
-        return CpuAdapter(layers, outputs)
-
-    def put(self, slot: int, prepared: Any) -> None:
-        """Rows of this slot have this adapter from the next pass on. Raises ValueError without room."""
-        self._room.put(slot, prepared)
-
-    @property
-    def _room(self) -> CpuAdapters:
-        if self._adapters is None:
-            raise ValueError("there is no room for adapters")
-        return self._adapters
+        self.adapters = NativeAdapters(config)
 
     def forward(
         self, batch: Batch, cache: KVCache, *, taps: Taps | None = None
@@ -102,12 +70,8 @@ class NativeDecoder:
         )  # fmt: skip
         tapped = None if taps is None else (taps.layers, taps.states)
         slots = batch.adapter_slots
-        adapters = None if slots is None else self._room.step(slots)
+        adapters = None if slots is None else self.adapters.step(slots)
         return self.kernel.forward(batch.token_ids, rows, cache.keys, cache.values, batch.logit_rows, tapped, adapters)
-
-
-def _projection(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _layer(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.engine.models.base import LowRank
-from outrider.engine.models.low_rank import LEAST_RANK
+from outrider.engine.models.low_rank import slot_rank
 from outrider.kernels.lora.reference import add_low_rank
 from outrider.kernels.types import LowRankWeights
 
@@ -29,11 +29,21 @@ def hooked_linears(model: nn.Module, head: nn.Module | None) -> dict[str, nn.Lin
 
 
 class HookedAdapters:
-    """Of one model, in slots of one size. Called from one thread, but for `prepare`."""
+    """An AdapterBank: slots of one size."""
 
-    def __init__(self, linears: Mapping[str, nn.Linear], num_slots: int, max_rank: int) -> None:
-        rank = max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
+    def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
         self._linears = linears
+        self._weights: dict[str, LowRankWeights] = {}
+        self._held: list[frozenset[str]] = []  # of each slot, the modules that it changes
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """By the modules' names."""
+        return {name: (module.out_features, module.in_features) for name, module in self._linears.items()}
+
+    def make_room(self, num_slots: int, max_rank: int) -> None:
+        """Of all slots, where the modules' weights are."""
+        rank = slot_rank(max_rank)
         self._weights = {
             name: LowRankWeights(
                 module.weight.new_zeros(num_slots, 1, rank, module.in_features),
@@ -41,9 +51,9 @@ class HookedAdapters:
                 torch.zeros(num_slots, 1, device=module.weight.device),
                 (0, module.out_features),
             )
-            for name, module in linears.items()
+            for name, module in self._linears.items()
         }
-        self._held: list[frozenset[str]] = [frozenset()] * num_slots  # modules that each changes
+        self._held = [frozenset()] * num_slots
 
     def prepare(self, modules: Mapping[str, LowRank]) -> dict[str, LowRank]:
         """In the type of the weights, on the host."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -24,6 +25,11 @@ PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+
+
+def slot_rank(max_rank: int) -> int:
+    """What a slot has room for, so that tiles fit it: a power of two."""
+    return max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
 
 
 def decoder_linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -88,37 +94,32 @@ _Part = tuple[Tensor, Tensor, Tensor]  # of one slot and product: down, up and s
 
 
 class StackedAdapters:
-    """The adapters of a decoder by PyTorch or Triton, in slots of one size. Called from one thread, but for
-    `prepare`."""
+    """An AdapterBank of a decoder by PyTorch or Triton: slots of one size."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        batch_invariant: bool,
-    ) -> None:
-        self._config, self._dtype, self._batch_invariant = config, dtype, batch_invariant
-        self._pins = device.type == "cuda"
-        self._rank = max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
-        sizes = projection_sizes(config)
-        self._layers = [
-            {
-                name: LowRankWeights(
-                    down=torch.zeros(num_slots, len(parts), self._rank, sizes[parts[0]][1], dtype=dtype, device=device),
-                    up=torch.zeros(
-                        num_slots, sum(sizes[part][0] for part in parts), self._rank, dtype=dtype, device=device
-                    ),
-                    scaling=torch.zeros(num_slots, len(parts), device=device),
-                    bounds=tuple(accumulate((sizes[part][0] for part in parts), initial=0)),
-                )
-                for name, parts in PRODUCTS.items()
-            }
-            for _ in range(config.num_layers)
-        ]
-        self._held: list[frozenset[tuple[int, str]]] = [frozenset()] * num_slots  # layers and products that it changes
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> None:
+        self._config, self._dtype, self._device, self._batch_invariant = config, dtype, device, batch_invariant
+        self._layers: list[dict[str, LowRankWeights]] = []  # by the names of PRODUCTS
+        self._held: list[frozenset[tuple[int, str]]] = []  # of each slot, the layers and products that it changes
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """By the checkpoint's names."""
+        return decoder_linears(self._config)
+
+    def make_room(self, num_slots: int, max_rank: int) -> None:
+        """Of all slots, on the device."""
+        rank, sizes = slot_rank(max_rank), projection_sizes(self._config)
+
+        def weights(*parts: str) -> LowRankWeights:
+            bounds = tuple(accumulate((sizes[part][0] for part in parts), initial=0))
+            down = num_slots, len(parts), rank, sizes[parts[0]][1]
+            zeros = partial(torch.zeros, dtype=self._dtype, device=self._device)
+            scaling = torch.zeros(num_slots, len(parts), device=self._device)
+            return LowRankWeights(zeros(down), zeros((num_slots, bounds[-1], rank)), scaling, bounds)
+
+        layers = range(self._config.num_layers)
+        self._layers = [{name: weights(*parts) for name, parts in PRODUCTS.items()} for _ in layers]
+        self._held = [frozenset()] * num_slots
 
     def prepare(self, modules: Mapping[str, LowRank]) -> dict[tuple[int, str], _Part]:
         """By layer and product, in the layout of a slot."""
@@ -163,4 +164,4 @@ class StackedAdapters:
         return down, up, scaling
 
     def _host(self, shape: Sequence[int]) -> Tensor:
-        return torch.zeros(*shape, dtype=self._dtype, pin_memory=self._pins)
+        return torch.zeros(*shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")

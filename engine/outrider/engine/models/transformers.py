@@ -35,7 +35,7 @@ from outrider.engine.batch import Batch, BatchEntry, build_batch
 from outrider.engine.hidden_states import Taps
 from outrider.engine.kv_cache import KVCache, LayerShape
 from outrider.engine.kv_cache_manager import BLOCK_SIZE
-from outrider.engine.models.base import CausalLM, LowRank, UnsupportedModel
+from outrider.engine.models.base import CausalLM, UnsupportedModel
 from outrider.engine.models.hooked_adapters import HookedAdapters, hooked_linears
 from outrider.kernels.attention.plan import AttentionPlan, plan_attention
 from outrider.kernels.attention.reference import planned_attention
@@ -336,34 +336,7 @@ class RegistryModel:
         self.layers: tuple[LayerShape, ...] = tuple(seen.shapes[layer] for layer in range(text.num_hidden_layers))
         self._windows = tuple(seen.windows[layer] for layer in range(text.num_hidden_layers))
         self._model.set_attn_implementation(PAGED)
-        self._adapters: HookedAdapters | None = None
-
-    @property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """The products that an adapter may change, by the modules' names: outputs and inputs of each."""
-        return {name: (module.out_features, module.in_features) for name, module in self._linears.items()}
-
-    def make_room(self, num_slots: int, max_rank: int) -> None:
-        """Takes the memory for so many adapters at once."""
-        self._adapters = HookedAdapters(self._linears, num_slots, max_rank)
-
-    def prepare(self, modules: Mapping[str, LowRank]) -> Any:
-        """An adapter as `put` takes it, on the host. Raises ValueError without room."""
-        return self._room.prepare(modules)
-
-    def put(self, slot: int, prepared: Any) -> None:
-        """Rows of this slot have this adapter from the next pass on. Raises ValueError without room."""
-        self._room.put(slot, prepared)
-
-    @property
-    def _linears(self) -> dict[str, nn.Linear]:
-        return hooked_linears(self._model, self._model.get_output_embeddings())
-
-    @property
-    def _room(self) -> HookedAdapters:
-        if self._adapters is None:
-            raise ValueError("there is no room for adapters")
-        return self._adapters
+        self.adapters = HookedAdapters(hooked_linears(self._model, self._model.get_output_embeddings()))
 
     @property
     def embeddings(self) -> Tensor:  # [vocab, hidden]
@@ -386,7 +359,7 @@ class RegistryModel:
         step = PagedStep(batch, cache, self._windows)
         keep = {"logits_to_keep": batch.logit_rows} if self._takes_rows else {}
         slots = batch.adapter_slots
-        with nullcontext() if slots is None else self._room.hooked(slots):
+        with nullcontext() if slots is None else self.adapters.hooked(slots):
             output = self._call(batch.token_ids, batch.positions, step, output_hidden_states=taps is not None, **keep)
         if taps is not None:
             for layer in taps.layers:

@@ -25,7 +25,7 @@ class _LayerAdapter(Structure):
 
 
 class _Adapters(Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("adapters", "slots", "inputs", "inner"))
+    _fields_ = tuple((name, c_void_p) for name in ("adapters", "slots", "inputs", "inner", "outputs"))
 
 
 class CpuAdapter:
@@ -61,9 +61,10 @@ class CpuAdapter:
 class CpuAdapters:
     """The slots of one decoder. One thread at a time may call it: it keeps its scratch memory."""
 
-    def __init__(self, num_slots: int, widest: int) -> None:
-        """`widest` is the most inputs of a product."""
-        self._widest = widest
+    def __init__(self, num_slots: int, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """`sizes` are the outputs and inputs of every projection."""
+        self._widest = max(inputs for _, inputs in sizes.values())
+        self._outputs = (c_int64 * len(PROJECTIONS))(*(sizes[name][0] for name in PROJECTIONS))
         self._held: list[CpuAdapter | None] = [None] * num_slots
         self._table = (c_void_p * num_slots)()
         self._inputs = self._inner = torch.empty(0)
@@ -81,4 +82,4 @@ class CpuAdapters:
             self._inputs = torch.zeros(len(slots) * self._widest)
             self._inner = torch.zeros(len(slots) * SLICES * MOST_RANK)
         pointers = (tensor.data_ptr() for tensor in (slots, self._inputs, self._inner))
-        return _Adapters(ctypes.addressof(self._table), *pointers)
+        return _Adapters(ctypes.addressof(self._table), *pointers, ctypes.addressof(self._outputs))
