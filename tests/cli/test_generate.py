@@ -140,6 +140,7 @@ def test_variables_and_a_file(trio: Trio, tmp_path: Any) -> None:
         ((PROMPT, "--n", "1000"), "n: is 1000"),
         ((PROMPT, "--method", "magic"), "method"),
         ((PROMPT, "--model", "magic"), "the model 'magic' does not exist; served here: "),
+        ((PROMPT, "--adapter", "magic"), "adapter: is 'magic', which does not exist; served here: none"),
         (("--token-ids", "999999"), "999999"),
     ],
 )

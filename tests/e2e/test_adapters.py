@@ -220,7 +220,7 @@ async def test_an_adapter_is_unloaded_under_load(models: Models) -> None:
             await stream.begun()
         assert await unload_adapter(channel, "sql") == 2, "neither is at its end"
         await until(lambda: targets.info.digest_of("sql") is None)
-        with pytest.raises(NotFound, match="the adapter 'sql' does not exist; served here: 'law'"):
+        with pytest.raises(NotFound, match="adapter: is 'sql', which does not exist; served here: 'law'"):
             await answer(engine, asking("sql"))
         await load_adapter(channel, "sql", str(models.adapters["other sql"]))
         await until(lambda: targets.info.digest_of("sql") is not None)

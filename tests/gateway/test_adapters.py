@@ -145,7 +145,7 @@ async def test_a_name_that_is_not_there_is_refused_with_those_that_are(has: str,
     if has == "many":
         target.info = with_adapters(target.info, **{f"n{number}": f"a{number}" for number in range(25)})
     async with gateway(target) as served:
-        with pytest.raises(NotFound, match=rf"the adapter 'sqll' does not exist; served here: {listed}$") as no:
+        with pytest.raises(NotFound, match=rf"adapter: is 'sqll', which does not exist; served here: {listed}$") as no:
             await ask(served, adapter="sqll")
         assert no.value.reason == "ADAPTER_NOT_FOUND"
         with pytest.raises(NotFound, match=r"the model 'sql' does not exist"):
@@ -163,7 +163,7 @@ async def test_what_is_resumed_goes_on_with_the_weights_of_its_adapter_alone() -
             with pytest.raises(FailedPrecondition, match=f"model_digest: is {digest}, another model's") as no:
                 await ask(served, adapter=adapter, output_ids=[half], model_digest=digest)
             assert no.value.reason == "OTHER_MODEL"
-        with pytest.raises(FailedPrecondition, match="the adapter 'gone' does not exist") as no:  # maybe elsewhere
+        with pytest.raises(FailedPrecondition, match="adapter: is 'gone', which does not exist") as no:  # maybe elsewhere
             await ask(served, adapter="gone", output_ids=[half], model_digest="a1")
         assert no.value.reason == "OTHER_MODEL"
 
@@ -195,7 +195,7 @@ async def test_what_is_loaded_or_unloaded_is_known_without_a_restart() -> None:
         assert targets.opens == [[], ["sql"]]
         put(second, "")
         await until(lambda: not targets.adapters)
-        with pytest.raises(NotFound, match="'sql' does not exist; served here: none"):
+        with pytest.raises(NotFound, match="'sql', which does not exist; served here: none"):
             await answer(engine, asking(adapter="sql"))
         assert targets.opens == [[], ["sql"]] and not first.opens
 
@@ -208,7 +208,7 @@ async def test_an_adapter_that_is_unloaded_while_requests_wait_is_named() -> Non
     await until(lambda: target.opens and engine.admission.num_waiting)
     target.info = replace(target.info, adapters=())
     assert await asyncio.wait_for(runs, 30) == expected(PROMPT, 60, sql), "what runs goes on"
-    with pytest.raises(NotFound, match="the adapter 'sql' does not exist"):
+    with pytest.raises(NotFound, match="adapter: is 'sql', which does not exist"):
         await asyncio.wait_for(waits, 30)
     assert len(target.opens) == 1
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from support.adapters import save_adapter
 from support.heads import random_head_of, save_mimo
 
 from outrider.llm import LLM
@@ -294,21 +296,61 @@ llm = LLM(
 outputs = llm.generate(prompts, sampling_params)
 """
     + SHOW,
+    "lora": """
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+sql_lora_path = "yard1/llama-2-7b-sql-lora-test"
+
+llm = LLM(
+    model="meta-llama/Llama-3.1-8B-Instruct",
+    speculative_config={
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+    },
+    enable_lora=True,
+    max_loras=1,
+    max_lora_rank=8,
+    max_cpu_loras=2,
+    max_num_seqs=256,
+)
+
+prompts = [
+    "def add(a, b): return a + b\\ndef subtract(a, b):",
+    "def add(a, b): return a + b\\ndef add_all(a, b):",
+]
+sampling_params = SamplingParams(temperature=0, max_tokens=64)
+
+outputs = llm.generate(
+    prompts,
+    sampling_params,
+    lora_request=LoRARequest("sql_adapter", 1, sql_lora_path)
+)
+"""
+    + SHOW,
 }
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For the names of checkpoints in the scripts: heads of random weights in their public layouts, and a target that
-    brings an MTP layer."""
+    """For the names of checkpoints in the scripts: heads of random weights in their public layouts, a target that
+    brings an MTP layer, and an adapter."""
     root = tmp_path_factory.mktemp("checkpoints")
     found = {name: random_head_of(pair_path().target, method, root / method) for method, name in HEADS.items()}
+    state = load_file(weights_of(pair_path().target))
+    found["yard1/llama-2-7b-sql-lora-test"] = save_adapter(root / "sql", state, r=8)
     return found | {"XiaomiMiMo/MiMo-7B-Base": save_mimo(root / "mimo", pair_path().target)}
+
+
+def weights_of(folder: Path) -> Path:
+    (file,) = folder.glob("*.safetensors")
+    return file
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_vllm_runs(name: str, folders: dict[str, Path]) -> None:
-    script = re.sub(r"^from vllm(\.\w+)? import", r"from outrider.llm\1 import", SCRIPTS[name], flags=re.MULTILINE)
+    script = re.sub(r"^from vllm((?:\.\w+)*) import", r"from outrider.llm\1 import", SCRIPTS[name], flags=re.MULTILINE)
     script = re.sub(DRAFT, str(pair_path().draft), re.sub(TARGET, str(pair_path().target), script))
     for checkpoint, folder in folders.items():
         script = script.replace(checkpoint, str(folder))
@@ -323,3 +365,4 @@ def test_a_script_of_vllm_runs(name: str, folders: dict[str, Path]) -> None:
     assert outputs and all(output.finished and output.outputs[0].token_ids for output in outputs)
     drafted = metrics["vllm:spec_decode_num_draft_tokens"]
     assert drafted or name in MAY_DRAFT_NOTHING
+    assert (outputs[0].lora_request is not None) == (name == "lora")

@@ -6,7 +6,8 @@
     for output in llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=64)):
         print(output.outputs[0].text)
 
-`outrider.llm.inputs` and `outrider.llm.config` are where vLLM's modules of these names are."""
+`outrider.llm.inputs`, `outrider.llm.config` and `outrider.llm.lora.request` are where vLLM's modules of these names
+are."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import PromptType, TextPrompt, TokensPrompt
 from outrider.llm.llm import LLM
-from outrider.llm.lora import LoRARequest
+from outrider.llm.lora.request import LoRARequest
 from outrider.llm.metrics import Counter, Gauge, Histogram, Metric, Vector
 from outrider.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.llm.sampling_params import RequestOutputKind, SamplingParams

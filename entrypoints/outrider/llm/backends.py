@@ -20,7 +20,7 @@ from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.arguments import EngineArguments
 from outrider.llm.config import NGRAM_NAMES, SpeculativeConfig, acceptance_of, named_method
-from outrider.llm.lora import LoRARequest
+from outrider.llm.lora.request import LoRARequest
 from outrider.llm.metrics import Statistics
 from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND

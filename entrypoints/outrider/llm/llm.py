@@ -25,7 +25,7 @@ from outrider.llm.arguments import ARGUMENTS, NOT_THERE, EngineArguments, take_s
 from outrider.llm.backends import Backend, Job, LoopThread, attach, run_jobs
 from outrider.llm.config import SpeculativeConfig
 from outrider.llm.inputs import Prompt, as_transformers, chat_prompts, parse_prompts, with_ids
-from outrider.llm.lora import LoRARequest, lora_per_prompt
+from outrider.llm.lora.request import LoRARequest, lora_per_prompt
 from outrider.llm.metrics import Metric, Statistics
 from outrider.llm.outputs import OutputBuilder, RequestOutput
 from outrider.llm.sampling_params import (

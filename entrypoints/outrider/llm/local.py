@@ -54,7 +54,8 @@ from outrider.llm.engine_choice import (
     require_vllm_can,
     vllms_own,
 )
-from outrider.llm.lora import HeldAdapters, LoRARequest
+from outrider.llm.lora.held import HeldAdapters
+from outrider.llm.lora.request import LoRARequest
 from outrider.proposers.base import TokenProposer
 from outrider.proposers.heads.head import Head, bytes_beside_block
 from outrider.proposers.registry import make_proposer, method_of, needs_model

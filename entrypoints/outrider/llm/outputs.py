@@ -10,7 +10,7 @@ from outrider.gateway.request import GenerationDelta
 from outrider.gateway.spec_decode_metrics import SpecDecodeMetrics, SpecDecodeRecorder
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm.inputs import Prompt
-from outrider.llm.lora import LoRARequest
+from outrider.llm.lora.request import LoRARequest
 from outrider.rpc.messages import PositionLogprobs
 from outrider.rpc.sampling_params import FinishReason
 

@@ -362,7 +362,6 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
     found.name("request_id", request.request_id, MAX_NAME_CHARS)
     found.text("salt", request.salt, MAX_NAME_CHARS)
     found.text("model_digest", request.model_digest, MAX_NAME_CHARS)
-    found.text("adapter", request.adapter, MAX_NAME_CHARS)
     if speculation.method or speculation.methods:
         check_method_names(found, speculation.method, speculation.methods)
     if speculation.mode and speculation.mode not in SPECULATION_MODES:
@@ -395,7 +394,7 @@ def digest_for(request: GenerationRequest, target: TargetInfo) -> str:
     if digest is not None:
         return digest
     names = listed([known.name for known in target.adapters])
-    text = f"the adapter {cut(request.adapter)!r} does not exist; served here: {names}"
+    text = f"adapter: is {cut(request.adapter)!r}, which does not exist; served here: {names}"
     if request.model_digest:
         raise FailedPrecondition(text, reason=OTHER_MODEL)
     raise NotFound(text, reason="ADAPTER_NOT_FOUND")

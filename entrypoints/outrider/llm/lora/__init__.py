@@ -1,0 +1,1 @@
+"""Low-rank adapters of an LLM's target; `outrider.llm.lora.request` is where vLLM's module of this name is."""
