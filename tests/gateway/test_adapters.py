@@ -163,7 +163,7 @@ async def test_what_is_resumed_goes_on_with_the_weights_of_its_adapter_alone() -
             with pytest.raises(FailedPrecondition, match=f"model_digest: is {digest}, another model's") as no:
                 await ask(served, adapter=adapter, output_ids=[half], model_digest=digest)
             assert no.value.reason == "OTHER_MODEL"
-        with pytest.raises(FailedPrecondition, match="adapter: is 'gone', which does not exist") as no:  # maybe elsewhere
+        with pytest.raises(FailedPrecondition, match="adapter: is 'gone', which does not exist") as no:
             await ask(served, adapter="gone", output_ids=[half], model_digest="a1")
         assert no.value.reason == "OTHER_MODEL"
 

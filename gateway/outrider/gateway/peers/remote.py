@@ -204,8 +204,8 @@ class RemoteTargets(ReplicaPool[TargetInfo]):
         if self._info not in fitting:
             self._info = fitting[0]
         methods = tuple(dict.fromkeys(method for info in fitting for method in info.methods))
-        known = [replica.info for replica in self.replicas if not (replica.usable or replica.retired)]
-        away = [info.adapters for info in known if info is not None and info.model.digest == digest]
+        lost = [replica for replica in self.replicas if not (replica.usable or replica.retired or replica.refusal)]
+        away = [info.adapters for info in (replica.info for replica in lost) if info and info.model.digest == digest]
         adapters = choose_adapters([info.adapters for info in fitting], away)
         self._told = replace(self._info, methods=methods, adapters=adapters)
         if digest != before:
