@@ -115,7 +115,7 @@ class ScriptedDraft(draft_pb2_grpc.DraftServiceServicer):
 async def model_of(target: str) -> ModelInfo:
     """What a target says of its model."""
     async with grpc.aio.insecure_channel(target) as channel:
-        said = await target_pb2_grpc.TargetServiceStub(channel).GetTargetInfo(  # type: ignore[no-untyped-call]
+        said = await target_pb2_grpc.TargetServiceStub(channel).GetTargetInfo(
             target_pb2.GetTargetInfoRequest(), wait_for_ready=True, timeout=60.0
         )
     return TARGET_INFO.decode(said).model

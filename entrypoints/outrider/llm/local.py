@@ -769,7 +769,7 @@ def _adapter_bytes(loaded: LoadedModel, arguments: EngineArguments) -> int:
     """What the target will take for adapters beside its weights."""
     if not arguments.enable_lora or not isinstance(loaded.model, TakesAdapters):
         return 0
-    numbers = sum(outputs + inputs for outputs, inputs in loaded.model.linears.values())
+    numbers = sum(outputs + inputs for outputs, inputs in loaded.model.adapters.linears.values())
     return arguments.max_loras * arguments.max_lora_rank * numbers * loaded.model.dtype.itemsize
 
 
