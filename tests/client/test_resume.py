@@ -14,9 +14,11 @@ from support.fakes import ToyTarget, expected, target_info, until
 from support.gateways import AT_THE_END, KINDS, PROMPT, Kind, ask, ids_of, serving, text_of_parts
 
 from outrider.client import NO_RETRY, Client, Retry, SyncClient
+from outrider.client import client as client_module
 from outrider.client.request import build_request
 from outrider.client.resume import Resumption, Route, may_repeat
 from outrider.client.types import Part
+from outrider.rpc import retry_budget
 from outrider.rpc.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -177,6 +179,20 @@ async def test_progress_gives_new_tries(kind: Kind) -> None:
 
 
 @both
+async def test_a_clients_requests_share_their_tries(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails for all is not asked for by each so many times; a stream that broke takes nothing of it."""
+    monkeypatch.setattr(client_module, "MOST_RETRIES", 2)
+    monkeypatch.setattr(retry_budget, "REFILL_S", 1e9)
+    async with serving(*[0] * 99) as gateway:
+        with pytest.raises(Unavailable):  # the next try would be after the deadline
+            await ask(kind, gateway, token_ids=PROMPT, retry=Retry(99, 0.001, 0.001), timeout=50.0)
+        assert len(gateway.requests) == 3
+    async with serving(*[1] * 5) as gateway:
+        parts = await ask(kind, gateway, token_ids=PROMPT, max_tokens=40, retry=Retry(2, 0.001, 0.001), timeout=50.0)
+        assert ids_of(parts) == expected(PROMPT, 40)
+
+
+@both
 async def test_a_gateway_that_is_not_there(kind: Kind) -> None:
     async with serving() as gone:
         pass
@@ -298,6 +314,13 @@ def test_progress_starts_anew() -> None:
     for _ in range(5):
         assert way.failed(GONE) == 1
         way.progressed()
+
+
+def test_a_try_waits_for_its_turn_among_the_clients() -> None:
+    way = Route(Retry(99, 1.0, 8.0), 2, 0, None, Clock(), lambda: 0.0, pace=iter([0.0, 3.0, 5.0]).__next__)
+    assert [way.failed(GONE) for _ in range(2)] == [0, 3] and way.failed(GONE) == 5
+    way.progressed()
+    assert way.failed(GONE) == 0, "a stream that broke goes on at once"
 
 
 def test_no_try_after_the_deadline() -> None:

@@ -9,30 +9,16 @@ from typing import Any
 import pytest
 from support.fakes import PROMPT, ToyDraft, ToyLink, ToyTarget, expected, request
 
-from outrider.gateway.speculation import loop, retry_budget
+from outrider.gateway.speculation import loop
 from outrider.gateway.speculation.loop import speculate
-from outrider.gateway.speculation.retry_budget import RATIO, REFILL_S, Retries, RetryBudget
+from outrider.gateway.speculation.retry_budget import Retries
 from outrider.planner.policy import Policy, Round
+from outrider.rpc import retry_budget
 from outrider.rpc.errors import OutriderError, Unavailable
 from outrider.rpc.messages import Failure, Open
+from outrider.rpc.retry_budget import RATIO
 
 BROKEN = Failure(0, 14, "no step runs here", "NO_STEP_RUNS")
-
-
-def spend_all(budget: RetryBudget, num_sequences: int, now: float) -> int:
-    count = 0
-    while budget.allows(num_sequences, now):
-        budget.spend()
-        count += 1
-    return count
-
-
-def test_a_tenth_of_the_requests_and_a_bucket_that_time_fills() -> None:
-    budget = RetryBudget(8)
-    assert spend_all(budget, 0, 0.0) == 8
-    assert spend_all(budget, 50, 0.0) == RATIO * 50
-    assert spend_all(budget, 50, REFILL_S / 4) == 2
-    assert spend_all(budget, 10_000, 100 * REFILL_S) == 8, "no more than the bucket holds"
 
 
 def test_drafts_take_nothing_from_targets() -> None:

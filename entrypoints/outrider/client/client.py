@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -17,9 +18,12 @@ from outrider.client.resume import NO_RETRY, Resumption, Retry, Route, addresses
 from outrider.client.types import GatewayInfo, Part, decode_info
 from outrider.rpc.channel import connect, connect_blocking
 from outrider.rpc.errors import OutriderError
+from outrider.rpc.retry_budget import RetryBudget
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import generation_pb2 as pb
 from outrider.v1 import generation_pb2_grpc
+
+MOST_RETRIES = 500  # at once, and so many in 10 s: every request of a gateway that is lost finds another
 
 
 class _Gateways:
@@ -44,9 +48,16 @@ class _Gateways:
         self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
         self._retry, self._token = retry or Retry(), token
         self._index = 0  # of the gateway that answered last
+        self._retries, self._num_requests, self._lock = RetryBudget(MOST_RETRIES), 0, threading.Lock()
 
     def _route(self, timeout: float | None, retry: Retry | None = None) -> Route:
-        return Route(retry or self._retry, len(self._stubs), self._index, timeout)
+        with self._lock:
+            self._num_requests += 1
+        return Route(retry or self._retry, len(self._stubs), self._index, timeout, pace=self._pace)
+
+    def _pace(self) -> float:
+        with self._lock:
+            return self._retries.reserve(self._num_requests, time.monotonic())
 
 
 class Client(_Gateways):

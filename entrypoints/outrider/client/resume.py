@@ -174,8 +174,10 @@ class Route:
     timeout: float | None  # for all tries together
     clock: Callable[[], float] = time.monotonic
     chance: Callable[[], float] = field(default_factory=lambda: random.Random().random)
+    pace: Callable[[], float] = lambda: 0.0  # seconds until the client's requests may try again once more
     _deadline: float = field(init=False)
     _num_failures: int = 0  # in a row
+    _has_begun: bool = False
 
     def __post_init__(self) -> None:
         if self.timeout is not None:
@@ -189,7 +191,7 @@ class Route:
 
     def progressed(self) -> None:
         """Tokens came: what failed before does not count any more."""
-        self._num_failures = 0
+        self._num_failures, self._has_begun = 0, True
 
     def failed(self, error: OutriderError) -> float:
         """Turns to the next address and says after how long to ask it. Raises the error if there is to be no other
@@ -198,6 +200,8 @@ class Route:
         if not may_repeat(error) or self._num_failures >= self.retry.attempts * self.num_addresses:
             raise error
         wait = self._wait(error)
+        if not self._has_begun:  # a stream that broke is due at once, and there are only so many
+            wait = max(wait, self.pace())
         if self.clock() + wait >= self._deadline:
             raise error
         self.index = (self.index + 1) % self.num_addresses
