@@ -61,6 +61,7 @@ KNOWS_PROTOBUF = (
     "vllm/draft_pool.py",
     "bench/gateway/peers.py",
     "bench/gateway/clients.py",
+    "bench/scripted_draft.py",
 )
 KNOWS_STATUS = ("rpc/status.py", "rpc/interceptors.py", *KNOWS_PROTOBUF)
 
