@@ -60,6 +60,7 @@ LONG = [
     Scenario("plain, two faults", PLAIN, (Y, Y, Y), num_faults=2),
     Scenario("sequential", TWO, (Y, N, Y, Y)),
     Scenario("sequential, two faults", ONE, (Y, N), num_faults=2),
+    Scenario("sequential of two, two faults", TWO, (Y, N), num_faults=2),
     Scenario("sequential, the client leaves", TWO, (Y, N, Y), may_leave=True),
     Scenario("chains", CHAINS, (Y, N, Y, Y)),
     Scenario("chains, by rejection", CHAINS, (Y, Y, Y), rejects=True),
@@ -80,6 +81,13 @@ LONG = [
     Scenario("trees, pieces disturbed", OF_THREE, (N, Y), tree=SMALL_TREE, piece_faults=True),
     Scenario("trees, a target that takes none", OF_THREE, (Y, N), tree=SMALL_TREE, takes_trees=False),
 ]
+# Windows of two tokens, two faults, and more states than are worth their memory: of these the nearest so many.
+MOST = 1_000_000
+BOUNDED = [
+    Scenario("sequential of two, three tokens, two faults", TWO, (Y, N, Y), num_faults=2),
+    Scenario("chains of two, three tokens, two faults", CHAINS, (Y, N, Y), num_faults=2),
+    Scenario("branches of two, two faults", BRANCHES, (Y, N), num_faults=2),
+]
 MERGED_NAMES = "plain, a slow client", "branches", "off and on, a draft that learns", "trees", "plain, the gateway dies"
 MERGED = [one for one in SHORT if one.name in MERGED_NAMES]
 
@@ -97,6 +105,17 @@ def test_every_order_ends_as_the_target_alone_would(scenario: Scenario) -> None:
     assert explored.is_whole and explored.num_done
     none = (set() if scenario.piece_faults else PIECE_FAULTS) | (set() if scenario.gateway_dies else {"die"})
     assert explored.kinds & FAULTS == (FAULTS - none if scenario.num_faults else set())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scenario", BOUNDED, ids=lambda scenario: scenario.name)
+def test_no_invariant_breaks_in_the_nearest_states(scenario: Scenario) -> None:
+    """That everything ends cannot be told of a part."""
+    explored = Explorer(scenario).run(MOST)
+    print(f"the nearest {explored.num_states} states, all up to {explored.depth - 1} events away: {explored}")
+    assert (explored.is_whole or explored.num_states >= MOST) and explored.num_done
+    assert explored.kinds & FAULTS == FAULTS - PIECE_FAULTS - {"die"}
 
 
 def goes_on(scenario: Scenario) -> list[tuple[int, Event, bool]]:
