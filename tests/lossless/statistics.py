@@ -313,7 +313,7 @@ async def changed_all_the_time(draft: DraftService, folders: Sequence[Path]) -> 
 Integers = NDArray[np.int64]
 Row = tuple[int, int, int, bool]  # the fields of Draws, for one token
 AT_ONCE = 128  # sequences
-ATTEMPTS = 10
+ATTEMPTS, RETRY_S = 10, 0.2
 SEQUENCE_S = 150.0  # one that takes longer hangs: it waits for a draft once at most
 
 
@@ -454,6 +454,7 @@ async def _draw_one(
             failures += 1
             if failures == ATTEMPTS:
                 raise
+            await asyncio.sleep(RETRY_S * failures)  # it comes back, once it gets time
 
 
 def _raise_unavailable(reason: str) -> None:
