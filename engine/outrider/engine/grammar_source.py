@@ -132,8 +132,12 @@ def source_of(spec: GrammarSpec, special_ids: Mapping[str, int]) -> str:
         raise GrammarError(f"has {size} bytes; allowed: at most {MAX_BYTES}")
     try:
         return _SOURCES[spec.kind](spec, special_ids) if spec.kind is not None else ""
+    except GrammarError:
+        raise
     except RecursionError as error:
         raise GrammarError("is nested too deeply") from error
+    except ValueError as error:  # Python reads infinities and halves of surrogate pairs in JSON, and the library does not
+        raise GrammarError(f"cannot be read: {first_line(str(error))}") from error
 
 
 def _json_schema(text: str) -> str:
