@@ -136,7 +136,7 @@ def source_of(spec: GrammarSpec, special_ids: Mapping[str, int]) -> str:
         raise
     except RecursionError as error:
         raise GrammarError("is nested too deeply") from error
-    except ValueError as error:  # Python reads infinities and halves of surrogate pairs in JSON, and the library does not
+    except ValueError as error:  # Python reads infinities and half surrogate pairs in JSON, and the library does not
         raise GrammarError(f"cannot be read: {first_line(str(error))}") from error
 
 
