@@ -12,6 +12,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from outrider.engine.kv_cache_manager import BlockPool, CachedSequence, KVCacheManager, OutOfBlocks, chain_key, root_key
 
 
+def test_a_fork_is_of_the_same_adapter() -> None:
+    """And blocks of another are not found."""
+    cache = KVCacheManager(BlockPool(8), BLOCK)
+    sequence = CachedSequence([1, 2, 3, 4, 5], adapter="a")
+    cache.extend(sequence)
+    sequence.num_computed_tokens = 4
+    forked, _ = cache.fork(sequence, 4)
+    assert forked.adapter == "a"
+    cache.publish(sequence, 5)
+    assert [cache.admit(CachedSequence([1, 2, 3, 4, 5], adapter=name)) for name in ("a", "", "b")] == [4, 0, 0]
+
+
 def test_all_or_nothing() -> None:
     pool = BlockPool(3)
     taken = pool.allocate(2)

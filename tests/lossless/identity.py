@@ -342,6 +342,7 @@ async def serving(
     draft_blocks: int,
     max_rows: int,
     cut_windows: bool,
+    **options: Any,  # further settings of the target
 ) -> AsyncIterator[Services]:
     """Fresh services: empty caches, connected."""
     settings = TargetSettings(
@@ -352,6 +353,7 @@ async def serving(
         max_rows=max_rows,
         cut_windows=cut_windows,
         batch_invariant=target.model.batch_invariant,
+        **options,
     )
     # A cell in which sequences are to lose their blocks has more of them open than a target of so few would let in.
     with patch.object(boot, "OVERCOMMIT", MOST_OVERCOMMIT):

@@ -221,4 +221,7 @@ def test_turns() -> None:
     assert all(chosen[at] == chosen[at - at % TURN] for at in range(4 * TURN))
     assert turns.choose([d, b, a], first=d) >= {d}
     assert d in turns.choose([b, a, c, d], first=d), "the oldest is in every step"
+    alone = AdapterTurns(1)
+    chosen = [alone.choose([a, b], first=a) for _ in range(2 * TURN)]
+    assert chosen == [{a}] * TURN + [{b}] * TURN, "nor does the oldest keep all others out"
     assert len(turns.choose([a, c, b])) == 2, "whose turn it was wants nothing: others take the place"

@@ -98,7 +98,7 @@ class AdapterTurns:
     def choose(
         self, wanted: Iterable[PreparedAdapter], first: PreparedAdapter | None = None
     ) -> frozenset[PreparedAdapter]:
-        """Of a step whose sequences want these, in their order; `first` is always in it."""
+        """Of a step whose sequences want these, in their order; `first` is always in it, unless it would be alone."""
         order = list(dict.fromkeys(wanted))
         if len(order) <= self.most:
             self._turn, self._left = order, 0
@@ -109,7 +109,8 @@ class AdapterTurns:
             self._left, self._number = TURN - 1, self._number + 1
             self._waited = {adapter: self._waited.get(adapter, 0) for adapter in order}
         waiting = sorted((one for one in order if one not in kept), key=lambda one: self._waited.get(one, 0))
-        chosen = list(dict.fromkeys([*([] if first is None else [first]), *kept, *waiting]))[: self.most]
+        always = [] if first is None or self.most == 1 else [first]
+        chosen = list(dict.fromkeys([*always, *kept, *waiting]))[: self.most]
         self._turn = chosen
         for adapter in chosen:
             self._waited[adapter] = self._number

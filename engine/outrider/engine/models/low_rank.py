@@ -90,7 +90,7 @@ class LayerAdapters:
             add_low_rank(y, x, weights, self.slots, batch_invariant=self.batch_invariant)
 
 
-_Part = tuple[Tensor, Tensor, Tensor]  # of one slot and product: down, up and scaling, as LowRankWeights has them
+_Part = tuple[Tensor, Tensor, Tensor]  # of one slot and product: [slices, rank, in], [out, rank] and [slices] float32
 
 
 class StackedAdapters:
@@ -122,7 +122,7 @@ class StackedAdapters:
         self._held = [frozenset()] * num_slots
 
     def prepare(self, modules: Mapping[str, LowRank]) -> dict[tuple[int, str], _Part]:
-        """By layer and product, in the layout of a slot."""
+        """By layer and product."""
         return {
             (index, name): self._part(self._layers[index][name], [layer.get(part) for part in parts])
             for index, layer in enumerate(by_layer(self._config, modules))
@@ -136,9 +136,11 @@ class StackedAdapters:
         for index, name in self._held[slot] - parts.keys():
             self._layers[index][name].scaling[slot] = 0
         for (index, name), (down, up, scaling) in parts.items():
-            weights = self._layers[index][name]
-            weights.down[slot].copy_(down, non_blocking=True)
-            weights.up[slot].copy_(up, non_blocking=True)
+            weights, rank = self._layers[index][name], up.shape[1]
+            weights.down[slot, :, :rank].copy_(down, non_blocking=True)
+            weights.down[slot, :, rank:].zero_()
+            weights.up[slot, :, :rank].copy_(up, non_blocking=True)
+            weights.up[slot, :, rank:].zero_()
             weights.scaling[slot].copy_(scaling, non_blocking=True)
         self._held[slot] = frozenset(parts)
 
@@ -155,12 +157,14 @@ class StackedAdapters:
         ]
 
     def _part(self, weights: LowRankWeights, slices: Sequence[LowRank | None]) -> _Part:
-        down = self._host(weights.down.shape[1:])
-        up, scaling = self._host(weights.up.shape[1:]), torch.zeros(len(slices))
+        """As large as the greatest rank of the slices asks for."""
+        rank, (_, num_slices, _, width) = max(len(one.down) for one in slices if one), weights.down.shape
+        down, up = self._host((num_slices, rank, width)), self._host((weights.bounds[-1], rank))
+        scaling = torch.zeros(num_slices)
         for index, ((start, end), one) in enumerate(zip(pairwise(weights.bounds), slices, strict=True)):
             if one is not None:
-                rank = len(one.down)
-                down[index, :rank], up[start:end, :rank], scaling[index] = one.down, one.up, one.scaling
+                own = len(one.down)
+                down[index, :own], up[start:end, :own], scaling[index] = one.down, one.up, one.scaling
         return down, up, scaling
 
     def _host(self, shape: Sequence[int]) -> Tensor:
