@@ -150,22 +150,27 @@ def test_a_drafted_tree_has_the_bits_of_its_paths(kernels: str, tmp_path: Path) 
 def test_the_least_wanted_adapter_makes_room(kernels: str, tmp_path: Path) -> None:
     with cpu_kernels(kernels):
         case = Case(slots=2)
-        folders = [save_adapter(tmp_path / str(seed), case.state, ATTENTION[:seed], seed=seed) for seed in (1, 2, 3, 4)]
+        targets = (ATTENTION[:1], ATTENTION[:2], ATTENTION, ATTENTION)  # what one leaves alone others may change
+        folders = [
+            save_adapter(tmp_path / str(seed), case.state, names, seed=seed) for seed, names in enumerate(targets)
+        ]
         adapters = [case.prepared(folder) for folder in folders]
         expected = [case.merged_logits(folder) for folder in folders]
         for turn in (0, 1, 2, 0, 3, 3, 2, 1):  # one that left comes back whole
             assert differ(case.logits(adapters[turn]), expected[turn]) < 1e-4, turn
         assert case.resident.num_swaps == 7 and [one in case.resident for one in adapters] == [False, True, True, False]
-        case.logits(adapters[2])
-        entries = [BatchEntry(IDS[:3], 0, [at], 1, adapter=adapters[at]) for at in (0, 1, 3)]
+        case.logits(adapters[2])  # which came before the first, and is now wanted after it
+        case.logits(adapters[3])
+        assert [one in case.resident for one in adapters] == [False, False, True, True]
+        entries = [BatchEntry(IDS[:3], 0, [at], 1, adapter=adapters[at]) for at in (0, 2, 3)]
         with pytest.raises(ValueError, match="a step of 3 adapters; allowed: at most 2"):
             case.runner.forward(entries)
-        case.runner.forward(entries[:2])  # 1 was wanted longer ago than 2, but this step wants it
-        assert [one in case.resident for one in adapters] == [True, True, False, False]
-        case.resident.forget(adapters[1])
-        assert adapters[1] not in case.resident
+        case.runner.forward(entries[:2])  # 2 was wanted longer ago than 3, but this step wants it
+        assert [one in case.resident for one in adapters] == [True, False, True, False]
+        case.resident.forget(adapters[2])
+        assert adapters[2] not in case.resident
         swaps = case.resident.num_swaps
-        assert differ(case.logits(adapters[2]), expected[2]) < 1e-4 and adapters[0] in case.resident
+        assert differ(case.logits(adapters[1]), expected[1]) < 1e-4 and adapters[0] in case.resident
         assert case.resident.num_swaps == swaps + 1
 
 
