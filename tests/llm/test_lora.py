@@ -274,7 +274,7 @@ def test_no_prefix_is_shared_between_adapters(tiny_pair: TinyPair, adapters: lis
 
 
 def test_without_leave_there_are_none(tiny_pair: TinyPair, llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"allowed: LLM\(enable_lora=True\)"):
+    with pytest.raises(ValueError, match=r"LLM was made without adapters; allowed: LLM\(enable_lora=True\)"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=1), lora_request=SQL, **QUIET)
 
 
