@@ -32,6 +32,7 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.http.protocol import HttpOptions, parse_body, read_chat, read_completion
 from outrider.gateway.http.responses_input import read_responses
+from outrider.gateway.http.shares import Shares
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.text.chat_template import ChatTemplate, TemplateRefusal
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -140,7 +141,8 @@ def take_text(name: str, raw: bytes) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": raw, "more_body": False}
 
-    app = SimpleNamespace(state=SimpleNamespace(options=HttpOptions()))
+    state = SimpleNamespace(options=HttpOptions(), bodies=Shares("bytes", 1 << 30))
+    app = SimpleNamespace(state=state)
     headers = [(b"content-type", b"application/json")]
     request = Request({"type": "http", "method": "POST", "headers": headers, "app": app}, receive)
     asyncio.run(getattr(TokenizeEndpoints(toy_engine()), name)(request))

@@ -209,7 +209,7 @@ def test_scenario_06_tokens_are_drawn_from_what_crosses_the_wire(bug: bool, monk
 
 
 def at_most_instead_of_below(
-    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, _: object
+    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, *_: object
 ) -> Any:
     return ACCEPT(probs, windows, ids, weights, uniforms - 2.0**-30)
 
@@ -229,7 +229,7 @@ def test_scenario_07_the_least_coin_accepts_no_impossible_token(
 
 
 def one_hot_residual(
-    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, _: object
+    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, *_: object
 ) -> Any:
     num_accepted, _ = ACCEPT(probs, windows, ids, weights, uniforms)
     left = probs[windows.next_rows(num_accepted)].double()
@@ -247,7 +247,7 @@ def test_scenario_08_the_residual_fits_the_acceptance(bug: bool, monkeypatch: py
 
 
 def accept_by_equality(
-    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, _: object
+    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, *_: object
 ) -> Any:
     """The target's own token decides, drawn by the coin; where it differs, the residual is drawn instead of it."""
     own = torch.searchsorted(probs[windows.row_of_draft].double().cumsum(1), uniforms[:, None]).squeeze(1)
@@ -265,7 +265,7 @@ def test_scenario_09_acceptance_by_equality_has_no_residual(bug: bool, monkeypat
 
 
 def residual_of_the_row_after(
-    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, _: object
+    probs: Tensor, windows: Windows, ids: Tensor, weights: DraftWeights, uniforms: Tensor, *_: object
 ) -> Any:
     num_accepted, right = ACCEPT(probs, windows, ids, weights, uniforms)
     all_refused = torch.full_like(uniforms, 1e9)

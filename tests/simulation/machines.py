@@ -606,6 +606,7 @@ class TargetMachine(Service):
             forward=lambda entries: None,
             keep_paths=lambda paths: None,
             last_forward_us=0,
+            adapters=None,
             model=SimpleNamespace(takes_trees=trees, device=torch.device("cpu"), dtype=torch.float32, vocab_size=VOCAB),
         )
         self.engine: TargetEngine = TargetEngine(runner, limits, clock=lambda: 0.0)

@@ -74,6 +74,7 @@ class TableRunner:
     """In the place of a ModelRunner."""
 
     captured = None  # no pass is
+    adapters = None  # nor has any row one
     last_forward_us = 1 << 40  # the whole of a step: a clock in virtual time does not tell its parts
 
     def __init__(self, table: Table, num_blocks: int) -> None:

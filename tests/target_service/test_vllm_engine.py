@@ -255,6 +255,7 @@ async def test_of_what_vllm_refuses_a_grammar_is_named(
 ) -> None:
     """0.33 refuses a grammar that fails to compile, where 0.32 ends the request."""
     monkeypatch.setattr(engine_module, "sampling_of", lambda *args: None)
+    monkeypatch.setattr(engine_module, "refusals", lambda: (ValueError,))  # no vLLM has to be there
     events: list[Any] = []
     limits = TargetLimits(97, 512, (2,), num_blocks=8, block_size=16)
     engine = VllmEngine(RefusingLlm(), FakeLink(), limits, capabilities=(*VLLM_CAPABILITIES, GRAMMARS))
