@@ -381,3 +381,11 @@ def test_a_cut_of_no_rows_is_still_broken() -> None:
     assert mended(*none).shape == (0, 4)
     law, two = torch.tensor([[0.0, 3.0, 1.0, 2.0]]), torch.tensor([2], dtype=torch.int32)
     assert mended(law.clone(), two).tolist() == broken(law.clone(), two).tolist()
+
+
+def test_products_of_8_bits_still_ask_nothing_of_the_rows_type() -> None:
+    """With AMX a model in float32 ends its engine by it; what is asked is the weights' type."""
+    kernel = found("vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel")
+    source = inspect.getsource(kernel.process_weights_after_loading)
+    assert "dtype = weight.dtype" in source and "check_cpu_sgl_kernel(N, K, dtype)" in source
+    assert "float32" not in source

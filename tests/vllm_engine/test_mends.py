@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import vllm
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as products
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 from vllm.v1.sample import rejection_sampler
@@ -20,6 +21,7 @@ def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cpu_triton_utils, name, getattr(cpu_triton_utils, name))
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", None)
     monkeypatch.setattr(topk_topp_sampler, "apply_top_k_only", topk_topp_sampler.apply_top_k_only)
+    monkeypatch.setattr(products, "check_cpu_sgl_kernel", products.check_cpu_sgl_kernel)
 
 
 @pytest.mark.usefixtures("unmended")
@@ -56,3 +58,16 @@ def test_a_step_without_drafts_may_cut_by_top_k() -> None:
     assert mends.apply()
     law, top_k = torch.empty(0, 8), torch.empty(0, dtype=torch.int32)
     assert topk_topp_sampler.apply_top_k_top_p(law, top_k, None).shape == (0, 8)
+
+
+@pytest.mark.usefixtures("unmended")
+def test_products_of_8_bits_under_float32_leave_the_kernel_of_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "check_cpu_sgl_kernel", lambda outputs, inputs, dtype: True)  # as with AMX
+    assert mends.apply()
+    before = torch.get_default_dtype()
+    try:
+        for dtype, fits in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, True)):
+            torch.set_default_dtype(dtype)
+            assert products.check_cpu_sgl_kernel(64, 128, torch.int8) is fits
+    finally:
+        torch.set_default_dtype(before)

@@ -1,5 +1,6 @@
 """What is mended in vLLM's build for CPUs, in the versions named alone: drafted rows are judged there at the wrong
-temperature, places without a drafted token are not refused, and a step without drafts ends the engine under top_k.
+temperature, places without a drafted token are not refused, and a step without drafts ends the engine under top_k; so
+does, on processors with AMX, the first step of weights in 8 bits under float32.
 
 A plugin of vLLM's (`vllm.general_plugins`), which every process of it loads before it takes its kernels into use; where
 plugins were left out (VLLM_PLUGINS), the worker sees to it. That all of it is still needed is asserted by
@@ -31,6 +32,9 @@ def apply() -> bool:
         return False
     from vllm.v1.sample.ops import topk_topp_sampler as cuts
 
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu as products
+
+    products.check_cpu_sgl_kernel = of_16_bits(products.check_cpu_sgl_kernel)
     cuts.apply_top_k_only = of_any_number(cuts.apply_top_k_only)
     kernels._expand_kernel_impl = expand
     kernels._rejection_random_sample_kernel_impl = refusing_padding(kernels._rejection_random_sample_kernel_impl)
@@ -49,6 +53,16 @@ def expand(
     temperatures, top_k and top_p stay what the memory held."""
     counts = ends.diff(prepend=ends.new_zeros(1))  # [requests]
     output.copy_(torch.where(values == replace_from, replace_to, values).repeat_interleave(counts))
+
+
+def of_16_bits(fits: Callable[[int, int, torch.dtype], bool]) -> Callable[[int, int, torch.dtype], bool]:
+    """Whether a product with weights of 8 bits runs in vLLM's kernel for AMX. Its own looks at sizes and at the weights'
+    type, and the kernel takes no rows but of 16 bits; a model's type is PyTorch's default while it is loaded."""
+
+    def check(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+        return torch.get_default_dtype() in (torch.bfloat16, torch.float16) and fits(outputs, inputs, dtype)
+
+    return check
 
 
 def of_any_number(cut: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
