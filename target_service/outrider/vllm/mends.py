@@ -30,9 +30,8 @@ def apply() -> bool:
 
     if kernels._expand_kernel_impl is expand:
         return False
-    from vllm.v1.sample.ops import topk_topp_sampler as cuts
-
     from vllm.model_executor.kernels.linear.scaled_mm import cpu as products
+    from vllm.v1.sample.ops import topk_topp_sampler as cuts
 
     products.check_cpu_sgl_kernel = of_16_bits(products.check_cpu_sgl_kernel)
     cuts.apply_top_k_only = of_any_number(cuts.apply_top_k_only)
@@ -56,7 +55,7 @@ def expand(
 
 
 def of_16_bits(fits: Callable[[int, int, torch.dtype], bool]) -> Callable[[int, int, torch.dtype], bool]:
-    """Whether a product with weights of 8 bits runs in vLLM's kernel for AMX. Its own looks at sizes and at the weights'
+    """Whether a product with weights of 8 bits runs in vLLM's kernel for AMX. Its own looks at sizes and the weights'
     type, and the kernel takes no rows but of 16 bits; a model's type is PyTorch's default while it is loaded."""
 
     def check(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
