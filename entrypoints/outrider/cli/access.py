@@ -8,8 +8,19 @@ from typing import Any
 
 from pydantic import Field
 
+from outrider.gateway.peers.addresses import Addresses
+from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.security import ClientTls
 from outrider.rpc.settings import PeerSettings
+
+
+def check_addresses(given: list[str]) -> list[str]:
+    """A list of services' addresses. ValueError for one that is none."""
+    try:
+        Addresses(given)
+    except InvalidArgument as error:
+        raise ValueError(error.violations[0].problem) from None
+    return given
 
 
 class AccessSettings(PeerSettings):

@@ -10,11 +10,11 @@ from typing import ClassVar, Literal
 import grpc.aio
 from pydantic import Field, field_validator, model_validator
 
-from outrider.cli.access import ServicesAccessSettings
+from outrider.cli.access import ServicesAccessSettings, check_addresses
 from outrider.cli.terminal import fail, parse
 from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.peers.remote import TARGET_SERVICE, load_adapter, unload_adapter
-from outrider.rpc.errors import InvalidArgument, OutriderError, Unavailable
+from outrider.rpc.errors import OutriderError, Unavailable
 from outrider.rpc.messages import Adapter
 from outrider.rpc.security import ClientTls, open_channel
 from outrider.rpc.status import from_rpc_error
@@ -43,14 +43,7 @@ class AdapterSettings(ServicesAccessSettings):
     )
     timeout: float = Field(600.0, gt=0, description="seconds until a target is given up; it may go on with a load")
 
-    @field_validator("target")
-    @classmethod
-    def _check_addresses(cls, given: list[str]) -> list[str]:
-        try:
-            Addresses(given)
-        except InvalidArgument as error:
-            raise ValueError(error.violations[0].problem) from None
-        return given
+    _check_addresses = field_validator("target")(check_addresses)
 
     @model_validator(mode="after")
     def _check_adapter(self) -> AdapterSettings:

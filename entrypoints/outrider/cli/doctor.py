@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from outrider.cli.access import check_addresses
 from outrider.cli.deployment import PROMPT, Deployment, DeploymentAccessSettings, GatewayProbe, Given, PairProbe, look
 from outrider.cli.diagnosis import PROBLEM, Finding, Limits, diagnose
 from outrider.cli.terminal import fail, load_tokenizer, make_painter, painted, parse
 from outrider.cli.trace import Paint, Span, TracedRequest, TracedRound, legend, sums, unpainted, waterfall
-from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.tracing import TimedSpan, spans_for
 from outrider.planner.policy import Round
-from outrider.rpc.errors import InvalidArgument, OutriderError
+from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, DraftInfo, ModelInfo, TargetInfo
 
 DESCRIPTION = (
@@ -58,14 +58,7 @@ class DoctorSettings(DeploymentAccessSettings):
     output: str = Field("text", pattern="^(text|json)$", description="json, or --json: all that was seen as one object")
     plain: bool = Field(False, description="no colours")
 
-    @field_validator("gateway", "target", "draft")
-    @classmethod
-    def _check_addresses(cls, given: list[str]) -> list[str]:
-        try:
-            Addresses(given)
-        except InvalidArgument as error:
-            raise ValueError(error.violations[0].problem) from None
-        return given
+    _check_addresses = field_validator("gateway", "target", "draft")(check_addresses)
 
     def given(self) -> Given:
         """What is looked at. ValueError for a tokenizer that cannot be read."""

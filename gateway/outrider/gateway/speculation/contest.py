@@ -282,7 +282,7 @@ class TrialsByConcurrency:
         return begun
 
 
-MAX_LIMITS = 32  # that requests may name; what is known under each takes some 100 kB at most
+MAX_LIMITS = 32  # that requests may name, of which what was measured is kept
 
 
 @dataclass(slots=True)
