@@ -196,7 +196,10 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
     with (
         process([sys.executable, str(script), json.dumps(asked)], logs[0]) as plain,
         process(serve, logs[1], OUTRIDER_DRAFT=draft_address, OUTRIDER_PATIENCE="8", **named_vllm(folder)) as server,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ENOUGH_S) as client,
+        # Of a connection that idled for as long as both keep one, the server may be the first to take leave.
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=ENOUGH_S, limits=httpx.Limits(max_keepalive_connections=0)
+        ) as client,
         Services() as services,
     ):
         assert plain.wait(START_S) == 0, logs[0].read_text()[-4000:]
