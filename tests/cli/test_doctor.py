@@ -350,7 +350,9 @@ def test_the_services_of_the_embedded_pair(trio: Trio) -> None:
     assert seen["targets"][0]["info"]["model"]["batch_invariant"] and seen["gateways"][0]["info"]["version"]
     (probe,) = seen["pair_probes"]
     assert len(probe["token_ids"]) == 32 and probe["num_accepted_tokens"] > 0
-    timed = [one["verify_ms"] for one in probe["rounds"] if "verify_ms" in one]  # seen without once, under load
+    # A commit that came in while the gateway was still at the one before ends a round that is shorter than its parts,
+    # which are cut at its start: the span of a verification may be missing.
+    timed = [one["verify_ms"] for one in probe["rounds"] if "verify_ms" in one]
     assert min(timed) > 0 and len(timed) > len(probe["rounds"]) / 2
     shown = outrider("doctor", *peers, "--max-round-trip-ms", "10000", "--plain")
     assert shown.returncode == 0 and shown.stdout.endswith("nothing is wrong\n")
