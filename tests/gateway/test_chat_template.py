@@ -100,6 +100,7 @@ BROKEN = {
     "a key that is not there": "{{ {}.a.b.c }}",
     "the interpreter's own": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "a filter given what it does not take": "{{ messages | sum }}",
+    "a filter that nobody has": "{{ messages | v }}",
 }
 
 

@@ -49,9 +49,9 @@ class ChatTemplate:
         """What it may be told, by name."""
         try:
             parsed = [_environment().parse(source) for source in {self.source, self.source_for_tools}]
+            return frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
         except (jinja2.TemplateError, RecursionError):
             return frozenset()  # rendering says what is wrong with it
-        return frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
