@@ -76,6 +76,16 @@ def failed(readers: Readers) -> list[str]:
     return lines + ([f"{readers.http.broken_off} streams over HTTP were broken off"] if readers.http.broken_off else [])
 
 
+def told(fleet: Fleet) -> str:
+    """What the gateways wrote of what they lost."""
+    return "\n".join(
+        f"{gateway.name}: {line}"
+        for gateway in fleet.gateways
+        for line in gateway.log().splitlines()
+        if " INFO " not in line
+    )
+
+
 @asynccontextmanager
 async def reading(fleet: Fleet, asks: Sequence[Ask]) -> AsyncIterator[Readers]:
     """While in it, streams run; at the end all have come to theirs."""
@@ -92,7 +102,7 @@ async def test_a_rolling_restart_of_every_service_fails_no_request() -> None:
             for member in fleet.members.values():
                 await roll(fleet, member, readers)
             await progress(readers)
-        assert failed(readers) == []
+        assert failed(readers) == [], told(fleet)
         assert not set(pids) & {member.pid for member in fleet.members.values()}
         assert len(readers.streams) > 6 * NUM_STREAMS
 
@@ -112,7 +122,7 @@ async def test_a_rolling_change_of_weights_fails_no_request(tmp_path: Path) -> N
         same = [key for key, answer in readers.expected.items() if anew[key].ids == answer.ids]
         assert len(same) < len(anew) / 2, "the weights say the same"
         judge_by_weights(readers, [readers.expected, anew])
-        assert failed(readers) == []
+        assert failed(readers) == [], told(fleet)
 
 
 def judge_by_weights(readers: Readers, sets: Sequence[dict[str, Answer]]) -> None:
