@@ -118,7 +118,6 @@ def head_config(method: str, **given: Any) -> SpeculativeConfig:
     ("speculation", "given", "named"),
     [
         (None, {"batch_invariant": True}, "batch_invariant"),
-        (None, {"enable_lora": True}, "enable_lora"),
         (head_config("mlp_speculator"), {}, "mlp_speculator.*tensor_parallel_size=1"),
         (head_config("medusa", disable_by_batch_size=4), {}, "disable_by_batch_size"),
         (head_config("draft_model", speculative_token_tree="[(0,), (1,), (0, 0)]"), {}, "speculative_token_tree"),

@@ -46,6 +46,7 @@ def vllm_request(prompt: Sequence[int] = (11, 12, 13), max_tokens: int = 60, **f
         "num_prompt_tokens": len(prompt), "max_tokens": max_tokens, "sampling_params": vllm_sampling(),
         "structured_output_request": None, "prompt_embeds": None, "mm_features": [], "resumable": False,
         "priority": 0, "cache_salt": None, "trace_headers": None,
+        "lora_request": None,
     }  # fmt: skip
     return SimpleNamespace(**{**unset, **fields})
 

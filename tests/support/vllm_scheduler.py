@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.config.lora import LoRAConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -128,9 +130,10 @@ def vllm_config(folder: Path) -> Any:
 class Steps:
     """A scheduler and what it runs on: every step is planned, computed by `next_token`, and committed."""
 
-    def __init__(self, folder: Path, num_blocks: int = 64, **credit: int) -> None:
+    def __init__(self, folder: Path, num_blocks: int = 64, max_loras: int = 0, **credit: int) -> None:
         config = vllm_config(folder)
         config.cache_config.num_gpu_blocks = num_blocks
+        config.lora_config = LoRAConfig(max_loras=max_loras) if max_loras else None
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         cache_config = KVCacheConfig(
             num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
@@ -150,7 +153,15 @@ class Steps:
         self.plan: Any = None
         self.told: list[Any] = []  # to vLLM's client, of the last step
 
-    def open(self, number: int, prompt: Sequence[int], priority: int = 0, drafted: bool = True, **params: Any) -> None:
+    def open(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        priority: int = 0,
+        drafted: bool = True,
+        adapter: int = 0,
+        **params: Any,
+    ) -> None:
         extra = ({"number": number} if drafted else {}) | params.pop("extra_args", {})
         sampling = SamplingParams(
             temperature=0, ignore_eos=True, extra_args=extra or None, **{"max_tokens": 40, **params}
@@ -162,6 +173,7 @@ class Steps:
             pooling_params=None,
             arrival_time=float(number),
             priority=priority,
+            lora_request=LoRARequest(f"adapter {adapter}", adapter, "/nowhere") if adapter else None,
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
         self.requests[number] = request

@@ -238,7 +238,7 @@ async def test_it_has_to_be_allowed(base: Path, folders: dict[str, Path]) -> Non
         ({"adapter": ["one="]}, "is 'one='; allowed: NAME=DIR"),
         ({"adapter": ["one=a", "one=b"]}, "has 'one' more than once"),
         ({"adapter": ["one=a"], "expand": True}, "leave --expand out"),
-        ({"max_adapter_rank": 65}, "less than or equal to 64"),
+        ({"max_adapter_rank": 65}, r"is 65; allowed: 1 to 64, with --engine vllm to 512"),
         ({"allow_adapter_changes": True, "listen": ":0", "insecure": True}, "others reach listen"),
     ],
 )

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,20 @@ async def test_what_a_draft_is_told() -> None:
     assert isinstance(rest[-2], Commit) and rest[-2].finish_reason is FinishReason.LENGTH
     assert list(row.tokens[len(PROMPT) :])[:30] == expected(PROMPT, 30)
     assert steps.num_accepted > steps.num_drafted * 0.8 > 0
+
+
+@pytest.mark.parametrize(("name", "told"), [("sql", "sql"), ("x" * 129, ""), ("a\nb", "")])
+async def test_a_draft_hears_of_an_adapter(name: str, told: str) -> None:
+    """By the name that its own has, where an Open takes it."""
+    servicer, lora = Recorded(), SimpleNamespace(lora_name=name, lora_int_id=1)
+    async with serving(servicer) as server, asking(server.address) as (_, steps):
+        await connected(servicer)
+        row = steps.add(vllm_request(PROMPT, max_tokens=8, lora_request=lora))
+        await steps.run(1)
+        await steps.until_drafted(row)
+        await steps.run()
+        await until(lambda: servicer.closes)
+    assert isinstance(servicer.told[0], Open) and servicer.told[0].adapter == told
 
 
 async def test_an_absent_draft_costs_nothing_and_is_found() -> None:

@@ -7,17 +7,22 @@ import inspect
 import pickle
 import re
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
 from packaging.version import Version
 
+from outrider.engine.adapters.loader import LoadedAdapter
+from outrider.engine.adapters.resident import AdapterRoom
+from outrider.engine.models.base import LowRank
 from outrider.rpc.messages import Open, TokenWeights
 from outrider.rpc.sampling_params import SamplingParams
-from outrider.target_service.settings import TargetSettings
+from outrider.target_service.settings import MOST_RANK_ON_VLLM, TargetSettings
+from outrider.target_service.vllm.adapters import RANKS, AdapterBase, with_rows, write_adapter
 from outrider.target_service.vllm.assembly import ONE_PROCESS, engine_args, vllm_version
 from outrider.target_service.vllm.requests import prompt_of
 from outrider.vllm import mends
@@ -50,7 +55,14 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "vllm.v1.metrics.loggers.StatLoggerBase": ((ONE, 0), {}),
     "vllm.v1.metrics.loggers.StatLoggerBase.record": ((SELF, ONE, ONE), {}),
     "vllm.v1.metrics.loggers.StatLoggerBase.log_engine_initialized": ((SELF,), {}),
-    "vllm.v1.engine.async_llm.AsyncLLM.generate": ((SELF, {}, ONE, "id"), {"priority": 0}),
+    "vllm.v1.engine.async_llm.AsyncLLM.generate": ((SELF, {}, ONE, "id"), {"lora_request": ONE, "priority": 0}),
+    "vllm.v1.engine.async_llm.AsyncLLM.add_lora": ((SELF, ONE), {}),
+    "vllm.v1.engine.async_llm.AsyncLLM.remove_lora": ((SELF, 1), {}),
+    "vllm.lora.request.LoRARequest": (("name", 1, "/path"), {}),
+    "vllm.v1.worker.gpu_worker.Worker.add_lora": ((SELF, ONE), {}),
+    "vllm.v1.worker.gpu_worker.Worker.remove_lora": ((SELF, 1), {}),
+    "vllm.lora.model_manager.LoRAModelManager.get_adapter": ((SELF, 1), {}),
+    "vllm.engine.arg_utils.AsyncEngineArgs.create_model_config": ((SELF,), {}),
     "vllm.v1.engine.async_llm.AsyncLLM.shutdown": ((SELF,), {}),
     "vllm.v1.engine.async_llm.AsyncLLM.reset_prefix_cache": ((SELF,), {}),
     "vllm.engine.arg_utils.AsyncEngineArgs.create_engine_config": ((SELF,), {"headless": True}),
@@ -99,9 +111,13 @@ ATTRIBUTES = {
         "priority",
         "cache_salt",
         "trace_headers",
+        "lora_request",
     ],
     "vllm.v1.worker.gpu_input_batch.InputBatch": ["req_ids", "vocab_size"],
-    RUNNER: ["input_batch", "rejection_sampler"],
+    RUNNER: ["input_batch", "rejection_sampler", "lora_manager"],
+    "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": ["_adapter_manager"],
+    "vllm.lora.model_manager.LoRAModelManager": ["modules"],
+    "vllm.lora.lora_model.LoRAModel": ["loras"],
     "vllm.v1.worker.worker_base.WorkerBase": ["model_runner"],
     "vllm.v1.engine.async_llm.AsyncLLM": ["vllm_config", "errored", "tokenizer"],
     "vllm.v1.executor.multiproc_executor.MultiprocExecutor": ["workers"],
@@ -147,7 +163,9 @@ FIELDS = {
         "master_addr",
         "master_port",
     ],
-    "vllm.config.SchedulerConfig": ["scheduler_cls", "async_scheduling"],
+    "vllm.config.SchedulerConfig": ["scheduler_cls", "async_scheduling", "max_num_seqs"],
+    "vllm.config.lora.LoRAConfig": ["max_loras"],
+    "vllm.lora.request.LoRARequest": ["lora_name", "lora_int_id"],
     "vllm.config.SpeculativeConfig": ["method", "model", "num_speculative_tokens"],
     "vllm.config.structured_outputs.StructuredOutputsConfig": ["backend"],
     "vllm.config.CacheConfig": ["num_gpu_blocks", "block_size"],
@@ -225,7 +243,9 @@ def test_it_is_a_field(owner: str, name: str) -> None:
 @pytest.mark.parametrize("own", [{}, {"speculative_config": {"method": "eagle"}}])
 def test_engine_arguments_have_these_names(device: str, own: dict[str, Any]) -> None:
     said = {"device": device, "max_model_len": 64, "cache_mb": 64, "num_blocks": 4, "engine_args": own}
-    arguments = engine_args(TargetSettings(model="model", engine="vllm", **said))
+    base = AdapterBase({"model.layers.0.mlp.up_proj": (2, 2)}, "digest", AdapterRoom(2, 8))
+    arguments = engine_args(TargetSettings(model="model", engine="vllm", **said), base)
+    arguments = with_rows(arguments, 1, lambda: 1)
     assert set(arguments) <= fields_of(found("vllm.engine.arg_utils.AsyncEngineArgs"))
 
 
@@ -318,10 +338,56 @@ def test_what_vllm_refuses_is_known() -> None:
 
 
 def test_our_classes_are_vllms() -> None:
-    from outrider.vllm import DraftScheduler, Worker
+    from outrider.vllm import AdaptedWorker, DraftScheduler, Worker
 
     assert issubclass(DraftScheduler, found(SCHEDULER))
-    assert issubclass(Worker, found("vllm.v1.worker.gpu_worker.Worker"))
+    assert issubclass(Worker, AdaptedWorker) and issubclass(AdaptedWorker, found("vllm.v1.worker.gpu_worker.Worker"))
+
+
+# Adapters.
+
+
+def test_ranks_are_those_that_vllm_makes_room_for() -> None:
+    assert get_args(found("vllm.config.lora.MaxLoRARanks")) == RANKS
+    assert RANKS[-1] == MOST_RANK_ON_VLLM
+
+
+def test_blocks_are_parted_by_an_adapters_name_and_folder() -> None:
+    """Both of which are the content's, so that blocks of one are found by all who have it, and by nobody else."""
+    request = SimpleNamespace(lora_request=found("vllm.lora.request.LoRARequest")("digest", 3, "/copies/digest"))
+    keys = found("vllm.v1.core.kv_cache_utils._gen_lora_extra_hash_keys")(request)
+    assert keys == [("lora", "digest", "/copies/digest")]
+
+
+def test_a_step_of_more_adapters_than_fit_still_ends_the_engine() -> None:
+    """Wherefore rows that are held and come back take turns."""
+    source = inspect.getsource(found(f"{SCHEDULER}.schedule"))
+    assert "assert len(scheduled_loras) <= self.lora_config.max_loras" in source
+    counted = source.index("for req in scheduled_running_reqs\n                if req.lora_request")
+    assert counted < source.index("request = request_queue.peek_request()")
+
+
+def test_rows_of_a_step_are_bounded_as_we_reckon() -> None:
+    source = inspect.getsource(found("vllm.engine.arg_utils.EngineArgs.create_engine_config"))
+    bound = r"scheduler_config\.max_num_seqs\s+\* \(speculative_config\.num_speculative_tokens \+ 1\)"
+    assert re.search(r"lora_config is not None\s+and speculative_config is not None", source)
+    assert re.search(bound, source)
+
+
+def test_what_we_write_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    """Ranks and factors of each module, by vLLM's own reader."""
+    names = {"model.layers.0.mlp.up_proj": 2.0, "model.layers.1.mlp.up_proj": 2.0, "model.layers.11.mlp.up_proj": 0.7}
+    modules = {name: LowRank(torch.ones(3, 4), torch.ones(5, 3), scaling) for name, scaling in names.items()}
+    modules["model.layers.2.mlp.up_proj"] = LowRank(torch.ones(7, 4), torch.ones(5, 7), 8 / 7)
+    stems = {name: f"base_model.model.{name}" for name in modules}
+    write_adapter(tmp_path / "copy", LoadedAdapter("digest", 7, modules, stems))
+    helper = found("vllm.lora.peft_helper.PEFTHelper").from_local_dir(str(tmp_path / "copy"), None)
+    helper.validate_legal(found("vllm.config.lora.LoRAConfig")(max_lora_rank=8))
+    for name, one in modules.items():
+        rank, scaling = helper.get_rank_and_scaling(name)
+        assert (rank, scaling) == (len(one.down), pytest.approx(one.scaling, rel=1e-12))
+    parse = found("vllm.lora.utils.parse_fine_tuned_lora_name")
+    assert parse("base_model.model.model.layers.0.mlp.up_proj.lora_A.weight") == ("model.layers.0.mlp.up_proj", True)
 
 
 # What is mended.
@@ -370,6 +436,19 @@ def test_rows_that_were_filled_up_are_still_broken(probs: torch.Tensor | None) -
     assert judged(broken, [3, 3, 0], None) == judged(mended, [3, 3, 0], None) == [[3, 3, 7], [0, 7, -1]]
     assert judged(broken, [3, 3, -1], probs)[1] == [-1, 7, -1]  # it took none, and goes on behind it
     assert judged(mended, [3, 3, -1], probs)[1] == [5, -1, -1]
+
+
+def test_rows_without_an_adapter_still_get_the_last_ones() -> None:
+    broken = found("vllm.lora.ops.torch_ops.lora_ops.bgmv_shrink")
+    broken = inspect.getclosurevars(broken).nonlocals.get("shrink", broken)  # mended in this process
+    factors = torch.stack([torch.full((1, 2, 3), 1.0), torch.full((1, 2, 3), 7.0)])  # [places, 1, rank, in]
+    rows, places = torch.ones(3, 3), torch.tensor([0, -1, 1])
+    wrong, right = torch.empty(3, 2), torch.empty(3, 2)
+    broken(rows, factors, wrong, places)
+    mends.of_rows_with_adapters(broken)(rows, factors, right, places)
+    assert wrong.tolist() == [[3, 3], [21, 21], [21, 21]]
+    assert right.tolist() == [[3, 3], [0, 0], [21, 21]]
+    assert "bgmv_shrink(" in inspect.getsource(found("vllm.lora.ops.torch_ops.lora_ops.sgmv_shrink"))
 
 
 def test_a_cut_of_no_rows_is_still_broken() -> None:

@@ -22,8 +22,9 @@ import torch
 from llm.test_vllm_scripts import DRAFT, HEADS, SCRIPTS, TARGET
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
+from support.adapters import save_adapter
 
-from outrider.llm import LLM, SamplingParams, StructuredOutputsParams, Unsupported
+from outrider.llm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, Unsupported
 from outrider.pairs import pair_path
 from outrider.rpc.errors import OutriderError
 
@@ -210,14 +211,26 @@ def quantised(folder: Path, to: Path) -> Path:
 
 def test_quantised_weights_and_ngrams(tmp_path: Path) -> None:
     folder = quantised(pair_path().target, tmp_path / "w8a8")
+    state = load_file(next(pair_path().target.glob("*.safetensors")))
+    adapters = [save_adapter(tmp_path / f"{seed}", state, seed=seed, scale=0.1) for seed in range(2)]
+    first, second = (LoRARequest(f"lora {n}", n + 1, adapter) for n, adapter in enumerate(adapters))
     speculative = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
     prompt = "x = 1\ny = 1\nx = 1\ny = 1\n"
-    with LLM(folder, speculative_config=speculative, **SMALL) as llm:
+    with LLM(folder, speculative_config=speculative, enable_lora=True, max_loras=1, max_cpu_loras=2, **SMALL) as llm:
         assert engine_of(llm).startswith("vllm-")
         together = greedy_ids(llm, [prompt, *PROMPTS])
         assert [greedy_ids(llm, [one])[0] for one in (prompt, *PROMPTS)] == together
         drafted, accepted = drafted_and_accepted(llm)
         assert drafted >= accepted > 0
+        asked, mixed = [None, first, second], [prompt] * 3
+        by_adapter = [
+            list(one.outputs[0].token_ids) for one in llm.generate(mixed, GREEDY, lora_request=asked, **QUIET)
+        ]
+        assert by_adapter[0] == together[0] and len(set(map(tuple, by_adapter))) == 3
+        (alone,) = llm.generate([prompt], GREEDY, lora_request=second, **QUIET)
+        assert list(alone.outputs[0].token_ids) == by_adapter[2] and alone.lora_request is second
+        with pytest.raises(ValueError, match=r"path: is '/nowhere', which cannot be used"):
+            llm.generate([prompt], GREEDY, lora_request=LoRARequest("none", 9, "/nowhere"), **QUIET)
         constraint = StructuredOutputsParams(json=Point, disable_any_whitespace=True)
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, max_tokens=64, structured_outputs=constraint)

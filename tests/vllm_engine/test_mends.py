@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import vllm
+from vllm.lora.ops import torch_ops
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.kernels.linear.scaled_mm import cpu as products
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
@@ -22,6 +25,8 @@ def unmended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", None)
     monkeypatch.setattr(topk_topp_sampler, "apply_top_k_only", topk_topp_sampler.apply_top_k_only)
     monkeypatch.setattr(products, "check_cpu_sgl_kernel", products.check_cpu_sgl_kernel)
+    for module in (lora_ops, torch_ops, punica_cpu):
+        monkeypatch.setattr(module, "bgmv_shrink", module.bgmv_shrink)
 
 
 @pytest.mark.usefixtures("unmended")
@@ -51,6 +56,17 @@ def test_drafted_rows_get_their_requests_values() -> None:
     torch.testing.assert_close(expanded, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0]), rtol=0, atol=0)
     top_k = torch.tensor([5, 1, 16], dtype=torch.int32)
     assert rejection_sampler.expand_batch_to_tokens(top_k, ends, 5).tolist() == [5, 5, 16, 16, 16]
+
+
+@pytest.mark.usefixtures("unmended")
+def test_rows_without_an_adapter_get_none() -> None:
+    """In the first place as in the last, of every kernel that asks for it."""
+    assert mends.apply()
+    assert punica_cpu.bgmv_shrink is torch_ops.bgmv_shrink is lora_ops.bgmv_shrink
+    factors = torch.full((2, 1, 4, 3), 7.0)  # [places, 1, rank, in]
+    made, lengths, places = torch.empty(3, 4), torch.tensor([2, 1]), torch.tensor([-1, 0])
+    torch_ops.sgmv_shrink(torch.ones(3, 3), factors, made, lengths, lengths, places, 2, 2, 3, 1.0)
+    assert made.tolist() == [[0] * 4, [0] * 4, [21] * 4]
 
 
 @pytest.mark.usefixtures("unmended")

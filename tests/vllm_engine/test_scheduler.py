@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from support.vllm_scheduler import BLOCK, MAX_MODEL_LEN, VOCAB, K, Steps, decode
 
 from outrider.rpc.messages import Commit, Credit, DraftTokens, Failure
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
+from outrider.target_service.adapters import TURN
 from outrider.vllm import scheduler
 
 ACCEPTED, RECOVERED, BONUS, PLAIN = (
@@ -510,3 +513,62 @@ def test_what_would_hide_drafts_is_refused(
     monkeypatch.setattr(getattr(config, section) if section else config, name, value)
     with pytest.raises(ValueError, match=text):
         new()
+
+
+def adapters_of_step(steps: Steps) -> set[int]:
+    """Of the last one."""
+    requests = [steps.requests[number] for number in steps.windows]
+    return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}
+
+
+@pytest.mark.parametrize("max_loras", [1, 2])
+def test_no_step_has_more_adapters_than_fit(max_loras: int, new: Callable[..., Steps]) -> None:
+    """Also where rows that were held come back, in whose place others have begun: vLLM's own scheduler ends by that.
+    Who finds no place gets a turn, beside those that run, and rows without an adapter are in every step."""
+    steps, credit = new(max_loras=max_loras, credit=1), dict.fromkeys(range(1, 9), 4)
+    seen: Counter[int] = Counter()
+    for number in credit:
+        steps.open(number, [*PROMPT, 10 + number], adapter=number % 4)  # 0: none
+        steps.step()
+        assert len(adapters_of_step(steps)) <= max_loras
+        seen.update(adapters_of_step(steps))
+    for _ in range(3 * TURN * len(credit)):
+        for number in [number for number in credit if f"request-{number}" in steps.scheduler.requests]:
+            steps.source.sent.append(Credit(number, len(steps.tokens(number)) + 1, K))
+        steps.step()
+        adapters = adapters_of_step(steps)
+        assert len(adapters) <= max_loras
+        seen.update(adapters)
+        if not steps.scheduler.requests:
+            break
+        if any(f"request-{number}" in steps.scheduler.requests for number in (4, 8)):
+            assert steps.windows.keys() & {4, 8}
+    assert not steps.scheduler.requests and not steps.scheduler._has_failed
+    for number in credit:
+        assert steps.output(number) == decoded([*PROMPT, 10 + number], 40)
+    assert min(seen[adapter] for adapter in (1, 2, 3)) >= 40
+
+
+def test_adapters_take_turns(new: Callable[..., Steps]) -> None:
+    """Nobody waits for the end of another's requests."""
+    steps = new(max_loras=1)
+    for number in (1, 2, 3):
+        steps.open(number, [*PROMPT, 10 + number], adapter=number)
+    order = []
+    for _ in range(3 * TURN):
+        steps.step()
+        order.append(adapters_of_step(steps))
+    assert all(len(one) == 1 for one in order)
+    assert {frozenset(one) for one in order} == {frozenset({1}), frozenset({2}), frozenset({3})}
+    changes = sum(one != other for one, other in pairwise(order))
+    assert changes <= 4, "turns are long enough"
+    steps.run()
+    assert [steps.output(number) for number in (1, 2, 3)] == [decoded([*PROMPT, 10 + n], 40) for n in (1, 2, 3)]
+
+
+def test_a_request_with_an_adapter_begins_where_nothing_ran(new: Callable[..., Steps]) -> None:
+    steps = new(max_loras=1)
+    steps.step()  # of nobody
+    steps.open(1, PROMPT, adapter=1)
+    steps.run(steps=50)
+    assert steps.output(1) == decoded(PROMPT, 40)

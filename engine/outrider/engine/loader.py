@@ -101,7 +101,7 @@ def load_model(
             config, state = expand(config, checkpoint.read_tensors(files))
             expanded = parse_config(config, max_model_len)
             model = new_decoder(expanded, state, weights_dtype, device, batch_invariant, quantization)
-        elif (parsed := _parsed(config, max_model_len, batch_invariant, quantization)) is not None:
+        elif (parsed := parsed_config(config, max_model_len, batch_invariant, quantization)) is not None:
             state = checkpoint.read_tensors(files)
             model = new_decoder(parsed, state, weights_dtype, device, batch_invariant, quantization)
         else:
@@ -144,8 +144,11 @@ def find_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def _parsed(
-    config: dict[str, Any], max_model_len: int | None, batch_invariant: bool, quantization: Quantization | None
+def parsed_config(
+    config: dict[str, Any],
+    max_model_len: int | None,
+    batch_invariant: bool = False,
+    quantization: Quantization | None = None,
 ) -> DecoderConfig | None:
     """What our decoder needs to know; None for what it does not compute. Batch-invariant mode is for it alone, and so
     is quantization."""

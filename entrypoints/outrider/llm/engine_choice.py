@@ -53,8 +53,6 @@ def require_vllm_can(arguments: EngineArguments, speculation: SpeculativeConfig 
     """Raises Unsupported for what our engine does and vLLM does not, by name."""
     if arguments.batch_invariant:
         raise Unsupported("LLM(batch_invariant=True) is for engine='outrider'")
-    if arguments.enable_lora:
-        raise Unsupported("LLM(enable_lora=True) is for engine='outrider'")
     if speculation is None:
         return
     if speculation.head == "mlp_speculator":

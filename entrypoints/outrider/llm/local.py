@@ -82,6 +82,7 @@ from outrider.rpc.servicer import Deliver
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.telemetry import StepTracer
 from outrider.rpc.vocabulary import has_tokenizer
+from outrider.target_service.adapter_changes import AdapterChanges
 from outrider.target_service.boot import (
     info_of,
     limits_of,
@@ -96,7 +97,7 @@ from outrider.target_service.boot import load as load_target
 from outrider.target_service.engine import TargetEngineCommand as TargetCommand
 from outrider.target_service.profile import thread_split
 from outrider.target_service.settings import TargetSettings
-from outrider.target_service.vllm.assembly import SPECULATIVE, start_engine
+from outrider.target_service.vllm.assembly import SPECULATIVE, adapter_changes_of, start_engine
 from outrider.target_service.vllm.engine import VllmEngine
 
 log = logging.getLogger(__name__)
@@ -225,6 +226,7 @@ class LocalVerifier(LocalService, ABC):
     """A Verifier over a target engine in this process."""
 
     info: TargetInfo
+    _adapters: AdapterChanges | None = None
 
     def open(
         self,
@@ -244,11 +246,24 @@ class LocalVerifier(LocalService, ABC):
 
     async def load_adapter(self, name: str, path: Path) -> Adapter:
         """Requests may name it then. Raises OutriderError for what cannot be used."""
-        raise FailedPrecondition(f"adapter {name!r}: this target takes none", reason="NO_ADAPTERS")
+        if self._adapters is None:
+            raise FailedPrecondition(f"adapter {name!r}: this target takes none", reason="NO_ADAPTERS")
+        return await self._adapters.load(name, str(path))
 
     async def unload_adapter(self, name: str) -> None:
         """None may name it any more."""
-        raise FailedPrecondition(f"adapter {name!r}: this target has none", reason="NO_ADAPTERS")
+        if self._adapters is None:
+            raise FailedPrecondition(f"adapter {name!r}: this target has none", reason="NO_ADAPTERS")
+        await self._adapters.unload(name)
+
+    def change_by(self, changes: AdapterChanges | None) -> None:
+        """Adapters come and go by these."""
+        self._adapters = changes
+        if changes is not None:
+            changes.listeners = [self._tell_adapters]
+
+    def _tell_adapters(self, adapters: Sequence[Adapter]) -> None:
+        self.info = replace(self.info, adapters=tuple(adapters))
 
     @abstractmethod
     def cache_usage(self) -> float:
@@ -288,24 +303,7 @@ class LocalTarget(LocalVerifier):
         costs = self.thread.call(self.engine.profile).result()
         self.engine.threads = thread_split(settings.threads, loaded.kernels, costs)
         self.info: TargetInfo = replace(info, model=replace(info.model, max_model_len=longest), step_costs=costs)
-        self._adapters = new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info)
-        if self._adapters is not None:
-            self._adapters.listeners = [self._tell_adapters]
-
-    async def load_adapter(self, name: str, path: Path) -> Adapter:
-        """Requests may name it then. Raises OutriderError for what cannot be used."""
-        if self._adapters is None:
-            return await super().load_adapter(name, path)
-        return await self._adapters.load(name, str(path))
-
-    async def unload_adapter(self, name: str) -> None:
-        """None may name it any more."""
-        if self._adapters is None:
-            return await super().unload_adapter(name)
-        await self._adapters.unload(name)
-
-    def _tell_adapters(self, adapters: Sequence[Adapter]) -> None:
-        self.info = replace(self.info, adapters=tuple(adapters))
+        self.change_by(new_adapter_changes(settings, loaded, runner, self.engine, self.thread, self.info))
 
     def cache_usage(self) -> float:
         """The share of its cache that is in use."""
@@ -344,6 +342,7 @@ class VllmTarget(LocalVerifier):
         with without_main():
             engine, info = await start_engine(settings, lambda: target.flush())
         target = cls(engine, info, asyncio.get_running_loop())
+        target.change_by(adapter_changes_of(settings, engine, info))
         return target
 
     def leave(self) -> None:
@@ -614,9 +613,6 @@ def _target_settings(
             "speculative_token_tree": None if tree is None else tree.speculative_token_tree,
             "batch_invariant": arguments.batch_invariant,
             "max_window": max(32, k),
-            "allow_adapter_changes": arguments.enable_lora,
-            **({"max_adapters": arguments.max_loras} if arguments.enable_lora else {}),
-            **({"max_adapter_rank": arguments.max_lora_rank} if arguments.enable_lora else {}),
         }
     )
 
@@ -660,6 +656,9 @@ def _any_settings(arguments: EngineArguments, model: Path, device: str) -> dict[
         "trust_remote_code": arguments.trust_remote_code,
         "name": arguments.served_model_name or "",
         "cuda_graphs": not arguments.enforce_eager,
+        "allow_adapter_changes": arguments.enable_lora,
+        **({"max_adapters": arguments.max_loras} if arguments.enable_lora else {}),
+        **({"max_adapter_rank": arguments.max_lora_rank} if arguments.enable_lora else {}),
     }
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.adapters.loader import WEIGHTS_NAME, LoadedAdapter, load_adapter
-from outrider.engine.adapters.resident import ResidentAdapters
+from outrider.engine.adapters.resident import AdapterRoom, ResidentAdapters
 from outrider.engine.batch import PreparedAdapter
 from outrider.engine.loader import LoadedModel
 from outrider.engine.memory import free_bytes
@@ -30,8 +32,10 @@ from outrider.rpc.errors import (
     Violation,
     Violations,
 )
+from outrider.rpc.hub import model_name
 from outrider.rpc.messages import MAX_NAME_CHARS, Adapter
 from outrider.target_service.adapters import NO_ADAPTER
+from outrider.target_service.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,32 @@ class AdaptedEngine(Protocol):
         """No new sequence gets it; returns how many go on with it."""
 
 
+class AdapterReader(Protocol):
+    """How an engine comes by an adapter."""
+
+    def read(self, folder: Path) -> LoadedAdapter:
+        """Checks a folder, on any thread. Raises UnsupportedAdapter, and what libraries that read weights raise."""
+
+    async def prepare(self, adapter: LoadedAdapter) -> PreparedAdapter:
+        """As the engine takes it; `add_adapter` follows at once. Raises the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAdapters:
+    """Of a model on our engine."""
+
+    loaded: LoadedModel  # the base
+    resident: ResidentAdapters
+
+    def read(self, folder: Path) -> LoadedAdapter:
+        """Checks a folder."""
+        return load_adapter(folder, self.loaded.model, self.loaded.digest, self.resident.room.max_rank)
+
+    async def prepare(self, adapter: LoadedAdapter) -> PreparedAdapter:
+        """In the layout of a slot, on the host."""
+        return await asyncio.to_thread(self.resident.prepare, adapter)
+
+
 class AdapterListener(Protocol):
     """Is told which adapters there are."""
 
@@ -62,8 +92,7 @@ class AdapterChanges:
 
     engine: AdaptedEngine
     thread: DeviceThread
-    loaded: LoadedModel  # the base
-    resident: ResidentAdapters
+    reader: AdapterReader
     model_name: str  # which no adapter has
     served: dict[str, Adapter]
     listeners: Sequence[AdapterListener] = ()
@@ -97,13 +126,16 @@ class AdapterChanges:
             if name not in self.served and len(self.served) >= MOST_ADAPTERS:
                 problem = f"{len(self.served)} adapters are there; allowed: at most {MOST_ADAPTERS}. Unload one first"
                 raise ResourceExhausted(problem, reason="TOO_MANY_ADAPTERS")
-            loaded, prepared = await asyncio.to_thread(self._prepared, folder)
+            with _told(folder):
+                loaded = await asyncio.to_thread(self._read, folder)
             info = Adapter(name, loaded.digest, loaded.rank)
             if (present := self.served.get(name)) == info:
                 return info
             if present is not None:
                 there = f"name: is {name!r}, which stands for other weights ({present.digest[:12]})"
                 raise AlreadyExists(f"{there}; allowed: another name, or to unload it first")
+            with _told(folder):
+                prepared = await self.reader.prepare(loaded)
             await self._on_thread(partial(self.engine.add_adapter, info, prepared))
             self._tell({**self.served, name: info})
             log.info("adapter %s (%s) of rank %d serves", name, info.digest[:12], info.rank)
@@ -126,19 +158,9 @@ class AdapterChanges:
             raise Unavailable("the target's device thread has ended", reason="DEVICE_DEAD") from error
         return await asyncio.wrap_future(call)
 
-    def _prepared(self, folder: Path) -> tuple[LoadedAdapter, PreparedAdapter]:
-        try:
-            _require_memory(folder)
-            loaded = load_adapter(folder, self.loaded.model, self.loaded.digest, self.resident.room.max_rank)
-            return loaded, self.resident.prepare(loaded)
-        except OutriderError:
-            raise
-        except MemoryError as error:
-            raise ResourceExhausted(f"path: {folder} finds no memory", reason="NO_MEMORY") from error
-        except Exception as error:  # the libraries that read weights have errors of their own
-            problem = f"is {str(folder)!r:.200}, which cannot be used ({_line(error)})"
-            allowed = "the folder of an adapter of this model, in PEFT's layout"
-            raise InvalidArgument.of([Violation("path", f"{problem}; allowed: {allowed}")]) from error
+    def _read(self, folder: Path) -> LoadedAdapter:
+        _require_memory(folder)
+        return self.reader.read(folder)
 
     def _tell(self, served: Mapping[str, Adapter]) -> None:
         self.served = dict(served)
@@ -146,16 +168,48 @@ class AdapterChanges:
             listener(tuple(self.served.values()))
 
 
-def check_name(name: str, model_name: str) -> None:
-    """Raises InvalidArgument for what no adapter can be called."""
+def adapters_at_start(settings: TargetSettings, read: Callable[[Path], LoadedAdapter]) -> dict[str, LoadedAdapter]:
+    """Those that the settings name, by name. Raises ValueError for the model's own, and what `read` raises."""
+    if (own := settings.name or model_name(Path(settings.model))) in settings.adapters:
+        raise ValueError(f"adapter (--adapter): has {own!r}, the model's own name; allowed: another one")
+    return {name: read(folder) for name, folder in settings.adapters.items()}
+
+
+def adapter_room(settings: TargetSettings, adapters: Mapping[str, LoadedAdapter]) -> AdapterRoom | None:
+    """What the engine shall have for adapters; None where there are none, and none may come."""
+    if settings.allow_adapter_changes:
+        return AdapterRoom(settings.max_adapters, settings.max_adapter_rank or MOST_RANK)
+    if not adapters:
+        return None
+    greatest = max(adapter.rank for adapter in adapters.values())
+    return AdapterRoom(min(settings.max_adapters, len(adapters)), settings.max_adapter_rank or greatest)
+
+
+def check_name(name: str, models: str) -> None:
+    """Raises InvalidArgument for what no adapter can be called; `models` is the model's own name."""
     found = Violations()
     if name:
         found.name("name", name, MAX_NAME_CHARS)
     else:
         found.add("name", "is empty", f"1 to {MAX_NAME_CHARS} characters")
-    if name == model_name:
+    if name == models:
         found.add("name", f"is {name!r}, the model's own", "another name")
     found.raise_if_any()
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Whatever a folder raises is told of it. Raises OutriderError."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except MemoryError as error:
+        raise ResourceExhausted(f"path: {folder} finds no memory", reason="NO_MEMORY") from error
+    except Exception as error:  # the libraries that read weights have errors of their own
+        problem = f"is {str(folder)!r:.200}, which cannot be used ({_line(error)})"
+        allowed = "the folder of an adapter of this model, in PEFT's layout"
+        raise InvalidArgument.of([Violation("path", f"{problem}; allowed: {allowed}")]) from error
 
 
 def _require_memory(folder: Path) -> None:

@@ -3,8 +3,9 @@ a step where more are wanted than the device holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from outrider.engine.batch import PreparedAdapter
 from outrider.rpc.errors import InvalidArgument, NotFound, Violation
@@ -12,6 +13,7 @@ from outrider.rpc.messages import Adapter, Open
 
 NO_ADAPTER = "NO_ADAPTER"  # reason: a name that is no adapter's
 TURN = 16  # steps for which adapters stay in the steps, where others wait
+Wanted = TypeVar("Wanted", bound=Hashable)  # what an engine knows an adapter by
 
 
 @dataclass(slots=True, eq=False)
@@ -84,20 +86,18 @@ class AdapterTable:
             self._forget(adapter.prepared)
 
 
-class AdapterTurns:
+class AdapterTurns(Generic[Wanted]):
     """Which adapters a step may have, of at most `most`. Where more are wanted, they take turns of TURN steps, so that
     weights are seldom moved, and none waits for the end of another's sequences."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._turn: list[PreparedAdapter] = []  # those whose turn it is
+        self._turn: list[Wanted] = []  # those whose turn it is
         self._left = 0  # steps
-        self._waited: dict[PreparedAdapter, int] = {}  # number of the turn that each was in last
+        self._waited: dict[Wanted, int] = {}  # number of the turn that each was in last
         self._number = 0
 
-    def choose(
-        self, wanted: Iterable[PreparedAdapter], first: PreparedAdapter | None = None
-    ) -> frozenset[PreparedAdapter]:
+    def choose(self, wanted: Iterable[Wanted], first: Wanted | None = None) -> frozenset[Wanted]:
         """Of a step whose sequences want these, in their order; `first` is always in it, unless it would be alone."""
         order = list(dict.fromkeys(wanted))
         if len(order) <= self.most:
@@ -116,7 +116,7 @@ class AdapterTurns:
             self._waited[adapter] = self._number
         return frozenset(chosen)
 
-    def forget(self, adapter: PreparedAdapter) -> None:
+    def forget(self, adapter: Wanted) -> None:
         """No sequence has it any more."""
         self._turn = [one for one in self._turn if one is not adapter]
         self._waited.pop(adapter, None)

@@ -15,7 +15,6 @@ import torch
 
 from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.adapters.loader import LoadedAdapter, load_adapter
-from outrider.engine.adapters.resident import AdapterRoom
 from outrider.engine.batch import StepLimits
 from outrider.engine.hidden_states import check_taps
 from outrider.engine.loader import LoadedModel, load_model
@@ -29,13 +28,13 @@ from outrider.proposers.heads.target import target_weights
 from outrider.proposers.registry import method_of
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
-from outrider.rpc.hub import locate, model_name
+from outrider.rpc.hub import locate
 from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
 from outrider.rpc.structured import CONSTRAINTS
 from outrider.rpc.vocabulary import has_tokenizer, load_backend
-from outrider.target_service.adapter_changes import AdapterChanges
+from outrider.target_service.adapter_changes import AdapterChanges, OwnAdapters, adapter_room, adapters_at_start
 from outrider.target_service.engine import TargetEngine, TargetEngineCommand
 from outrider.target_service.local_draft import check_tree
 from outrider.target_service.observed import new_metrics, own_step_watcher, stats_of
@@ -135,21 +134,7 @@ def new_engine(
 def load_adapters(settings: TargetSettings, loaded: LoadedModel) -> dict[str, LoadedAdapter]:
     """Those of the start, by name. Raises UnsupportedAdapter for what does not fit the model."""
     most_rank = settings.max_adapter_rank or MOST_RANK
-    if (own := settings.name or model_name(Path(settings.model))) in settings.adapters:
-        raise ValueError(f"adapter (--adapter): has {own!r}, the model's own name; allowed: another one")
-    return {
-        name: load_adapter(folder, loaded.model, loaded.digest, most_rank) for name, folder in settings.adapters.items()
-    }
-
-
-def adapter_room(settings: TargetSettings, adapters: Mapping[str, LoadedAdapter]) -> AdapterRoom | None:
-    """What the runner shall have for adapters; None where there are none, and none may come."""
-    if settings.allow_adapter_changes:
-        return AdapterRoom(settings.max_adapters, settings.max_adapter_rank or MOST_RANK)
-    if not adapters:
-        return None
-    greatest = max(adapter.rank for adapter in adapters.values())
-    return AdapterRoom(min(settings.max_adapters, len(adapters)), settings.max_adapter_rank or greatest)
+    return adapters_at_start(settings, lambda folder: load_adapter(folder, loaded.model, loaded.digest, most_rank))
 
 
 def new_adapter_changes(
@@ -164,7 +149,7 @@ def new_adapter_changes(
     if not settings.allow_adapter_changes or runner.adapters is None:
         return None
     served = {adapter.name: adapter for adapter in info.adapters}
-    return AdapterChanges(engine, thread, loaded, runner.adapters, info.model.name, served)
+    return AdapterChanges(engine, thread, OwnAdapters(loaded, runner.adapters), info.model.name, served)
 
 
 def _info_of_adapter(name: str, adapter: LoadedAdapter) -> Adapter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.engine.batch import BatchEntry
+from outrider.engine.batch import BatchEntry, PreparedAdapter
 from outrider.engine.kv_cache_manager import KVCacheManager
 from outrider.engine.sampler import SamplingRows, is_numeric_only
 from outrider.engine.scheduler import Scheduler
@@ -130,7 +130,7 @@ class TargetScheduler(Scheduler[TargetSequence]):
         self.max_forced = 0  # of a window's tokens, those that a grammar forces
         self.cut_windows = cut_windows
         self.goodput: Goodput | None = None  # limits prompts by time, and cuts windows where sequences share a step
-        self.turns: AdapterTurns | None = None  # of adapters, where the model takes any
+        self.turns: AdapterTurns[PreparedAdapter] | None = None  # of adapters, where the model takes any
         self.sequences: dict[SequenceKey, TargetSequence] = {}
         self.num_rows_cut = self._num_steps = 0  # since the start
         self._suspect_ran = False  # in the last step

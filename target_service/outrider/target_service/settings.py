@@ -22,9 +22,11 @@ from outrider.rpc.settings import (
 )
 
 # No engine but ours has them.
-OWN_ONLY = (
-    "head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens", "adapter", "max_adapters",
-    "max_adapter_rank", "allow_adapter_changes",
+OWN_ONLY = ("head", "speculative_token_tree", "batch_invariant", "expand", "max_forced_tokens")
+MOST_RANK_ON_VLLM = 512
+# vLLM's engine arguments that follow from the adapters' flags.
+ADAPTER_ARGUMENTS = (
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "default_mm_loras",
 )  # fmt: skip
 
 
@@ -83,8 +85,9 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
     )
     max_adapters: int = Field(4, ge=1, le=256, description="adapters of one step: as many lie on the device at once")
     max_adapter_rank: int | None = Field(
-        None, ge=1, le=MOST_RANK,
-        description=f"greatest rank (default: the greatest of --adapter; with --allow-adapter-changes {MOST_RANK})",
+        None, ge=1, le=MOST_RANK_ON_VLLM,
+        description=f"greatest rank (default: the greatest of --adapter; with --allow-adapter-changes {MOST_RANK}); to "
+        f"{MOST_RANK}, on vLLM to {MOST_RANK_ON_VLLM}",
     )  # fmt: skip
     allow_adapter_changes: bool = Field(
         False, description="adapters may be loaded and unloaded while it serves (LoadAdapter, UnloadAdapter)"
@@ -119,6 +122,11 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
         return named_folders(self.adapter, "adapter (--adapter)")
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether there are any, or may be."""
+        return bool(self.adapter) or self.allow_adapter_changes
+
+    @property
     def node_rank(self) -> int:
         """Which host this is of a target that spans several; the first, 0, has the server."""
         return int(self.engine_args.get("node_rank", 0))
@@ -137,6 +145,9 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
                 f"allow_adapter_changes (--allow-adapter-changes): others reach listen (--listen), {self.listen}; "
                 "allowed: with --tls-client-ca, whose clients show certificates, or 127.0.0.1, [::1], localhost, unix:"
             )
+        if self.engine != "vllm" and (self.max_adapter_rank or 0) > MOST_RANK:
+            given = f"max_adapter_rank (--max-adapter-rank): is {self.max_adapter_rank}"
+            raise ValueError(f"{given}; allowed: 1 to {MOST_RANK}, with --engine vllm to {MOST_RANK_ON_VLLM}")
         if self.expand and (adapters or self.allow_adapter_changes):
             raise ValueError("adapter (--adapter) is for the checkpoint's own weights; leave --expand out")
         return self
@@ -147,4 +158,12 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
             defaults = {name: type(self).model_fields[name].get_default(call_default_factory=True) for name in OWN_ONLY}
             for name in (name for name, default in defaults.items() if getattr(self, name) != default):
                 raise ValueError(f"{name} (--{name.replace('_', '-')}) is for engine outrider; leave it out")
+            for name in (name for name in ADAPTER_ARGUMENTS if name in self.engine_args):
+                allowed = "--adapter, --max-adapters, --max-adapter-rank, --allow-adapter-changes"
+                raise ValueError(f"engine_args (--engine-args): has {name}; allowed: {allowed}")
+            if self.has_adapters and int(self.engine_args.get("nnodes", 1)) > 1:
+                raise ValueError(
+                    "adapter (--adapter) is for targets of one host: the others' workers read no weights "
+                    "that were checked; leave it and --allow-adapter-changes out"
+                )
         return self

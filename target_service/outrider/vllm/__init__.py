@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"DraftScheduler": "scheduler", "Worker": "worker", "NoDraft": "no_draft"}
+_HOMES = {"DraftScheduler": "scheduler", "Worker": "worker", "AdaptedWorker": "worker", "NoDraft": "no_draft"}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,10 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outrider.rpc.errors import Violations
 from outrider.rpc.hub import locate
 from outrider.rpc.messages import (
     MAX_BRANCHES,
     MAX_DRAFT_TOKENS,
+    MAX_NAME_CHARS,
     Close,
     Closed,
     Commit,
@@ -200,6 +202,7 @@ class DraftClient:
             salt=joined_salt(self._salt, request.cache_salt),
             traceparent=(request.trace_headers or {}).get("traceparent", ""),
             one_hot=one_hot,
+            adapter=adapter_of(request),
         )
         # Under rejection a branch's first token is a guess that hardly ever holds.
         asked = AskedRow(row, max_branches=0 if row.weighs else self._branch_use.grant())
@@ -329,6 +332,15 @@ def can_be_drafted(request: Any) -> bool:
         and not request.mm_features
         and not request.resumable
     )
+
+
+def adapter_of(request: Any) -> str:
+    """The name of its adapter, for which a draft may have one of its own; of a name that no Open takes none is told:
+    the draft's model drafts alone."""
+    name = "" if request.lora_request is None else request.lora_request.lora_name
+    found = Violations()
+    found.name("adapter", name, MAX_NAME_CHARS)
+    return "" if found.count else name
 
 
 def sampling_of(request: Any) -> SamplingParams:

@@ -359,8 +359,9 @@ async def shake_hands(channel: grpc.aio.Channel, target: ModelInfo) -> DraftInfo
 
 
 def affinity_key(request: Open) -> bytes:
-    """Prompts that begin alike meet at one draft, whose prefix cache then knows them. A salt parts two callers."""
-    digest = blake2b(request.salt.encode(), digest_size=16)
+    """Prompts that begin alike meet at one draft, whose prefix cache then knows them. A salt parts two callers, and an
+    adapter two caches."""
+    digest = blake2b(request.salt.encode() + request.adapter.encode(), digest_size=16)
     digest.update(b"".join(token.to_bytes(4, "little") for token in request.prompt_ids[:AFFINITY_TOKENS]))
     return digest.digest()
 

@@ -1,6 +1,7 @@
 """What is mended in vLLM's build for CPUs, in the versions named alone: drafted rows are judged there at the wrong
 temperature, places without a drafted token are not refused, and a step without drafts ends the engine under top_k; so
-does, on processors with AMX, the first step of weights in 8 bits under float32.
+does, on processors with AMX, the first step of weights in 8 bits under float32. And a row without an adapter gets the
+one in the last place, wherever it shares a step with a row that has any.
 
 A plugin of vLLM's (`vllm.general_plugins`), which every process of it loads before it takes its kernels into use; where
 plugins were left out (VLLM_PLUGINS), the worker sees to it. That all of it is still needed is asserted by
@@ -9,6 +10,7 @@ tests/vllm_engine/test_contract.py."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +32,14 @@ def apply() -> bool:
 
     if kernels._expand_kernel_impl is expand:
         return False
+    from vllm.lora.ops import torch_ops
+    from vllm.lora.ops.torch_ops import lora_ops
     from vllm.model_executor.kernels.linear.scaled_mm import cpu as products
     from vllm.v1.sample.ops import topk_topp_sampler as cuts
 
+    lora_ops.bgmv_shrink = torch_ops.bgmv_shrink = of_rows_with_adapters(lora_ops.bgmv_shrink)
+    if punica := sys.modules.get("vllm.lora.punica_wrapper.punica_cpu"):  # else it takes what is there
+        vars(punica)["bgmv_shrink"] = lora_ops.bgmv_shrink
     products.check_cpu_sgl_kernel = of_16_bits(products.check_cpu_sgl_kernel)
     cuts.apply_top_k_only = of_any_number(cuts.apply_top_k_only)
     kernels._expand_kernel_impl = expand
@@ -71,6 +78,23 @@ def of_any_number(cut: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, 
         return cut(logits, k) if len(logits) else logits
 
     return cut_top_k
+
+
+def of_rows_with_adapters(shrink: Callable[..., None]) -> Callable[..., None]:
+    """vLLM's product with adapters' lower factors, [rows, in] -> [rows, rank], but that a row whose place is -1, one
+    without an adapter, gets zeros. Its own takes -1 as an index, which is the last place."""
+
+    def shrink_rows(
+        inputs: Tensor,  # [rows, in]
+        factors: Tensor,  # [places, 1, rank, in]
+        output: Tensor,  # [rows, rank], filled
+        places: Tensor,  # [rows] int64
+        scaling: float = 1.0,
+    ) -> None:
+        shrink(inputs, factors, output, places, scaling)
+        output.masked_fill_((places < 0)[:, None], 0)
+
+    return shrink_rows
 
 
 def refusing_padding(kernel: Callable[..., None]) -> Callable[..., None]:

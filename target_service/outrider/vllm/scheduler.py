@@ -11,10 +11,12 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from outrider.rpc.errors import Internal
 from outrider.rpc.messages import Load, StepTimings, TargetEvent, to_failure
+from outrider.target_service.adapters import AdapterTurns
 from outrider.vllm.grammar import continue_grammar
 from outrider.vllm.outputs import commit_of, prompt_logprobs_of
 from outrider.vllm.rows import DraftedRow
@@ -30,6 +32,7 @@ from vllm.v1.request import Request, RequestStatus
 log = logging.getLogger(__name__)
 
 SHORT_WAIT_S = 0.002  # nobody announces that a grammar is compiled
+MOST_WAITING = 64  # requests that wait, whose adapters are looked at
 
 
 class DraftScheduler(Scheduler):  # type: ignore[misc]
@@ -46,6 +49,10 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         self._alone = ""  # the suspect that has this step for itself, by vLLM's id
         self._started = 0.0, 0  # of the step under way: on the clock, and by the wall's
         self._is_stuck = False  # the last step had room for nobody
+        lora = vllm_config.lora_config
+        self._turns: AdapterTurns[int] | None = None if lora is None else AdapterTurns(lora.max_loras)
+        self._chosen: frozenset[int] = frozenset()  # adapters of this step, by vLLM's numbers
+        self._most_running: int = vllm_config.scheduler_config.max_num_seqs
         self._num_preempted = 0
         self._has_failed = False
 
@@ -59,6 +66,7 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         with self._plainly():
             self._yield_blocks()
         self._give_turn()
+        self._choose_adapters()
         self._prepare_rows()
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         self._is_stuck = not output.total_num_scheduled_tokens
@@ -127,7 +135,9 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """One that gave up its blocks comes back when it may go on, and nobody begins in another's step."""
         row = self._rows.get(request.request_id)
-        if self._stands_back(request.request_id) or not (row is None or row.has_credit):
+        if self._stands_back(request.request_id) or self._waits_its_turn(request):
+            return False
+        if not (row is None or row.has_credit):
             return False
         return bool(super()._handle_blocked_waiting_request(request))
 
@@ -180,11 +190,33 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
         """Whether the next step is another's."""
         return request_id != self._alone if self._alone else request_id in self._suspects
 
+    def _choose_adapters(self) -> None:
+        """vLLM counts adapters where a request begins, and takes it that whoever runs is in every step: rows that are
+        held here, and come back, would bring more into one than it holds, which ends its engine. Where more are wanted
+        than fit they take turns, those of requests that wait, too, unless nobody could begin."""
+        if self._turns is None:
+            return
+        now = time.monotonic()
+        may_run = [request for request in self.running if self._may_run(request, now)]
+        is_full = (self._is_stuck and may_run) or len(self.running) >= self._most_running
+        waiting = () if is_full else islice(self.waiting, MOST_WAITING)
+        may_run += [request for request in waiting if self._may_run(request, now)]
+        self._chosen = self._turns.choose(number for number in map(number_of_adapter, may_run) if number)
+
+    def _may_run(self, request: Request, now: float) -> bool:
+        due = self._due(request, now)
+        return due is not None and due <= now and not self._stands_back(request.request_id)
+
+    def _waits_its_turn(self, request: Request) -> bool:
+        """Whether the next step is other adapters'."""
+        number = number_of_adapter(request)
+        return bool(number) and number not in self._chosen
+
     def _prepare_rows(self) -> None:
         """Hands every running request its window, or holds it for a step: its blocks stay, and the others go on."""
         now = time.monotonic()
         for request in self.running:
-            if self._stands_back(request.request_id):
+            if self._stands_back(request.request_id) or self._waits_its_turn(request):
                 request.next_decode_eligible_step = self.current_step + 2
                 continue
             row = self._rows.get(request.request_id)
@@ -266,6 +298,11 @@ def ask_no_worker() -> None:
     engine and workers take in a step."""
     for executor in (MultiprocExecutor, UniProcExecutor):
         executor.take_draft_token_ids = lambda executor: None
+
+
+def number_of_adapter(request: Request) -> int:
+    """vLLM's, of the adapter that a request has; 0: none."""
+    return 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
 
 
 def check_config(vllm_config: Any) -> None:

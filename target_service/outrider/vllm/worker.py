@@ -1,4 +1,5 @@
-"""vLLM's worker, whose sampler gets what drafted tokens were drawn from. As vLLM's `worker_cls`."""
+"""vLLM's worker, whose sampler gets what drafted tokens were drawn from, and which takes no adapter in part. As vLLM's
+`worker_cls`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from outrider.vllm import mends
 from outrider.vllm.weights import draft_probs, weights_of
 from vllm.platforms import current_platform
 
+SHOWN = 4  # modules in a message
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 elif current_platform.is_cpu():
@@ -16,8 +19,22 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class Worker(PlatformWorker):  # type: ignore[misc]
-    """The platform's own, but for the rows of probabilities that its runner gives to the rejection sampler."""
+class AdaptedWorker(PlatformWorker):  # type: ignore[misc]
+    """The platform's own, but for adapters of which it would leave something out without a word: modules that vLLM's
+    model has by another name, or has not got."""
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Raises ValueError where not all of it is computed; vLLM does not keep it then."""
+        added = bool(super().add_lora(lora_request))
+        manager, number = self.model_runner.lora_manager._adapter_manager, lora_request.lora_int_id
+        if absent := sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys()):
+            self.remove_lora(number)
+            raise ValueError(f"its model computes no adapter of {', '.join(absent[:SHOWN])} ({len(absent)} modules)")
+        return added
+
+
+class Worker(AdaptedWorker):
+    """Besides, with rows of probabilities that its runner gives to the rejection sampler."""
 
     def init_device(self) -> None:
         """Puts the place where weights are looked for into the runner."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class LoadedAdapter:
     digest: str
     rank: int  # the greatest of its products'
     modules: Mapping[str, LowRank]  # by the names that the base has
+    file_names: Mapping[str, str] = field(default_factory=dict)  # of these in the file, before `.lora_A.weight`
 
 
 def load_adapter(
@@ -55,14 +56,27 @@ def load_adapter(
     """Reads a folder. Raises UnsupportedAdapter with the reason, for a base that takes none as well."""
     if not isinstance(model, TakesAdapters):
         raise UnsupportedAdapter("adapters are for our own decoder and for transformers' models of plain products")
+    return read_adapter(folder, model.adapters.linears, model_digest, most_rank)
+
+
+def read_adapter(
+    folder: str | Path,
+    linears: Mapping[str, tuple[int, int]],  # of the base, by names: outputs and inputs
+    model_digest: str,
+    most_rank: int = MOST_RANK,
+) -> LoadedAdapter:
+    """The same of a base whose products alone are known. Raises UnsupportedAdapter with the reason."""
     folder = Path(folder)
     with _named(folder):
         given = _read_config(folder)
         config, path = parse_adapter_config(given, most_rank), _weights_file(folder)
         with checkpoint_digest(folder, (path,)) as weights_digest:
-            modules = _modules(config, model.adapters.linears, read_tensors((path,)))
+            state = read_tensors((path,))
+            rename = _renaming(linears, state)
+            modules = _modules(config, linears, state, rename)
             digest = _digest(model_digest, modules, weights_digest())
-    return LoadedAdapter(digest, max(len(one.down) for one in modules.values()), modules)
+    names = {name: PREFIX + rename(name) for name in modules}
+    return LoadedAdapter(digest, max(len(one.down) for one in modules.values()), modules, names)
 
 
 @contextmanager
@@ -95,10 +109,12 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _modules(
-    config: AdapterConfig, linears: Mapping[str, tuple[int, int]], state: Mapping[str, Tensor]
+    config: AdapterConfig,
+    linears: Mapping[str, tuple[int, int]],
+    state: Mapping[str, Tensor],
+    rename: Callable[[str], str],  # from the base's names to the file's
 ) -> dict[str, LowRank]:
     """Checks every tensor against what configuration and base ask for."""
-    rename = _renaming(linears, state)
     ranks = config.modules(map(rename, linears), map(rename, OTHERS))
     own = {rename(name): name for name in linears}
     shapes = {}

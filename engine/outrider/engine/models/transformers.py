@@ -547,6 +547,20 @@ def load_registry_model(
         raise UnsupportedModel(f"{path} ({config.get('model_type')}) is not served: {error}") from error
 
 
+def registry_linears(path: str | Path, trust_remote_code: bool = False) -> dict[str, tuple[int, int]]:
+    """The products that an adapter may change, by their modules' names: outputs and inputs. Of the configuration alone,
+    for which no memory is taken. Raises UnsupportedModel."""
+    parsed = _parse(path, trust_remote_code)
+    if hasattr(parsed, "quantization_config"):
+        del parsed.quantization_config
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
+    except FAILURES as error:
+        raise UnsupportedModel(f"no model is made of its configuration: {_line(error)}") from error
+    return dict(HookedAdapters(hooked_linears(model, model.get_output_embeddings())).linears)
+
+
 def refuse_early(config: PreTrainedConfig) -> None:
     """Raises UnsupportedModel for what configuration and class rule out; the class of remote code is judged later."""
     if type(config) in AutoModelForCausalLM._model_mapping:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -17,19 +17,23 @@ from typing import Any
 import torch
 
 from outrider.engine import checkpoint
+from outrider.engine.adapters.config import UnsupportedAdapter
+from outrider.engine.adapters.loader import LoadedAdapter
 from outrider.engine.grammar import GrammarError
 from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.errors import FailedPrecondition
-from outrider.rpc.messages import OVERCOMMIT, DraftMethod, TargetInfo
+from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
+from outrider.target_service.adapter_changes import AdapterChanges
 from outrider.target_service.observed import ObservedStep, new_metrics, step_watcher
 from outrider.target_service.profile import StepProfile
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.servicer import TargetServicer
 from outrider.target_service.settings import TargetSettings
+from outrider.target_service.vllm.adapters import AdapterBase, VllmAdapters, adapters_of, digest_of, with_rows
 from outrider.target_service.vllm.engine import VllmEngine
 from outrider.target_service.vllm.grammars import VllmGrammars
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
@@ -81,7 +85,10 @@ async def start(settings: TargetSettings) -> EngineService[VllmEngine]:
     """Starts the engine and binds the server. Raises what `start_engine` raises."""
     outboxes, metrics = Outboxes(asyncio.get_running_loop()), new_metrics(settings)
     engine, info = await start_engine(settings, outboxes.send, step_watcher(metrics))
-    servicer = TargetServicer(engine, outboxes, info, engine.load)
+    changes = adapter_changes_of(settings, engine, info)
+    servicer = TargetServicer(engine, outboxes, info, engine.load, changes)
+    if changes is not None:
+        changes.listeners = [servicer.tell_adapters]
     if metrics is not None:
         metrics.attach(engine.stats, engine, info.model, settings.vllm_metrics)
     return build_service(settings, engine, engine, servicer, metrics)
@@ -91,8 +98,10 @@ async def start_engine(
     settings: TargetSettings, flush: Callable[[], None], on_step: Callable[[ObservedStep], None] | None = None
 ) -> tuple[VllmEngine, TargetInfo]:
     """Starts vLLM's processes, which load the model; `flush` is called after each step, `on_step` is told of them.
-    Raises FailedPrecondition where vLLM is not installed, UnsupportedModel for what it refuses."""
+    Raises FailedPrecondition where vLLM is not installed, UnsupportedModel for what it refuses, UnsupportedAdapter for
+    adapters that cannot be used."""
     vllm_version()
+    base, adapters = await asyncio.to_thread(adapters_of, settings)
     link, unlinked = (None if drafts_itself(settings) else EngineLink()), Unlinked()
     if link is not None:
         await link.listen()
@@ -100,7 +109,7 @@ async def start_engine(
         use_first_runner()
     try:
         made: list[Any] = []  # and not the future's result, which outlives its use
-        await asyncio.to_thread(lambda: made.append(new_llm(settings, unlinked if link is None else None)))
+        await asyncio.to_thread(lambda: made.append(new_llm(settings, unlinked if link is None else None, base)))
         llm = made.pop()
         await first_step(llm)
         step_costs = () if link is None else await measure_steps(llm, link)
@@ -113,14 +122,42 @@ async def start_engine(
     grammars = grammars_of(settings, limits) if has_end(llm.tokenizer, limits.eos_ids) else None
     can_constrain = grammars is not None and link is not None
     info = info_of(settings, loaded, limits, step_costs, has_grammars=can_constrain)
+    held = None if base is None else VllmAdapters(base, llm)
+    engine: VllmEngine
     if link is not None:
         can = info.capabilities
-        engine = VllmEngine(llm, link, limits, flush=flush, on_step=on_step, capabilities=can, grammars=grammars)
-        return engine, info
-    own = llm.vllm_config.speculative_config
-    info = replace(info, methods=(DraftMethod(own.method, needs_features=True, can_run_ahead=False),))
-    k = own.num_speculative_tokens
-    return SelfDraftingEngine(llm, unlinked, limits, k, flush=flush, on_step=on_step), info
+        engine = VllmEngine(
+            llm, link, limits, flush=flush, on_step=on_step, capabilities=can, grammars=grammars, vllm_adapters=held
+        )
+    else:
+        own = llm.vllm_config.speculative_config
+        info = replace(info, methods=(DraftMethod(own.method, needs_features=True, can_run_ahead=False),))
+        k = own.num_speculative_tokens
+        engine = SelfDraftingEngine(llm, unlinked, limits, k, flush=flush, on_step=on_step, vllm_adapters=held)
+    return engine, await with_adapters(engine, info, adapters)
+
+
+async def with_adapters(engine: VllmEngine, info: TargetInfo, adapters: Mapping[str, LoadedAdapter]) -> TargetInfo:
+    """What the target says that serves these, too, which its vLLM loads here. Raises UnsupportedAdapter; vLLM's
+    processes have then ended."""
+    told = []
+    try:
+        for name, adapter in adapters.items():
+            if engine.vllm_adapters is not None:
+                told.append(Adapter(name, adapter.digest, adapter.rank))
+                engine.add_adapter(told[-1], await engine.vllm_adapters.prepare(adapter))
+    except UnsupportedAdapter as error:
+        engine.stop()
+        raise UnsupportedAdapter(f"adapter {name!r} (--adapter): {error}") from error
+    return replace(info, adapters=tuple(told))
+
+
+def adapter_changes_of(settings: TargetSettings, engine: VllmEngine, info: TargetInfo) -> AdapterChanges | None:
+    """What loads and unloads adapters, where that is allowed."""
+    if not settings.allow_adapter_changes or engine.vllm_adapters is None:
+        return None
+    served = {adapter.name: adapter for adapter in info.adapters}
+    return AdapterChanges(engine, engine, engine.vllm_adapters, info.model.name, served)
 
 
 def has_end(tokenizer: Any, eos_ids: Sequence[int]) -> bool:
@@ -199,15 +236,19 @@ def vllm_version() -> str:
     raise FailedPrecondition("engine vllm needs vLLM; install outrider[vllm]", reason="NO_VLLM")
 
 
-def new_llm(settings: TargetSettings, unlinked: Unlinked | None = None) -> Any:
-    """vLLM's AsyncLLM, which tells `unlinked` of its steps; returns when its processes have loaded the model. Raises
-    ValueError or RuntimeError."""
+def new_llm(settings: TargetSettings, unlinked: Unlinked | None = None, base: AdapterBase | None = None) -> Any:
+    """vLLM's AsyncLLM, which tells `unlinked` of its steps; returns when its processes have loaded the model, with room
+    for adapters of `base`. Raises ValueError or RuntimeError."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    given = engine_args(settings, base)
+    if base is not None:
+        window = int(given[SPECULATIVE].get("num_speculative_tokens") or 0)
+        given = with_rows(given, window, lambda: int(AsyncEngineArgs(**given).create_model_config().max_model_len))
     with told_of_threads(settings):
         loggers = None if unlinked is None else [unlinked.stat_logger()]
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(settings)), stat_loggers=loggers)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), stat_loggers=loggers)
 
 
 def takes_one_process(settings: TargetSettings) -> bool:
@@ -247,8 +288,9 @@ def told_of_threads(settings: TargetSettings) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def engine_args(settings: TargetSettings) -> dict[str, Any]:
-    """vLLM's engine arguments by ours; what `--engine-args` says comes before, but for what the link stands on."""
+def engine_args(settings: TargetSettings, base: AdapterBase | None = None) -> dict[str, Any]:
+    """vLLM's engine arguments by ours, with room for adapters of `base`; what `--engine-args` says comes before, but
+    for what the link stands on."""
     on_cpu = settings.device == "cpu"
     cache_bytes = settings.cache_bytes or (LEAST_CACHE_BYTES if on_cpu else None)
     given = {
@@ -286,6 +328,9 @@ def engine_args(settings: TargetSettings) -> dict[str, Any]:
     }
     counted = {"per_request_spec_decode_metrics": "summary"}
     said = {name: value for name, value in given.items() if value is not None} | priority
+    if base is not None:
+        said |= base.arguments
+        counted["worker_cls"] = "outrider.vllm.AdaptedWorker"
     return said | (counted if drafts_itself(settings) else linked)
 
 
@@ -294,11 +339,9 @@ def read_checkpoint(settings: TargetSettings, vllm_config: Any) -> Checkpoint:
     folder = Path(settings.model)
     config = checkpoint.read_config(folder)
     generation = checkpoint.read_json(folder / "generation_config.json")
-    with checkpoint.checkpoint_digest(folder, checkpoint.weight_files(folder)) as weights_digest:
-        digest = checkpoint.model_digest(config, weights_digest())
     model = vllm_config.model_config
     return Checkpoint(
-        digest=digest,
+        digest=digest_of(folder),
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         eos_token_ids=checkpoint.eos_ids(config, generation),

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from outrider.engine.batch import PreparedAdapter
 from outrider.engine.worker import DeviceStopped
 from outrider.planner.estimates import OpenWork
 from outrider.rpc.errors import (
@@ -28,6 +29,7 @@ from outrider.rpc.errors import (
 )
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
+    Adapter,
     Close,
     Closed,
     Commit,
@@ -42,9 +44,11 @@ from outrider.rpc.messages import (
 )
 from outrider.rpc.sampling_params import FinishReason
 from outrider.rpc.servicer import Detach
+from outrider.target_service.adapters import AdapterTable, ServedAdapter
 from outrider.target_service.engine import TargetEngineCommand
 from outrider.target_service.observed import EngineStats, ObservedStep
 from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
+from outrider.target_service.vllm.adapters import VllmAdapters
 from outrider.target_service.vllm.grammars import VllmGrammars
 from outrider.target_service.vllm.requests import VLLM_CAPABILITIES, check_request, prompt_of, refusals, sampling_of
 from outrider.vllm.link_messages import LinkCommand, LinkEvent
@@ -63,6 +67,7 @@ class VllmSequence:
     number: int  # among all of this engine: the link's sequence id
     open: Open  # with its prompt, also of a fork
     sink: Sink
+    adapter: ServedAdapter | None = None
     request: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
 
@@ -99,8 +104,10 @@ class VllmEngine:
         on_step: Callable[[ObservedStep], None] | None = None,
         capabilities: Sequence[str] = VLLM_CAPABILITIES,
         grammars: VllmGrammars | None = None,
+        vllm_adapters: VllmAdapters | None = None,  # where vLLM was started for any
     ) -> None:
         self.limits = limits
+        self.adapters, self.vllm_adapters = AdapterTable(self._forget_adapter), vllm_adapters
         self.capabilities, self._grammars = capabilities, grammars
         self.ended: Future[None] = Future()
         self._llm, self._link = llm, link
@@ -145,7 +152,21 @@ class VllmEngine:
             num_looked_up=self._num_looked_up,
             num_found=self._num_found,
             num_preempted=self._num_preempted,
+            num_adapters=len(self.adapters),
+            adapter_sequences=self.adapters.num_sequences(),
         )
+
+    def add_adapter(self, info: Adapter, prepared: PreparedAdapter) -> None:
+        """New sequences may have it. Raises ValueError for a name that is taken."""
+        self.adapters.add(info, prepared)
+
+    def remove_adapter(self, name: str) -> int:
+        """No new sequence gets it; returns how many go on with it. Raises NotFound."""
+        return self.adapters.remove(name)
+
+    def _forget_adapter(self, prepared: PreparedAdapter) -> None:
+        if self.vllm_adapters is not None:
+            self.vllm_adapters.forget(prepared)
 
     def submit(self, command: TargetEngineCommand) -> None:
         """Applies one command. Raises DeviceStopped once the engine has ended."""
@@ -199,6 +220,8 @@ class VllmEngine:
             llm.shutdown()
             del llm
             gc.collect()  # it is in cycles, and would end itself again as the interpreter's last act
+        if self.vllm_adapters is not None:
+            self.vllm_adapters.close()
 
     # What the gateways say.
 
@@ -221,14 +244,21 @@ class VllmEngine:
             self._send(replace(message, sequence_id=sequence.number))
             if isinstance(message, Credit) and sequence.request is None and message.until > committed_at(sequence.open):
                 sequence.request = self._loop.create_task(self._run(sequence))
+                if sequence.adapter is not None and self.vllm_adapters is not None:
+                    self.vllm_adapters.note(sequence.adapter.prepared, sequence.request)
 
     def _open(self, key: SequenceKey, message: Open, sink: Sink) -> None:
         now, num_tokens = time.monotonic(), len(message.prompt_ids) + message.sampling.max_tokens
         parent = self._sequences.get((key[0], message.fork_of)) if message.fork_of is not None else None
+        inherited = None if parent is None else parent.adapter
+        is_lost = message.fork_of is not None and parent is None  # which `with_prompt` says
+        adapter = None if is_lost or not (message.adapter or inherited) else self.adapters.find(message, inherited)
         whole = with_prompt(message, None if parent is None else parent.open)
-        check_request(whole, self.limits, self.capabilities)
+        check_request(whole, self.limits, self.capabilities, None if adapter is None else adapter.info)
         self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
-        sequence = VllmSequence(key, next(self._numbers), whole, sink)
+        sequence = VllmSequence(key, next(self._numbers), whole, sink, adapter)
+        if adapter is not None:
+            adapter.num_sequences += 1
         if whole.timeout_ms:
             late = DeadlineExceeded("the request's time ran out", reason="DEADLINE")
             sequence.deadline = self._loop.call_later(whole.timeout_ms / 1000, self._fail, sequence, late)
@@ -244,7 +274,11 @@ class VllmEngine:
                 grammar = await self._grammars.params_of(message)
             params = sampling_of(message, self.limits.eos_ids, sequence.number, self.is_streamed, grammar)
             made = self._llm.generate(
-                prompt_of(message), params, f"outrider-{sequence.number}", priority=message.priority
+                prompt_of(message),
+                params,
+                f"outrider-{sequence.number}",
+                lora_request=None if sequence.adapter is None else sequence.adapter.prepared.weights,
+                priority=message.priority,
             )
             async for answer in made:
                 reason = answer.outputs[0].finish_reason
@@ -355,6 +389,9 @@ class VllmEngine:
             sequence.deadline.cancel()
         if sequence.request is not None and not has_finished:
             sequence.request.cancel()
+        if sequence.adapter is not None:
+            self.adapters.close(sequence.adapter)
+            sequence.adapter = None
 
     def _send(self, command: LinkCommand) -> None:
         self._unsent.append(command)

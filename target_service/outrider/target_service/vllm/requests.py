@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.rpc.errors import InvalidArgument, Violation
-from outrider.rpc.messages import Open
+from outrider.rpc.messages import Adapter, Open
 from outrider.rpc.sampling_params import BASELINE, AcceptanceRule, SamplingParams, lacking
 from outrider.target_service.sequence import TargetLimits, check_open
 from outrider.vllm.link import EXTRA
@@ -24,9 +24,14 @@ GRAMMARS = "sampling.structured_output"  # where vLLM has read a tokenizer
 ALL_NOISE = 1 << 63  # seeds are below
 
 
-def check_request(message: Open, limits: TargetLimits, capabilities: Sequence[str] = VLLM_CAPABILITIES) -> None:
+def check_request(
+    message: Open,
+    limits: TargetLimits,
+    capabilities: Sequence[str] = VLLM_CAPABILITIES,
+    adapter: Adapter | None = None,  # that the sequence has
+) -> None:
     """Raises an OutriderError that says why a sequence is not taken."""
-    check_open(message, limits)
+    check_open(message, limits, adapter)
     sampling, found = message.sampling, []
     rule = AcceptanceRule.AUTO if sampling.greedy else message.acceptance
     for name in lacking(capabilities, sampling, rule):

@@ -25,6 +25,7 @@ from outrider.rpc.messages import (
 from outrider.rpc.sampling_params import FinishReason
 from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
+from outrider.target_service.vllm.adapters import VllmAdapters
 from outrider.target_service.vllm.engine import VllmEngine, VllmSequence, committed_at
 from outrider.vllm.link_messages import LinkCommand, LinkEvent
 from outrider.vllm.outputs import origins_of
@@ -108,8 +109,9 @@ class SelfDraftingEngine(VllmEngine):
         *,
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[ObservedStep], None] | None = None,
+        vllm_adapters: VllmAdapters | None = None,
     ) -> None:
-        super().__init__(llm, unlinked, limits, flush=flush, on_step=on_step)
+        super().__init__(llm, unlinked, limits, flush=flush, on_step=on_step, vllm_adapters=vllm_adapters)
         unlinked.on_count = self._count
         self._k = k
         self._progress: dict[int, Progress] = {}  # by the sequences' numbers
