@@ -44,7 +44,9 @@ class ScriptedLlm:
         self.queues: dict[str, asyncio.Queue[Any]] = {}
         self.unlinked = Unlinked()
 
-    async def generate(self, prompt: Any, params: Any, name: str, priority: int = 0) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, name: str, lora_request: Any = None, priority: int = 0
+    ) -> AsyncIterator[Any]:
         self.queues[name] = asyncio.Queue()
         while True:
             yield (found := await self.queues[name].get())

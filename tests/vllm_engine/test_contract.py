@@ -60,6 +60,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "vllm.v1.engine.async_llm.AsyncLLM.remove_lora": ((SELF, 1), {}),
     "vllm.lora.request.LoRARequest": (("name", 1, "/path"), {}),
     "vllm.v1.worker.gpu_worker.Worker.add_lora": ((SELF, ONE), {}),
+    "vllm.v1.worker.gpu_worker.Worker.load_model": ((SELF,), {}),
     "vllm.v1.worker.gpu_worker.Worker.remove_lora": ((SELF, 1), {}),
     "vllm.lora.model_manager.LoRAModelManager.get_adapter": ((SELF, 1), {}),
     "vllm.engine.arg_utils.AsyncEngineArgs.create_model_config": ((SELF,), {}),
@@ -449,6 +450,13 @@ def test_rows_without_an_adapter_still_get_the_last_ones() -> None:
     assert wrong.tolist() == [[3, 3], [21, 21], [21, 21]]
     assert right.tolist() == [[3, 3], [0, 0], [21, 21]]
     assert "bgmv_shrink(" in inspect.getsource(found("vllm.lora.ops.torch_ops.lora_ops.sgmv_shrink"))
+
+
+def test_adapters_of_packed_weights_still_have_no_place() -> None:
+    with pytest.raises(AttributeError, match="device"):
+        found("vllm.lora.layers.utils._get_lora_device")(SimpleNamespace(weight=None))
+    source = inspect.getsource(found("vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA.__init__"))
+    assert "self.device = _get_lora_device(self.base_layer)" in source
 
 
 def test_a_cut_of_no_rows_is_still_broken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from outrider.rpc.messages import TokenWeights
 from outrider.vllm import mends
 from outrider.vllm.weights import ATTRIBUTE
-from outrider.vllm.worker import PlatformWorker, Worker
+from outrider.vllm.worker import AdaptedWorker, PlatformWorker, Worker
 
 
 @pytest.fixture
@@ -53,3 +54,16 @@ def test_what_no_plugin_mended_is_registered_again(
     monkeypatch.setattr(current_platform, "register_triton_kernel_overrides", lambda: registered.append(True))
     worker.init_device()
     assert registered == [True] * plugins_were_left_out
+
+
+@pytest.mark.parametrize(("modules", "is_taken"), [({"layers.0.up", "layers.1.up"}, True), ({"layers.0.up"}, False)])
+def test_an_adapter_is_taken_whole_or_not_at_all(modules: set[str], is_taken: bool) -> None:
+    removed: list[int] = []
+    adapter = SimpleNamespace(loras=dict.fromkeys(["layers.0.up", "layers.1.up"]))
+    manager = SimpleNamespace(get_adapter={3: adapter}.__getitem__, modules=dict.fromkeys(modules))
+    held = SimpleNamespace(_adapter_manager=manager)
+    worker = object.__new__(AdaptedWorker)
+    worker.model_runner = SimpleNamespace(add_lora=lambda _: True, remove_lora=removed.append, lora_manager=held)
+    with nullcontext() if is_taken else pytest.raises(ValueError, match=r"no adapter of layers\.1\.up \(1 modules\)"):
+        assert worker.add_lora(SimpleNamespace(lora_int_id=3))
+    assert removed == ([] if is_taken else [3])

@@ -47,6 +47,15 @@ def apply() -> bool:
     return True
 
 
+def place_adapters() -> None:
+    """Where a CPU's adapters lie, told without asking the layer's weights, which is what vLLM does: a kernel that has
+    packed those, as of weights in 8 bits, leaves none. Needs all of vLLM's layers, so that workers call it who have
+    adapters."""
+    from vllm.lora.layers import base_linear
+
+    base_linear._get_lora_device = lambda layer: torch.device("cpu")
+
+
 def expand(
     output: Tensor,  # [tokens], filled
     values: Tensor,  # [requests], of the same type

@@ -23,6 +23,12 @@ class AdaptedWorker(PlatformWorker):  # type: ignore[misc]
     """The platform's own, but for adapters of which it would leave something out without a word: modules that vLLM's
     model has by another name, or has not got."""
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """With room for adapters, if it is asked for."""
+        if current_platform.is_cpu() and self.vllm_config.lora_config is not None:
+            mends.place_adapters()
+        super().load_model(*args, **kwargs)
+
     def add_lora(self, lora_request: Any) -> bool:
         """Raises ValueError where not all of it is computed; vLLM does not keep it then."""
         added = bool(super().add_lora(lora_request))
