@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.pictures import media
 
 from outrider.rpc import frames
 from outrider.rpc.codec import DRAFT_STREAM, RELAYED_DRAFT_STREAM, TARGET_STREAM, Message
@@ -22,6 +23,7 @@ from outrider.rpc.frames import (
     SequenceState,
     SequenceTable,
 )
+from outrider.rpc.media import MAX_MEDIA, Media
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -53,9 +55,12 @@ def new_open(
 class Pair:
     """A gateway's packer and a service's assembler; `pump` carries every frame and checks its size."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_media_bytes: int = 0) -> None:
         self.near, self.far = SequenceTable(), SequenceTable()
-        self.packer, self.assembler = FramePacker(COMMANDS, self.near), FrameAssembler(COMMANDS, self.far)
+        self.packer, self.assembler = (
+            FramePacker(COMMANDS, self.near),
+            FrameAssembler(COMMANDS, self.far, max_media_bytes),
+        )
         self.back_packer, self.back = FramePacker(EVENTS, self.far), FrameAssembler(EVENTS, self.near)
         self.number = 0
         self.replies: list[Message] = []
@@ -124,6 +129,68 @@ def test_a_credit_waits_behind_the_last_slice_of_its_open() -> None:
     pair = Pair()
     pair.push(new_open(1, 50_000), Credit(1, 50_010, 4), DraftTokens(1, 0, 50_000, (5,)))
     assert [type(message) for message in pair.pump()] == [Open, Credit, DraftTokens]
+
+
+def test_pictures_travel_in_slices_behind_the_ids() -> None:
+    pair = Pair(max_media_bytes=1 << 20)
+    pair.push(new_open(1))
+    pair.pump()
+    pictures = media(1), media(2, size=300_000), Media.of("image/png", b"")
+    seen = replace(new_open(2, 9_000, num_output_ids=5, num_predicted=6), media=pictures)
+    pair.push(seen, Credit(2, 9_100, 4))
+    received: list[Message] = []
+    for turn in range(100):
+        pair.push(Credit(1, turn, 4))
+        messages = pair.frame()
+        assert messages is not None and messages[0] == Credit(1, turn, 4)  # never waits behind a picture
+        received += messages[1:]
+        if pair.packer.idle:
+            break
+    assert received == [seen, Credit(2, 9_100, 4)] and turn >= 6
+    short = replace(new_open(3), media=pictures[:1])  # with ids that would fit its head
+    pair.push(short)
+    assert pair.pump() == [short]
+
+
+def test_pictures_that_are_not_taken_fail_their_sequence_alone() -> None:
+    for limit, said in ((0, "takes no pictures"), (5_000, "allowed: at most 5000")):
+        pair = Pair(max_media_bytes=limit)
+        seen = replace(new_open(1, 9_000), media=(media(size=6_000),))
+        pair.push(seen, Credit(1, 9_100, 4), new_open(2))
+        assert pair.pump() == [new_open(2)]
+        (refused,) = pair.replies
+        assert isinstance(refused, Failure) and refused.code == 3 and said in refused.message
+        assert not pair.assembler._partial
+    pair = Pair(max_media_bytes=5_000)
+    pair.push(replace(new_open(1), media=(media(),) * (MAX_MEDIA + 1)))
+    assert pair.pump() == [] and "65 entries" in pair.replies[0].message  # type: ignore[union-attr]
+
+
+def test_pictures_on_their_way_are_bounded() -> None:
+    pair = Pair(max_media_bytes=100_000)
+    for number in range(1, 11):
+        pair.push(replace(new_open(number), media=(media(number, size=90_000),)))
+    opened = pair.pump()
+    refused = [reply for reply in pair.replies if isinstance(reply, Failure)]
+    assert len(opened) + len(refused) == 10 and opened and refused
+    assert all(reply.is_full and "on their way" in reply.message for reply in refused)
+
+
+@pytest.mark.parametrize(
+    ("ids", "body", "said"),
+    [
+        ([1] * 8, b"", "more than the 8 ids"),
+        ([1], b"x", "behind 8 ids"),
+        ([1] * 4, b"x" * 11, "the 10 bytes of media announced"),
+    ],
+)
+def test_slices_other_than_announced_end_the_stream(ids: list[int], body: bytes, said: str) -> None:
+    pair = Pair(max_media_bytes=100)
+    head = COMMANDS.encode(replace(new_open(1, 4), media=(Media.of("image/png", bytes(10)),)))
+    head.open.num_prompt_ids = 8
+    more = target_pb2.TargetCommand(open_slice=pb.OpenSlice(sequence_id=1, ids=ids, media=body))
+    with pytest.raises(ProtocolError, match=said):
+        pair.assembler.accept(COMMANDS.build(FrameHeader(1), [head, more]))
 
 
 def test_a_close_amid_slices_discards_the_rest_and_is_answered() -> None:

@@ -369,6 +369,7 @@ class _StreamServicer:
 
     def __init__(self, toy: Any, config: StreamConfig | None = None) -> None:
         self.toy, self.config = toy, config
+        self.max_media_bytes = 0
         self.streams: list[FrameStream] = []
         self.opens: list[Open] = []
         self.closes: list[int] = []
@@ -383,6 +384,7 @@ class _StreamServicer:
             config=self.config or QUICK,
             step_age_ms=lambda: self.step_age_ms,
             info_version=lambda: self.info_version,
+            max_media_bytes=self.max_media_bytes,
         )
         async with stream:
             self.streams.append(stream)

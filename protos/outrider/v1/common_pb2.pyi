@@ -25,7 +25,7 @@ class FrameHeader(_message.Message):
     def __init__(self, number: _Optional[int] = ..., last_seen: _Optional[int] = ..., held_us: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., draining: bool = ..., info_version: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning", "plain", "adapter")
+    __slots__ = ("sequence_id", "num_prompt_ids", "num_output_ids", "prompt_ids", "output_ids", "fork_of", "completion", "sampling", "acceptance", "seed", "timeout_ms", "first_chain", "priority", "features", "salt", "traceparent", "one_hot", "method", "model_digest", "suspect", "tokenizer_fingerprint", "prediction", "num_prediction_ids", "methods", "draft_confidence", "reasoning", "plain", "adapter", "media")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class Open(_message.Message):
     REASONING_FIELD_NUMBER: _ClassVar[int]
     PLAIN_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     num_prompt_ids: int
     num_output_ids: int
@@ -82,7 +83,18 @@ class Open(_message.Message):
     reasoning: Reasoning
     plain: bool
     adapter: str
-    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., plain: bool = ..., adapter: _Optional[str] = ...) -> None: ...
+    media: _containers.RepeatedCompositeFieldContainer[MediaInfo]
+    def __init__(self, sequence_id: _Optional[int] = ..., num_prompt_ids: _Optional[int] = ..., num_output_ids: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., fork_of: _Optional[int] = ..., completion: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., acceptance: _Optional[_Union[_generation_pb2.AcceptanceRule, str]] = ..., seed: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., first_chain: _Optional[int] = ..., priority: _Optional[int] = ..., features: bool = ..., salt: _Optional[str] = ..., traceparent: _Optional[str] = ..., one_hot: bool = ..., method: _Optional[str] = ..., model_digest: _Optional[str] = ..., suspect: bool = ..., tokenizer_fingerprint: _Optional[str] = ..., prediction: _Optional[_Iterable[int]] = ..., num_prediction_ids: _Optional[int] = ..., methods: _Optional[_Iterable[str]] = ..., draft_confidence: _Optional[float] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., plain: bool = ..., adapter: _Optional[str] = ..., media: _Optional[_Iterable[_Union[MediaInfo, _Mapping]]] = ...) -> None: ...
+
+class MediaInfo(_message.Message):
+    __slots__ = ("mime_type", "num_bytes", "sha256")
+    MIME_TYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    mime_type: str
+    num_bytes: int
+    sha256: bytes
+    def __init__(self, mime_type: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class Reasoning(_message.Message):
     __slots__ = ("end_ids", "start_ids", "max_tokens", "open")
@@ -97,12 +109,14 @@ class Reasoning(_message.Message):
     def __init__(self, end_ids: _Optional[_Iterable[int]] = ..., start_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., open: bool = ...) -> None: ...
 
 class OpenSlice(_message.Message):
-    __slots__ = ("sequence_id", "ids")
+    __slots__ = ("sequence_id", "ids", "media")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_id: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    media: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., media: _Optional[bytes] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("sequence_id",)

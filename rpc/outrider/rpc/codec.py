@@ -12,6 +12,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+from outrider.rpc.media import Media
 from outrider.rpc.messages import (
     Adapter,
     Close,
@@ -220,6 +221,10 @@ _REASONING: Codec[Reasoning | None, Any] = Codec(
     lambda reasoning: None if reasoning is None else _REASONING_FIELDS.encode(reasoning),
     lambda message: _REASONING_FIELDS.decode(message) if message.ByteSize() else None,
 )
+_MEDIA: Codec[Media, pb.MediaInfo] = Codec(
+    lambda media: pb.MediaInfo(mime_type=media.mime_type, num_bytes=len(media.data), sha256=media.digest),
+    lambda info: Media(info.mime_type, b"", info.sha256),  # the bytes come in slices
+)
 _FINISH: Codec[FinishReason | None, int] = Codec(
     lambda reason: int(reason or 0), lambda number: FinishReason(number) if number else None
 )
@@ -232,7 +237,9 @@ _STEP_COST: Codec[tuple[int, int], target_pb2.StepCost] = Codec(
 HEADER = by_fields(FrameHeader, pb.FrameHeader)
 LOAD = by_fields(Load, pb.Load)
 TIMINGS = by_fields(StepTimings, pb.StepTimings)
-_OPEN = by_fields(Open, pb.Open, sampling=_OPEN_SAMPLING, acceptance=_OPEN_RULE, reasoning=_REASONING)
+_OPEN = by_fields(
+    Open, pb.Open, sampling=_OPEN_SAMPLING, acceptance=_OPEN_RULE, reasoning=_REASONING, media=each(_MEDIA)
+)
 OPEN = Codec(_encode_open, _OPEN.decode)
 CLOSE = by_fields(Close, pb.Close)
 CLOSED = by_fields(Closed, pb.Closed)
@@ -280,6 +287,7 @@ Message = Open | Close | Closed | Failure | DraftTokens | Credit | Commit | Prom
 
 SLICE_IDS = 4096  # ids of one slice of a long Open: at most 20 KiB, so that one frame serves several sequences
 SLICE_BYTES = 16 * 1024  # of one slice of prompt log probabilities
+MEDIA_SLICE_BYTES = 24 * 1024  # of one slice of pictures: two fit a frame
 SLOW_BYTES = 4 * SLICE_BYTES  # more than this takes milliseconds to encode or decode, which no event loop has
 CANDIDATE_BYTES = 20  # at most, of one TokenLogprob: two 32-bit varints, a float, their tags and the length
 
@@ -307,10 +315,11 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class OpenSlice:
-    """More ids of an Open; only the assembler sees it."""
+    """More ids of an Open, or bytes of its media; only the assembler sees it."""
 
     sequence_id: int
     ids: Sequence[int]
+    media: bytes = b""
 
 
 _ROWS: dict[type[Any], Row] = {
@@ -366,7 +375,7 @@ class Direction:
 
     def slices(self, message: Message) -> Iterator[Any] | None:
         """The entries of a message too long for one; None for one that is short enough."""
-        if type(message) is Open and sum(map(len, ids_of(message))) > SLICE_IDS:
+        if type(message) is Open and (message.media or sum(map(len, ids_of(message))) > SLICE_IDS):
             return _open_slices(self.entry, message)
         if type(message) is PromptLogprobs and sum(map(_position_bytes, message.logprobs)) > SLICE_BYTES:
             return _logprobs_slices(self.entry, message)
@@ -379,7 +388,7 @@ def ids_of(message: Open) -> tuple[tuple[int, ...], ...]:
 
 
 def _decode_open_slice(message: pb.OpenSlice) -> OpenSlice:
-    return OpenSlice(message.sequence_id, message.ids)
+    return OpenSlice(message.sequence_id, message.ids, message.media)
 
 
 def _open_slices(entry: type[Any], message: Open) -> Iterator[Any]:
@@ -389,6 +398,10 @@ def _open_slices(entry: type[Any], message: Open) -> Iterator[Any]:
     ids = tuple(chain.from_iterable(ids_of(message)))
     for start in range(0, len(ids), SLICE_IDS):
         yield entry(open_slice=pb.OpenSlice(sequence_id=message.sequence_id, ids=ids[start : start + SLICE_IDS]))
+    for media in message.media:
+        for start in range(0, len(media.data), MEDIA_SLICE_BYTES):
+            part = media.data[start : start + MEDIA_SLICE_BYTES]
+            yield entry(open_slice=pb.OpenSlice(sequence_id=message.sequence_id, media=part))
 
 
 def _logprobs_slices(entry: type[Any], message: PromptLogprobs) -> Iterator[Any]:

@@ -1,17 +1,18 @@
 """The framing of the draft and target streams, without I/O: `FramePacker` makes frames of at most 64 KiB out of
 messages, `FrameAssembler` makes messages of frames. The two of one side share a `SequenceTable`.
 
-The packer. Short messages leave first, in the order they were pushed. Long ones (an Open with many ids, log
-probabilities of a prompt) leave in slices, round robin, in what room a frame has left. A sequence that still has slices
-to send has a *lane*, in which its later messages wait, so that messages of one sequence keep their order. A Close
-discards what its sequence has not sent, unless that ends with its last commit, from which a draft learns. An Open of
-which nothing was sent vanishes with it, and the caller finds the id in `vanished`: nobody else will answer that Close.
-A fork waits for its parent's whole Open, and a parent's Close for the Opens of its forks, which name an unclosed
+The packer. Short messages leave first, in the order they were pushed. Long ones (an Open with many ids or with media,
+log probabilities of a prompt) leave in slices, round robin, in what room a frame has left. A sequence that still has
+slices to send has a *lane*, in which its later messages wait, so that messages of one sequence keep their order. A
+Close discards what its sequence has not sent, unless that ends with its last commit, from which a draft learns. An Open
+of which nothing was sent vanishes with it, and the caller finds the id in `vanished`: nobody else will answer that
+Close. A fork waits for its parent's whole Open, and a parent's Close for the Opens of its forks, which name an unclosed
 sequence.
 
 The assembler holds the peer to the rules of the stream: frames without gaps or repeats, ids that were opened, slices
 that add up. A broken rule is a ProtocolError, after which the stream is of no use. What arrives late for a sequence
-that is over is no error: it is ignored. An Open that asks for what only a newer peer knows fails that sequence alone.
+that is over is no error: it is ignored. An Open that asks for what only a newer peer knows fails that sequence alone;
+so does one whose media are more than is taken here, before they come.
 
 The table. A stream may carry any number of sequences: of ids that are over only those of a window below the highest id
 are kept, since gateways count ids up."""
@@ -20,14 +21,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from outrider.rpc.codec import HEADER, Direction, Encoded, Message, OpenSlice, ids_of
-from outrider.rpc.errors import InvalidArgument, ProtocolError, ResourceExhausted
+from outrider.rpc.errors import InvalidArgument, OutriderError, ProtocolError, ResourceExhausted
+from outrider.rpc.media import MAX_MEDIA, Media, too_many_bytes
 from outrider.rpc.messages import Close, Closed, Commit, Credit, DraftTokens, FrameHeader, Open, is_last, to_failure
 
 MAX_FRAME_BYTES = 64 * 1024
@@ -38,6 +40,8 @@ ID_WINDOW = 1 << 16  # an id further below the highest one opened, and not live,
 MAX_OPEN_IDS = 1 << 24  # far above every context length; bounds what a broken peer can make us store
 MAX_PARTIAL_IDS = 1 << 26  # the same of all Opens whose slices are still on their way; each counts as HEAD_IDS more
 HEAD_IDS = 1 << 12
+PARTIAL_MEDIA = 8  # times what a sequence's media may have is on its way at once; more come back
+BACK_MS = 500  # when
 
 Decoded = Message | OpenSlice | InvalidArgument | None  # None: a kind that only a newer peer knows
 
@@ -392,14 +396,31 @@ class _PartialOpen:
     head: Open
     counts: tuple[int, int, int]  # ids of the prompt, of the output, of the prediction
     ids: array[int]
+    sizes: tuple[int, ...] = ()  # bytes of its media
+    media: bytearray = field(default_factory=bytearray)
 
     @property
     def num_ids(self) -> int:
         """Of all three."""
         return sum(self.counts)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        return len(self.ids) == self.num_ids and len(self.media) == sum(self.sizes)
+
+    def add(self, ids: Iterable[int], media: bytes) -> None:
+        """Takes a slice. ProtocolError where it is more than was announced."""
+        self.ids.extend(ids)
+        self.media += media
+        if len(self.ids) > self.num_ids:
+            raise ProtocolError(f"sequence {self.head.sequence_id}: more than the {self.num_ids} ids announced")
+        if len(self.media) > sum(self.sizes) or (media and len(self.ids) < self.num_ids):
+            announced = f"the {sum(self.sizes)} bytes of media announced, behind {self.num_ids} ids"
+            raise ProtocolError(f"sequence {self.head.sequence_id}: other than {announced}")
+
     def whole(self) -> Open:
-        """The Open with all its ids."""
+        """The Open with all its ids and media."""
         prompt_len, output_len, _ = self.counts
         output, prediction = prompt_len, prompt_len + output_len
         return replace(
@@ -407,7 +428,11 @@ class _PartialOpen:
             prompt_ids=tuple(self.ids[:output]),
             output_ids=tuple(self.ids[output:prediction]),
             prediction=tuple(self.ids[prediction:]),
+            media=tuple(map(self._media, self.head.media, self.sizes, accumulate(self.sizes))),
         )
+
+    def _media(self, head: Media, size: int, end: int) -> Media:
+        return replace(head, data=bytes(memoryview(self.media)[end - size : end]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,9 +447,10 @@ class Received:
 class FrameAssembler:
     """The receiving half of one side of a stream. It shares the table of ids with that side's packer."""
 
-    def __init__(self, direction: Direction, table: SequenceTable | None = None) -> None:
+    def __init__(self, direction: Direction, table: SequenceTable | None = None, max_media_bytes: int = 0) -> None:
+        """`max_media_bytes` of an Open are taken; 0: none may come."""
         self.last_number = 0
-        self._direction = direction
+        self._direction, self._max_media_bytes = direction, max_media_bytes
         self._table = table or SequenceTable()
         self._partial: dict[int, _PartialOpen] = {}
 
@@ -510,18 +536,38 @@ class FrameAssembler:
         num_ids = sum(counts)
         if num_ids > MAX_OPEN_IDS:
             raise ProtocolError(f"sequence {head.sequence_id}: {num_ids} ids; allowed: at most {MAX_OPEN_IDS}")
+        sizes = tuple(info.num_bytes for info in encoded.media)
+        if sizes and (refusal := self._refusal_of_media(sizes)) is not None:
+            self._close(head.sequence_id, refusal, received)
+            return
         parts = ids_of(head)
         ids = array("I", chain.from_iterable(parts))
-        if len(ids) < num_ids:
-            self._partial[head.sequence_id] = _PartialOpen(head, counts, ids)
-        elif tuple(map(len, parts)) != counts:
+        partial = _PartialOpen(head, counts, ids, sizes)
+        if len(ids) >= num_ids and tuple(map(len, parts)) != counts:
             raise ProtocolError(f"sequence {head.sequence_id}: {len(ids)} ids where {num_ids} were announced")
+        if not partial.is_whole:
+            self._partial[head.sequence_id] = partial
         else:
             received.messages.append(head)
+
+    def _refusal_of_media(self, sizes: Sequence[int]) -> OutriderError | None:
+        """Why they may not come, or not now."""
+        size, most = sum(sizes), self._max_media_bytes
+        if len(sizes) > MAX_MEDIA or (refusal := too_many_bytes(size, most)) is not None:
+            many = InvalidArgument(f"open.media: has {len(sizes)} entries; allowed: at most {MAX_MEDIA}")
+            return many if len(sizes) > MAX_MEDIA else refusal
+        under_way = sum(sum(partial.sizes) for partial in self._partial.values())
+        if under_way + size <= PARTIAL_MEDIA * most:
+            return None
+        problem = f"{under_way} bytes of media are on their way; allowed: {PARTIAL_MEDIA * most} at once"
+        return ResourceExhausted(problem, reason="BUSY", retry_after_ms=BACK_MS)
 
     def _refuse(self, sequence_id: int, error: InvalidArgument, received: Received) -> None:
         """Answers an Open that cannot be read; what follows for its sequence is ignored."""
         self._table.open(sequence_id)
+        self._close(sequence_id, error, received)
+
+    def _close(self, sequence_id: int, error: OutriderError, received: Received) -> None:
         self._table.close(sequence_id)
         received.replies.append(to_failure(sequence_id, error))
 
@@ -529,10 +575,8 @@ class FrameAssembler:
         partial = self._partial.get(message.sequence_id)
         if partial is None:
             raise ProtocolError(f"sequence {message.sequence_id}: a slice after the last one")
-        partial.ids.extend(message.ids)
-        if len(partial.ids) > partial.num_ids:
-            raise ProtocolError(f"sequence {message.sequence_id}: more than the {partial.num_ids} ids announced")
-        if len(partial.ids) == partial.num_ids:
+        partial.add(message.ids, message.media)
+        if partial.is_whole:
             del self._partial[message.sequence_id]
             received.messages.append(partial.whole())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.rpc.errors import TOO_LONG, OutriderError, Violations, make_error
+from outrider.rpc.media import Media, check_media
 from outrider.rpc.sampling_params import (
     CAPABILITIES,
     MAX_LOGPROBS,
@@ -77,6 +78,7 @@ class Open:
     reasoning: Reasoning | None = None
     plain: bool = False  # the target shall guess at nothing, either
     adapter: str = ""  # with which the sequence is computed; model_digest is then of both
+    media: tuple[Media, ...] = ()  # the prompt's pictures, in its order; a target's business
 
     @property
     def named_methods(self) -> tuple[str, ...]:
@@ -417,6 +419,8 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
         found.integer("fork_of", message.fork_of, 0, _MAX_UINT32)
         if message.prompt_ids:
             found.add("prompt_ids", f"has {len(message.prompt_ids)} entries beside fork_of", "none")
+        if message.media:
+            found.add("media", f"has {len(message.media)} entries beside fork_of", "none")
     else:
         check_prompt(found, "prompt_ids", message.prompt_ids, vocab_size, max_model_len)
     found.ids("output_ids", message.output_ids, vocab_size)
@@ -438,6 +442,7 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
             found.text(f"methods[{index}]", method, MAX_NAME_CHARS, empty=False)
     if message.reasoning is not None:
         check_reasoning(found, message.reasoning, vocab_size)
+    check_media(found, message.media)
     validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
     found.raise_if_any()
 

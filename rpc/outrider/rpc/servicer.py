@@ -66,6 +66,7 @@ class EngineServicer(ABC):
         self._thread, self._outboxes = thread, outboxes
         self._streams: set[FrameStream] = set()
         self._draining = False
+        self.max_media_bytes = 0  # of a sequence, that are taken
         self.info_version = 1 + secrets.randbits(31)  # of another process another: none is taken for this one
         self._numbers = itertools.count(1)
 
@@ -96,6 +97,7 @@ class EngineServicer(ABC):
             on_messages=on_messages,
             step_age_ms=self._step_age_ms,
             info_version=lambda: self.info_version,
+            max_media_bytes=self.max_media_bytes,
         )
         sink = partial(self._outboxes.put, stream)
         self._streams.add(stream)

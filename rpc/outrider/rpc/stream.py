@@ -123,6 +123,7 @@ class FrameStream:
         on_peer_change: Callable[[], None] | None = None,
         step_age_ms: Callable[[], int] = lambda: 0,
         info_version: Callable[[], int] = lambda: 0,
+        max_media_bytes: int = 0,  # of an Open, that are taken here
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         outgoing, incoming = (kind.commands, kind.events) if client else (kind.events, kind.commands)
@@ -134,7 +135,7 @@ class FrameStream:
         self._outgoing = outgoing
         self._table = SequenceTable()
         self._packer = FramePacker(outgoing, self._table)
-        self._assembler = FrameAssembler(incoming, self._table)
+        self._assembler = FrameAssembler(incoming, self._table, max_media_bytes)
         self._number = 0
         self._tick_s = min(self._config.heartbeat_s, self._config.silence_s) / 2
         self._last_sent_at = self._last_received_at = self._last_tick_at = clock()

@@ -21,6 +21,7 @@ from outrider.rpc.errors import (
     Unavailable,
     Violation,
 )
+from outrider.rpc.media import num_bytes, too_many_bytes
 from outrider.rpc.messages import (
     Adapter,
     Credit,
@@ -195,6 +196,7 @@ class TargetLimits:
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
     untrusted_draft: bool = False  # weights are ignored: every drafted token is one-hot
     model_digest: str = ""
+    max_media_bytes: int = 0  # of a sequence's pictures; 0: it takes none
 
 
 def admit(
@@ -249,7 +251,7 @@ def with_prompt(message: Open, parent: Open | None) -> Open:
         return message
     if parent is None:
         raise Unavailable("the sequence to fork is gone; open with the whole prompt", reason="PARENT_GONE")
-    return replace(message, prompt_ids=parent.prompt_ids, fork_of=None)
+    return replace(message, prompt_ids=parent.prompt_ids, media=message.media or parent.media, fork_of=None)
 
 
 def check_open(message: Open, limits: TargetLimits, adapter: Adapter | None = None) -> None:
@@ -262,6 +264,8 @@ def check_open(message: Open, limits: TargetLimits, adapter: Adapter | None = No
         text = f"the sequence is of model {message.model_digest[:12]}, this target serves {digest[:12]}"
         raise Unavailable(text, reason=OTHER_MODEL)
     validate_open(message, limits.vocab_size, limits.max_model_len, limits.max_logprobs)
+    if message.media and (refusal := too_many_bytes(num_bytes(message.media), limits.max_media_bytes)) is not None:
+        raise refusal
     validate_length(len(message.prompt_ids), message.sampling.max_tokens, limits.max_model_len, "open.sampling.")
     if len(message.output_ids) >= message.sampling.max_tokens:
         problem = f"has {len(message.output_ids)} entries; allowed: fewer than max_tokens"
