@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 
 from outrider.engine.adapters.config import MOST_RANK
 from outrider.engine.token_tree import TokenTree
+from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 from outrider.rpc.settings import (
     CHECKPOINT,
@@ -104,6 +105,15 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
         ge=ALL_LOGPROBS,
         description="most log probabilities of a position that a request may ask for; -1: the whole vocabulary's",
     )
+    max_media_bytes: int = Field(
+        MAX_MEDIA_BYTES,
+        ge=0,
+        le=1 << 30,
+        description="most bytes of a sequence's pictures, with engine vllm and a model that takes them; 0: none",
+    )
+    max_media_pixels: int = Field(
+        MAX_MEDIA_PIXELS, ge=1, le=MOST_PIXELS, description="most pixels of a sequence's pictures, all together"
+    )
     untrusted_draft: bool = Field(False, description="ignore the draft's weights: every drafted token is one-hot")
     vllm_metrics: VllmMetrics = False
     trust_remote_code: bool = Field(False, description="run code that comes with the checkpoint")
@@ -154,6 +164,9 @@ class TargetSettings(ServerSettings, ModelSettings, EngineSettings):
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
+        if self.engine != "vllm" and (own := {"max_media_bytes", "max_media_pixels"} & self.model_fields_set):
+            flag = sorted(own)[0]
+            raise ValueError(f"{flag} (--{flag.replace('_', '-')}) is for engine vllm; give --engine vllm, too")
         if self.engine == "vllm":
             defaults = {name: type(self).model_fields[name].get_default(call_default_factory=True) for name in OWN_ONLY}
             for name in (name for name, default in defaults.items() if getattr(self, name) != default):

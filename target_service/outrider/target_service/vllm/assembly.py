@@ -24,6 +24,7 @@ from outrider.engine.models.base import UnsupportedModel
 from outrider.rpc.engine_service import EngineService, build_service
 from outrider.rpc.engine_service import info_of as model_info_of
 from outrider.rpc.errors import FailedPrecondition
+from outrider.rpc.media import MEDIA
 from outrider.rpc.messages import OVERCOMMIT, Adapter, DraftMethod, TargetInfo
 from outrider.rpc.settings import usable_threads
 from outrider.rpc.stream import Outboxes
@@ -36,6 +37,7 @@ from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.adapters import AdapterBase, VllmAdapters, adapters_of, digest_of, with_rows
 from outrider.target_service.vllm.engine import VllmEngine
 from outrider.target_service.vllm.grammars import VllmGrammars
+from outrider.target_service.vllm.pictures import Pictures
 from outrider.target_service.vllm.requests import GRAMMARS, VLLM_CAPABILITIES
 from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
 from outrider.vllm.link import EngineLink
@@ -87,6 +89,7 @@ async def start(settings: TargetSettings) -> EngineService[VllmEngine]:
     engine, info = await start_engine(settings, outboxes.send, step_watcher(metrics))
     changes = adapter_changes_of(settings, engine, info)
     servicer = TargetServicer(engine, outboxes, info, engine.load, changes)
+    servicer.max_media_bytes = engine.limits.max_media_bytes
     if changes is not None:
         changes.listeners = [servicer.tell_adapters]
     if metrics is not None:
@@ -119,21 +122,25 @@ async def start_engine(
         raise UnsupportedModel(f"vLLM does not start: {error}") from error
     loaded = await asyncio.to_thread(read_checkpoint, settings, llm.vllm_config)
     limits = limits_of(settings, loaded, llm.vllm_config)
+    pictures = Pictures.of(llm, limits, settings.max_media_pixels)
+    if pictures is not None:
+        limits = replace(limits, max_media_bytes=settings.max_media_bytes)
     grammars = grammars_of(settings, limits) if has_end(llm.tokenizer, limits.eos_ids) else None
     can_constrain = grammars is not None and link is not None
     info = info_of(settings, loaded, limits, step_costs, has_grammars=can_constrain)
+    if limits.max_media_bytes:
+        info = replace(info, capabilities=(*info.capabilities, MEDIA))
     held = None if base is None else VllmAdapters(base, llm)
     engine: VllmEngine
     if link is not None:
-        can = info.capabilities
-        engine = VllmEngine(
-            llm, link, limits, flush=flush, on_step=on_step, capabilities=can, grammars=grammars, vllm_adapters=held
-        )
+        can: dict[str, Any] = {"capabilities": info.capabilities, "grammars": grammars, "vllm_adapters": held}
+        engine = VllmEngine(llm, link, limits, flush=flush, on_step=on_step, pictures=pictures, **can)
     else:
         own = llm.vllm_config.speculative_config
         info = replace(info, methods=(DraftMethod(own.method, needs_features=True, can_run_ahead=False),))
         k = own.num_speculative_tokens
-        engine = SelfDraftingEngine(llm, unlinked, limits, k, flush=flush, on_step=on_step, vllm_adapters=held)
+        brought: dict[str, Any] = {"pictures": pictures, "vllm_adapters": held}
+        engine = SelfDraftingEngine(llm, unlinked, limits, k, flush=flush, on_step=on_step, **brought)
     return engine, await with_adapters(engine, info, adapters)
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from outrider.engine.batch import PreparedAdapter
@@ -28,6 +28,7 @@ from outrider.rpc.errors import (
     Violation,
 )
 from outrider.rpc.logs import of
+from outrider.rpc.media import num_bytes
 from outrider.rpc.messages import (
     Adapter,
     Close,
@@ -50,12 +51,15 @@ from outrider.target_service.observed import EngineStats, ObservedStep
 from outrider.target_service.sequence import SequenceKey, Sink, TargetLimits, with_prompt
 from outrider.target_service.vllm.adapters import VllmAdapters
 from outrider.target_service.vllm.grammars import VllmGrammars
+from outrider.target_service.vllm.pictures import Pictures, PlacedPrompt
 from outrider.target_service.vllm.requests import VLLM_CAPABILITIES, check_request, prompt_of, refusals, sampling_of
 from outrider.vllm.link_messages import LinkCommand, LinkEvent
 from outrider.vllm.source import StepReport
 
 log = logging.getLogger(__name__)
 
+MEDIA_AT_ONCE = 16  # times what one sequence's pictures may have are held of all that are open
+BACK_MS = 1000  # when more may come
 LAST_COMMIT_S = 5.0  # behind a request's end, of which vLLM tells another way than its scheduler of commits
 
 
@@ -70,6 +74,13 @@ class VllmSequence:
     adapter: ServedAdapter | None = None
     request: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
+    placed: PlacedPrompt | None = None  # with pictures, once they have their places
+    held: list[Credit | DraftTokens] = field(default_factory=list)  # until then
+
+    @property
+    def offset(self) -> int:
+        """Tokens that vLLM has more before each position than its ids say."""
+        return 0 if self.placed is None else self.placed.offset
 
 
 class Link(Protocol):
@@ -104,9 +115,10 @@ class VllmEngine:
         on_step: Callable[[ObservedStep], None] | None = None,
         capabilities: Sequence[str] = VLLM_CAPABILITIES,
         grammars: VllmGrammars | None = None,
+        pictures: Pictures | None = None,
         vllm_adapters: VllmAdapters | None = None,  # where vLLM was started for any
     ) -> None:
-        self.limits = limits
+        self.limits, self._pictures = limits, pictures
         self.adapters, self.vllm_adapters = AdapterTable(self._forget_adapter), vllm_adapters
         self.capabilities, self._grammars = capabilities, grammars
         self.ended: Future[None] = Future()
@@ -215,6 +227,8 @@ class VllmEngine:
         self._link.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._pictures is not None:
+            self._pictures.close()
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown()
@@ -241,7 +255,7 @@ class VllmEngine:
         elif sequence is not None:  # else it finished or failed before this arrived
             if isinstance(message, DraftTokens) and self.limits.untrusted_draft:
                 message = replace(message, weights=())
-            self._send(replace(message, sequence_id=sequence.number))
+            self._tell(sequence, replace(message, sequence_id=sequence.number))
             if isinstance(message, Credit) and sequence.request is None and message.until > committed_at(sequence.open):
                 sequence.request = self._loop.create_task(self._run(sequence))
                 if sequence.adapter is not None and self.vllm_adapters is not None:
@@ -256,6 +270,8 @@ class VllmEngine:
         whole = with_prompt(message, None if parent is None else parent.open)
         check_request(whole, self.limits, self.capabilities, None if adapter is None else adapter.info)
         self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
+        if message.media:
+            self._check_room(whole)
         sequence = VllmSequence(key, next(self._numbers), whole, sink, adapter)
         if adapter is not None:
             adapter.num_sequences += 1
@@ -265,6 +281,27 @@ class VllmEngine:
         self._sequences[key] = self._by_number[sequence.number] = sequence
         self._work.add(key, num_tokens, now)
 
+    def _check_room(self, message: Open) -> None:
+        """For the bytes of its pictures, beside those of what is open; forks share theirs."""
+        held = {id(one.open.media): num_bytes(one.open.media) for one in self._sequences.values()}
+        most, size = MEDIA_AT_ONCE * self.limits.max_media_bytes, sum(held.values()) + num_bytes(message.media)
+        if size > most and not message.output_ids:
+            problem = f"with it {size} bytes of media would be open; allowed: {most}"
+            raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=BACK_MS)
+
+    async def _place(self, sequence: VllmSequence) -> PlacedPrompt | None:
+        """Where it has pictures, their places; what was said of its positions meanwhile is told then."""
+        if self._pictures is None or not sequence.open.media:
+            return None
+        placed = sequence.placed = await self._pictures.placed(sequence.open)
+        num_tokens = len(sequence.open.prompt_ids) + sequence.open.sampling.max_tokens
+        self._work.add(sequence.key, num_tokens + placed.offset, time.monotonic())
+        held, sequence.held = sequence.held, []
+        for command in held:
+            self._tell(sequence, command)
+        self._hand_over()
+        return placed
+
     async def _run(self, sequence: VllmSequence) -> None:
         """The request's life in vLLM; its tokens come over the link."""
         message = sequence.open
@@ -273,13 +310,12 @@ class VllmEngine:
             if self._grammars is not None and message.sampling.structured_output is not None:
                 grammar = await self._grammars.params_of(message)
             params = sampling_of(message, self.limits.eos_ids, sequence.number, self.is_streamed, grammar)
-            made = self._llm.generate(
-                prompt_of(message),
-                params,
-                f"outrider-{sequence.number}",
-                lora_request=None if sequence.adapter is None else sequence.adapter.prepared.weights,
-                priority=message.priority,
-            )
+            prompt = prompt_of(message)
+            if (placed := await self._place(sequence)) is not None:
+                prompt, params = placed.prompt, placed.bound(params, self.limits.max_model_len)
+            weights = None if sequence.adapter is None else sequence.adapter.prepared.weights
+            name = f"outrider-{sequence.number}"
+            made = self._llm.generate(prompt, params, name, lora_request=weights, priority=message.priority)
             async for answer in made:
                 reason = answer.outputs[0].finish_reason
                 if reason in ("abort", "error"):
@@ -355,6 +391,9 @@ class VllmEngine:
             self._fail(sequence, ended_by_vllm(sequence.open))
             return
         event.sequence_id, event.load = own, load
+        if sequence.placed is not None:
+            event.position -= 0 if self.is_streamed else sequence.offset  # else it was counted by the ids
+            event.num_cached_ids = sequence.placed.cached(event.num_cached_ids)
         if event.ids and event.position == committed_at(sequence.open):
             self._num_looked_up += event.position
             self._num_found += event.num_cached_ids
@@ -392,6 +431,15 @@ class VllmEngine:
         if sequence.adapter is not None:
             self.adapters.close(sequence.adapter)
             sequence.adapter = None
+
+    def _tell(self, sequence: VllmSequence, command: Credit | DraftTokens) -> None:
+        """What is said of a sequence's positions, which are vLLM's own there."""
+        if self.is_streamed or not sequence.open.media:
+            self._send(command)
+        elif sequence.placed is None:
+            sequence.held.append(command)
+        else:
+            self._send(sequence.placed.shifted(command))
 
     def _send(self, command: LinkCommand) -> None:
         self._unsent.append(command)

@@ -41,6 +41,10 @@ def check_request(
             Violation(f"sampling.{name}", "cannot be resumed by this target's engine, vLLM; leave it unset")
             for name in counting_parameters(sampling)
         ]
+    if message.media and sampling.prompt_logprobs is not None:
+        found.append(
+            Violation("sampling.prompt_logprobs", "is given with media, whose places have no ids; leave it unset")
+        )
     if sampling.structured_output is not None:
         found += [
             Violation(f"sampling.{name}", "is held under no grammar by this target's engine, vLLM; leave it unset")

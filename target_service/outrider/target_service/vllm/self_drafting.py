@@ -27,6 +27,7 @@ from outrider.target_service.observed import ObservedStep
 from outrider.target_service.sequence import TargetLimits
 from outrider.target_service.vllm.adapters import VllmAdapters
 from outrider.target_service.vllm.engine import VllmEngine, VllmSequence, committed_at
+from outrider.target_service.vllm.pictures import Pictures
 from outrider.vllm.link_messages import LinkCommand, LinkEvent
 from outrider.vllm.outputs import origins_of
 
@@ -109,9 +110,11 @@ class SelfDraftingEngine(VllmEngine):
         *,
         flush: Callable[[], None] = lambda: None,
         on_step: Callable[[ObservedStep], None] | None = None,
+        pictures: Pictures | None = None,
         vllm_adapters: VllmAdapters | None = None,
     ) -> None:
-        super().__init__(llm, unlinked, limits, flush=flush, on_step=on_step, vllm_adapters=vllm_adapters)
+        brought: dict[str, Any] = {"pictures": pictures, "vllm_adapters": vllm_adapters}
+        super().__init__(llm, unlinked, limits, flush=flush, on_step=on_step, **brought)
         unlinked.on_count = self._count
         self._k = k
         self._progress: dict[int, Progress] = {}  # by the sequences' numbers
@@ -201,7 +204,8 @@ class SelfDraftingEngine(VllmEngine):
         if is_first:
             step.waits.append(max(0.0, self._step_began - progress.last))
         num_verify_rows = num_drafted + 1
-        step.num_rows += begins_at - (answer.num_cached_tokens or 0) if is_first else num_verify_rows
+        num_prompt_rows = begins_at + sequence.offset - (answer.num_cached_tokens or 0)
+        step.num_rows += num_prompt_rows if is_first else num_verify_rows
         step.num_verify_rows += num_verify_rows
         step.num_drafted += num_drafted
         step.num_accepted += num_accepted
