@@ -149,3 +149,38 @@ def test_what_templates_calculate_is_as_it_was() -> None:
     )
     expected = theirs(written, conversation("{}"))
     assert ChatTemplate(written).render(conversation("{}")) == expected
+
+
+EACH, END = "{% for m in messages %}", "{% endfor %}"
+WALKS = EACH + "{% for part in m['content'] %}{{ part.text or part.type }}{% endfor %}" + END
+FILTERS = EACH + "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}" + END
+NAMES = EACH + "{% set said = m.content %}{% for part in said %}{{ part.type }}{% endfor %}" + END
+ASKS = (
+    EACH + "{% if m.content is string %}({{ m.content }}){% else %}"
+    "{% for part in m.content %}{{ part.type }}{% endfor %}{% endif %}" + END
+)
+PLAIN = EACH + "{% for call in m.tool_calls or [] %}{{ call.id }}{% endfor %}{{ m.content }}" + END
+PARTS = [{"type": "text", "text": "a"}, {"type": "image"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "parts"),
+    [
+        (WALKS, "hi", "aimage"),
+        (FILTERS, "hi", "a"),
+        (NAMES, "text", "textimage"),
+        (ASKS, "(hi)", "textimage"),
+        (PLAIN, "hi", None),
+    ],
+)
+def test_texts_come_as_parts_where_the_template_goes_through_them(source: str, text: str, parts: str | None) -> None:
+    """And asks nowhere whether they are texts."""
+    template = ChatTemplate(source)
+    assert template.render([{"role": "user", "content": "hi"}]) == text
+    assert template.walks_parts == (parts is not None)
+    if parts is None:
+        with pytest.raises(TemplateRefusal, match="takes no pictures"):
+            template.render([{"role": "user", "content": PARTS}])
+    else:
+        assert template.render([{"role": "user", "content": PARTS}]) == parts
+    assert template.render([{"role": "user", "content": ""}]) == ("()" if source is ASKS else "")

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.auth import Tokens
 from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.media import MediaLimits
 from outrider.gateway.peers.addresses import Addresses
 from outrider.gateway.peers.canary import Canary
 from outrider.gateway.peers.handshake import check_tokenizer, vocabulary_for
@@ -45,6 +46,7 @@ from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderErr
 from outrider.rpc.hub import ModelNotFound, locate
 from outrider.rpc.interceptors import Gate
 from outrider.rpc.logs import setup_logging
+from outrider.rpc.media import MAX_MEDIA_BYTES, MAX_MEDIA_PIXELS, MOST_PIXELS
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, MAX_PATIENCE_MS, DraftInfo, TargetInfo
 from outrider.rpc.pair import check_pair
 from outrider.rpc.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
@@ -153,6 +155,18 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
     max_request_bytes: int = Field(
         default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Largest request, over gRPC or HTTP"
     )
+    max_media_bytes: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_MEDIA_BYTES,
+        description="Most bytes of a request's pictures, beside what max_request_bytes allows; 0: none are taken",
+    )
+    max_media_pixels: int = Field(
+        default=MAX_MEDIA_PIXELS, ge=1, le=MOST_PIXELS, description="Most pixels of a request's pictures, all together"
+    )
+    media_folder: Path | None = Field(
+        default=None, description="Folder below which requests may name files as their pictures (not given: none)"
+    )
     max_logprobs: int = Field(
         default=MAX_LOGPROBS,
         ge=ALL_LOGPROBS,
@@ -203,6 +217,16 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         return BatchSchedule.parse(self.draft_tokens_by_batch, most, self.disable_by_batch_size)
 
     @property
+    def max_message_bytes(self) -> int:
+        """Of a request over gRPC."""
+        return self.max_request_bytes + self.max_media_bytes
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of one over HTTP, where pictures are in base64."""
+        return self.max_request_bytes + (self.max_media_bytes + 2) // 3 * 4
+
+    @property
     def local_methods(self) -> list[str]:
         """Those of `draft` that are no addresses."""
         return _local_methods(self.draft)
@@ -228,6 +252,18 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
             raise ValueError(
                 f"draft: {', '.join(names)} would run in this process; allowed: methods alone, or addresses"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_media(self) -> Self:
+        if self.max_message_bytes > MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"max_media_bytes is {self.max_media_bytes} beside max_request_bytes of {self.max_request_bytes}; "
+                f"allowed: at most {MAX_MESSAGE_BYTES} together"
+            )
+        if self.media_folder is not None and not (self.max_media_bytes and self.media_folder.is_dir()):
+            problem = "is no folder" if self.max_media_bytes else "is given without max_media_bytes"
+            raise ValueError(f"media_folder {problem}; allowed: a folder, with max_media_bytes above 0")
         return self
 
     @field_validator("tool_parser")
@@ -328,6 +364,7 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
         trust_traceparent=settings.trust_traceparent,
         log_requests=settings.log_requests,
         trace_rounds=settings.trace_rounds,
+        media=MediaLimits(settings.max_media_bytes, settings.max_media_pixels, settings.media_folder),
     )
     engine = _engine(settings, tokenizer, targets, drafts, config, metrics)
     tls = ServerTls.of(settings)
@@ -418,7 +455,7 @@ async def _start_http(
 
     wanted = settings.per_request_spec_decode_metrics
     shows_all = is_loopback(settings.http) if settings.operator_paths is None else settings.operator_paths
-    options = HttpOptions(settings.max_request_bytes, settings.sse_keep_alive_s, wanted, shows_all, settings.stall_s)
+    options = HttpOptions(settings.max_body_bytes, settings.sse_keep_alive_s, wanted, shows_all, settings.stall_s)
     http = HttpServer(
         engine,
         settings.http,
@@ -471,7 +508,7 @@ def _build(
         health=health,
         enable_reflection=settings.reflection,
         max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
-        max_message_bytes=settings.max_request_bytes,
+        max_message_bytes=settings.max_message_bytes,
         max_connection_age_s=settings.max_connection_age_s,
         tls=tls,
         interceptors=() if tokens is None else (Gate(tokens.check_call),),

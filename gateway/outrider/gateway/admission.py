@@ -27,13 +27,14 @@ class AdmissionCost:
     num_sequences: int = 0  # one for each completion
     num_tokens: int = 0  # of the prompt, and max_tokens of every completion
     caller: str = ""  # whose share it is a part of
+    num_bytes: int = 0  # of media, which are kept to the request's end
 
     def __add__(self, other: AdmissionCost) -> AdmissionCost:
         num_sequences, num_tokens = self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens
-        return AdmissionCost(num_sequences, num_tokens, self.caller or other.caller)
+        return AdmissionCost(num_sequences, num_tokens, self.caller or other.caller, self.num_bytes + other.num_bytes)
 
     def __sub__(self, other: AdmissionCost) -> AdmissionCost:
-        return self + AdmissionCost(-other.num_sequences, -other.num_tokens)
+        return self + AdmissionCost(-other.num_sequences, -other.num_tokens, num_bytes=-other.num_bytes)
 
 
 class AdmissionGate(Protocol):
@@ -44,9 +45,10 @@ class AdmissionGate(Protocol):
 
 
 class Admission:
-    """Lets `max_active` sequences of `max_running_tokens()` run and `max_waiting` wait, of at most `max_tokens()`
-    together; one caller has no more than its `share` of what others leave, and while others wait none begins beyond its
-    share of what may run. Refuses more at once. A request that is larger than what may run waits until it is alone."""
+    """Lets `max_active` sequences of `max_running_tokens()` run and `max_waiting` wait, of at most `max_tokens()` and
+    `max_bytes` of media together; one caller has no more than its `share` of what others leave, and while others wait
+    none begins beyond its share of what may run. Refuses more at once. A request that is larger than what may run waits
+    until it is alone."""
 
     def __init__(
         self,
@@ -55,10 +57,11 @@ class Admission:
         max_tokens: Callable[[], int] = lambda: sys.maxsize,
         max_running_tokens: Callable[[], int] = lambda: sys.maxsize,
         share: float = 1.0,
+        max_bytes: int = sys.maxsize,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_active, self._max_tokens, self._max_running_tokens = max_active, max_tokens, max_running_tokens
-        self._max_sequences = max_active + max_waiting
+        self._max_sequences, self._max_bytes = max_active + max_waiting, max_bytes
         self._share, self._clock = share, clock
         self._admitted, self._running = AdmissionCost(), AdmissionCost()  # what runs and waits; what runs
         self._of_callers: dict[str, AdmissionCost] = {}  # what runs and waits, by caller
@@ -94,6 +97,8 @@ class Admission:
         all_of_it, mine = self._admitted + work, held + work
         self._check("sequences", all_of_it.num_sequences, mine.num_sequences, work.num_sequences, self._max_sequences)
         self._check("tokens", all_of_it.num_tokens, mine.num_tokens, work.num_tokens, tokens)
+        if work.num_bytes:
+            self._check("bytes", all_of_it.num_bytes, mine.num_bytes, work.num_bytes, self._max_bytes)
 
     async def enter(self, work: AdmissionCost, priority: int = 0) -> None:
         """Waits until the work may run; who was let in gives it back by `leave`, in parts or as a whole."""
@@ -141,7 +146,7 @@ class Admission:
     def _change(self, by: AdmissionCost) -> None:
         self._admitted += by
         mine = self._of_callers.pop(by.caller, AdmissionCost()) + by
-        if mine.num_sequences or mine.num_tokens:
+        if mine.num_sequences or mine.num_tokens or mine.num_bytes:
             self._of_callers[by.caller] = mine
 
     def _run(self, work: AdmissionCost) -> None:
@@ -178,11 +183,11 @@ class Admission:
                 return
 
     def _check(self, what: str, wanted: int, mine: int, asked: int, limit: int) -> None:
-        """Of sequences or tokens: with this request there would be `wanted`, of its caller `mine`. Who has none yet may
-        have all that is left, others their share of what is not other callers'."""
+        """Of sequences, tokens or bytes: with this request there would be `wanted`, of its caller `mine`. Who has none
+        yet may have all that is left, others their share of what is not other callers'."""
         most = int(self._share * (limit - wanted + mine))
         if wanted > limit:
-            names = "max_admitted_tokens" if what == "tokens" else "max_active and max_waiting together"
+            names = _NAMES[what]
             reason, missing = f"TOO_MANY_{what.upper()}", wanted - limit
             problem, allowed = f"there would be {wanted}", f"{limit} {what} ({names})"
         elif mine > max(most, asked):
@@ -191,9 +196,17 @@ class Admission:
             allowed = f"{most} {what}, its share (caller_share) of what others leave"
         else:
             return
-        wait_ms = self._departures.wait_ms(*((0, missing) if what == "tokens" else (missing, 0)), self._clock())
+        waits_for = {"sequences": (missing, 0), "tokens": (0, missing), "bytes": (1, 0)}[what]
+        wait_ms = self._departures.wait_ms(*waits_for, self._clock())
         message = f"with this request {problem} {what} running and waiting; allowed: at most {allowed}"
         raise ResourceExhausted(message, reason=reason, retry_after_ms=wait_ms)
+
+
+_NAMES = {  # of what bounds it
+    "sequences": "max_active and max_waiting together",
+    "tokens": "max_admitted_tokens",
+    "bytes": "of media, a multiple of max_media_bytes",
+}
 
 
 def _too_large(field: str, problem: str, allowed: str) -> InvalidArgument:

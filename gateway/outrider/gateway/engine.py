@@ -14,6 +14,7 @@ from opentelemetry import trace
 
 from outrider.gateway.admission import Admission, AdmissionCost, AdmissionGate
 from outrider.gateway.learning import Learned, limits_of
+from outrider.gateway.media import MediaLimits
 from outrider.gateway.prediction import PREDICTION, predictor
 from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared, TokenUsage, no_such_model, prepare
 from outrider.gateway.request_log import RequestLog, log_refusal
@@ -31,6 +32,7 @@ from outrider.planner.policy import MethodShare, Policy, PolicyController, Round
 from outrider.proposers.prediction import PredictionState
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument, OutriderError
 from outrider.rpc.logs import OnceWarnings
+from outrider.rpc.media import MEDIA, MEDIA_TYPES
 from outrider.rpc.messages import MAX_PATIENCE_MS, to_failure
 from outrider.rpc.sampling_params import MAX_LOGPROBS, FinishReason
 
@@ -189,6 +191,7 @@ class Completion:
         return replace(delta, seed=prepared.seed, model_digest=prepared.model_digest, prompt_token_ids=prompt_ids)
 
 
+MEDIA_AT_ONCE = 16  # times what one request's pictures may have are held of all
 _EXPIRED = "the request's time ran out"
 _TRACER = "outrider.gateway"
 
@@ -214,6 +217,7 @@ class EngineConfig:
     log_requests: str = "off"  # "counts": a line of the log for each at its end; "prompts": with its prompt
     trace_rounds: int = MAX_TRACED_ROUNDS  # of a completion, with spans of their own
     trust_traceparent: bool = False  # a client's trace is gone on with, recorded where it says so
+    media: MediaLimits = field(default_factory=MediaLimits)  # what it takes of a request's pictures
 
 
 class GenerationEngine:
@@ -231,7 +235,8 @@ class GenerationEngine:
         self._predictor = predictor(drafter)
         self.config = config or EngineConfig()
         limits = self._max_admitted_tokens, self._max_running_tokens, self.config.caller_share
-        self.admission = Admission(self.config.max_active, self.config.max_waiting, *limits)
+        most_media = MEDIA_AT_ONCE * self.config.media.max_bytes
+        self.admission = Admission(self.config.max_active, self.config.max_waiting, *limits, max_bytes=most_media)
         self._templates = Admission(MAX_RENDERED, sys.maxsize, share=0.5)
         self._markers = find_markers(tokenizer, self.config.reasoning_parser)
         self._tracer = tracer
@@ -254,6 +259,12 @@ class GenerationEngine:
         if model not in names:
             raise no_such_model(str(model), self.model_name, *names)
         return str(model)
+
+    @property
+    def media_types(self) -> tuple[str, ...]:
+        """Of the pictures that requests may have; none where the target, or this gateway, takes none."""
+        takes = self.config.media.max_bytes and MEDIA in self.verifier.info.capabilities
+        return MEDIA_TYPES if takes else ()
 
     @property
     def num_draft_tokens(self) -> int:
@@ -336,6 +347,7 @@ class GenerationEngine:
             self.config.mode,
             self.config.max_logprobs,
             self._markers,
+            self.config.media,
         )
 
     async def _run(self, prepared: Prepared, deadline: float | None) -> AsyncGenerator[GenerationDelta, None]:

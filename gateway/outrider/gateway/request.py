@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from outrider.gateway.admission import AdmissionCost
+from outrider.gateway.media import MediaLimits, MediaSource, held_bytes, media_of
 from outrider.gateway.methods import check_method_names, check_methods
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, prediction_ids
 from outrider.gateway.text.bad_words import with_bad_words
-from outrider.gateway.text.chat import chat_ids
+from outrider.gateway.text.chat import chat_ids, num_pictures
 from outrider.gateway.text.reasoning import ReasoningMarkers, ReasoningOptions, ReasoningPlan
 from outrider.gateway.text.tokenizer import TextStream, Tokenizer, encode_bounded
 from outrider.gateway.text.tools.calls import ToolCallDelta
@@ -32,6 +33,7 @@ from outrider.rpc.errors import (
     Violations,
     quoted,
 )
+from outrider.rpc.media import Media
 from outrider.rpc.messages import (
     MAX_DRAFT_TOKENS,
     MAX_INT32,
@@ -114,6 +116,7 @@ class GenerationRequest:
     tool_choice: Any = None  # in OpenAI's form: auto, none, required, or a function; None: auto
     parallel_tool_calls: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+    media: tuple[MediaSource, ...] = ()  # the prompt's pictures, in its order
 
     @property
     def account(self) -> str:
@@ -199,12 +202,14 @@ class Prepared:
     at_target: bool = False  # the target drafts by it, and no draft is opened
     tools: ToolUse | None = None
     reasoning: ReasoningPlan | None = None  # None: no reasoning of this model is known
+    media: tuple[Media, ...] = ()  # kept to the end, for another target
 
     @property
     def work(self) -> AdmissionCost:
-        """What is admitted for it: completions share their prompt."""
-        n = self.request.n
-        return AdmissionCost(n, len(self.prompt_ids) + n * self.sampling.max_tokens, self.request.account)
+        """What is admitted for it: completions share their prompt and its pictures."""
+        n, request = self.request.n, self.request
+        num_tokens, held = len(self.prompt_ids) + n * self.sampling.max_tokens, held_bytes(request.media, self.media)
+        return AdmissionCost(n, num_tokens, request.account, held)
 
     def output_ids(self, index: int) -> tuple[int, ...]:
         """What the client already has of a completion."""
@@ -244,6 +249,7 @@ class Prepared:
             prediction=self.prediction if PREDICTION in (self.methods or (PREDICTION,)) else (),
             model_digest=self.model_digest,
             adapter=self.request.adapter,
+            media=self.media,
             tokenizer_fingerprint=self.tokenizer_fingerprint,
             draft_confidence=self.request.speculation.draft_confidence,
             reasoning=None if self.reasoning is None else self.reasoning.message,
@@ -260,6 +266,7 @@ async def prepare(
     default_mode: str = "sequential",
     max_logprobs: int = MAX_LOGPROBS,
     markers: ReasoningMarkers | None = None,
+    media_limits: MediaLimits | None = None,
 ) -> Prepared:
     """Checks a request and resolves what it leaves open. InvalidArgument names the field; NotFound an adapter that is
     not there; FailedPrecondition says that another model began what is to be resumed."""
@@ -280,6 +287,9 @@ async def prepare(
     prompt_ids = await _prompt_ids(found, request, capped, tokenizer, model)
     sampling = _with_length(found, request, capped, len(prompt_ids), model.max_model_len)
     _check_prompt_logprobs(found, request, sampling, len(prompt_ids), model.vocab_size)
+    media: tuple[Media, ...] = ()
+    if request.media:
+        media = await media_of(found, request.media, target, media_limits or MediaLimits())
     prediction: tuple[int, ...] = ()
     if request.prediction is not None:
         prediction = await prediction_ids(found, request.prediction, prompt_ids, tokenizer, model)
@@ -326,6 +336,7 @@ async def prepare(
         at_target=at_target,
         tools=tools,
         reasoning=reasoning,
+        media=media,
     )
 
 
@@ -367,6 +378,8 @@ def check_request(found: Violations, request: GenerationRequest, vocab_size: int
     if speculation.mode and speculation.mode not in SPECULATION_MODES:
         found.add("speculation.mode", f"is {quoted(speculation.mode)}", ", ".join(SPECULATION_MODES))
     found.integer("priority", request.priority, -MAX_INT32 - 1, MAX_INT32)
+    if request.messages is not None and (num := num_pictures(request.messages)) != len(request.media):
+        found.add("media", f"has {len(request.media)} entries for {num} pictures in the messages", "one for each")
     for index, ids in enumerate(output_ids[:MAX_N]):
         found.ids(f"output_ids[{index}].ids", ids, vocab_size)
 
@@ -406,6 +419,8 @@ def _check_prompt_logprobs(
     """They come with the prompt, all at once, whether or not the client reads: no credit holds them up. In this process
     they are its own."""
     count = sampling.prompt_logprobs
+    if request.media and count is not None:
+        found.add("sampling.prompt_logprobs", "is given with media, whose places have no ids", "leave it unset")
     if request.call is None or not isinstance(count, int):
         return
     of_each = vocab_size if count == ALL_LOGPROBS else count + 1

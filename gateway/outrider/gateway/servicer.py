@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from outrider.gateway.admission import MOST_STALLS
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
+from outrider.gateway.media import MediaSource
 from outrider.gateway.methods import offered
 from outrider.gateway.prediction import decode_prediction
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
@@ -71,6 +72,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             methods=offered(engine.verifier.info, draft),
             version=metadata.version("outrider"),
             adapters=map(ADAPTER.encode, engine.verifier.info.adapters),
+            media_types=engine.media_types,
         )
 
 
@@ -100,7 +102,12 @@ def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> Gen
         tool_choice=decode_choice(message.tool_choice) if message.tool_choice else None,
         parallel_tool_calls=message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True,
         chat_template_kwargs=decode_variables(message.chat) if message.chat.chat_template_kwargs else {},
+        media=tuple(map(_decode_media, message.media)),
     )
+
+
+def _decode_media(message: pb.Media) -> MediaSource:
+    return MediaSource(message.data if message.HasField("data") else None, "", message.path, message.mime_type)
 
 
 def encode_delta(delta: GenerationDelta) -> pb.GenerateResponse:

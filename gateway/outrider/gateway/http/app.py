@@ -109,6 +109,7 @@ class ModelsEndpoint:
             "root": name,
             "parent": None if adapter is None else engine.model_name,
             **own,
+            "modalities": ["text", *(["image"] if engine.media_types else [])],
             "max_model_len": target.model.max_model_len,
             "speculation": {
                 "num_draft_tokens": engine.num_draft_tokens,

@@ -22,7 +22,9 @@ from outrider.gateway.admission import MAX_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import http_status, invalid
 from outrider.gateway.http.shares import client_of
+from outrider.gateway.media import MediaSource
 from outrider.gateway.request import GenerationRequest, SpeculationOptions
+from outrider.gateway.text.chat import PICTURE
 from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.rpc import telemetry as names
@@ -42,6 +44,8 @@ from outrider.rpc.server_calls import HTTP_OK, ServerCall
 MAX_SHOWN = 100  # characters of a name that nobody knows
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 MAX_PROMPTS = 256
+SLOW_BODY = 1 << 20  # bytes whose JSON takes milliseconds: not on the event loop
+_PICTURES = ("image_url", "input_image")  # types of parts
 BODY_S = 60.0  # in which a request's body has to be there
 TO_THE_CONTEXT_S_END = 2**31 - 1  # where max_tokens is not given; the gateway cuts it to what is left
 FINGERPRINT = "fp_"  # before the digest of the model in OpenAI's system_fingerprint
@@ -102,7 +106,8 @@ async def read_body(request: Request) -> dict[str, Any]:
             raise Cancelled("the client went away") from None
         except TimeoutError:
             raise HTTPException(408, f"body: has not come within {BODY_S:g} s") from None
-        return parse_body(b"".join(chunks))
+        raw = b"".join(chunks)
+        return await asyncio.to_thread(parse_body, raw) if size > SLOW_BODY else parse_body(raw)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -239,6 +244,20 @@ def _parts(content: Any) -> Any:
     if not isinstance(content, list):
         raise refusal(f"is {kind(content)}; allowed: a text or a list of parts")
     return content
+
+
+def _part(part: Any) -> str | MediaSource:
+    """A text or a picture, in OpenAI's form or vLLM's shorter one."""
+    name = part.get("type") if isinstance(part, dict) else None
+    if name not in _PICTURES:
+        return _text(part)
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not url:
+        raise refusal(
+            'is no picture; allowed: {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+        )
+    return MediaSource(url=url)
 
 
 def _text(part: Any) -> str:
@@ -445,21 +464,26 @@ class ChatMessage(Body):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(None, validate_default=True)
-    content: Annotated[list[Annotated[str, BeforeValidator(_text)]], BeforeValidator(_parts)] = []
+    content: Annotated[list[Annotated[Any, BeforeValidator(_part)]], BeforeValidator(_parts)] = []
     tool_calls: list[ToolCall] = []
     function_call: Unsupported = None
 
     def rendered(self) -> dict[str, Any]:
-        """As the template takes it: the content is one text, or nothing beside calls."""
+        """As the template takes it: the content is one text, or nothing beside calls; with pictures it has parts."""
         extra = self.model_extra or {}
         if "reasoning" in extra and "reasoning_content" not in extra:  # vLLM's newer name of what templates know
             extra = {**extra, "reasoning_content": extra["reasoning"]}
-        message = {**extra, "role": self.role, "content": "\n".join(self.content)}
+        message = {**extra, "role": self.role, "content": self._content()}
         if not self.tool_calls:
             return message
         calls = [call.model_dump() for call in self.tool_calls]
         given = "content" in self.model_fields_set
         return {**message, "content": message["content"] if given else None, "tool_calls": calls}
+
+    def _content(self) -> str | list[dict[str, str]]:
+        if all(isinstance(part, str) for part in self.content):
+            return "\n".join(self.content)
+        return [{"type": "text", "text": part} if isinstance(part, str) else dict(PICTURE) for part in self.content]
 
 
 class ChatBody(OpenAIBody):
@@ -615,7 +639,15 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name}
+    pictures = {
+        f"messages[{place}].content[{part}].image_url": source
+        for place, message in enumerate(body.messages)
+        for part, source in enumerate(message.content)
+        if isinstance(source, MediaSource)
+    }
+    chat = replace(chat, media=tuple(pictures.values()))
+    names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name, "media": "messages"}
+    names |= {f"media[{number}]": place for number, place in enumerate(pictures)}
     return OpenAIRequest((chat,), body, chat.adapter or engine.model_name, num_logprobs, (names,))
 
 

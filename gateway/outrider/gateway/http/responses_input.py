@@ -169,7 +169,8 @@ class _History:
 
     def message(self, where: str, item: dict[str, Any]) -> None:
         role = item.get("role")
-        text = _text_of(f"{where}.content", item.get("content"))
+        read = _text_of if role == "assistant" else _content_of
+        text = read(f"{where}.content", item.get("content"))
         if role != "assistant":
             self._turn = None
             self.messages.append({"role": "system" if role == "developer" else role, "content": text})
@@ -212,8 +213,19 @@ _ITEMS: dict[str, Callable[[_History, str, dict[str, Any]], None]] = {
     "function_call": _History.call,
     "function_call_output": _History.output,
 }
+_IMAGE = "input_image"
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _TEXT_PARTS |= {"reasoning_text": "text", "summary_text": "text"}
+
+
+def _content_of(where: str, content: Any) -> str | list[dict[str, Any]]:
+    """A text, or the chat endpoint's parts where there are pictures among them."""
+    if not isinstance(content, list) or not any(isinstance(one, dict) and one.get("type") == _IMAGE for one in content):
+        return _text_of(where, content)
+    return [
+        one if isinstance(one, dict) and one.get("type") == _IMAGE else {"type": "text", "text": _text_of(where, [one])}
+        for one in content
+    ]
 
 
 def _text_of(where: str, content: Any) -> str:

@@ -23,6 +23,7 @@ from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import DRAINING, PARENT_GONE
 from outrider.rpc.codec import Message, StreamKind
 from outrider.rpc.errors import FailedPrecondition, InvalidArgument, OutriderError, Unavailable, Violations
+from outrider.rpc.media import MEDIA
 from outrider.rpc.messages import (
     Close,
     Commit,
@@ -241,7 +242,7 @@ class Replica(Generic[Info]):
         if parent is None:
             message = replace(request, sequence_id=self._last_id, fork_of=None)
         else:
-            message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=())
+            message = replace(request, sequence_id=self._last_id, fork_of=parent.sequence_id, prompt_ids=(), media=())
         stream.send(message)
         self.breaker.started(time.monotonic())
         return ReplicaLink(self.links, stream, self._last_id, on_event, info.model, request)
@@ -516,6 +517,7 @@ class ReplicaPool(Generic[Info]):
             for replica, info in usable
             if info is not None
             and not lacking(info.capabilities, request.sampling, request.acceptance, request.reasoning)
+            and (not request.media or MEDIA in info.capabilities)
         ]
 
     @staticmethod
@@ -525,7 +527,7 @@ class ReplicaPool(Generic[Info]):
             return replicas[0]
         named = {replica.address: replica for replica in replicas}
         name = choose(
-            affinity_key(request.prompt_ids, request.salt, request.adapter),
+            affinity_key(request.prompt_ids, request.salt, request.adapter, request.media),
             {replica.address: replica.load for replica in replicas},
         )
         return None if name is None else named[name]

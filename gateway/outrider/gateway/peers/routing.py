@@ -14,17 +14,20 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 
+from outrider.rpc.media import Media
 from outrider.rpc.messages import Adapter
 
 AFFINITY_TOKENS = 64  # later tokens tell prompts of one kind apart: they would scatter what shares its beginning
 MAX_OVER_MEAN = 1.25
 
 
-def affinity_key(prompt_ids: Sequence[int], salt: str = "", adapter: str = "") -> bytes:
-    """Of a prompt's first tokens. A salt parts the prefix caches of two callers, an adapter's name those of two
-    adapters, and so their keys."""
+def affinity_key(prompt_ids: Sequence[int], salt: str = "", adapter: str = "", media: Sequence[Media] = ()) -> bytes:
+    """Of a prompt's first tokens, and its first picture, which a conversation keeps. A salt parts the prefix caches of
+    two callers, an adapter's name those of two adapters, and so their keys."""
     digest = blake2b(salt.encode(), digest_size=16, key=blake2b(adapter.encode()).digest() if adapter else b"")
     digest.update(b"".join(token.to_bytes(4, "little") for token in prompt_ids[:AFFINITY_TOKENS]))
+    for first in media[:1]:
+        digest.update(first.digest)
     return digest.digest()
 
 

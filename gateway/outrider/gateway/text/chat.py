@@ -29,6 +29,7 @@ TEMPLATE_REFUSED = "TEMPLATE_REFUSED"  # the reason where the template itself ha
 BACK_MS = 1000  # when who waited in vain may come back
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+PICTURE = {"type": "image"}  # a part of a content, in whose place a template writes the placeholder
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode's noncharacters: no text is written with them
 
 
@@ -211,19 +212,40 @@ def _escaped(mark: str) -> str:
 
 
 def decode_messages(chat: Any) -> tuple[dict[str, Any], ...]:
-    """The protocol's Chat as templates take it."""
-    return tuple(map(_decode_message, chat.messages))
+    """The protocol's Chat as templates take it. InvalidArgument for parts that are none."""
+    return tuple(_decode_message(f"chat.messages[{place}]", message) for place, message in enumerate(chat.messages))
 
 
-def _decode_message(message: Any) -> dict[str, Any]:
+def num_pictures(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many places for pictures they have."""
+    contents = (message.get("content") for message in messages)
+    return sum(part == PICTURE for content in contents if isinstance(content, list) for part in content)
+
+
+def _decode_message(where: str, message: Any) -> dict[str, Any]:
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
     ]
     further = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
     further |= {"reasoning_content": message.reasoning}  # as templates call it
-    content = message.content or (None if calls else "")
+    content = _decode_parts(where, message) if message.parts else message.content or (None if calls else "")
     return {"role": message.role, "content": content, **{name: value for name, value in further.items() if value}}
+
+
+def _decode_parts(where: str, message: Any) -> list[dict[str, str]]:
+    if message.content:
+        raise InvalidArgument.of([Violation(f"{where}.parts", "is given beside content; allowed: one of them")])
+    parts = []
+    for place, part in enumerate(message.parts):
+        if part.WhichOneof("part") == "text":
+            parts.append({"type": "text", "text": part.text})
+        elif part.image:
+            parts.append(dict(PICTURE))
+        else:
+            problem = "sets neither text nor image; allowed: one of them"
+            raise InvalidArgument.of([Violation(f"{where}.parts[{place}]", problem)])
+    return parts
 
 
 def decode_variables(chat: Any) -> Any:

@@ -54,6 +54,24 @@ class ChatTemplate:
             return frozenset()  # rendering says what is wrong with it
 
     @cached_property
+    def walks_parts(self) -> bool:
+        """Whether it goes through a content's parts, as those do that write pictures' placeholders."""
+        return any(_is_content(loop.iter, self._parsed) for loop in self._parsed.find_all(nodes.For))
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether texts have to come as parts, too: it goes through them, and asks nowhere whether there are any."""
+        asked = (test.node for test in self._parsed.find_all(nodes.Test) if test.name == "string")
+        return self.walks_parts and not any(_is_content(node, self._parsed) for node in asked)
+
+    @cached_property
+    def _parsed(self) -> nodes.Template:
+        try:
+            return _environment().parse(self.source)
+        except (jinja2.TemplateError, RecursionError):
+            return nodes.Template([])  # rendering says what is wrong with it
+
+    @cached_property
     def _compiled(self) -> jinja2.Template:
         return _environment().from_string(self.source)
 
@@ -63,12 +81,31 @@ class ChatTemplate:
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
+        content = plain.get("content")
+        if isinstance(content, str) and content and self._wants_parts:
+            plain["content"] = [{"type": "text", "text": content}]
+        elif isinstance(content, list) and not self.walks_parts:
+            raise TemplateRefusal("it takes no pictures")
         calls = plain.get("tool_calls")
         if not isinstance(calls, Sequence) or isinstance(calls, str) or not calls:
             return plain
         if not plain.get("content") and (message.get("content") is None or _LOOKS_FOR_NONE in self.source_for_tools):
             plain["content"] = None  # templates tell a message of calls alone by it
         return {**plain, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _is_content(node: nodes.Node, parsed: nodes.Template) -> bool:
+    """Whether an expression is a message's content, through filters and names that stand for it."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == _CONTENT
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == _CONTENT
+    if not isinstance(node, nodes.Name):
+        return False
+    given = (one.node for one in parsed.find_all(nodes.Assign) if one.target == nodes.Name(node.name, "store"))
+    return node.name == _CONTENT or any(isinstance(one, _ITEMS) and _is_content(one, parsed) for one in given)
 
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
@@ -93,6 +130,8 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
+_CONTENT = "content"
+_ITEMS = (nodes.Getattr, nodes.Getitem, nodes.Filter)  # a name that stands for another one is followed no further
 MAX_REFUSAL_CHARS = 1000  # of a template's own words, which may be the conversation's
 MAX_WRITTEN = 1 << 26  # characters of a prompt: more than the longest context has
 MAX_BITS = 1 << 16  # of a whole number: larger ones are multiplied slowly, and nothing else runs meanwhile
