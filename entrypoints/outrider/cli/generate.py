@@ -92,6 +92,9 @@ class GenerateSettings(RequestSettings):
     model: str = Field("", description="name of the model (default: the one that is served)")
     prompt: str | None = Field(None, description="the text to continue; also the bare argument")
     token_ids: tuple[UInt32, ...] | None = Field(None, description="the prompt as ids, as in 1,2,3")
+    image: tuple[Path, ...] = Field(
+        (), description="file of a picture, in the order in which the prompt holds the model's placeholders"
+    )
     n: int = Field(1, ge=1, lt=2**32, description="completions of the prompt")
     prediction: str | None = Field(None, description="a guess at the whole output: where it holds, tokens come sooner")
     prediction_file: Path | None = Field(None, description="a file with that guess, as the text that is to be edited")
@@ -260,6 +263,7 @@ def _request(settings: GenerateSettings) -> Iterator[Part]:
         settings.gateway,
         settings.prompt,
         token_ids=settings.token_ids,
+        media=[file.read_bytes() for file in settings.image],
         n=settings.n,
         speculate=None if settings.speculation else False,
         prediction=settings.prediction

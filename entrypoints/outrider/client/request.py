@@ -49,6 +49,12 @@ def _prediction(guess: str | Sequence[int]) -> pb.Prediction:
     return pb.Prediction(text=guess) if isinstance(guess, str) else pb.Prediction(token_ids=pb.TokenIds(ids=guess))
 
 
+def _media(given: Iterable[Any]) -> list[pb.Media]:
+    if isinstance(given, bytes | str):
+        raise TypeError("one picture is no list")
+    return [one if isinstance(one, pb.Media) else pb.Media(data=one) for one in given]
+
+
 # Fields whose message is not what a caller gives: how it becomes one, and what may be given.
 _SPECIAL: dict[str, tuple[Callable[[Any], Any], str]] = {
     "token_ids": (lambda ids: pb.TokenIds(ids=ids), "a list of token ids"),
@@ -74,6 +80,10 @@ _SPECIAL: dict[str, tuple[Callable[[Any], Any], str]] = {
         "auto, none, required, or an object that names a function",
     ),
     "chat_template_kwargs": (lambda variables: _json(variables), "an object"),
+    "media": (
+        _media,
+        "a list of pictures, each a file's bytes, or a Media",
+    ),
 }
 
 
@@ -98,13 +108,19 @@ def put_messages(out: pb.GenerateRequest, messages: Sequence[Mapping[str, Any]],
         try:
             _put_message(out.chat.messages.add(), message)
         except (TypeError, ValueError, KeyError, AttributeError):
-            allowed = "an object with role and content, both texts; tool_calls, tool_call_id and name in OpenAI's form"
+            allowed = (
+                "an object with role and content, both texts (or parts, of types text and image); tool_calls, "
+                "tool_call_id and name in OpenAI's form"
+            )
             raise refusal(f"messages[{place}]", "has not the shape of a message", allowed) from None
 
 
 def _put_message(out: pb.ChatMessage, message: Mapping[str, Any]) -> None:
     calls = message.get("tool_calls") or ()
-    out.role, out.content = message["role"], (message.get("content") or "") if calls else message["content"]
+    content = (message.get("content") or "") if calls else message["content"]
+    if isinstance(content, list | tuple):
+        content = _put_parts(out, content)
+    out.role, out.content = message["role"], content
     out.tool_call_id, out.name = message.get("tool_call_id") or "", message.get("name") or ""
     out.reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     for call in calls:
@@ -112,6 +128,16 @@ def _put_message(out: pb.ChatMessage, message: Mapping[str, Any]) -> None:
         given = function.get("arguments") or "{}"
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         out.tool_calls.add(id=call.get("id") or "", name=function["name"], arguments=arguments)
+
+
+def _put_parts(out: pb.ChatMessage, content: Sequence[Mapping[str, Any]]) -> str:
+    """Texts and places of pictures; returns the text where there are no pictures."""
+    parts = [None if part["type"] == "image" else part["text"] for part in content]
+    if None not in parts:
+        return "\n".join(text for text in parts if text is not None)
+    for text in parts:
+        out.parts.add(image=True) if text is None else out.parts.add(text=text)
+    return ""
 
 
 def _tools(tools: Iterable[Any]) -> list[str]:
@@ -184,6 +210,7 @@ def build_request(
     salt: str = "",
     model: str = "",
     adapter: str = "",
+    media: Sequence[bytes | pb.Media] = (),
     split_reasoning: bool | None = None,
     max_reasoning_tokens: int | None = None,
     reasoning_effort: str = "",
@@ -191,8 +218,9 @@ def build_request(
 ) -> pb.GenerateRequest:
     """A request: one of prompt, token_ids and messages; whole SamplingParams, or single fields of them, of which those
     not given are the model's defaults. Tools, and calls in messages, have OpenAI's form. A prediction, text or token
-    ids, is a guess at the whole output: where it holds, tokens come sooner. Reasoning is told apart from the text where
-    `split_reasoning` says so, None: of messages."""
+    ids, is a guess at the whole output: where it holds, tokens come sooner. `media` are pictures in the order in which
+    the prompt has the model's placeholders, or messages have {"type": "image"} among their parts. Reasoning is told
+    apart from the text where `split_reasoning` says so, None: of messages."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise TypeError("exactly one of prompt, token_ids and messages is needed")
     found = Violations()
@@ -230,6 +258,7 @@ def build_request(
         "salt": salt,
         "model": model,
         "adapter": adapter,
+        "media": media,
         "tools": tools,
         "tool_choice": tool_choice,
         "parallel_tool_calls": parallel_tool_calls,

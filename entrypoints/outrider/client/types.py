@@ -106,6 +106,7 @@ class GatewayInfo:
     methods: tuple[str, ...]
     version: str = ""  # of the gateway; empty: it is older than the field
     adapters: tuple[Adapter, ...] = ()  # of the target's model, that a request may name
+    media_types: tuple[str, ...] = ()  # of pictures that a request may have; empty: none
 
 
 def decode_response(response: pb.GenerateResponse) -> Part:
@@ -172,4 +173,5 @@ def decode_info(answer: pb.GetGatewayInfoResponse) -> GatewayInfo:
         methods=tuple(answer.methods),
         version=answer.version,
         adapters=tuple(map(ADAPTER.decode, answer.adapters)),
+        media_types=tuple(answer.media_types),
     )

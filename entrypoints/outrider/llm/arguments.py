@@ -39,7 +39,6 @@ EMBEDS = "models generate; they do not embed, score or classify"
 NO_WORKERS = "there are no workers: the engines are in this process"
 PROFILE = "use a profiler of Python, or OpenTelemetry spans"
 ONE_DEVICE = "the target runs on one device"
-TEXT_ONLY = "models take text alone"
 
 # Keywords of LLM that must keep their value.
 FIXED: Fixed = {
@@ -70,11 +69,9 @@ FIXED: Fixed = {
     "fully_sharded_loras": ((False,), ONE_DEVICE),
     "enable_lora_bias": ((False,), "an adapter with biases is refused"),
     "enable_prompt_adapter": ((False,), "prompt adapters are not offered"),
-    "limit_mm_per_prompt": ((None, {}), TEXT_ONLY),
-    "mm_processor_kwargs": ((None, {}), TEXT_ONLY),
-    "allowed_local_media_path": ((None, ""), TEXT_ONLY),
-    "allowed_media_domains": ((None, []), TEXT_ONLY),
-    "enable_prompt_embeds": ((False,), TEXT_ONLY),
+    "mm_processor_kwargs": ((None, {}), "the checkpoint's own processor holds"),
+    "allowed_media_domains": ((None, []), "nothing is fetched from the network"),
+    "enable_prompt_embeds": ((False,), "prompts are text or token ids, and pictures"),
     "pooler_config": ((None,), EMBEDS),
     "structured_outputs_config": ((None, {}, *({"backend": name} for name in COMPILERS)), ONE_COMPILER),
     "guided_decoding_backend": ((None, *COMPILERS), ONE_COMPILER),
@@ -118,6 +115,14 @@ def _folder(value: object, info: ValidationInfo) -> Path | None:
     if not path.is_dir() and not is_hub_id(path):
         raise ValueError(f"{info.field_name}: there is no folder {path}; allowed: a folder, or a hub id (org/name)")
     return path
+
+
+def _media_folder(value: object) -> str:
+    if not isinstance(value, str | PathLike | None):
+        raise TypeError(f"allowed_local_media_path must be a folder's path, got {value!r:.100}")
+    if value and not Path(value).is_dir():
+        raise ValueError(f"allowed_local_media_path: there is no folder {value}; allowed: a folder, or none")
+    return str(value or "")
 
 
 def _dtype(given: object) -> str:
@@ -189,6 +194,8 @@ class EngineArguments:
     # vLLM's where ours cannot
     tensor_parallel_size: Annotated[Integer, integer(1, or_none=True), OrDefault] = 1  # devices; more than 1 in vLLM
     quantization: str | None = None  # of the target's weights, in vLLM
+    limit_mm_per_prompt: Annotated[dict[str, Any] | None, Field(description="a dict such as {'image': 2}")] = None
+    allowed_local_media_path: Annotated[str, BeforeValidator(_media_folder)] = ""  # file: URLs name files below it
     device: str = "auto"
     batch_invariant: FlagOrDefault = False
     mode: Annotated[str | None, one_of(SPECULATION_MODES)] = None  # of the loop: how far the draft runs ahead; None:
@@ -276,5 +283,5 @@ ARGUMENTS: Fixed = {
     "prompt_adapter_request": (ABSENT, "prompt adapters are not offered"),
     "logits_processor": (ABSENT, "a callable cannot run at both draft and target"),
     "tokenization_kwargs": (ABSENT, "use TokensPrompt, or SamplingParams(truncate_prompt_tokens=...)"),
-    "mm_processor_kwargs": (ABSENT, "models take text alone"),
+    "mm_processor_kwargs": (ABSENT, "the checkpoint's own processor holds"),
 }

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from outrider.client import Client, Part, SpeculationStats
+from outrider.gateway.media import MediaLimits, load_media
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, TokenUsage
 from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.gateway.text.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from outrider.llm.outputs import OutputBuilder
 from outrider.llm.sampling_params import NO_BOUND
 from outrider.llm.validation import Unsupported, is_int, require_known
 from outrider.planner.policy import MethodTally, SpeculationTally
+from outrider.rpc.media import MAX_MEDIA_BYTES, MOST_PIXELS
 from outrider.rpc.messages import MAX_DRAFT_TOKENS, ModelInfo
 
 
@@ -234,6 +236,7 @@ class AttachedBackend:
     ) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of a request; where an adapter's files are its targets know. Called on the loop."""
         request = self._bounded(request)
+        media = await load_media(request.media, MediaLimits(MAX_MEDIA_BYTES, MOST_PIXELS)) if request.media else ()
         parts = self.client.generate(
             request.text,
             token_ids=request.token_ids,
@@ -254,6 +257,7 @@ class AttachedBackend:
             salt=request.salt,
             model=request.model,
             adapter=request.adapter,
+            media=[one.data for one in media],
             **_reasoning_of(request),
         )
         async with self._room, aclosing(parts):

@@ -33,6 +33,11 @@ def beyond_ours(arguments: EngineArguments, config: Mapping[str, Any]) -> str:
     return ""
 
 
+def sees(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint takes pictures: our engine would leave that part of it out."""
+    return isinstance(config.get("vision_config"), Mapping)
+
+
 def has_vllm() -> bool:
     """Whether it is installed, in either of its builds."""
     return find_spec("vllm") is not None

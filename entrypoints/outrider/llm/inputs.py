@@ -6,21 +6,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import index
 from typing import Any, NotRequired, TypedDict
 
 from tokenizers import Tokenizer as Backend
 
+from outrider.gateway.media import MediaSource
 from outrider.gateway.text.chat_template import ChatTemplate
 from outrider.gateway.text.tokenizer import Tokenizer
-from outrider.llm.validation import Fixed, Unsupported, is_int, require_fixed, require_known
+from outrider.llm.pictures import parts_of, pictures_of
+from outrider.llm.validation import Fixed, is_int, require_fixed, require_known
 
 BYTES = bytes | bytearray | memoryview  # sequences of integers for Python, but no token ids
-ALLOWED = ("prompt", "prompt_token_ids", "cache_salt", "prediction")
+ALLOWED = ("prompt", "prompt_token_ids", "cache_salt", "prediction", "multi_modal_data")
 REFUSED: Fixed = {
-    "multi_modal_data": ((None,), "models take text alone"),
-    "multi_modal_uuids": ((None,), "models take text alone"),
-    "mm_processor_kwargs": ((None,), "models take text alone"),
+    "multi_modal_uuids": ((None,), "pictures are known by their contents"),
+    "mm_processor_kwargs": ((None,), "the checkpoint's own processor holds, for all prompts"),
     "prompt_embeds": ((None,), "prompts are text or token ids"),
     "token_type_ids": ((None,), "prompts are text or token ids"),
     "encoder_prompt": ((None,), "models are decoders"),
@@ -30,9 +32,11 @@ REFUSED: Fixed = {
 
 class TextPrompt(TypedDict):
     """A prompt to tokenise. Prompts of different `cache_salt` share no cached blocks. `prediction` is a guess at the
-    output, as text or token ids: where it holds, tokens come sooner."""
+    output, as text or token ids: where it holds, tokens come sooner. `multi_modal_data` has an image or several under
+    "image"; the prompt holds the model's placeholder once for each."""
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]
     cache_salt: NotRequired[str]
     prediction: NotRequired[str | list[int]]
 
@@ -41,6 +45,7 @@ class TokensPrompt(TypedDict):
     """A prompt that is tokenised already; `prompt` is only shown."""
 
     prompt_token_ids: list[int]
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
     prediction: NotRequired[str | list[int]]
@@ -57,6 +62,7 @@ class Prompt:
     token_ids: tuple[int, ...] | None = None
     salt: str = ""
     prediction: str | tuple[int, ...] | None = None
+    media: tuple[MediaSource, ...] = ()  # its pictures, in its order
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
@@ -99,7 +105,8 @@ def _parse(prompt: Any) -> Prompt:
     guess = prompt.get("prediction")
     if guess is not None:
         guess = checked_text(guess) if isinstance(guess, str) else _ids_of(guess, "prediction")
-    return Prompt(text, None if ids is None else _ids_of(ids), salt or "", guess)
+    media = pictures_of(prompt.get("multi_modal_data"))
+    return Prompt(text, None if ids is None else _ids_of(ids), salt or "", guess, media)
 
 
 def checked_text(text: str) -> str:
@@ -151,29 +158,31 @@ def chat_prompts(
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = ChatTemplate(chat_template)
     prompts = []
-    for conversation in conversations_of(messages):
+    for conversation, media in conversations_of(messages):
         text = tokenizer.render_chat(conversation, add_generation_prompt, **(variables or {}))
         if continue_final_message:
             text = _until_end_of_last(text, conversation)
         checked_text(text)
-        prompts.append(Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False))))
+        prompts.append(Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)), media=media))
     return prompts
 
 
-def conversations_of(messages: Any) -> list[list[Message]]:
-    """One conversation or many, with text alone."""
+def conversations_of(messages: Any) -> list[tuple[list[Message], tuple[MediaSource, ...]]]:
+    """One conversation or many, each with its pictures."""
     if not _is_list(messages) or not messages:
         raise TypeError(f"{SHAPE}, got {messages!r:.60}")
     many = [messages] if isinstance(messages[0], Mapping) else messages
     for conversation in many:
         if not _is_list(conversation) or not all(isinstance(message, Mapping) for message in conversation):
             raise TypeError(f"{SHAPE}, got {conversation!r:.60}")
-    return [[_with_text(message) for message in conversation] for conversation in many]
+    return [_with_pictures(conversation) for conversation in many]
 
 
 def _until_end_of_last(text: str, conversation: Sequence[Message]) -> str:
     """The prompt, cut where the last message ends."""
-    last = str(conversation[-1].get("content") or "").strip()
+    content: Any = conversation[-1].get("content") or ""
+    texts = [part.get("text", "") for part in content] if _is_list(content) else [str(content)]
+    last = texts[-1].strip() if texts else ""
     start = text.rfind(last)
     if start < 0:
         raise ValueError("continue_final_message: the chat template changes the last message")
@@ -184,28 +193,22 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _with_text(message: Message) -> Message:
-    """Parts of text are joined by newlines; any other part is refused."""
+def _with_pictures(conversation: Sequence[Message]) -> tuple[list[Message], tuple[MediaSource, ...]]:
+    each = [_with_parts(message) for message in conversation]
+    return [message for message, _ in each], tuple(chain.from_iterable(pictures for _, pictures in each))
+
+
+def _with_parts(message: Message) -> tuple[Message, tuple[MediaSource, ...]]:
+    """Parts of text are joined by newlines; with pictures they stay apart, and any other part is refused."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"a message needs a 'role', such as 'user', got {dict(message)!r:.100}")
     content = message.get("content")
     if content is None or isinstance(content, str):
-        return message
+        return message, ()
     if not _is_list(content):
         raise TypeError(f"a message's 'content' is a str or a list of parts, got {content!r:.60}")
-    return {**message, "content": "\n".join(map(_text_of, content))}
-
-
-def _text_of(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-    if kind not in ("text", "input_text"):
-        raise Unsupported(f"a message's part of type {kind!r} is not supported: models take text alone")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise TypeError(f"a message's part needs a 'text', got {part!r:.60}")
-    return text
+    parts, pictures = parts_of(content)
+    return {**message, "content": parts}, pictures
 
 
 def as_transformers(tokenizer: Tokenizer) -> Any:

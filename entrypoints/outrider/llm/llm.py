@@ -110,6 +110,7 @@ class JobMaker:
             priority=int(priority),
             salt=f"{prompt.salt}/{number}" if params.skip_reading_prefix_cache else prompt.salt,
             prediction=prompt.prediction,
+            media=prompt.media,
             adapter="" if lora is None else lora.name,
         )
         wants_logprobs = params.logprobs is not None
@@ -271,8 +272,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """The same for conversations: one list of messages, or several."""
         require_fixed(ARGUMENTS, locals(), "{}")
-        if chat_template_content_format not in ("auto", "string"):
-            raise Unsupported("chat_template_content_format: contents are strings")
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            raise Unsupported("chat_template_content_format: the template says it; allowed: auto, string, openai")
         prompts = chat_prompts(
             self._tokenizer("chat()"),
             messages,

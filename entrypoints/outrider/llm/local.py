@@ -34,6 +34,7 @@ from outrider.engine.model_runner import sampling_bytes
 from outrider.engine.models.base import TakesAdapters, UnsupportedModel, WrongCheckpoint
 from outrider.engine.worker import DeviceStopped, Worker, set_switch_interval
 from outrider.gateway.engine import EngineConfig, GenerationEngine
+from outrider.gateway.media import MediaLimits
 from outrider.gateway.peers.handshake import check_tokenizer
 from outrider.gateway.peers.local_drafts import LocalDrafter
 from outrider.gateway.prediction import NUM_DRAFT_TOKENS
@@ -52,6 +53,7 @@ from outrider.llm.engine_choice import (
     choose_engine,
     has_vllm,
     require_vllm_can,
+    sees,
     vllms_own,
 )
 from outrider.llm.lora.held import HeldAdapters
@@ -109,6 +111,7 @@ CACHE_BESIDE_VLLM = 256 << 20  # of a draft on the GPU of a vLLM, which takes it
 WORKING_SHARE = 0.05  # of a GPU's memory: activations, beside weights and caches
 STOP_S = 30.0
 UNBOUNDED = 2**31 - 1
+MEDIA_BYTES = 1 << 30  # of a prompt's pictures: they are the caller's own
 
 
 class LocalLink:
@@ -172,7 +175,7 @@ class LocalService:
         self._last_id += 1
         message = replace(request, sequence_id=self._last_id, fork_of=None)
         if isinstance(parent, LocalLink) and self.holds(parent):
-            message = replace(message, fork_of=parent.sequence_id, prompt_ids=())
+            message = replace(message, fork_of=parent.sequence_id, prompt_ids=(), media=())
         link = self._links[self._last_id] = LocalLink(self, self._last_id, on_event)
         if not self.submit([message]):
             self.drop(link)
@@ -509,6 +512,7 @@ def start_local(
             drafter = by_tokens
         if drafter is not None and speculation is not None and not speculation.schedule.constant:
             drafter = ScheduledDrafter(drafter, speculation.schedule, num_running)
+        media_folder = arguments.allowed_local_media_path
         config = EngineConfig(
             num_draft_tokens=k,
             mode=arguments.mode or "sequential",
@@ -518,6 +522,7 @@ def start_local(
             max_waiting=UNBOUNDED,
             model_name=arguments.served_model_name or "",
             max_logprobs=arguments.max_logprobs,
+            media=MediaLimits(MEDIA_BYTES, folder=Path(media_folder) if media_folder else None),
         )
         engine = runtime.call(lambda: GenerationEngine(tokenizer, target, drafter, config))
     except BaseException:
@@ -549,7 +554,10 @@ def _load_pair(
 ) -> LoadedPair:
     """On our engine, or on vLLM, by its arguments, the checkpoint, or since ours refuses it. Raises UnsupportedModel,
     Unsupported."""
-    reason = beyond_ours(arguments, read_config(model))
+    said = read_config(model)
+    reason = beyond_ours(arguments, said)
+    if not reason and arguments.engine == "auto" and sees(said) and has_vllm():
+        reason = "the checkpoint takes pictures, which our engine does not (engine='outrider' runs it without)"
     if choose_engine(arguments, reason, has_vllm()) == OURS:
         settings = _target_settings(arguments, model, device, k, speculation)
         try:
@@ -625,6 +633,7 @@ def _vllm_settings(
         "max_num_seqs": arguments.max_num_seqs,  # the others wait
         "quantization": arguments.quantization,
         "kv_cache_memory_bytes": arguments.kv_cache_memory_bytes,
+        "limit_mm_per_prompt": arguments.limit_mm_per_prompt,
     }
     if speculation is not None and speculation.head:
         given[SPECULATIVE] = vllms_own(speculation)
@@ -636,6 +645,7 @@ def _vllm_settings(
             "engine_args": {name: value for name, value in given.items() if value is not None},
             "gpu_memory_utilization": arguments.gpu_memory_utilization,
             "max_window": max(NUM_DRAFT_TOKENS, k),
+            "max_media_bytes": MEDIA_BYTES,
         }
     )
 
