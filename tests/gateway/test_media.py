@@ -90,7 +90,7 @@ async def test_what_is_none_or_too_much_is_refused_by_its_place(source: MediaSou
 
 async def test_a_request_s_pictures_share_their_bounds() -> None:
     each = MediaSource(picture(width=60, height=60))
-    for limits in (replace(LIMITS, max_bytes=2 * len(each.data or b"")), replace(LIMITS, max_pixels=2 * 3600)):
+    for limits in (MediaLimits(max_bytes=2 * len(each.data or b"")), replace(LIMITS, max_pixels=2 * 3600)):
         assert len(await load_media([each] * 2, limits)) == 2
         with pytest.raises(InvalidArgument, match=r"media\[2\].data"):
             await load_media([each] * 3, limits)
@@ -258,6 +258,12 @@ async def test_a_picture_goes_with_its_sequence_to_another_target() -> None:
         addresses = [third.address, one.address, other.address]
         async with RemoteTargets(addresses) as targets:
             await until(lambda: all(replica.usable for replica in targets.replicas))
+            for number in range(8):  # wherever their pictures send them
+                async for _ in speculate(None, targets, request(2, media=(media(number),)), Policy(0)):
+                    pass
+            assert sum(len(servicer.opens) for servicer in able) == 8 and not blind.opens
+            for servicer in able:
+                servicer.opens.clear()
             seen = request(60, media=pictures)
             ids: list[int] = []
             async for item in speculate(None, targets, seen, Policy(0, plain_ahead=4)):

@@ -315,8 +315,10 @@ def test_chat_and_its_templates(llm: LLM) -> None:
     assert own.prompt == "hello!"
     (going_on,) = llm.chat(talk, greedy, add_generation_prompt=False, continue_final_message=True, **QUIET)
     assert going_on.prompt == "<|user|>hello"
-    with pytest.raises(Unsupported, match="image_url"):
+    with pytest.raises(ValueError, match="takes no pictures"):
         llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], greedy)
+    with pytest.raises(Unsupported, match="input_audio"):
+        llm.chat([{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}], greedy)
 
 
 SHOWING_TOOLS = (
