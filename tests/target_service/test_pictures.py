@@ -24,6 +24,7 @@ from outrider.target_service.settings import TargetSettings
 from outrider.target_service.vllm.engine import VllmEngine
 from outrider.target_service.vllm.pictures import Pictures, checked, placed_prompt
 from outrider.target_service.vllm.requests import check_request
+from outrider.target_service.vllm.self_drafting import SelfDraftingEngine, Unlinked
 from outrider.vllm.source import StepReport
 
 LIMITS = TargetLimits(97, 64, (2,), num_blocks=8, block_size=16, max_media_bytes=4000)
@@ -169,6 +170,27 @@ async def test_positions_on_the_wire_are_those_of_the_ids_as_sent(harness: Harne
     assert (commit.position, commit.num_cached_ids, commit.sequence_id) == (4, 3, 7)
     stats = harness.engine.stats()
     assert (stats.num_looked_up, stats.num_found) == (4, 3)
+
+
+async def test_where_vllm_drafts_positions_are_counted_by_ids_anyway(harness: Harness) -> None:
+    answers = asyncio.Event()
+
+    async def generate(prompt: Any, params: Any, name: str, **options: Any) -> AsyncIterator[Any]:
+        assert prompt["prompt_token_ids"] == [5, 90, 90, 90, 90, 6, 7]
+        said = {"logprobs": None, "finish_reason": None, "stop_reason": None, "spec_decode_metrics": None}
+        output = SimpleNamespace(token_ids=(11,), **said)
+        yield SimpleNamespace(outputs=[output], prompt_logprobs=None, num_cached_tokens=6)
+        answers.set()
+        await asyncio.Event().wait()
+
+    harness.llm.generate = generate  # type: ignore[method-assign]
+    pictures = Pictures(harness.renderer, LIMITS, PIXELS)
+    harness.engine = SelfDraftingEngine(harness.llm, Unlinked(), LIMITS, 3, pictures=pictures)
+    harness.renderer.may.set()
+    harness.send(seen(), Credit(7, 5, 4))
+    await asyncio.wait_for(answers.wait(), 10)
+    (commit,) = harness.events
+    assert (commit.position, commit.ids, commit.num_cached_ids) == (4, (11,), 3)
 
 
 async def test_a_continuation_has_the_same_offset(harness: Harness) -> None:
