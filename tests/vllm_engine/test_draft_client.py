@@ -21,8 +21,11 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file
+from support.adapters import save_adapter
 
 from outrider.cli.local_services import Service, Services
+from outrider.llm import LLM, LoRARequest, SamplingParams
 from outrider.pairs import PairPaths, pair_path
 
 START_S = 300  # of a whole service, where cores are shared
@@ -111,6 +114,7 @@ class Standing:
     services: Services
     pair: PairPaths
     plain: list[list[int]]  # what vLLM as it is generates
+    adapters: dict[str, Path]  # that the server has, one in a step
 
     def start_draft(self) -> Service:
         arguments = ["draft", "--model", str(self.pair.draft), "--listen", self.draft_address, "--threads", "1"]
@@ -175,6 +179,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = ENOUGH_S) -> None
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
     folder, pair = tmp_path_factory.mktemp("vllm"), pair_path()
+    state = load_file(next(pair.target.glob("*.safetensors")))
+    adapters = {name: save_adapter(folder / name, state, seed=seed, scale=0.05) for seed, name in enumerate(("a", "b"))}
     port, draft_address = free_port(), f"127.0.0.1:{free_port()}"
     asked = {"model": str(pair.target), "engine": ENGINE, "prompts": PROMPTS, "length": LENGTH}
     script = folder / "plain.py"
@@ -191,6 +197,8 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
         "--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
         "--kv-cache-memory-bytes", str(256 << 20), "--no-enable-chunked-prefill",
+        "--enable-lora", "--max-loras", "1", "--max-cpu-loras", "2", "--max-lora-rank", "8",
+        "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()),
     ]  # fmt: skip
     logs = folder / "plain.log", folder / "serve.log"
     with (
@@ -213,7 +221,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
                 return False
 
         wait_for(answers, START_S)
-        yield Standing(client, draft_address, services, pair, reference)
+        yield Standing(client, draft_address, services, pair, reference, adapters)
 
 
 def test_without_a_draft_decoding_is_plain(standing: Standing) -> None:
@@ -256,3 +264,27 @@ def test_drawn_requests(standing: Standing) -> None:
     assert re.fullmatch("[ab]{64}", bound["text"])
     standing.kill(draft)
     assert 0.2 < accepted / drafted < 0.8
+
+
+def test_adapters_are_drafted_for_and_take_turns(standing: Standing) -> None:
+    """In one batch with the model alone, of which a step has one at a time."""
+    names, count = ("target", *standing.adapters), 32
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    loras = [None, *(LoRARequest(name, n, path) for n, (name, path) in enumerate(standing.adapters.items(), start=1))]
+    with LLM(standing.pair.target, threads=1, enable_lora=True, max_loras=2) as ours:
+        outputs = ours.generate([PROMPTS[0]] * 3, params, lora_request=loras, use_tqdm=False)
+        wanted = [list(output.outputs[0].token_ids) for output in outputs]
+    assert len(set(map(tuple, wanted))) == 3
+
+    def ask() -> None:
+        with ThreadPoolExecutor(3) as pool:
+            asked = [
+                pool.submit(standing.complete, PROMPTS[0], model=name, max_tokens=count, temperature=0)
+                for name in names
+            ]
+            assert [answer.result()["token_ids"] for answer in asked] == wanted
+
+    ask()
+    draft = standing.start_draft()
+    standing.ask_until(ask, 20)
+    standing.kill(draft)
