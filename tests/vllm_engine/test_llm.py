@@ -61,8 +61,9 @@ def engine_of(llm: LLM) -> str:
     return info.engine
 
 
-def greedy_ids(llm: LLM, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, **QUIET)]
+def greedy_ids(llm: LLM, prompts: Sequence[str] = PROMPTS, lora: LoRARequest | None = None) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, lora_request=lora, **QUIET)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def drafted_and_accepted(llm: LLM) -> tuple[int, int]:
@@ -88,8 +89,13 @@ def ours() -> list[list[int]]:
         return greedy_ids(llm)
 
 
-def test_two_ranks_and_a_draft_model(ours: list[list[int]]) -> None:
-    names = run("draft_model", ("tensor_parallel_size=1", "tensor_parallel_size=2"))
+def test_two_ranks_and_a_draft_model(ours: list[list[int]], tmp_path: Path) -> None:
+    state = load_file(next(pair_path().target.glob("*.safetensors")))
+    lora = LoRARequest("sql", 1, save_adapter(tmp_path / "sql", state, scale=0.05))
+    with LLM(pair_path().target, enable_lora=True) as llm:
+        adapted = greedy_ids(llm, lora=lora)
+    assert adapted != ours
+    names = run("draft_model", ("tensor_parallel_size=1", "tensor_parallel_size=2, enable_lora=True"))
     with names["llm"] as llm:
         assert engine_of(llm).startswith("vllm-") and len(vllm_processes()) == 3  # the engine and two workers
         (output,) = names["outputs"]
@@ -97,6 +103,7 @@ def test_two_ranks_and_a_draft_model(ours: list[list[int]]) -> None:
         assert greedy_ids(llm) == ours
         drafted, accepted = drafted_and_accepted(llm)
         assert drafted >= accepted > 0
+        assert greedy_ids(llm, lora=lora) == adapted
         seeded = SamplingParams(seed=7, n=2, max_tokens=8, logprobs=2, ignore_eos=True)
         (several,) = llm.generate(PROMPTS[:1], seeded, **QUIET)
         assert [len(one.token_ids) for one in several.outputs] == [8, 8]
