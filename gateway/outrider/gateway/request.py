@@ -208,7 +208,8 @@ class Prepared:
     def work(self) -> AdmissionCost:
         """What is admitted for it: completions share their prompt and its pictures."""
         n, request = self.request.n, self.request
-        num_tokens, held = len(self.prompt_ids) + n * self.sampling.max_tokens, held_bytes(request.media, self.media)
+        num_tokens = len(self.prompt_ids) + n * self.sampling.max_tokens
+        held = held_bytes(request.media, self.media) if self.media else 0
         return AdmissionCost(n, num_tokens, request.account, held)
 
     def output_ids(self, index: int) -> tuple[int, ...]:

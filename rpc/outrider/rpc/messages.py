@@ -442,7 +442,8 @@ def validate_open(message: Open, vocab_size: int, max_model_len: int, max_logpro
             found.text(f"methods[{index}]", method, MAX_NAME_CHARS, empty=False)
     if message.reasoning is not None:
         check_reasoning(found, message.reasoning, vocab_size)
-    check_media(found, message.media)
+    if message.media:
+        check_media(found, message.media)
     validate_sampling(message.sampling, vocab_size, max_model_len, "open.sampling.", found, max_logprobs)
     found.raise_if_any()
 
