@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.adapters import ATTENTION, merged, save_adapter
 from support.engines import COUPLED, REJECTION, VOCAB, TargetHarness, hf_greedy, opened, oracle, speculate
+from support.heads import random_head
 from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 
 from outrider.engine.adapters.loader import load_adapter
@@ -109,6 +110,26 @@ def test_one_batch_mixes_adapters_and_none(bench: Bench) -> None:
     harness.run()
     assert {r.sequence_id: harness.output(r.sequence_id) for r in requests} == alone
     assert harness.engine.cache.pool.num_free == 14
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "medusa", "mtp"])
+def test_heads_draft_by_the_base_beside_adapters(bench: Bench, layout: str, tmp_path: Path) -> None:
+    """Sequences of several adapters and of none share each pass, and say what each says alone, without a head."""
+    head = random_head(layout, tmp_path, bench.hf[""], bench.loaded)
+    requests = [
+        opened(
+            number, prompt_of(number % 2, 20), max_tokens=24, temperature=float(number % 2), acceptance=COUPLED,
+            seed=number, adapter=("", "one", "two")[number % 3], method=head.name,
+        )
+        for number in range(1, 7)
+    ]  # fmt: skip
+    alone = [bench.harness().decode_plain(request.sequence_id, request) for request in requests]
+    harness = bench.harness(slots=2, head=head)
+    for request in requests:
+        harness.send(request, Credit(request.sequence_id, 1 << 20, 3))
+    harness.run()
+    assert [harness.output(request.sequence_id) for request in requests] == alone
+    assert all(any(commit.num_drafted for commit in harness.commits(request.sequence_id)) for request in requests)
 
 
 def test_caches_are_never_shared(bench: Bench) -> None:
