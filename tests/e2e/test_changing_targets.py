@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from support.engines import hf_greedy
-from support.fakes import until
+from support.fakes import read_slowly, until
 from support.models import save_tiny, tiny_hf_model
 
 from outrider.gateway.peers.remote import RemoteTargets
-from outrider.gateway.speculation.loop import speculate
-from outrider.planner.policy import Policy, Round
 from outrider.rpc.errors import ResourceExhausted
 from outrider.rpc.messages import Open
 from outrider.rpc.sampling_params import SamplingParams
@@ -65,12 +63,7 @@ async def test_targets_that_are_full_die_and_change(folders: dict[str, Path], gr
         async def collect(count: int) -> list[int]:
             sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
             request = Open(0, PROMPT, sampling, model_digest=targets.info.model.digest)
-            ids: list[int] = []
-            async for item in speculate(None, targets, request, Policy(0, plain_ahead=4, max_unread=8)):
-                assert isinstance(item, Round)
-                ids += item.commit.ids
-                await read_on.wait()
-            return ids
+            return await read_slowly(targets, request, read_on)
 
         running = [asyncio.create_task(collect(LONG)) for _ in range(2)]
         await until(lambda: all(replica.num_sequences == 1 for replica in targets.replicas))

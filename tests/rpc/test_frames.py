@@ -101,20 +101,26 @@ def test_short_messages_of_one_turn_share_a_frame_in_order() -> None:
     assert pair.pump() == [Close(2)]
 
 
+def sent_beside_credits(pair: Pair) -> tuple[list[Message], int]:
+    """What else comes, and in which frame the last of it; a short message of sequence 1 in each never waits behind."""
+    received: list[Message] = []
+    for turn in range(1000):
+        pair.push(Credit(1, turn, 4))
+        messages = pair.frame()
+        assert messages is not None and messages[0] == Credit(1, turn, 4)
+        received += messages[1:]
+        if pair.packer.idle:
+            return received, turn
+    raise AssertionError("it never ends")
+
+
 def test_a_long_prompt_is_sliced_beside_short_messages() -> None:
     pair = Pair()
     pair.push(new_open(1))
     pair.pump()
     long = new_open(2, 200_000, num_output_ids=5_000, num_predicted=6_000)
     pair.push(long, Credit(2, 200_100, 4))
-    received: list[Message] = []
-    for turn in range(1000):
-        pair.push(Credit(1, turn, 4))
-        messages = pair.frame()
-        assert messages is not None and messages[0] == Credit(1, turn, 4)  # never waits behind the prompt
-        received += messages[1:]
-        if pair.packer.idle:
-            break
+    received, turn = sent_beside_credits(pair)
     assert received == [long, Credit(2, 200_100, 4)]
     assert 8 <= turn <= 30  # about 600 KB, two slices of a frame
 
@@ -138,14 +144,7 @@ def test_pictures_travel_in_slices_behind_the_ids() -> None:
     pictures = media(1), media(2, size=300_000), Media.of("image/png", b"")
     seen = replace(new_open(2, 9_000, num_output_ids=5, num_predicted=6), media=pictures)
     pair.push(seen, Credit(2, 9_100, 4))
-    received: list[Message] = []
-    for turn in range(100):
-        pair.push(Credit(1, turn, 4))
-        messages = pair.frame()
-        assert messages is not None and messages[0] == Credit(1, turn, 4)  # never waits behind a picture
-        received += messages[1:]
-        if pair.packer.idle:
-            break
+    received, turn = sent_beside_credits(pair)
     assert received == [seen, Credit(2, 9_100, 4)] and turn >= 6
     short = replace(new_open(3), media=pictures[:1])  # with ids that would fit its head
     pair.push(short)

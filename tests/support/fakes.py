@@ -45,6 +45,18 @@ def request(max_tokens: int = 200, **fields: Any) -> Open:
     return Open(0, PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens), **fields)
 
 
+async def read_slowly(targets: RemoteTargets, request: Open, read_on: asyncio.Event) -> list[int]:
+    """A greedy completion by the gateway's loop in this process without a draft, by a client that reads no further than
+    its first round until told."""
+    ids: list[int] = []
+    async for item in speculate(None, targets, request, Policy(0, plain_ahead=4, max_unread=8)):
+        if not isinstance(item, Round):
+            raise TypeError(f"no round but {item!r}")
+        ids += item.commit.ids
+        await read_on.wait()
+    return ids
+
+
 async def generate(drafts: RemoteDrafts | None, targets: RemoteTargets, opened: Open, k: int = 4) -> list[int]:
     rounds = speculate(drafts, targets, opened, Policy(k, patience_ms=200))
     return [token async for item in rounds if isinstance(item, Round) for token in item.commit.ids]

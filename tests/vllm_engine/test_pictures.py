@@ -19,18 +19,16 @@ import grpc
 import httpx
 import pytest
 from PIL import Image
-from support.fakes import until
+from support.fakes import read_slowly, until
 from support.models import tiny_hf_model
 from support.pictures import EOS_ID, NUM_PLACES, TEXT_SHAPE, data_url, picture, save_seeing
 from vllm_engine.test_service import START_S, start, tokens_of
 
 from outrider.cli.local_services import Service, Services, wait_for_draft
 from outrider.gateway.peers.remote import RemoteTargets
-from outrider.gateway.speculation.loop import speculate
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.llm import LLM
 from outrider.llm import SamplingParams as LlmParams
-from outrider.planner.policy import Policy, Round
 from outrider.rpc.channel import connect
 from outrider.rpc.media import Media, look_at
 from outrider.rpc.messages import Open
@@ -240,12 +238,7 @@ async def read(
     sampling = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     media = tuple(Media.of(looks.mime_type, data) for data in files if (looks := look_at(data)))
     request = Open(0, tuple(text), sampling, model_digest=targets.info.model.digest, media=media)
-    ids: list[int] = []
-    async for item in speculate(None, targets, request, Policy(0, plain_ahead=4, max_unread=8)):
-        assert isinstance(item, Round)
-        ids += item.commit.ids
-        await read_on.wait()
-    return ids
+    return await read_slowly(targets, request, read_on)
 
 
 async def test_pictures_come_again_where_a_stream_is_lost(started: Started) -> None:
