@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chaos.asks import Answer, Ask, expectations, fresh_ask
@@ -117,7 +117,7 @@ class Outcome:
 
 async def run(
     fleet: Fleet,
-    faults: Sequence[Fault],
+    faults: Iterable[Fault],
     asks: Sequence[Ask],
     *,
     num_readers: int = 5,

@@ -44,7 +44,6 @@ SPARE_TASKS, SPARE_DESCRIPTORS, SPARE_THREADS = 8, 8, 16
 KEPT_BLOCKS = 1.0  # a request
 NOISE_BLOCKS = 4000
 QUIET_S, ENDS_S = 30.0, 120.0
-REFUSED = "no target can take the request"
 REGEX = "([a-e]{1,3} ){2,6}"
 
 
@@ -270,8 +269,6 @@ class Callers:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s < 1:
                 return "deadline"
-            if error.details() == REFUSED:
-                return await self._refused()
             self._outcome.problems.append(f"{error.code()}: {error.details()}")
             return "error"
         finally:
@@ -296,18 +293,9 @@ class Callers:
         except httpx.HTTPError as error:
             self._outcome.problems.append(f"over HTTP: {error!r}")
             return "error"
-        if response.status_code == 503 and REFUSED in last:
-            return await self._refused()
         if response.status_code != 200 or last != "data: [DONE]":
             self._outcome.problems.append(f"over HTTP: status {response.status_code}, ends with {last!r}")
         return "http"
-
-    async def _refused(self) -> str:
-        """There is one target, whose connection has just been cut."""
-        if not self._outcome.num_breaks:
-            self._outcome.problems.append("refused, and no connection has been cut")
-        await asyncio.sleep(0.1)
-        return "refused"
 
 
 def prompt(dice: random.Random) -> list[int]:

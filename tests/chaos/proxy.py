@@ -8,7 +8,8 @@ import asyncio
 import socket
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,19 +69,25 @@ class FaultProxy:
         self.counts = Counts()
         self._links: set[_Link] = set()
         self._watch: Watch | None = None
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connecting: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listens on a free port."""
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listening.setblocking(False)
+        self.address = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._accepting = asyncio.create_task(self._accept(self._listening))
 
     async def stop(self) -> None:
         """Ends it and every connection."""
-        if self._server is not None:
-            self._server.close()
+        if self._listening is not None and self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+            self._listening.close()
         self.unwatch()
-        tasks = [task for link in list(self._links) for task in link.cut()]
+        tasks = [*self._connecting, *(task for link in list(self._links) for task in link.cut())]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def watch(self, direction: str, message: str) -> Watch:
@@ -106,29 +113,41 @@ class FaultProxy:
         for link in [link for link in self._links if link.torn]:
             link.cut()
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            client, _ = await loop.sock_accept(listening)
+            task = asyncio.create_task(self._connect(client))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, client: socket.socket) -> None:
         self.counts.connections += 1
         host, _, port = self.upstream.rpartition(":")
+        service = socket.socket()
+        for held in (client, service):
+            held.setblocking(False)
+            held.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = _Link(self, (client, service))
         try:
-            there, back = await asyncio.open_connection(host or "127.0.0.1", int(port or 1))
+            await asyncio.get_running_loop().sock_connect(service, (host or "127.0.0.1", int(port or 1)))
         except OSError:  # nobody listens there (any more)
             self.counts.refused += 1
-            writer.transport.abort()
+            link.end()
             return
-        link = _Link(self, (writer, back))
         self._links.add(link)
-        link.run(self._pump(link, reader, back, UP), self._pump(link, there, writer, DOWN))
+        link.run(self._pump(link, client, service, UP), self._pump(link, service, client, DOWN))
 
     def forget(self, link: _Link) -> None:
         """The connection is over."""
         self._links.discard(link)
 
-    async def _pump(
-        self, link: _Link, source: asyncio.StreamReader, sink: asyncio.StreamWriter, direction: str
-    ) -> None:
+    async def _pump(self, link: _Link, source: socket.socket, sink: socket.socket, direction: str) -> None:
+        loop = asyncio.get_running_loop()
         messages = MessageReader(self.role, direction, link.begun)
-        while data := await source.read(CHUNK):
+        while data := await _received(source):
             if self._reads and await self._is_lost(direction, set(messages.names(data))):
+                link.end()
                 return
             if self.swallows:
                 self.counts.swallowed += len(data)
@@ -137,10 +156,12 @@ class FaultProxy:
                 if self.delay_s:
                     self.counts.delayed += 1
                     await asyncio.sleep(self.delay_s)
-                sink.write(data)
-                await sink.drain()
+                with suppress(OSError):  # who has gone hears nothing; who speaks to it is read on, or would be reset
+                    await loop.sock_sendall(sink, data)
         while self.swallows:  # noqa: ASYNC110 (the end is swallowed, too)
             await asyncio.sleep(0.05)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
 
     async def _is_lost(self, direction: str, names: set[str]) -> bool:
         """Holds what is watched for until its fault is there; whether it is lost by that."""
@@ -153,41 +174,59 @@ class FaultProxy:
         return watch.lost
 
 
-class _Link:
-    """One connection, by its two sockets. It ends as a whole as soon as either side does."""
+async def _received(source: socket.socket) -> bytes:
+    """The next bytes; none at the end, also where that is a reset."""
+    try:
+        return await asyncio.get_running_loop().sock_recv(source, CHUNK)
+    except OSError:
+        return b""
 
-    def __init__(self, proxy: FaultProxy, writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
+
+class _Link:
+    """One connection, by its two sockets: the client's and the service's. It ends with the way from the service: one
+    that has gone cannot be written to, while its last words are still on that way. So they are sockets, and no streams
+    of asyncio's, which end both ways by an error in either."""
+
+    def __init__(self, proxy: FaultProxy, sockets: tuple[socket.socket, socket.socket]) -> None:
         self.torn = False  # bytes are missing
         self.begun: set[tuple[str, int, int]] = set()  # see MessageReader
-        self._proxy, self._writers = proxy, writers
+        self._proxy, self._sockets = proxy, sockets
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
-    def run(self, *pumps: Any) -> None:
-        """Until one of the pumps ends."""
-        self._tasks = tuple(asyncio.create_task(pump) for pump in pumps)
-        for task in self._tasks:
-            task.add_done_callback(self._ended)
+    def run(self, up: Coroutine[Any, Any, None], down: Coroutine[Any, Any, None]) -> None:
+        """Until the pump from the service ends."""
+        self._tasks = asyncio.create_task(up), asyncio.create_task(down)
+        self._tasks[0].add_done_callback(_raise_unexpected)
+        self._tasks[1].add_done_callback(self._ended)
 
     def cut(self) -> tuple[asyncio.Task[None], ...]:
         """Ends it with a reset to both sides; returns what is to be waited for."""
-        for writer in self._writers:
-            held = writer.transport.get_extra_info("socket")
-            if held is not None and held.fileno() >= 0:
+        for held in self._sockets:
+            if held.fileno() >= 0:
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NOT)
-            writer.transport.abort()
-        for task in self._tasks:
-            task.cancel()
-        self._proxy.forget(self)
+        self.end()
         return self._tasks
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None and not isinstance(task.exception(), OSError):
-            raise task.exception()  # type: ignore[misc]  # the event loop logs it
-        for other in self._tasks:
-            other.cancel()
-        for writer in self._writers:
-            writer.close()
+    def end(self) -> None:
+        """Closes it."""
+        loop = asyncio.get_running_loop()
+        for task in self._tasks:
+            task.cancel()
+        for held in self._sockets:
+            if held.fileno() >= 0:
+                loop.remove_reader(held)
+                loop.remove_writer(held)
+            held.close()
         self._proxy.forget(self)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.end()
+        _raise_unexpected(task)
+
+
+def _raise_unexpected(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None and not isinstance(task.exception(), OSError):
+        raise task.exception()  # type: ignore[misc]  # the event loop logs it
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

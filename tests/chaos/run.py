@@ -1,7 +1,7 @@
 """Faults under many streams, on six processes of the embedded pair: python tests/chaos/run.py --faults 1000 --seed 7
 
 Ends with 0 if every fault took place, and no stream was lost or changed by it. A fault is replayed, up to its timing,
-by `--seed SEED --only NUMBER`."""
+by `--seed SEED --only NUMBER`. Ctrl-C ends the campaign behind the fault under way, and `--first NUMBER` goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import itertools
 import os
+import signal
 import statistics
 import sys
 import time
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every fault took place and cost nothing but time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=SHORT, help="how many, one after another")
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of that seed's faults, from 0")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of faults and of the order of requests")
     parser.add_argument("--only", type=int, help="of the faults of that seed this one alone")
     parser.add_argument("--readers", type=int, default=5, help="streams at a time, beside one over HTTP")
@@ -47,9 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.width = max(console.width, 150)  # of the table, also where nobody looks
     if options.calm is not None:
         return _told_calm(console, asyncio.run(_calm(options)), options)
-    faults = first_of(options.seed, options.faults if options.only is None else options.only + 1)
-    if options.only is not None:
-        faults = faults[-1:]
+    first, count = (options.first, options.faults) if options.only is None else (options.only, 1)
+    faults = first_of(options.seed, first + count)[first:]
 
     def told(record: Record) -> None:
         console.print(_line(record, options.seed), highlight=False, markup=False)
@@ -87,14 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _all_of_it(faults: Sequence[Fault], options: argparse.Namespace, told: Callable[[Record], None]) -> Outcome:
-    """One fleet after another."""
-    outcome = Outcome()
-    for number, group in itertools.groupby(faults, lambda fault: fault.number // FAULTS_A_FLEET):
+    """One fleet after another, until the last fault or Ctrl-C."""
+    outcome, enough = Outcome(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
+    wanted = itertools.takewhile(lambda _: not enough.is_set(), faults)
+    for number, group in itertools.groupby(wanted, lambda fault: fault.number // FAULTS_A_FLEET):
         drafting = Drafting.of(options.seed + number)
         async with Fleet(drafting=drafting) as fleet:
             outcome = await run(
                 fleet,
-                list(group),
+                group,
                 all_asks(options.seed, drafting=drafting),
                 num_readers=options.readers,
                 injecting=not options.off,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from chaos.proxy import DOWN, UP, FaultProxy
+from chaos.proxy import DOWN, LINGER_NOT, UP, FaultProxy
 from support.fakes import (
     DraftServicer,
     TargetServicer,
@@ -85,6 +86,30 @@ async def test_a_slow_link_loses_nothing() -> None:
         writer.write(b"fast")
         assert await reader.readexactly(4) == b"fast"
         assert proxy.counts.delayed == 2
+
+
+async def test_the_last_words_of_a_service_come_before_its_end() -> None:
+    """Also where somebody spoke to it in the moment in which it went, as gateways do with their heartbeats."""
+    loop, words = asyncio.get_running_loop(), b"the last words"
+    proxy = FaultProxy("target")
+    await proxy.start()
+    host, _, port = proxy.address.rpartition(":")
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection((host, int(port))) as client:
+        proxy.upstream = f"127.0.0.1:{listening.getsockname()[1]}"
+        service, _ = await asyncio.to_thread(listening.accept)
+        client.setblocking(False)
+        client.send(b"?")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the proxy has read it, and not yet passed it on
+        service.sendall(words)
+        service.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NOT)
+        service.close()  # a reset, as where a process ends that has not read everything
+        heard = b""
+        async with asyncio.timeout(5):
+            while data := await loop.sock_recv(client, 1 << 16):
+                heard += data
+    await proxy.stop()
+    assert heard == words
 
 
 async def test_an_address_of_nobody_ends_the_connection() -> None:

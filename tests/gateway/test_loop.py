@@ -151,6 +151,19 @@ async def test_no_target_ends_the_request() -> None:
                 target.links[-1].lose()
 
 
+async def test_a_new_request_waits_for_a_target_that_is_away_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer: then its client may ask elsewhere."""
+    monkeypatch.setattr(loop, "TARGET_RETRY_S", 0.01)
+    target = ToyTarget(available=False)
+    task = asyncio.create_task(collect(None, target, request(), Policy(0, away_s=60)))
+    await asyncio.sleep(0.05)
+    target.available = True
+    assert ids_of(await asyncio.wait_for(task, 30)) == expected(PROMPT, 30)
+    target.available = False
+    with pytest.raises(Unavailable, match="no target can take"):
+        await collect(None, target, request(), Policy(0, away_s=0.05, reopen_s=60))
+
+
 async def test_a_targets_own_error_reaches_the_caller() -> None:
     target = ToyTarget(step_s=0.001)
     with pytest.raises(OutriderError, match="NaN in a row") as raised:

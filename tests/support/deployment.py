@@ -30,6 +30,7 @@ from outrider.v1 import generation_pb2_grpc
 
 VOCAB = 400
 PROMPT = [11, 12, 13]
+AWAY_WAIT_S = 60.0  # a connection that was cut is opened again in less, on any machine
 
 
 class Errors(logging.Handler):
@@ -121,6 +122,7 @@ async def deployed(
             await targets.wait_usable()
             assert await drafts.wait_attempted() is None
             options: dict[str, Any] = {"max_active": 128, "max_waiting": 4096, "max_admitted_tokens": 1 << 24}
+            options["away_wait_s"] = AWAY_WAIT_S
             async with (
                 gateway(targets, drafts, tokenizer=tokenizer, **options) as served,  # type: ignore[arg-type]
                 connect(served.grpc_address) as to_gateway,

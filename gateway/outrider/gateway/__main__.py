@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROOM_WAIT_S = 15.0  # where other gateways fill the targets: by its own requests alone one sends no more than they take
+AWAY_WAIT_S = 3.0  # a gateway that stood still for seconds finds all its connections ended, and opens them anew
 STREAMS_BESIDE = 64  # calls beside generation that are always let in: health, reflection, info
 
 
@@ -358,6 +359,7 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None) -> None:
         caller_share=settings.caller_share,
         max_running_tokens=lambda: targets.max_open_tokens,
         room_wait_s=ROOM_WAIT_S,
+        away_wait_s=AWAY_WAIT_S,
         model_name=settings.model_name,
         max_logprobs=settings.max_logprobs,
         reasoning_parser=settings.reasoning_parser,

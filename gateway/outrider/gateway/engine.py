@@ -211,6 +211,7 @@ class EngineConfig:
     caller_share: float = 1.0  # of what others leave of both, that one caller may have
     max_running_tokens: Callable[[], int] | None = None  # of all targets; None: as the target says; 0: any number
     room_wait_s: float = 0.0  # that a request which may run waits for a target with room
+    away_wait_s: float = 0.0  # that it waits while no target is there
     model_name: str = ""  # empty: the target's
     reasoning_parser: str = AUTO  # how the model tells its reasoning apart: by what the tokenizer has; NONE: not
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: as many as the vocabulary has ids
@@ -395,7 +396,8 @@ class GenerationEngine:
     def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
         drafter = self._drafter_for(prepared)
         k = prepared.num_draft_tokens if drafter is not None or prepared.at_target else 0
-        policy = Policy(num_draft_tokens=k, patience_ms=self._patience_ms(), room_s=self.config.room_wait_s)
+        room_s, away_s = self.config.room_wait_s, self.config.away_wait_s
+        policy = Policy(k, self._patience_ms(), room_s=room_s, away_s=away_s)
         recorded = root is not None and root.recording
         schedule = self.config.schedule
         return RequestRun(

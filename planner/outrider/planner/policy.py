@@ -134,6 +134,7 @@ class Policy:
     max_target_opens: int = 3  # times in a row without a commit, the last one alone in its steps, before it is given up
     reopen_s: float = 15.0  # how long a sequence whose target was lost waits for another
     room_s: float = 0.0  # that a new sequence waits for a target that is not full
+    away_s: float = 0.0  # that it waits for any: one whose connection was cut is there again in a moment
 
     @property
     def mode(self) -> str:

@@ -194,10 +194,10 @@ class SpeculationDriver:
         self._apply(self.core.on_draft(event))
 
     def _wait_for_target(self, refusal: Failure | None) -> None:
-        """A sequence that lost its target waits a while for one, a new one only for room."""
+        """A sequence that lost its target waits a while for one, a new one for room, or for a target to come back."""
         now, policy = self.loop.time(), self.core.policy
         if self._give_up_at is None:
-            wait_s = policy.room_s if refusal is not None else 0.0
+            wait_s = policy.room_s if refusal is not None else policy.away_s
             self._give_up_at = now + (policy.reopen_s if self.core.has_run else wait_s)
         lacks = refusal is not None and refusal.reason == NO_ADAPTER and not self.core.has_run
         if lacks or now >= self._give_up_at:
