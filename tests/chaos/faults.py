@@ -11,6 +11,7 @@ import random
 import re
 import resource
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,9 +153,14 @@ class Pause(Stop):
 
 
 class Reset(Blow):
-    """Every connection is cut."""
+    """Every connection is cut, once there is one: with few readers a gateway may have none at a moment."""
+
+    connects_s: ClassVar[float] = 2.0
 
     async def _strike(self) -> None:
+        end = time.monotonic() + self.connects_s
+        while not any(proxy.num_connections for proxy in self.member.proxies) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
         self._before = self.member.count("resets")
         for proxy in self.member.proxies:
             proxy.reset()

@@ -101,6 +101,11 @@ class FaultProxy:
             self._watch.release()
         self._watch = None
 
+    @property
+    def num_connections(self) -> int:
+        """Those that live."""
+        return len(self._links)
+
     def reset(self) -> None:
         """Cuts every connection, as a firewall does that has forgotten it."""
         for link in list(self._links):
