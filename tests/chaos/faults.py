@@ -159,7 +159,7 @@ class Reset(Blow):
 
     async def _strike(self) -> None:
         end = time.monotonic() + self.connects_s
-        while not any(proxy.num_connections for proxy in self.member.proxies) and time.monotonic() < end:
+        while not any(proxy.num_connections for proxy in self.member.proxies) and time.monotonic() < end:  # noqa: ASYNC110 (accepting goes on)
             await asyncio.sleep(0.01)
         self._before = self.member.count("resets")
         for proxy in self.member.proxies:
