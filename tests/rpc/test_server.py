@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import time
@@ -308,6 +309,37 @@ async def test_a_connection_that_says_nothing_ends(monkeypatch: pytest.MonkeyPat
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         await ends(reader)
         writer.close()
+
+
+async def test_more_connections_than_a_server_takes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there go on, and one that goes makes room."""
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
+    async with echoing() as server, connect(server.address) as channel:
+        assert await channel.unary_unary(METHOD)(b"x", timeout=30) == b"x"
+        held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+        assert all([await reader.read(1) for reader, _ in held])  # settings: they are let in
+        refused, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert await asyncio.wait_for(refused.read(1), 30) == b""
+        writer.close()
+        assert await channel.unary_unary(METHOD)(b"x", timeout=30) == b"x"
+        for _, writer in held:
+            writer.close()
+        async with connect(server.address) as another:
+            assert await another.unary_unary(METHOD)(b"x", timeout=30, wait_for_ready=True) == b"x"
+
+
+def test_a_service_takes_more_descriptors_than_a_shell_gives() -> None:
+    present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = min(256, most)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+        server_module._allow_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(server_module.DESCRIPTORS, most), most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        server_module._allow_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most), "never fewer"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (present, most))
 
 
 async def test_a_connection_without_a_call_ends_and_one_with_a_stream_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

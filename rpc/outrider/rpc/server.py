@@ -12,6 +12,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,6 +43,7 @@ GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a r
 _MAX_PROBES = 64  # at once, on an address of health alone, too
 MAX_WATCHES = 32
 HANDSHAKE_S, IDLE_S, KEEPALIVE_S, PING_S, MAX_STREAMS = 10.0, 300.0, 30.0, 20.0, 1024  # of a connection
+MAX_CONNECTIONS, DESCRIPTORS = 4096, 65_536  # of a server; of a process, where the system lets it have so many
 _MAX_BESIDE = 1024  # calls beside those that a server takes: probes, watches, and those that are being refused
 LIVENESS = ""
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -191,6 +193,8 @@ def server_options(
         # One that shakes no hands, and one without a call, which the next one opens again; an open stream is a call.
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+        # More are closed as they come, so that descriptors are left for what else the process has and opens.
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         # Per connection; the whole server is bounded by maximum_concurrent_rpcs.
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Two servers on one port share its connections at random: unless that is meant, the second is to fail at start.
@@ -309,6 +313,7 @@ async def serve_until_signal(
         loop.add_signal_handler(number, on_signal)
     if work is not None:
         work.add_done_callback(lambda _: loop.call_soon_threadsafe(stop.set))
+    _allow_descriptors()
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection that walked it would hold the loop up for tenths of a second
     gc.set_threshold(GC_THRESHOLD)
@@ -332,6 +337,14 @@ async def serve_until_signal(
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _allow_descriptors() -> None:
+    """Shells give a process 1,024, which is less than the connections that it is meant to take."""
+    present, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if most == resource.RLIM_INFINITY else min(DESCRIPTORS, most)
+    if present != resource.RLIM_INFINITY and present < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def require_free(*addresses: str | None) -> None:

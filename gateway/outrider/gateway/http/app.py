@@ -41,6 +41,7 @@ from outrider.gateway.http.errors import (
     on_outrider_error,
     plain_error,
 )
+from outrider.gateway.http.handshakes import Handshakes
 from outrider.gateway.http.protocol import HttpOptions, options_of, read_chat, read_completion
 from outrider.gateway.http.responses import responses_endpoint
 from outrider.gateway.http.serving import (
@@ -371,11 +372,13 @@ class HttpServer:
     ) -> None:
         self._socket, self.address = _bind(listen, reuse_port=siblings is not None)
         most = engine.config.max_active + engine.config.max_waiting + CONNECTIONS_BESIDE
+        if tls is not None:
+            self._socket = Handshakes(self._socket, Shares("handshakes", most), HEAD_S)
         config = uvicorn.Config(
             # With TLS the certificate's names are those that a browser calls it by.
             build_app(engine, ready, options, siblings, tokens, is_loopback(listen) and tokens is None and tls is None),
             loop="none",  # the gateway's runs already
-            http=_protocol(tls, (options or HttpOptions()).stall_s, Shares("connections", most)),
+            http=_protocol(tls, (options or HttpOptions()).stall_s, Shares("connections", most), self._socket),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -421,7 +424,9 @@ class _Embedded(uvicorn.Server):
         yield
 
 
-def _protocol(tls: ServerTls | None, stall_s: float, connections: Shares) -> type[StallProtocol]:
+def _protocol(
+    tls: ServerTls | None, stall_s: float, connections: Shares, listening: socket.socket
+) -> type[StallProtocol]:
     """HTTP/1.1 whose connections end where a request's head takes longer than HEAD_S, from the first on; with TLS those
     of clients that may not call end with the handshake. One too many ends at once: those that are there go on."""
 
@@ -431,6 +436,8 @@ def _protocol(tls: ServerTls | None, stall_s: float, connections: Shares) -> typ
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
             super().connection_made(transport)
+            if isinstance(listening, Handshakes):
+                listening.over(transport.get_extra_info("socket").fileno())
             if tls is not None and not tls.admits(transport.get_extra_info("ssl_object").getpeercert()):
                 transport.abort()
             host = self.client[0] if self.client else LOCAL
