@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -216,3 +217,23 @@ async def test_a_dead_address_is_unavailable() -> None:
     error = await asyncio.wait_for(raised("unary", channel), 30)
     assert type(error) is errors.Unavailable
     await channel.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20 MiB"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("shape mismatch"), False),
+        (OSError(errno.EPIPE, "Broken pipe"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=str,
+)
+def test_who_lacks_memory_is_told_when_to_come_back(error: Exception, lacks: bool) -> None:
+    found = errors.unexpected(error, "a step failed", "STEP_FAILED")
+    assert (found.reason, found.retry_after_ms) == (("NO_MEMORY", 1000) if lacks else ("STEP_FAILED", 0))
+    assert isinstance(found, errors.Unavailable if lacks else errors.Internal)

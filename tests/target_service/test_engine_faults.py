@@ -3,6 +3,7 @@ block is lost."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,6 +159,36 @@ def test_a_fault_ends_one_sequence(
     assert others(harness) == clean
     assert not any(harness.failures(number) for number in NUMBERS if number != CULPRIT)
     assert harness.engine.cache.pool.num_free == NUM_BLOCKS
+
+
+NO_MEMORY = (
+    MemoryError(),
+    RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1"),
+)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["Python", "PyTorch"])
+@pytest.mark.parametrize("fault", [plan_raises, commit_raises, preparing_raises])
+def test_who_finds_no_memory_may_go_on_elsewhere(
+    loaded: LoadedModel,
+    clean: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[TargetHarness, pytest.MonkeyPatch], None],
+    error: Exception,
+) -> None:
+    """Its gateway opens it at another target, or here again a little later."""
+
+    def refused(*_: object) -> Any:
+        raise error
+
+    harness = start(loaded)
+    monkeypatch.setattr(sys.modules[__name__], "raising", refused)
+    fault(harness, monkeypatch)
+    for _ in range(3):
+        harness.run()
+    found = [(failure.code, failure.reason, failure.is_full) for failure in harness.failures(CULPRIT)]
+    assert found == [(grpc.StatusCode.UNAVAILABLE.value[0], "NO_MEMORY", True)]
+    assert others(harness) == clean
 
 
 def test_a_fault_that_does_not_come_again_ends_nobody(

@@ -21,7 +21,7 @@ from outrider.planner.method_choice import MethodRates
 from outrider.proposers.base import LearningProposer, teach
 from outrider.proposers.draft_rows import DraftedToken, DraftRows
 from outrider.proposers.tree import GrowingTree
-from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, unexpected
+from outrider.rpc.errors import DeadlineExceeded, OutriderError, unexpected
 from outrider.rpc.messages import (
     Close,
     Closed,
@@ -147,7 +147,7 @@ class DraftEngine:
             self._suspects = in_step
             return
         for draft in in_step or list(self._sequences.values()):
-            self._fail(draft, Internal(f"a draft step failed: {type(error).__name__}"))
+            self._fail(draft, unexpected(error, f"a draft step failed: {type(error).__name__}"))
         self._send_pieces()
 
     def held(self) -> dict[str, float]:

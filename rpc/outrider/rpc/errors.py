@@ -24,7 +24,9 @@ logits. What bounds a message or the sampling parameters stands beside these."""
 
 from __future__ import annotations
 
+import errno
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,11 +165,22 @@ class Internal(OutriderError):
     default_reason = "INTERNAL"
 
 
-def unexpected(error: BaseException) -> OutriderError:
-    """What is told of a bug: its type alone. Who lacks memory is asked again later, or another one is."""
-    if isinstance(error, MemoryError):
+def unexpected(error: BaseException, message: str = "", reason: str = "INTERNAL") -> OutriderError:
+    """What is told of a bug: the message, else its type alone. Who lacks memory is asked again later, or another one
+    is."""
+    if lacks_memory(error):
         return Unavailable("out of memory", reason="NO_MEMORY", retry_after_ms=1000)
-    return Internal(f"unexpected {type(error).__name__}; see the log")
+    return Internal(message or f"unexpected {type(error).__name__}; see the log", reason=reason)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the system or a device refused memory or a thread, as Python, PyTorch and C++ say it."""
+    if isinstance(error, RuntimeError):
+        return _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+_NO_MEMORY = re.compile(r"out of memory|an('t|not) allocate memory|bad_alloc|start new thread", re.IGNORECASE)
 
 
 MAX_SHOWN = 40  # characters of a value

@@ -20,7 +20,7 @@ from outrider.engine.worker import DeviceLost, require_device
 from outrider.planner.estimates import OpenWork
 from outrider.proposers.drawing import Drawer
 from outrider.proposers.heads.head import Head
-from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, Unavailable
+from outrider.rpc.errors import DeadlineExceeded, Internal, OutriderError, Unavailable, unexpected
 from outrider.rpc.logs import of
 from outrider.rpc.messages import (
     Adapter,
@@ -105,8 +105,8 @@ class TargetEngine:
         for message in command.messages:
             try:
                 self._apply(command.stream, message, command.sink, received)
-            except Exception:
-                self._give_up_message(command.stream, message, command.sink)
+            except Exception as error:
+                self._give_up_message(command.stream, message, command.sink, error)
 
     def step(self, now: float) -> float | None:
         """Runs one ragged step, or says how long nothing is due. Raises DeviceLost when the process has to end."""
@@ -132,7 +132,7 @@ class TargetEngine:
         """A bug that is no one sequence's: every sequence fails, the service goes on."""
         log.error("the engine failed", exc_info=error)
         for target in list(self.scheduler.sequences.values()):
-            self._fail(target, Internal("the engine failed; see the log", reason="ENGINE_FAILED"))
+            self._fail(target, unexpected(error, "the engine failed; see the log", "ENGINE_FAILED"))
         self._flush()
 
     def probe(self) -> None:
@@ -326,15 +326,15 @@ class TargetEngine:
         """What raises in here costs this sequence, and no other."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             log.exception("%s of sequence %d failed", what, target.open.sequence_id, extra=of(target.open))
-            self._fail(target, Internal(f"{what} failed in the engine; see the log", reason="COMMIT_FAILED"))
+            self._fail(target, unexpected(error, f"{what} failed in the engine; see the log", "COMMIT_FAILED"))
 
-    def _give_up_message(self, stream: int, message: TargetCommand, sink: Sink) -> None:
+    def _give_up_message(self, stream: int, message: TargetCommand, sink: Sink, error: Exception) -> None:
         """To be called where a message raised: it costs its own sequence."""
         log.exception("a %s of sequence %d failed", type(message).__name__, message.sequence_id)
         target = self.scheduler.sequences.get((stream, message.sequence_id))
-        failed = Internal("a message failed in the engine; see the log", reason="COMMAND_FAILED")
+        failed = unexpected(error, "a message failed in the engine; see the log", "COMMAND_FAILED")
         if target is not None:
             self._fail(target, failed)
         else:
@@ -344,7 +344,7 @@ class TargetEngine:
     def _give_up(self, target: TargetSequence, error: Exception) -> None:
         """A step of this sequence alone failed."""
         log.error("sequence %d ends: its step fails", target.open.sequence_id, exc_info=error, extra=of(target.open))
-        self._fail(target, Internal("the sequence's step failed; see the log", reason="STEP_FAILED"))
+        self._fail(target, unexpected(error, "the sequence's step failed; see the log", "STEP_FAILED"))
 
     def _hand_over(self, target: TargetSequence, error: Exception) -> None:
         """No sequence's step runs here: the gateway opens it elsewhere."""

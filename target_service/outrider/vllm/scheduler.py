@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from outrider.rpc.errors import Internal
+from outrider.rpc.errors import unexpected
 from outrider.rpc.messages import Load, StepTimings, TargetEvent, to_failure
 from outrider.target_service.adapters import AdapterTurns
 from outrider.vllm.grammar import continue_grammar
@@ -259,9 +259,9 @@ class DraftScheduler(Scheduler):  # type: ignore[misc]
                 if output.new_prompt_logprobs_tensors is not None:
                     events.append(prompt_logprobs_of(row, output))
                 events.append(commit_of(row, output, num_drafted, accepted.get(output.request_id, 0), timings, load))
-            except Exception:  # who asked for it must not wait for ever
+            except Exception as error:  # who asked for it must not wait for ever
                 log.exception("a commit of request %s failed", output.request_id)
-                failed = Internal("a commit failed in the engine; see the log", reason="COMMIT_FAILED")
+                failed = unexpected(error, "a commit failed in the engine; see the log", "COMMIT_FAILED")
                 events.append(to_failure(row.sequence_id, failed))
                 self._forget(output.request_id)
             if output.finish_reason is not None:

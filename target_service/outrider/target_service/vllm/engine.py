@@ -26,6 +26,7 @@ from outrider.rpc.errors import (
     ResourceExhausted,
     Unavailable,
     Violation,
+    unexpected,
 )
 from outrider.rpc.logs import of
 from outrider.rpc.media import num_bytes
@@ -192,9 +193,9 @@ class VllmEngine:
         for message in command.messages:
             try:
                 self._apply(command.stream, message, command.sink)
-            except Exception:
+            except Exception as error:
                 log.exception("a %s of sequence %d failed", type(message).__name__, message.sequence_id)
-                failed = Internal("a message failed in the engine; see the log", reason="COMMAND_FAILED")
+                failed = unexpected(error, "a message failed in the engine; see the log", "COMMAND_FAILED")
                 self._refuse((command.stream, message.sequence_id), command.sink, failed)
         self._hand_over()
 
@@ -337,7 +338,7 @@ class VllmEngine:
                 self._end(error)
             else:
                 log.exception("sequence %d failed in vLLM", message.sequence_id, extra=of(message))
-                self._fail(sequence, Internal("the request failed in vLLM; see the log", reason="STEP_FAILED"))
+                self._fail(sequence, unexpected(error, "the request failed in vLLM; see the log", "STEP_FAILED"))
 
     def _answered(self, sequence: VllmSequence, answer: Any) -> None:
         """vLLM's own output of the whole request: it has left over the link already."""
@@ -356,9 +357,9 @@ class VllmEngine:
                 continue
             try:
                 self._hand_on(sequence, one, self._load)  # as the step left it
-            except Exception:  # the others' commits are in the same report
+            except Exception as error:  # the others' commits are in the same report
                 log.exception("a commit of sequence %d failed", sequence.open.sequence_id, extra=of(sequence.open))
-                self._fail(sequence, Internal("a commit failed in the engine; see the log", reason="COMMIT_FAILED"))
+                self._fail(sequence, unexpected(error, "a commit failed in the engine; see the log", "COMMIT_FAILED"))
         self._hand_over()
 
     def _on_link_end(self) -> None:
