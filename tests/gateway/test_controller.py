@@ -216,6 +216,20 @@ def test_a_draft_that_never_has_anything_is_left() -> None:
     assert controller.plan is OFF
 
 
+def test_a_draft_that_says_nothing_is_seldom_waited_for() -> None:
+    """A look at it ends after two rounds of the target's patience, and the next one is far; a draft that speaks again
+    is found then."""
+    controller, waits = new(), []
+    for index in range(1, 20_000):
+        silent_s = BASE.patience_ms / 1000 if controller.plan.waits and controller.plan is not OFF else 0.0
+        waits.append(silent_s)
+        commit = Commit(0, 0, (1,), timings=StepTimings(0, 2_000, 0, 1, 1))
+        controller.on_round(Round(index, commit, controller.plan.num_draft_tokens, 0.0, 0.002 + silent_s, 0))
+    assert sum(waits[64:]) <= 2 * 2 * BASE.patience_ms / 1000 and controller.plan is OFF
+    later = play(World(), controller, 17_000)
+    assert sum(plan is not OFF for plan in later[-200:]) > 180
+
+
 def test_what_drafts_nothing_is_not_better_than_off() -> None:
     """Though it is measured to be so: where a chain is not waited for, plain tokens are decoded meanwhile."""
     dice, controller = random.Random(SEED), new([(1, 2_400.0), (16, 4_000.0)])

@@ -27,6 +27,7 @@ TRIAL_ROUNDS, SHARED_ROUNDS = 6, 3  # of a sequence alone, or of each of those t
 LEAST_SHARE = 1 / 3  # of a trial, before it is given up
 PROBE_EVERY = 16.0  # rounds of a sequence
 FIRST_BACKOFF, MAX_BACKOFF = 96.0, 4096.0  # rounds of a sequence between trials, once what is promising was tried
+SILENT, SILENT_BACKOFF = 2, 16384.0  # rounds of a trial that waited for a draft in vain, and what follows these
 USUAL_WINDOW, LIKENESS_TOLERANCE = 4, 0.1  # tokens of a window that compares requests, and what is no difference
 RARELY = 0.05  # of the rounds
 OUTLIER_RATIO = 1.3  # a trial that says so much more or less than those before takes their place
@@ -78,6 +79,7 @@ class PlanTrials:
     _recent: MeasuredRounds = field(default_factory=MeasuredRounds.none)  # the leader's
     _trial: MeasuredRounds = field(default_factory=MeasuredRounds.none)
     _until_probe: float = 0.0  # rounds of a sequence until it is asked whether anything promises to beat the leader
+    _in_vain: int = 0  # rounds of the trial that waited for a draft which said nothing
     _backoff: float = 0.0  # and until something is tried that does not
     _last_backoff: float = 0.0
     _looks_at_off: bool = False  # the last trial after a backoff was off
@@ -97,13 +99,16 @@ class PlanTrials:
         self.trial = None
         self._recent, self._trial = MeasuredRounds.none(), MeasuredRounds.none()
 
-    def add(self, plan: Plan, us: float, step_us: float, num_drafted: int, forecast: Forecast) -> None:
-        """Counts a round of one of the sequences."""
+    def add(
+        self, plan: Plan, us: float, step_us: float, num_drafted: int, forecast: Forecast, in_vain: bool = False
+    ) -> None:
+        """Counts a round of one of the sequences, which may have waited for a draft `in_vain`."""
         sequences = max(1, forecast.num_running())
         enough = max(TRIAL_ROUNDS, SHARED_ROUNDS * sequences)
         if plan == self.trial:
             self._trial.us.memory = 4.0 * enough
             self._trial.add(us, step_us, num_drafted)
+            self._in_vain += in_vain
             if self._is_over(enough, forecast):
                 self._end_trial(plan, forecast)
         elif plan == self.leader and self.trial is None:
@@ -172,7 +177,7 @@ class PlanTrials:
             self._keep(self.leader, self._recent, forecast)
         self.trial = self._challenger(forecast)
         self._until_probe = 0.0 if self.trial else PROBE_EVERY
-        self._trial = MeasuredRounds.none()
+        self._trial, self._in_vain = MeasuredRounds.none(), 0
 
     def _challenger(self, forecast: Forecast) -> Plan | None:
         """Off, which nothing may be slower than; of every way that was not tried its best number of tokens; then what
@@ -218,6 +223,8 @@ class PlanTrials:
         if self._wins(plan, forecast):
             self._keep(self.leader, self._recent, forecast)  # what is known best is known of it
             self.leader, self._recent, self._last_backoff = plan, self._trial, 0.0
+        elif self._in_vain >= SILENT:  # each look at it takes all the target's patience
+            self._backoff = self._last_backoff = SILENT_BACKOFF
         self._recent.us.weight /= 2  # some of its rounds are measured anew before the next trial
 
     def _wins(self, plan: Plan, forecast: Forecast) -> bool:

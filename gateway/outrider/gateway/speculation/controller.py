@@ -89,8 +89,9 @@ class Controller:
         self._since_change += not _was_waiting(closed)
         if closed.index > 0 and closed.commit.timings.num_rows:  # the first round holds the prompt
             self._learn(closed)
-            if self._since_change > SETTLING and not closed.at_end:  # a window cut short is no fault of the plan
-                trials.add(self.plan, *_us(closed, self.plan), closed.commit.num_drafted, self.common)
+            in_vain = self._waited_in_vain(closed)
+            if (self._since_change > SETTLING or in_vain) and not closed.at_end:  # cut short by no fault of the plan
+                trials.add(self.plan, *_us(closed, self.plan), closed.commit.num_drafted, self.common, in_vain)
         before = self.policy
         self._until_decision -= 1
         if trials.trial is not None:
@@ -105,6 +106,11 @@ class Controller:
             self._apart = (self._apart + 1) % MOST_APART if best != trials.leader else 0
             self._follow(best if self._apart else trials.leader)
         return self.policy is not before
+
+    def _waited_in_vain(self, closed: Round) -> bool:
+        """Whether the target has had all its patience, and decoded plainly."""
+        waits = self.plan.waits and self.plan is not OFF
+        return waits and not closed.commit.num_drafted and closed.total_us >= 1000 * self.policy.patience_ms
 
     def _follow(self, plan: Plan) -> None:
         before = self.plan, self.deep
