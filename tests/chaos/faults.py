@@ -158,11 +158,11 @@ class Reset(Blow):
     connects_s: ClassVar[float] = 2.0
 
     async def _strike(self) -> None:
-        end = time.monotonic() + self.connects_s
-        while not any(proxy.num_connections for proxy in self.member.proxies) and time.monotonic() < end:  # noqa: ASYNC110 (accepting goes on)
-            await asyncio.sleep(0.01)
+        proxies, end = self.member.proxies, time.monotonic() + self.connects_s
+        while not any(proxy.num_connections for proxy in proxies) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the proxies go on accepting
         self._before = self.member.count("resets")
-        for proxy in self.member.proxies:
+        for proxy in proxies:
             proxy.reset()
 
     async def heal(self) -> bool:
