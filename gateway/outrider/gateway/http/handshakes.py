@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from outrider.gateway.http.shares import LOCAL, Shares
+from outrider.gateway.http.shares import Shares
 from outrider.rpc.errors import ResourceExhausted
 
 
@@ -27,7 +27,7 @@ class Handshakes(socket.socket):
         """The next connection. ConnectionAbortedError for one too many, as where it has gone before."""
         accepted, address = super().accept()
         connection = _Connection(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
-        who = address[0] if address else LOCAL
+        who = address[0]
         try:
             self._shares.take(who)
         except ResourceExhausted as error:

@@ -110,7 +110,7 @@ class Controller:
     def _waited_in_vain(self, closed: Round) -> bool:
         """Whether the target has had all its patience, and decoded plainly."""
         waits = self.plan.waits and self.plan is not OFF
-        return waits and not closed.commit.num_drafted and closed.total_us >= 1000 * self.policy.patience_ms
+        return waits and not closed.commit.num_drafted and 0 < 1000 * self.policy.patience_ms <= closed.total_us
 
     def _follow(self, plan: Plan) -> None:
         before = self.plan, self.deep
