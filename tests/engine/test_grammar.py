@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -389,6 +390,26 @@ def is_killed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
     return prepare
 
 
+def is_hung_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
+    """As with the terminal of its service, in the midst of a question."""
+    wait = grammar_trial.select
+
+    def prepare(trials: Trials) -> None:
+        while (process := trials._idle.get()) is None:
+            trials._idle.put(process)
+        process._process.send_signal(signal.SIGSTOP)
+        trials._idle.put(process)
+
+        def hang_up(*waited_for: Any) -> Any:
+            process._process.send_signal(signal.SIGHUP)
+            process._process.send_signal(signal.SIGCONT)
+            return wait(*waited_for)
+
+        monkeypatch.setattr(grammar_trial, "select", hang_up)
+
+    return prepare
+
+
 def has_no_processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None]:
     def prepare(trials: Trials) -> None:
         monkeypatch.setattr(grammar_trial, "select", lambda *waited_for: ([], [], []))  # however soon it answers
@@ -397,7 +418,7 @@ def has_no_processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None
     return prepare
 
 
-@pytest.mark.parametrize("fault", [fails_once, is_killed, has_no_processor])
+@pytest.mark.parametrize("fault", [fails_once, is_killed, is_hung_up, has_no_processor])
 def test_what_keeps_a_constraint_from_being_tried_is_no_verdict(
     compiler: GrammarCompiler, fault: Callable[[pytest.MonkeyPatch], Callable[[Trials], None]]
 ) -> None:
@@ -409,6 +430,30 @@ def test_what_keeps_a_constraint_from_being_tried_is_no_verdict(
         with pytest.raises(TrialFailed):
             compiler.compile(spec)
     assert compiler.compile(spec).matcher().constrains
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_constraint_is_tried_while_its_service_is_asked_to_end(
+    backend: Tokenizer, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The signal comes to the whole group of processes, in the midst of a question."""
+    wait = grammar_trial.select
+    compiler = GrammarCompiler(backend.to_str().encode(), backend.get_vocab_size(), (END,))
+    try:
+        compiler.compile(GrammarSpec("regex", "before"))
+        process = compiler._trials._idle.queue[-1]._process
+        process.send_signal(signal.SIGSTOP)
+
+        def end_group(*waited_for: Any) -> Any:
+            process.send_signal(number)
+            process.send_signal(signal.SIGCONT)
+            return wait(*waited_for)
+
+        monkeypatch.setattr(grammar_trial, "select", end_group)
+        assert compiler.compile(GrammarSpec("regex", "in the midst")).matcher().constrains
+        assert process.poll() is None
+    finally:
+        compiler.close()
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(backend: Tokenizer) -> None:

@@ -31,6 +31,7 @@ CPUCLOCK_SCHED = 2  # Linux: of a process, beside its number
 START_S = 60.0
 NUM_STEPS = 8  # masks that are tried
 MAX_MEMORY = 1 << 30  # bytes beside the tokenizer's
+BY_OTHERS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # exit statuses: no constraint's doing
 TOO_SLOW = f"takes longer than {TRIAL_S:g} s to compile; allowed: a simpler one"
 TOO_LARGE = "takes too much memory to compile; allowed: a simpler one"
 
@@ -133,7 +134,7 @@ class _Process:
                 raise TrialFailed("the machine is too busy to try the constraint")
         line = answers.readline()
         if not line:
-            if self._process.wait() == -signal.SIGKILL:  # by whom the machine's memory, or somebody else, matters to
+            if self._process.wait() in BY_OTHERS:  # who lack the machine's memory, or end a whole group of processes
                 raise TrialFailed("the process that tries constraints was killed")
             raise GrammarError(TOO_LARGE)  # its own bound ends it otherwise
         answer: str | None = json.loads(line)
@@ -170,7 +171,10 @@ def problem_of(tokenizer: LLTokenizer, source: str) -> str | None:
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Answers until its input ends: what asks its service to end comes to the whole group, and the service may still
+    have streams to finish."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     first = json.loads(sys.stdin.readline())
     tokenizer = new_tokenizer(first["layout"], first["vocab_size"], first["eos_ids"])
     if sys.platform == "linux":
