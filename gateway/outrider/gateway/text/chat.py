@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
-import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.gateway.text.chat_template import TemplateRefusal
+from outrider.gateway.text.control_tokens import control_tokens, escaped, mark_for, texts_in, with_read_arguments
 from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded, require_fit
 from outrider.gateway.text.tools.use import decode_json, template_tools
 from outrider.rpc.errors import TOO_LONG, InvalidArgument, ResourceExhausted, Violation, Violations, kind
@@ -30,13 +30,12 @@ BACK_MS = 1000  # when who waited in vain may come back
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 PICTURE = {"type": "image"}  # a part of a content, in whose place a template writes the placeholder
-MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode's noncharacters: no text is written with them
 
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A conversation as its template writes it. Only what the template itself writes is a control token: in texts that
-    look like one a mark stands behind their first character."""
+    """A conversation as its template writes it. Only what the template itself writes is a control token: where a text
+    looks like one, or would make one with its neighbours, stands a mark."""
 
     text: str
     mark: str = ""  # empty: there is none
@@ -154,61 +153,31 @@ async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
 def _rendered(
     request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
 ) -> ChatText:
-    messages, mark = request.messages or (), ""
-    told = list(_texts([messages, variables]))
+    messages, control = request.messages or (), control_tokens(tokenizer)
+    read = with_read_arguments(messages)
+    told = list(texts_in([read, variables]))
     require_fit("chat", sum(map(len, told)), max_model_len)
-    control = control_pattern(tokenizer)
-    if control is not None and any(map(control.search, told)):
-        mark = _mark_for(told)
-        messages, variables = (_marked(value, control, mark) for value in (messages, variables))
-    if request.reasoning is not None and tokenizer.chat_template is not None:
-        variables = request.reasoning.variables(tokenizer.chat_template.variables) | variables
-    text = tokenizer.render_chat(messages, request.add_generation_prompt, **variables)
-    return ChatText(text.replace(_escaped(mark), mark) if mark else text, mark)
 
+    def written(messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], mark: str = "") -> str:
+        if request.reasoning is not None and tokenizer.chat_template is not None:
+            variables = request.reasoning.variables(tokenizer.chat_template.variables) | variables
+        text = tokenizer.render_chat(messages, request.add_generation_prompt, **variables)
+        return text.replace(escaped(mark), mark) if mark else text
 
-@lru_cache(maxsize=8)
-def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """What finds the text of a special token, the longest first; None where there are none."""
-    texts = [text for text in map(tokenizer.added_tokens.__getitem__, tokenizer.special_ids) if len(text) > 1]
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys of objects too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from (*_texts(key), *_texts(inner))
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from _texts(inner)
-
-
-def _marked(value: Any, control: re.Pattern[str], mark: str) -> Any:
-    """The value with every control token in it broken by a mark."""
-    if isinstance(value, str):
-        while control.search(value):  # again: one may have stood within another
-            value = control.sub(lambda found: found[0][0] + mark + found[0][1:], value)
-        return value
-    if isinstance(value, Mapping):
-        return {_marked(key, control, mark): _marked(inner, control, mark) for key, inner in value.items()}
-    if isinstance(value, Sequence):
-        return [_marked(inner, control, mark) for inner in value]
-    return value
-
-
-def _mark_for(told: Sequence[str]) -> str:
-    """One that stands nowhere, nor what JSON makes of it. ValueError where all do."""
-    for mark in MARKS:
-        if not any(mark in text or _escaped(mark) in text for text in told):
-            return mark
-    raise ValueError("holds a control token, and all of the characters U+FDD0 to U+FDEF; allowed: not both")
-
-
-def _escaped(mark: str) -> str:
-    return json.dumps(mark).strip('"')
+    if control is None or not any(control.stands_in(text) or control.may_join(text) for text in told):
+        return ChatText(written(messages, variables))
+    mark = mark_for(told)
+    apart, text = (
+        written(control.broken(read, mark, apart=apart), control.broken(variables, mark, apart=apart), mark)
+        for apart in (True, False)
+    )
+    if not any(map(control.stands_in, told)):
+        text = written(messages, variables)
+    if control.in_written(text) == control.in_written(apart):
+        return ChatText(text, mark)
+    if apart.replace(mark, "") != text.replace(mark, ""):
+        raise ValueError("holds texts that make control tokens with those beside them; allowed: texts that stay text")
+    return ChatText(apart, mark)
 
 
 def decode_messages(chat: Any) -> tuple[dict[str, Any], ...]:

@@ -54,6 +54,17 @@ class ChatTemplate:
             return frozenset()  # rendering says what is wrong with it
 
     @cached_property
+    def words(self) -> frozenset[str]:
+        """The texts in its expressions and the names of fields: what it compares others with, and looks for in them."""
+        try:
+            parsed = [_environment().parse(source) for source in {self.source, self.source_for_tools}]
+            texts = (text.value for template in parsed for text in template.find_all(nodes.Const))
+            names = {field.attr for template in parsed for field in template.find_all(nodes.Getattr)}
+            return frozenset(names.union(text for text in texts if isinstance(text, str)))
+        except (jinja2.TemplateError, RecursionError):
+            return frozenset()  # rendering says what is wrong with it
+
+    @cached_property
     def walks_parts(self) -> bool:
         """Whether it goes through a content's parts, as those do that write pictures' placeholders."""
         return any(_is_content(loop.iter, self._parsed) for loop in self._parsed.find_all(nodes.For))
