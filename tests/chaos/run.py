@@ -28,6 +28,8 @@ from chaos.fleet import Drafting, Fleet
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cli.local_services import leave_on_signals
+
 SHORT = 16  # faults
 FAULTS_A_FLEET = 25  # then another one, with another head and another model of its drafts
 
@@ -184,4 +186,5 @@ def _middle_and_most(times_s: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
+    leave_on_signals()
     sys.exit(main())

@@ -37,6 +37,8 @@ from chaos.resources import (
     threads_of,
 )
 
+from outrider.cli.local_services import leave_on_signals
+
 NUM_TOKENS = 64  # of a request: sequences come and go faster than a fault runner's
 KINDS = ("kill", "kill", "restart", "reset")
 KILLS_EVERY_S = 15.0  # on average
@@ -178,4 +180,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    leave_on_signals()
     sys.exit(main())
