@@ -7,7 +7,9 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -19,6 +21,8 @@ from support.fakes import ToyDraft, ToyTarget
 from support.gateways import PROMPT, toy_tokenizer
 
 from outrider.client import Client, SyncClient
+from outrider.gateway import __main__ as gateway_main
+from outrider.gateway.__main__ import GatewaySettings
 from outrider.gateway.auth import CALLER, OPEN_PATHS, Caller, Tokens
 from outrider.gateway.engine import EngineConfig
 from outrider.gateway.http.app import HttpServer, build_app
@@ -109,6 +113,32 @@ async def test_the_blocking_client_has_a_token_too(path: Path) -> None:
 
     async with guarded(path) as gateway:
         assert await asyncio.to_thread(ask, gateway.address)
+
+
+async def test_a_caller_s_calls_leave_room_for_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of which no request comes, too."""
+    monkeypatch.setattr(gateway_main, "STREAMS_BESIDE", 0)
+    settings = GatewaySettings(
+        target=["127.0.0.1:1"], tokenizer=path.parent, listen="127.0.0.1:0", max_active=2, max_waiting=6
+    )
+    targets: Any = SimpleNamespace(wait_usable=lambda: asyncio.sleep(0), usable=True)
+    engine = MeteredEngine(toy_tokenizer(), ToyTarget(), None, EngineConfig())
+    server = gateway_main._build(settings, engine, targets, None, Tokens(path), reuse_port=False)
+    await server.start()
+    try:
+        async with connect(server.address) as channel, Client(server.address, token=BOB) as bob:
+            open_call = channel.stream_stream(f"/{SERVICE_NAME}/Generate")
+            calls = [open_call(metadata=(("authorization", f"Bearer {ALICE}"),)) for _ in range(8)]
+            codes = asyncio.as_completed([call.code() for call in calls])
+            assert [await code for code in islice(codes, 2)] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+            assert [part async for part in bob.generate(token_ids=PROMPT, max_tokens=2)] and (
+                await bob.info()
+            ).target.name
+            assert sum(call.done() for call in calls) == 2, "one alone may have three quarters of all"
+            for call in calls:
+                call.cancel()
+    finally:
+        await server.stop(0)
 
 
 async def test_over_grpc_health_alone_is_open(path: Path) -> None:

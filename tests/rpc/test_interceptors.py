@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -16,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.client.resume import may_repeat
 from outrider.rpc import interceptors
 from outrider.rpc.channel import connect
-from outrider.rpc.errors import OutriderError, PermissionDenied
-from outrider.rpc.interceptors import Gate
+from outrider.rpc.errors import OutriderError, PermissionDenied, ResourceExhausted
+from outrider.rpc.interceptors import Gate, Room
 from outrider.rpc.server import Server, build_server
 from outrider.rpc.status import from_rpc_error
 
@@ -52,6 +53,25 @@ async def echoing(**options: Any) -> AsyncIterator[Server]:
 def half_open(channel: grpc.aio.Channel, method: str, metadata: tuple[tuple[str, str], ...] = ()) -> Any:
     """A call that sends its head, and no request."""
     return channel.stream_stream(method)(metadata=metadata)
+
+
+@asynccontextmanager
+async def of_host(host: str, port: int) -> AsyncIterator[str]:
+    """An address whose connections come to that port from another of this machine's."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served, serving = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
+        await asyncio.gather(relay(reader, serving), relay(served, writer))
+
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with proxy:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
 
 
 async def answer(call: Any) -> bytes:
@@ -135,9 +155,6 @@ async def test_a_full_server_says_when_to_come_back_and_that_it_lives() -> None:
             error = await refusal(half_open(channel, method, known))
             assert (error.reason, error.retry_after_ms) == ("TOO_MANY_CALLS", 1000) and may_repeat(error)
         assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)).status
-        probes = [half_open(channel, "/grpc.health.v1.Health/Check") for _ in range(200)]
-        done, _ = await asyncio.wait([asyncio.ensure_future(call.code()) for call in probes[96:]], timeout=30)
-        assert {task.result() for task in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED} and len(done) == 104
         for call in held:
             await call.write(b"x")
             assert await answer(call) == b"x"
@@ -145,6 +162,57 @@ async def test_a_full_server_says_when_to_come_back_and_that_it_lives() -> None:
         call = half_open(channel, method, known)
         await call.write(b"x")
         assert await answer(call) == b"x"
+
+
+def test_a_caller_has_a_share_of_the_room_that_others_leave() -> None:
+    room, held = Room(8, 0.75), ExitStack()
+
+    def fill(who: str) -> tuple[int, str]:
+        """How many are let in, and why no more are."""
+        for count in range(9):
+            try:
+                held.enter_context(room.place(who))
+            except ResourceExhausted as error:
+                assert error.retry_after_ms
+                return count, error.reason
+        raise AssertionError("no bound")
+
+    assert [fill(who) for who in ("a", "b", "a", "c", "d")] == [
+        (6, "CALLER_SHARE"),
+        (1, "CALLER_SHARE"),
+        (0, "CALLER_SHARE"),
+        (1, "TOO_MANY_CALLS"),
+        (0, "TOO_MANY_CALLS"),
+    ]
+    held.close()
+    assert fill("d") == (6, "CALLER_SHARE"), "those who left take nothing"
+
+
+@pytest.mark.parametrize(("method", "most"), [("Check", 64), ("Watch", 32)])
+@pytest.mark.parametrize("own", [False, True], ids=["beside", "alone"])
+async def test_who_may_only_ask_for_health_keeps_no_other_host_from_it(method: str, most: int, own: bool) -> None:
+    """Nor from calls, however many it asks for, on the address of all calls and on that of health alone."""
+    async with echoing(health_address="127.0.0.1:0") as server, AsyncExitStack() as stack:
+        port = int((server.health_address if own else server.address).rpartition(":")[2])
+        many = await stack.enter_async_context(connect(f"127.0.0.1:{port}"))
+        other = await stack.enter_async_context(connect(await stack.enter_async_context(of_host("127.0.0.2", port))))
+        calls = [half_open(many, f"/grpc.health.v1.Health/{method}") for _ in range(200)]
+        codes = [await code for code in islice(asyncio.as_completed([call.code() for call in calls]), 200 - most)]
+        assert set(codes) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        stub, request = health_pb2_grpc.HealthStub(other), health_pb2.HealthCheckRequest()
+        watch = stub.Watch(request, timeout=30)
+        assert (await stub.Check(request, timeout=30)).status and (await watch.read()).status
+        if not own:
+            assert await ask(many, f"/{SERVICE}/Echo") == b"x"
+        for call in calls:
+            call.cancel()
+        watch.cancel()
+
+
+async def test_a_probe_whose_request_does_not_come_ends_soon() -> None:
+    async with echoing() as server, connect(server.address) as channel:
+        error = await asyncio.wait_for(refusal(half_open(channel, "/grpc.health.v1.Health/Check")), 15)
+        assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "NO_REQUEST")
 
 
 async def test_grpcs_own_refusal_of_too_many_calls_may_be_tried_again() -> None:

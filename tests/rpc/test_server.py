@@ -122,7 +122,9 @@ async def test_health_has_an_address_of_its_own_that_answers_until_the_end() -> 
         build_server("localhost:0", [SERVICE], lambda _: None, health_address="192.0.2.1:1")
 
 
-async def test_so_many_may_watch_health_and_no_more() -> None:
+async def test_so_many_may_watch_health_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one address: another has a count of its own."""
+    monkeypatch.setattr(server_module, "HEALTH_SHARE", 1.0)
     server = build_server("localhost:0", [SERVICE], lambda _: None, health_address="localhost:0")
     await server.start()
     async with connect(server.address) as channel, connect(server.health_address) as probe:
@@ -130,11 +132,13 @@ async def test_so_many_may_watch_health_and_no_more() -> None:
         watches = [stub.Watch(request) for _ in range(MAX_WATCHES)]
         for watch in watches:
             assert (await watch.read()).status
-        for other in (stub, health_pb2_grpc.HealthStub(probe)):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await other.Watch(request).read()
-            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert (await other.Check(request)).status
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Watch(request).read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(request)).status
+        elsewhere = health_pb2_grpc.HealthStub(probe)
+        watches.append(elsewhere.Watch(request))
+        assert (await watches[-1].read()).status and (await elsewhere.Check(request)).status
         watches[0].cancel()
         async with asyncio.timeout(30):
             while True:

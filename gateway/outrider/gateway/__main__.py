@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from outrider.gateway.admission import MAX_REQUEST_BYTES
-from outrider.gateway.auth import Tokens
+from outrider.gateway.auth import Tokens, caller_of
 from outrider.gateway.engine import EngineConfig, GenerationEngine
 from outrider.gateway.media import MediaLimits
 from outrider.gateway.peers.addresses import Addresses
@@ -150,8 +150,8 @@ class GatewaySettings(ServerSettings, PeerSettings, MethodSettings):
         default=0.75,
         gt=0,
         le=1,
-        description="How much one caller may take of the sequences and tokens that others leave; callers are told "
-        "apart by their credential (see tokens), else by their salt, else by their host",
+        description="How much one caller may take of the sequences, tokens and gRPC calls that others leave; callers "
+        "are told apart by their credential (see tokens), else by their salt (not of calls), else by their host",
     )
     max_request_bytes: int = Field(
         default=MAX_REQUEST_BYTES, ge=1024, le=MAX_MESSAGE_BYTES, description="Largest request, over gRPC or HTTP"
@@ -510,6 +510,8 @@ def _build(
         health=health,
         enable_reflection=settings.reflection,
         max_concurrent_rpcs=settings.max_active + settings.max_waiting + STREAMS_BESIDE,
+        caller_share=settings.caller_share,
+        caller_of=caller_of,
         max_message_bytes=settings.max_message_bytes,
         max_connection_age_s=settings.max_connection_age_s,
         tls=tls,

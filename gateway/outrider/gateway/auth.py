@@ -25,11 +25,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from outrider.gateway.request import GenerationRequest
 from outrider.rpc.errors import FailedPrecondition, Unauthenticated
+from outrider.rpc.interceptors import HEALTH, host_of
 from outrider.rpc.messages import MAX_NAME_CHARS
 from outrider.rpc.security import Watched
 
 # What no token is asked for: an orchestrator's probes have none.
-OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+OPEN_SERVICES = (HEALTH,)
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 
 AUTHORIZATION, SCHEME = "authorization", "bearer"
@@ -59,6 +60,12 @@ class Caller:
 
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 """Whose request is served; None where no token is asked for."""
+
+
+def caller_of(context: Any) -> str:
+    """Whose share of the calls one takes: its credential's, else its host's."""
+    caller = CALLER.get()
+    return host_of(context) if caller is None else f"caller {caller.name}"
 
 
 class _Entry(BaseModel):

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
-from urllib.parse import unquote
 
 from outrider.gateway.admission import MOST_STALLS
 from outrider.gateway.auth import CALLER
@@ -22,6 +21,7 @@ from outrider.gateway.text.reasoning import decode_reasoning
 from outrider.gateway.text.tools.use import decode_choice, decode_tools
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.codec import ADAPTER, MODEL_INFO, encode_position_logprobs
+from outrider.rpc.interceptors import host_of
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
 from outrider.rpc.server_calls import grpc_call
 from outrider.v1 import generation_pb2 as pb
@@ -47,7 +47,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
         generation = decode_request(request, self._engine.verifier.info.model.default_sampling)
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context), call=CALL)
-        generation = replace(generation, peer=_host(context.peer()))
+        generation = replace(generation, peer=host_of(context))
         if (caller := CALLER.get()) is not None:
             generation = caller.own(generation)
         loop, left_s = asyncio.get_running_loop(), MOST_STALLS * self._stall_s
@@ -184,9 +184,3 @@ def _remaining_s(context: Any) -> float | None:
 
 def _traceparent(context: Any) -> str:
     return next((str(value) for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
-
-
-def _host(peer: str) -> str:
-    """Of "ipv4:HOST:PORT" and its like, as HTTP has it."""
-    kind, _, address = peer.partition(":")
-    return peer if kind == "unix" else unquote(address.rpartition(":")[0]).strip("[]")

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -24,7 +26,8 @@ HANDLER_FACTORIES = {
     "stream_unary": grpc.stream_unary_rpc_method_handler,
     "stream_stream": grpc.stream_stream_rpc_method_handler,
 }
-MESSAGE_S = 30.0  # in which a call's one request has to come
+HEALTH = "/grpc.health.v1.Health/"  # what its methods begin with
+MESSAGE_S, PROBE_S = 30.0, 2.0  # in which a call's one request has to come; that of one for health, which anybody makes
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
@@ -48,8 +51,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         read = handler.request_deserializer
         requests, _, responses = kind.partition("_")
         is_unary = requests == "unary"  # then gRPC is told of a stream, of which one message is read here
-        take = _one_request(read) if is_unary else _all_requests
-        wrapped = self._wrap(getattr(handler, kind), str(handler_call_details.method), take)
+        method = str(handler_call_details.method)
+        seconds = PROBE_S if method.startswith(HEALTH) else MESSAGE_S
+        take = _one_request(read, seconds) if is_unary else _all_requests
+        wrapped = self._wrap(getattr(handler, kind), method, take)
         return HANDLER_FACTORIES[f"stream_{responses}"](
             wrapped, None if is_unary else read, handler.response_serializer
         )
@@ -74,13 +79,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         raise TypeError(f"{method} has a handler that cannot be guarded: neither a coroutine nor a generator of one")
 
 
-def _one_request(read: Handler | None) -> _Take:
+def _one_request(read: Handler | None, seconds: float) -> _Take:
     async def take(requests: Any, context: Any) -> Any:
         try:
-            async with asyncio.timeout(MESSAGE_S):
+            async with asyncio.timeout(seconds):
                 message = await context.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"no request came within {MESSAGE_S:g} s", reason="NO_REQUEST") from None
+            raise DeadlineExceeded(f"no request came within {seconds:g} s", reason="NO_REQUEST") from None
         if message is grpc.aio.EOF:
             raise InvalidArgument.of([Violation("request", "does not come; allowed: one message")])
         return message if read is None else read(message)
@@ -122,25 +127,60 @@ class Gate(CallInterceptor):
         yield
 
 
-class Crowd(CallInterceptor):
-    """Lets so many calls run at once, and tells others when to come back, before their requests come. Those of methods
-    that begin with `beside` have room of their own. It stands behind the gates: who may not call takes nobody's."""
+class Room:
+    """For `most` calls at once, of which one caller has no more than its share of what others leave, but may have one:
+    so there is room for who comes next."""
 
-    def __init__(self, most: int, beside: str, most_beside: int) -> None:
-        self._beside = beside
-        self._room = {False: most, True: most_beside}  # by whether they are beside
+    def __init__(self, most: int, share: float = 1.0) -> None:
+        self._most, self._share, self._held = most, share, 0
+        self._of: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, who: str) -> Iterator[None]:
+        """Taken while within. ResourceExhausted, with a time to come back, where there is none."""
+        self._check(self._of[who])
+        self._held += 1
+        self._of[who] += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            self._of[who] -= 1
+            if not self._of[who]:
+                del self._of[who]
+
+    def _check(self, mine: int) -> None:
+        share = max(1, int(self._share * (self._most - self._held + mine)))
+        if self._held >= self._most:
+            problem, reason = "no room for another call", "TOO_MANY_CALLS"
+        elif mine >= share:
+            allowed = f"allowed: at most {share}, its share of what others leave"
+            problem, reason = f"the caller has {mine} calls; {allowed}", "CALLER_SHARE"
+        else:
+            return
+        raise ResourceExhausted(problem, reason=reason, retry_after_ms=FULL_RETRY_MS)
+
+
+class Crowd(CallInterceptor):
+    """Gives each call a place, by what its method begins with, of the first such room; tells others when to come back,
+    before their requests come. It stands behind the gates: who may not call takes nobody's."""
+
+    def __init__(self, rooms: Mapping[str, Room], caller_of: Callable[[Any], str]) -> None:
+        self._rooms, self._caller_of = rooms, caller_of
 
     @asynccontextmanager
     async def around(self, method: str, context: Any) -> AsyncIterator[None]:
         """As the base's."""
-        kind = method.startswith(self._beside)
-        if not self._room[kind]:
-            raise ResourceExhausted("no room for another call", reason="TOO_MANY_CALLS", retry_after_ms=FULL_RETRY_MS)
-        self._room[kind] -= 1
-        try:
+        room = next(room for start, room in self._rooms.items() if method.startswith(start))
+        with room.place(self._caller_of(context)):
             yield
-        finally:
-            self._room[kind] += 1
+
+
+def host_of(context: Any) -> str:
+    """Of a call's peer, "ipv4:HOST:PORT" and its like, as HTTP has it; a Unix socket's is its name."""
+    peer = str(context.peer())
+    kind, _, address = peer.partition(":")
+    return peer if kind == "unix" else unquote(address.rpartition(":")[0]).strip("[]")
 
 
 async def _abort(context: Any, error: Exception, method: str) -> NoReturn:

@@ -26,22 +26,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.rpc.channel import MAX_MESSAGE_BYTES, NO_COMPRESSION, listen_target, with_port
-from outrider.rpc.errors import NotFound, ResourceExhausted, Unavailable
-from outrider.rpc.interceptors import Crowd, ErrorInterceptor
+from outrider.rpc.errors import NotFound, Unavailable
+from outrider.rpc.interceptors import HEALTH, Crowd, ErrorInterceptor, Room, host_of
 from outrider.rpc.security import ServerTls
 
 log = logging.getLogger(__name__)
 
 FORCED_EXIT = 130  # what a shell reports for a program ended by an interrupt
-_HEALTH_SERVICE = "grpc.health.v1.Health"
+_HEALTH_SERVICE = HEALTH.strip("/")
 # Peers (health watchers, reconnecting gateways) see the new state before the server goes away.
 _SETTLE_S = 0.1
 # Others are left to gRPC, which knows more ways: without IPv6, it falls back from [::].
 _REFUSED = (errno.EADDRINUSE, errno.EACCES)
 POLL_S = 0.5
 GC_THRESHOLD = 20_000  # objects made until the youngest are looked through: a round of many sequences makes thousands
-_MAX_PROBES = 64  # at once, on an address of health alone, too
-MAX_WATCHES = 32
+MAX_PROBES, MAX_WATCHES = 64, 32  # at once, of an address
+HEALTH_SHARE = 0.5  # of these, that one host may have of what others leave
 HANDSHAKE_S, IDLE_S, KEEPALIVE_S, PING_S, MAX_STREAMS = 10.0, 300.0, 30.0, 20.0, 1024  # of a connection
 MAX_CONNECTIONS, DESCRIPTORS = 4096, 65_536  # of a server; of a process, where the system lets it have so many
 _MAX_BESIDE = 1024  # calls beside those that a server takes: probes, watches, and those that are being refused
@@ -50,13 +50,12 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it ships no types
-    """Health, which everybody may ask for: a watch lasts as long as its caller likes, so only so many may, and none
-    holds up another, or who says what is. (grpcio's own forgets all watchers of a service when one of them ends.)"""
+    """Health, which everybody may ask for: no watch holds up another, or who says what is. (grpcio's own forgets all
+    watchers of a service when one of them ends.)"""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {LIVENESS: health_pb2.HealthCheckResponse.SERVING}
         self._changed = asyncio.Event()  # another one after each change
-        self._num_watches = 0
 
     def set(self, service: str, status: int) -> None:
         """What is from now on."""
@@ -72,20 +71,14 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it ships 
 
     async def Watch(self, request: Any, context: Any) -> None:
         """The same, and every change; a service that there is not may come."""
-        if self._num_watches >= MAX_WATCHES:
-            raise ResourceExhausted(f"{MAX_WATCHES} watch health here; allowed: no more", retry_after_ms=1000)
-        self._num_watches += 1
         told = None
-        try:
-            while True:
-                changed, status = self._changed, self._statuses.get(request.service, _UNKNOWN)
-                if status != told:
-                    await context.write(health_pb2.HealthCheckResponse(status=status))
-                    told = status
-                    continue  # it may have changed meanwhile
-                await changed.wait()
-        finally:
-            self._num_watches -= 1
+        while True:
+            changed, status = self._changed, self._statuses.get(request.service, _UNKNOWN)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+                continue  # it may have changed meanwhile
+            await changed.wait()
 
 
 class HealthMonitor:
@@ -238,6 +231,8 @@ def build_server(
     health: HealthMonitor | None = None,
     enable_reflection: bool = False,
     max_concurrent_rpcs: int = 1024,
+    caller_share: float = 1.0,
+    caller_of: Callable[[Any], str] = host_of,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_connection_age_s: float = 0.0,
     tls: ServerTls | None = None,
@@ -246,10 +241,11 @@ def build_server(
     reuse_port: bool = False,
 ) -> Server:
     """Binds "host:port", ":port" or "unix:path" (port 0: any free port). `register` adds the servicers; `services`
-    are their full names, for health and reflection. `health_address` serves health alone, besides, and in plaintext
-    even beside TLS: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
+    are their full names, for health and reflection. Who `caller_of` a call's context names has `caller_share` of the
+    calls that others leave (1 for peers that are trusted with all). `health_address` serves health alone, besides, and
+    in plaintext even beside TLS: an orchestrator's probes know none. With `reuse_port` other processes may serve there,
     too. Unavailable if an address cannot be bound."""
-    crowd = Crowd(max_concurrent_rpcs, f"/{_HEALTH_SERVICE}/", MAX_WATCHES + _MAX_PROBES)
+    crowd = Crowd({**_rooms_of_health(), "/": Room(max_concurrent_rpcs, caller_share)}, caller_of)
     grpc_server = grpc.aio.server(
         interceptors=[ErrorInterceptor(), *(() if tls is None else tls.interceptors()), *interceptors, crowd],
         options=server_options(max_message_bytes, reuse_port, max_connection_age_s),
@@ -269,11 +265,15 @@ def build_server(
 
 def build_health_server(address: str, health: HealthMonitor) -> tuple[Any, str]:
     """Binds a server of health alone, in plaintext; it and its address."""
-    server = grpc.aio.server(
-        interceptors=[ErrorInterceptor()], options=server_options(), maximum_concurrent_rpcs=_MAX_PROBES
-    )
+    interceptors = [ErrorInterceptor(), Crowd(_rooms_of_health(), host_of)]
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(), maximum_concurrent_rpcs=_MAX_BESIDE)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     return server, with_port(address, _bind(server, address, None))
+
+
+def _rooms_of_health() -> dict[str, Room]:
+    """Of one server: watches, which last as long as their callers like, take no probe's place."""
+    return {f"{HEALTH}Watch": Room(MAX_WATCHES, HEALTH_SHARE), HEALTH: Room(MAX_PROBES, HEALTH_SHARE)}
 
 
 def _bind(grpc_server: Any, address: str, credentials: grpc.ServerCredentials | None) -> int:
