@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from outrider.rpc.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from outrider.rpc.retry_budget import RetryBudget
 from outrider.rpc.sampling_params import FinishReason
 from outrider.v1 import generation_pb2 as pb
 
@@ -192,6 +195,18 @@ async def test_a_clients_requests_share_their_tries(kind: Kind, monkeypatch: pyt
         assert ids_of(parts) == expected(PROMPT, 40)
 
 
+def test_what_is_not_tried_again_takes_no_try() -> None:
+    """Those whose time is over leave no debt behind, that others had to wait for after an outage."""
+    budget = RetryBudget(2)
+    for timeout in (50.0, 50.0, 0.5, 0.5, 0.5):
+        pace = partial(budget.reserve, 0, 0.0)
+        route = Route(Retry(99, 0.001, 0.001), 1, 0, timeout, lambda: 0.0, lambda: 0.0, pace)
+        with suppress(Unavailable):
+            route.failed(Unavailable("gone"))
+    each = retry_budget.REFILL_S / 2
+    assert budget.reserve(0, 0.0, 50.0) == each, "two were taken, and no more"
+
+
 @both
 async def test_a_gateway_that_is_not_there(kind: Kind) -> None:
     async with serving() as gone:
@@ -317,7 +332,8 @@ def test_progress_starts_anew() -> None:
 
 
 def test_a_try_waits_for_its_turn_among_the_clients() -> None:
-    way = Route(Retry(99, 1.0, 8.0), 2, 0, None, Clock(), lambda: 0.0, pace=iter([0.0, 3.0, 5.0]).__next__)
+    turns = iter([0.0, 3.0, 5.0])
+    way = Route(Retry(99, 1.0, 8.0), 2, 0, None, Clock(), lambda: 0.0, pace=lambda within_s: next(turns))
     assert [way.failed(GONE) for _ in range(2)] == [0, 3] and way.failed(GONE) == 5
     way.progressed()
     assert way.failed(GONE) == 0, "a stream that broke goes on at once"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from outrider.rpc.retry_budget import RATIO, REFILL_S, RetryBudget
@@ -24,9 +26,10 @@ def test_a_tenth_of_the_requests_and_a_bucket_that_time_fills() -> None:
 
 
 def test_what_is_reserved_comes_when_time_has_brought_it() -> None:
-    budget = RetryBudget(4)
-    assert [budget.reserve(0, 0.0) for _ in range(4)] == [0.0] * 4
+    budget, ever = RetryBudget(4), math.inf
+    assert [budget.reserve(0, 0.0, ever) for _ in range(4)] == [0.0] * 4
     each = REFILL_S / 4
-    assert [budget.reserve(0, 0.0) for _ in range(3)] == [each, 2 * each, 3 * each]
-    assert budget.reserve(0, 3 * each) == each, "three have come, and were taken"
-    assert budget.reserve(20, 3 * each) == pytest.approx(0.0), "and two by so many requests"
+    assert budget.reserve(0, 0.0, each) == each, "too late, and so not taken"
+    assert [budget.reserve(0, 0.0, ever) for _ in range(3)] == [each, 2 * each, 3 * each]
+    assert budget.reserve(0, 3 * each, ever) == each, "three have come, and were taken"
+    assert budget.reserve(20, 3 * each, ever) == pytest.approx(0.0), "and two by so many requests"

@@ -55,9 +55,9 @@ class _Gateways:
             self._num_requests += 1
         return Route(retry or self._retry, len(self._stubs), self._index, timeout, pace=self._pace)
 
-    def _pace(self) -> float:
+    def _pace(self, within_s: float) -> float:
         with self._lock:
-            return self._retries.reserve(self._num_requests, time.monotonic())
+            return self._retries.reserve(self._num_requests, time.monotonic(), within_s)
 
 
 class Client(_Gateways):

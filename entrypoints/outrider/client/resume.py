@@ -174,7 +174,7 @@ class Route:
     timeout: float | None  # for all tries together
     clock: Callable[[], float] = time.monotonic
     chance: Callable[[], float] = field(default_factory=lambda: random.Random().random)
-    pace: Callable[[], float] = lambda: 0.0  # seconds until the client's requests may try again once more
+    pace: Callable[[float], float] = lambda within_s: 0.0  # seconds until the client's requests may try again once more
     _deadline: float = field(init=False)
     _num_failures: int = 0  # in a row
     _has_begun: bool = False
@@ -199,10 +199,10 @@ class Route:
         self._num_failures += 1
         if not may_repeat(error) or self._num_failures >= self.retry.attempts * self.num_addresses:
             raise error
-        wait = self._wait(error)
-        if not self._has_begun:  # a stream that broke is due at once, and there are only so many
-            wait = max(wait, self.pace())
-        if self.clock() + wait >= self._deadline:
+        wait, left = self._wait(error), self._deadline - self.clock()
+        if not self._has_begun and wait < left:  # a stream that broke is due at once, and there are only so many
+            wait = max(wait, self.pace(left))
+        if wait >= left:
             raise error
         self.index = (self.index + 1) % self.num_addresses
         return wait

@@ -1,4 +1,7 @@
-"""How often may be tried again: where some fail, retries must not multiply what is asked of the others."""
+"""How often may be tried again: where some fail, retries must not multiply what is asked of the others.
+
+Time alone fills a bucket in REFILL_S, so that all which one peer has lost finds another; what is asked adds a tenth of
+itself. The tenth is the bound of who asks much more than a bucket holds; of who asks less, what time brings is."""
 
 from __future__ import annotations
 
@@ -29,11 +32,14 @@ class RetryBudget:
         """It was tried again."""
         self.left -= 1
 
-    def reserve(self, num_requests: int, now: float) -> float:
-        """Takes one that is in it, or the next that time brings: seconds until it may be used."""
+    def reserve(self, num_requests: int, now: float, within_s: float) -> float:
+        """Takes one that is in it, or the next that time brings: seconds until it may be used. What comes too late for
+        its user is not taken: it would be a debt, for which others waited after an outage."""
         self._fill(num_requests, now)
-        self.left -= 1
-        return max(0.0, -self.left) * REFILL_S / self.most
+        wait = max(0.0, 1 - self.left) * REFILL_S / self.most
+        if wait < within_s:
+            self.left -= 1
+        return wait
 
     def _fill(self, num_sequences: int, now: float) -> None:
         added = RATIO * (num_sequences - self._num_counted) + (now - self._at) * self.most / REFILL_S
