@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import grpc.aio
@@ -13,12 +14,17 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
-from support.fakes import ToyDraft, ToyTarget, draft_info, expected
+from support.fakes import ToyDraft, ToyTarget, draft_info, expected, target_info
 from support.gateways import PROMPT, gateway, ids_of, text_of
 
 from outrider.client import Client, Part
+from outrider.gateway import servicer
+from outrider.gateway.admission import SLOW_REQUEST_BYTES
+from outrider.gateway.servicer import decode_request
 from outrider.rpc.errors import InvalidArgument, NotFound
 from outrider.rpc.messages import DraftMethod
+from outrider.v1 import generation_pb2 as pb
+from outrider.v1 import generation_pb2_grpc
 
 FIRST_PROTOCOL = Path(__file__).parent / "data" / "outrider-1.0.binpb"
 GREEDY: dict[str, Any] = {"token_ids": PROMPT, "temperature": 0.0, "max_tokens": 20}
@@ -164,3 +170,37 @@ async def test_methods_that_are_not_served_are_refused_by_name(options: dict[str
         async with served.client() as client:
             answer = await client.post("/v1/completions", json={"prompt": PROMPT, "speculation": options})
         assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("lists", "problem"),
+    [
+        ({"chat": {"messages": [{}] * 40_000}}, "chat: has 40000 messages; allowed: at most 256, the"),
+        ({"text": "x", "tools": ["{}"] * 40_000}, "tools: has 40000 entries; allowed: at most 128"),
+        ({"text": "x", "media": [{}] * 40_000}, "media: has 40000 entries; allowed: at most 64"),
+        ({"text": "x", "output_ids": [{}] * 40_000}, "output_ids: has 40000 entries; allowed: at most 64"),
+    ],
+)
+async def test_lists_that_no_request_has_are_refused_before_they_are_decoded(
+    lists: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "decode_request", None)
+    with pytest.raises(InvalidArgument, match=re.escape(problem)):
+        await servicer.decoded(pb.GenerateRequest(**lists), target_info().model)
+
+
+async def test_a_large_request_is_decoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def seen(*arguments: Any) -> Any:
+        threads.append(get_ident())
+        return decode_request(*arguments)
+
+    monkeypatch.setattr(servicer, "decode_request", seen)
+    async with gateway() as served, grpc.aio.insecure_channel(served.grpc_address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for num_chars in (100, SLOW_REQUEST_BYTES):
+            asked = pb.GenerateRequest(text="x" * num_chars, sampling={"max_tokens": 1, "truncate_prompt_tokens": 1})
+            assert [answer async for answer in stub.Generate(asked, timeout=60)]
+    small, large = threads
+    assert small == get_ident() != large

@@ -17,6 +17,7 @@ from outrider.planner.estimates import Departures
 from outrider.rpc.errors import InvalidArgument, ResourceExhausted, Violation
 
 MAX_REQUEST_BYTES = 4 << 20  # of one message or body
+SLOW_REQUEST_BYTES = 64 << 10  # of one whose fields may take tens of milliseconds: not on the event loop
 MOST_STALLS = 5  # of an answer that is held back for its client, in times that this may read nothing
 
 

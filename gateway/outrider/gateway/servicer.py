@@ -9,19 +9,22 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
 
-from outrider.gateway.admission import MOST_STALLS
+from outrider.gateway.admission import MOST_STALLS, SLOW_REQUEST_BYTES
 from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.media import MediaSource
 from outrider.gateway.methods import offered
 from outrider.gateway.prediction import decode_prediction
 from outrider.gateway.request import GenerationDelta, GenerationRequest, SpeculationOptions, written
-from outrider.gateway.text.chat import decode_messages, decode_variables
+from outrider.gateway.text.chat import check_num_messages, decode_messages, decode_variables
 from outrider.gateway.text.reasoning import decode_reasoning
-from outrider.gateway.text.tools.use import decode_choice, decode_tools
+from outrider.gateway.text.tools.use import MAX_TOOLS, decode_choice, decode_tools
 from outrider.planner.policy import SpeculationTally
 from outrider.rpc.codec import ADAPTER, MODEL_INFO, encode_position_logprobs
+from outrider.rpc.errors import Violations
 from outrider.rpc.interceptors import host_of
+from outrider.rpc.media import MAX_MEDIA
+from outrider.rpc.messages import MAX_N, ModelInfo
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams, decode_acceptance, decode_sampling
 from outrider.rpc.server_calls import grpc_call
 from outrider.v1 import generation_pb2 as pb
@@ -45,7 +48,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams completions. It writes by itself: so a cancelled call ends the generator at once."""
-        generation = decode_request(request, self._engine.verifier.info.model.default_sampling)
+        generation = await decoded(request, self._engine.verifier.info.model)
         generation = replace(generation, timeout_s=_remaining_s(context), traceparent=_traceparent(context), call=CALL)
         generation = replace(generation, peer=host_of(context))
         if (caller := CALLER.get()) is not None:
@@ -74,6 +77,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             adapters=map(ADAPTER.encode, engine.verifier.info.adapters),
             media_types=engine.media_types,
         )
+
+
+async def decoded(message: pb.GenerateRequest, model: ModelInfo) -> GenerationRequest:
+    """The request; a large one is decoded beside the event loop. InvalidArgument, before that, for a list in it that is
+    longer than any request's."""
+    if message.ByteSize() <= SLOW_REQUEST_BYTES:
+        return decode_request(message, model.default_sampling)
+    found = Violations()
+    check_num_messages(found, len(message.chat.messages), model.max_model_len)
+    found.length("tools", message.tools, MAX_TOOLS)
+    found.length("media", message.media, MAX_MEDIA)
+    found.length("output_ids", message.output_ids, MAX_N)
+    found.raise_if_any()
+    return await asyncio.to_thread(decode_request, message, model.default_sampling)
 
 
 def decode_request(message: pb.GenerateRequest, defaults: SamplingParams) -> GenerationRequest:

@@ -65,9 +65,8 @@ async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_
     variables = _variables(found, request.chat_template_kwargs)
     if not request.messages:
         found.add("chat", "is empty", "at least one message")
-    elif len(request.messages) > max_model_len:
-        allowed = f"at most {max_model_len}, the tokens of a context"
-        found.add("chat", f"has {len(request.messages)} messages", allowed, TOO_LONG)
+    else:
+        check_num_messages(found, len(request.messages), max_model_len)
     found.raise_if_any()
     if request.tools and request.tool_choice != "none":
         variables["tools"] = template_tools(request.tools)
@@ -79,6 +78,13 @@ async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_
         problem = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
         reason = TEMPLATE_REFUSED if isinstance(error.__cause__, TemplateRefusal) else ""
         raise InvalidArgument.of([Violation("chat", problem, reason)]) from error
+
+
+def check_num_messages(found: Violations, num_messages: int, max_model_len: int) -> None:
+    """More than tokens of the context are refused; of a message as it came, before each becomes an object."""
+    if num_messages > max_model_len:
+        allowed = f"at most {max_model_len}, the tokens of a context"
+        found.add("chat", f"has {num_messages} messages", allowed, TOO_LONG)
 
 
 _RENDERERS = ThreadPoolExecutor(MAX_RENDERED, "chat-template")
