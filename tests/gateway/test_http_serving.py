@@ -16,10 +16,13 @@ from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, t
 
 from outrider.client import Client
 from outrider.gateway import request, servicer
+from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse
-from outrider.gateway.http.protocol import HttpOptions, parse_body, read_completion
+from outrider.gateway.http.protocol import ChatBody, CompletionBody, HttpOptions, parse_body, read_completion
+from outrider.gateway.http.responses_input import ResponsesBody
 from outrider.gateway.http.serving import TokenTexts
+from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.gateway.servicer import decode_request
 from outrider.rpc.messages import TokenLogprob
 from outrider.rpc.sampling_params import AcceptanceRule, StructuredOutput
@@ -507,3 +510,54 @@ async def test_parts_of_text_and_stops() -> None:
         rendered = "user: the quick\nbrown fox\nassistant: \nassistant:"
         assert list(target.opens[0].prompt_ids) == toy_tokenizer().encode(rendered, add_special_tokens=False)
         assert target.opens[0].sampling.logit_bias == {7: 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": ""}] * 300}),
+        ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 300}),
+        ("/tokenize", {"messages": [{"role": ""}] * 300}),
+    ],
+)
+async def test_more_messages_than_a_context_has_tokens_are_not_read(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatBody, "model_validate", None)
+    async with gateway() as served, served.client() as client:
+        answer = await client.post(path, json=body)
+    error, field = answer.json()["error"], "input" if path == "/v1/responses" else "messages"
+    assert (answer.status_code, error["param"], error["code"]) == (400, field, "context_length_exceeded")
+    said = (
+        f"{field}: has 300 messages; allowed: at most 256, the tokens of a context. This model's maximum context length"
+    )
+    assert error["message"] == f"{said} is 256 tokens."
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "body"),
+    [
+        ("/v1/chat/completions", ChatBody, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+        ("/v1/completions", CompletionBody, {"prompt": "hi", "max_tokens": 1}),
+        ("/v1/responses", ResponsesBody, {"input": "hi", "max_output_tokens": 1}),
+        ("/tokenize", TokenizeBody, {"prompt": "hi"}),
+        ("/detokenize", DetokenizeBody, {"tokens": [1]}),
+    ],
+)
+async def test_a_large_body_is_read_beside_the_event_loop(
+    path: str, model: Any, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    validate = model.model_validate
+
+    def seen(values: Any) -> Any:
+        threads.append(get_ident())
+        return validate(values)
+
+    monkeypatch.setattr(model, "model_validate", seen)
+    async with gateway() as served, served.client() as client:
+        for padding in ("", "x" * SLOW_REQUEST_BYTES):
+            answer = await client.post(path, json={**body, "nobody_knows": padding})
+            assert answer.status_code == 200, answer.text
+    small, large = threads
+    assert small == get_ident() != large

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -18,17 +18,17 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from outrider.gateway.admission import MAX_REQUEST_BYTES
+from outrider.gateway.admission import MAX_REQUEST_BYTES, SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http.errors import http_status, invalid
+from outrider.gateway.http.errors import http_status, invalid, renamed
 from outrider.gateway.http.shares import client_of
 from outrider.gateway.media import MediaSource
 from outrider.gateway.request import GenerationRequest, SpeculationOptions
-from outrider.gateway.text.chat import PICTURE
+from outrider.gateway.text.chat import PICTURE, check_num_messages
 from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.reasoning import ReasoningOptions
 from outrider.rpc import telemetry as names
-from outrider.rpc.errors import Cancelled, InvalidArgument, OutriderError, Violation, kind, quoted, shown
+from outrider.rpc.errors import Cancelled, InvalidArgument, OutriderError, Violation, Violations, kind, quoted, shown
 from outrider.rpc.logs import OnceWarnings
 from outrider.rpc.messages import MAX_N
 from outrider.rpc.sampling_params import (
@@ -41,10 +41,10 @@ from outrider.rpc.sampling_params import (
 )
 from outrider.rpc.server_calls import HTTP_OK, ServerCall
 
+T = TypeVar("T")
 MAX_SHOWN = 100  # characters of a name that nobody knows
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 MAX_PROMPTS = 256
-SLOW_BODY = 1 << 20  # bytes whose JSON takes milliseconds: not on the event loop
 _PICTURES = ("image_url", "input_image")  # types of parts
 BODY_S = 60.0  # in which a request's body has to be there
 TO_THE_CONTEXT_S_END = 2**31 - 1  # where max_tokens is not given; the gateway cuts it to what is left
@@ -81,9 +81,9 @@ def options_of(request: Request) -> HttpOptions:
     return options
 
 
-async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object of a request. 413 for one that is too large, 408 for one that is too slow, 429 where too much is
-    under way. A browser's form is refused: no other page may post here."""
+async def read_body(request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+    """What `read` makes of a request's JSON object; of a large one beside the event loop. 413 for what is too large,
+    408 for what is too slow, 429 where too much is under way. A browser's form is refused: no other page may post."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise invalid("content-type", "is not JSON; allowed: application/json")
@@ -107,7 +107,9 @@ async def read_body(request: Request) -> dict[str, Any]:
         except TimeoutError:
             raise HTTPException(408, f"body: has not come within {BODY_S:g} s") from None
         raw = b"".join(chunks)
-        return await asyncio.to_thread(parse_body, raw) if size > SLOW_BODY else parse_body(raw)
+        if size > SLOW_REQUEST_BYTES:
+            return await asyncio.to_thread(lambda: read(parse_body(raw)))
+        return read(parse_body(raw))
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -616,6 +618,7 @@ def _violation(error: ErrorDetails) -> Violation:
 
 def read_chat(values: Mapping[str, Any], request: Request | None, engine: GenerationEngine) -> OpenAIRequest:
     """What was asked for; a field in its wrong shape is refused here, a value out of range by the engine."""
+    _check_num_messages(values.get("messages"), engine.verifier.info.model.max_model_len)
     body = validated(ChatBody, values)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "is given without logprobs; allowed: only with logprobs true")
@@ -649,6 +652,16 @@ def read_chat(values: Mapping[str, Any], request: Request | None, engine: Genera
     names = {**body.names, "logprobs": "top_logprobs", "max_tokens": limit_name, "media": "messages"}
     names |= {f"media[{number}]": place for number, place in enumerate(pictures)}
     return OpenAIRequest((chat,), body, chat.adapter or engine.model_name, num_logprobs, (names,))
+
+
+def _check_num_messages(given: Any, max_model_len: int) -> None:
+    """Before each becomes an object."""
+    found = Violations()
+    check_num_messages(found, len(given) if isinstance(given, list) else 0, max_model_len)
+    try:
+        found.raise_if_any()
+    except InvalidArgument as error:
+        raise renamed(error, NAMES, max_model_len) from error
 
 
 def read_completion(values: Mapping[str, Any], request: Request | None, engine: GenerationEngine) -> OpenAIRequest:

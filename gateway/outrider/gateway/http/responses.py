@@ -30,7 +30,7 @@ def responses_endpoint(engine: GenerationEngine) -> Callable[[Request], Awaitabl
     """What answers a POST."""
 
     async def create(request: Request) -> Response:
-        asked = read_responses(await read_body(request), request, engine)
+        asked = await read_body(request, lambda values: read_responses(values, request, engine))
         deltas, answer = _deltas(engine, asked), ResponseBuilder(engine, asked)
         if not asked.body.stream:
             return await sse.unless_gone(request.receive, _whole(answer, deltas))

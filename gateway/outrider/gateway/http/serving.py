@@ -38,7 +38,7 @@ def endpoint(
     """What answers a POST: `read` says what its body asks for, `builder` what the answer looks like."""
 
     async def create(request: Request) -> Response:
-        openai_request = read(await read_body(request), request, engine)
+        openai_request = await read_body(request, lambda values: read(values, request, engine))
         if openai_request.body.echoes:
             openai_request = await with_prompts(openai_request, engine)
         return await respond(request, engine, openai_request, builder(openai_request, TokenTexts(engine.tokenizer)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid, renamed
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
 from outrider.gateway.http.shares import client_of
+from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat import ChatText, chat_text
 from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc.errors import OutriderError, Violations
@@ -42,13 +44,8 @@ class TokenizeEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Ids, their number, and how many the model takes. A conversation's template has its special tokens in it."""
-        values = await read_body(request)
-        body = validated(TokenizeBody, values)
-        self._engine.adapter_called(body.model)  # of the model's vocabulary, all of them
-        if (body.prompt is None) == (body.messages is None):
-            given = "neither" if body.prompt is None else "both"
-            raise invalid("prompt", f"{given} of prompt and messages are given; allowed: exactly one of them")
-        text = ChatText(body.prompt) if body.prompt is not None else await self._rendered(values, request)
+        body, asked = await read_body(request, self._read)
+        text = ChatText(body.prompt or "") if asked is None else await self._rendered(asked, request)
         adds = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
         tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
         if len(text.text) > LONG_TEXT:
@@ -61,7 +58,7 @@ class TokenizeEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids, special tokens included."""
-        body = validated(DetokenizeBody, await read_body(request))
+        body = await read_body(request, partial(validated, DetokenizeBody))
         self._engine.adapter_called(body.model)
         if body.tokens is None:
             raise invalid("tokens", "is missing; allowed: a list of token ids")
@@ -72,11 +69,22 @@ class TokenizeEndpoints:
         text = await asyncio.to_thread(decode, body.tokens) if len(body.tokens) > LONG_TEXT else decode(body.tokens)
         return JSONResponse({"prompt": text})
 
-    async def _rendered(self, values: dict[str, Any], request: Request) -> ChatText:
+    def _read(self, values: dict[str, Any]) -> tuple[TokenizeBody, GenerationRequest | None]:
+        """The body, and its conversation, if it has one."""
+        body = validated(TokenizeBody, values)
+        self._engine.adapter_called(body.model)  # of the model's vocabulary, all of them
+        if (body.prompt is None) == (body.messages is None):
+            given = "neither" if body.prompt is None else "both"
+            raise invalid("prompt", f"{given} of prompt and messages are given; allowed: exactly one of them")
+        if body.messages is None:
+            return body, None
         chat = {name: values[name] for name in values.keys() - {"prompt", "add_special_tokens", "return_token_strs"}}
+        (asked,) = read_chat(chat, None, self._engine).requests
+        return body, asked
+
+    async def _rendered(self, asked: GenerationRequest, request: Request) -> ChatText:
         most = self._engine.verifier.info.model.max_model_len
         try:
-            (asked,) = read_chat(chat, None, self._engine).requests
             async with self._engine.template_turn(client_of(request), len(asked.messages or ())):
                 return await chat_text(asked, self._engine.tokenizer, most)
         except OutriderError as error:
