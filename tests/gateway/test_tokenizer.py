@@ -17,7 +17,7 @@ from support.models import SPECIAL, train_byte_fallback, train_byte_level
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
 from outrider.rpc.vocabulary import read_vocabulary
 
 TEMPLATE = (
@@ -75,6 +75,33 @@ def test_matches_auto_tokenizer(tmp_path: Path, case: int) -> None:
     assert ours.num_tokens == len(theirs)
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.special_ids == {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+
+
+class _Watched:
+    """A backend that writes down what is called of it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.called = backend, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.append(name)
+        return getattr(self.backend, name)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_long_texts_go_as_batches_for_which_other_threads_run(tmp_path: Path, case: int) -> None:
+    """And come out as the library has them by themselves."""
+    backend, config = configurations()[case]
+    tokenizer = Tokenizer.load(save(tmp_path, backend, **config))
+    tokenizer.backend = watched = _Watched(tokenizer.backend)  # type: ignore[assignment]
+    text = " ".join(TEXTS) * (LONG_TEXT // len(" ".join(TEXTS)) + 1)
+    for adds in (True, False):
+        ids = tokenizer.encode(text, add_special_tokens=adds)
+        assert ids == watched.backend.encode(text, add_special_tokens=adds).ids
+    ids *= LONG_TEXT // len(ids) + 1
+    for skips in (True, False):
+        assert tokenizer.decode(ids, skips) == watched.backend.decode(ids, skip_special_tokens=skips)
+    assert watched.called == ["encode_batch_fast"] * 2 + ["decode_batch"] * 2
 
 
 def test_loading_keeps_torch_and_transformers_out(folder: Path) -> None:

@@ -33,6 +33,8 @@ from outrider.rpc.vocabulary import (
     token_bytes,
 )
 
+LONG_TEXT = 16_384  # characters, or tokens; what is longer takes a thread of its own
+
 
 class Tokenizer:
     """Text to ids and back, as the checkpoint's own tokenizer does it; no whitespace is cleaned up on decoding."""
@@ -66,13 +68,22 @@ class Tokenizer:
         return cls(backend, str(folder), config, find_chat_template(folder, config))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The text's ids; special tokens such as BOS are added where the checkpoint says so."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """The text's ids; special tokens such as BOS are added where the checkpoint says so. Of a long text other
+        threads run meanwhile: the library lets them for batches alone."""
+        if len(text) > LONG_TEXT:
+            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoded = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The whole text of ids; ids that have no token add nothing."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The whole text of ids; ids that have no token add nothing. Of many other threads run meanwhile."""
+        text: str
+        if len(ids) > LONG_TEXT:
+            (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def render_chat(
@@ -137,7 +148,6 @@ def _convert_with_transformers(folder: Path) -> Backend:
     return backend
 
 
-LONG_TEXT = 16_384  # characters; longer ones are tokenised in a thread
 MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is longer need not be tokenised to be refused
 
 
