@@ -468,6 +468,57 @@ async def test_each_completion_counts_until_it_ends(tokenizer: Tokenizer) -> Non
         await run(small, ask(n=3))
 
 
+async def test_what_is_surely_too_much_is_refused_before_it_is_tokenised(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(max_admitted_tokens=100, num_draft_tokens=0)
+    engine = GenerationEngine(tokenizer, ToyTarget(), config=config)
+    await engine.admission.enter(AdmissionCost(1, 60))
+    monkeypatch.setattr(gateway_engine, "prepare", None)
+    hello, by_text = ({"role": "user", "content": "hi"},), {"token_ids": None, "text": "hi"}
+    for request in (
+        ask(max_tokens=38),  # and three of the prompt
+        ask(n=3, max_tokens=13),
+        replace(ask(max_tokens=41), **by_text),
+        replace(ask(n=2, max_tokens=21), token_ids=None, messages=hello),
+    ):
+        with pytest.raises(ResourceExhausted, match=r"there would be 10[12] tokens"):
+            await run(engine, request)
+    assert engine.admission.num_tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling"),
+    [
+        ({}, {"max_tokens": 37}),  # with the prompt's three
+        ({}, {"max_tokens": 10**9}),
+        ({}, {"max_tokens": float("nan")}),
+        ({}, {"max_tokens": True}),
+        ({}, {"max_tokens": 101}),  # of 100 in all: for good, and not for now
+        ({"n": 2**70}, {"max_tokens": 40}),
+        ({"n": "2"}, {"max_tokens": 40}),
+        ({"max_tokens_given": False}, {"max_tokens": 200}),
+        ({"token_ids": PROMPT * 90}, {"max_tokens": 40}),
+        ({}, {"max_tokens": 39, "truncate_prompt_tokens": 1}),
+        ({"sampling": None}, {}),
+    ],
+)
+async def test_what_is_not_surely_too_much_is_read(
+    tokenizer: Tokenizer, changes: dict[str, Any], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that all that is wrong with it is told."""
+    config = EngineConfig(max_admitted_tokens=100, num_draft_tokens=0)
+    engine = GenerationEngine(tokenizer, ToyTarget(), config=config)
+    await engine.admission.enter(AdmissionCost(1, 60))
+
+    def read(*_: Any) -> Any:
+        raise InvalidArgument("it is read")
+
+    monkeypatch.setattr(gateway_engine, "prepare", read)
+    with pytest.raises(InvalidArgument, match="it is read"):
+        await run(engine, replace(ask(**sampling), **changes))
+
+
 async def test_who_waits_may_go_and_the_lowest_priority_number_is_first(tokenizer: Tokenizer) -> None:
     engine = GenerationEngine(tokenizer, ToyTarget(), config=EngineConfig(max_active=1))
     await engine.admission.enter(AdmissionCost(1))

@@ -301,7 +301,9 @@ class GenerationEngine:
             self.admission.leave(left)
 
     async def _admit(self, request: GenerationRequest, gate: AdmissionGate, deadline: float | None) -> Prepared:
-        self.admission.require_room(AdmissionCost(1, 0, request.account))  # before anything is spent on it
+        least = request.least_tokens(self.verifier.info.model.max_model_len)
+        least = least if least <= self._max_admitted_tokens() else 0  # what is always too much is told with all else
+        self.admission.require_room(AdmissionCost(1, least, request.account))  # before anything is spent on it
         if request.model not in ("", self.model_name):
             raise no_such_model(request.model, self.model_name)
         try:

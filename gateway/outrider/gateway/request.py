@@ -124,6 +124,17 @@ class GenerationRequest:
         named = (("caller", self.caller), ("salt", self.salt), ("peer", self.peer))
         return next((f"{kind} {name}" for kind, name in named if name), "")
 
+    def least_tokens(self, max_model_len: int) -> int:
+        """So many at least are admitted for it, as far as that is known before anything is tokenised; 0 where a number
+        is wrong, which is told with all else that is."""
+        sampling, n = self.sampling, self.n
+        if sampling is None or not (type(n) is int and 1 <= n <= MAX_N):
+            return 0
+        most, keep = sampling.max_tokens, sampling.truncate_prompt_tokens
+        prompt = len(self.token_ids or ()) if keep is None else 0
+        known = self.max_tokens_given and type(most) is int and 1 <= most <= max_model_len
+        return n * most + prompt if known and prompt < max_model_len else 0
+
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
