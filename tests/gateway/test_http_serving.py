@@ -24,6 +24,7 @@ from outrider.gateway.http.responses_input import ResponsesBody
 from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.gateway.servicer import decode_request
+from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
 from outrider.rpc.messages import TokenLogprob
 from outrider.rpc.sampling_params import AcceptanceRule, StructuredOutput
 from outrider.v1 import generation_pb2 as pb
@@ -510,6 +511,28 @@ async def test_parts_of_text_and_stops() -> None:
         rendered = "user: the quick\nbrown fox\nassistant: \nassistant:"
         assert list(target.opens[0].prompt_ids) == toy_tokenizer().encode(rendered, add_special_tokens=False)
         assert target.opens[0].sampling.logit_bias == {7: 1}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_prompts_that_are_long_together_are_tokenised_beside_the_event_loop(
+    num_prompts: int, echo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    encode = Tokenizer.encode
+
+    def seen(tokenizer: Tokenizer, *arguments: Any) -> list[int]:
+        threads.append(get_ident())
+        return encode(tokenizer, *arguments)
+
+    monkeypatch.setattr(Tokenizer, "encode", seen)
+    prompts = ["x" * (LONG_TEXT // 2)] * num_prompts
+    asked = {"prompt": prompts, "truncate_prompt_tokens": 3, "max_tokens": 1, "echo": echo}
+    async with gateway() as served, served.client() as client:
+        answer = await client.post("/v1/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        assert served.engine._texts.num_active == 0
+    assert len(threads) == num_prompts and (get_ident() in threads) == (num_prompts == 1)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from outrider.gateway.speculation.retry_budget import Retries
 from outrider.gateway.speculation.schedule import BatchSchedule
 from outrider.gateway.text.chat import MAX_RENDERED, in_turn
 from outrider.gateway.text.reasoning import AUTO, find_markers
-from outrider.gateway.text.tokenizer import Tokenizer
+from outrider.gateway.text.tokenizer import MAX_TOKENISED, Tokenizer
 from outrider.gateway.tracing import MAX_TRACED_ROUNDS, RequestTrace, trace_refusal
 from outrider.planner.forecast import VerifyCosts
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round, SpeculationTally
@@ -239,6 +239,7 @@ class GenerationEngine:
         most_media = MEDIA_AT_ONCE * self.config.media.max_bytes
         self.admission = Admission(self.config.max_active, self.config.max_waiting, *limits, max_bytes=most_media)
         self._templates = Admission(MAX_RENDERED, sys.maxsize, share=0.5)
+        self._texts = Admission(MAX_TOKENISED, sys.maxsize, share=0.5)
         self._markers = find_markers(tokenizer, self.config.reasoning_parser)
         self._tracer = tracer
         self._draft_warnings = OnceWarnings("decoding goes on without a draft: %s")
@@ -334,9 +335,24 @@ class GenerationEngine:
         finally:
             self._templates.leave(work)
 
+    @asynccontextmanager
+    async def text_turn(self, account: str, num_long_chars: int) -> AsyncIterator[None]:
+        """A turn at the threads on which long texts are tokenised, fair as those of templates. It comes, since no text
+        takes for ever. Without such texts there is none."""
+        if not num_long_chars:
+            yield
+            return
+        work = AdmissionCost(1, num_long_chars, account)
+        await self._texts.enter(work)
+        try:
+            yield
+        finally:
+            self._texts.leave(work)
+
     async def _prepare(self, request: GenerationRequest) -> Prepared:
         if request.messages is None:
-            return await self._prepared(request)
+            async with self.text_turn(request.account, request.num_long_chars):
+                return await self._prepared(request)
         async with self.template_turn(request.account, len(request.messages)):
             return await self._prepared(request)
 

@@ -19,7 +19,7 @@ from outrider.gateway.prediction import NUM_DRAFT_TOKENS, PREDICTION, prediction
 from outrider.gateway.text.bad_words import with_bad_words
 from outrider.gateway.text.chat import chat_ids, num_pictures
 from outrider.gateway.text.reasoning import ReasoningMarkers, ReasoningOptions, ReasoningPlan
-from outrider.gateway.text.tokenizer import TextStream, Tokenizer, encode_bounded
+from outrider.gateway.text.tokenizer import LONG_TEXT, TextStream, Tokenizer, encode_bounded
 from outrider.gateway.text.tools.calls import ToolCallDelta
 from outrider.gateway.text.tools.use import AnswerText, ToolUse, tool_use
 from outrider.planner.policy import Round, SpeculationTally
@@ -117,12 +117,19 @@ class GenerationRequest:
     parallel_tool_calls: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
     media: tuple[MediaSource, ...] = ()  # the prompt's pictures, in its order
+    among_long: bool = False  # other prompts came with it, and all texts together are long
 
     @property
     def account(self) -> str:
         """Whose share of the room it takes: its credential's, else its salt's, else its host's."""
         named = (("caller", self.caller), ("salt", self.salt), ("peer", self.peer))
         return next((f"{kind} {name}" for kind, name in named if name), "")
+
+    @property
+    def num_long_chars(self) -> int:
+        """Of texts that are tokenised beside the event loop; 0: there are none."""
+        prompt, guess = len(self.text or ""), len(self.prediction) if isinstance(self.prediction, str) else 0
+        return prompt + guess if self.among_long or max(prompt, guess) > LONG_TEXT else 0
 
     def least_tokens(self, max_model_len: int) -> int:
         """So many at least are admitted for it, as far as that is known before anything is tokenised; 0 where a number
@@ -488,7 +495,9 @@ async def encoded(request: GenerationRequest, tokenizer: Tokenizer, max_model_le
     if request.token_ids is not None:
         return "token_ids.ids", request.token_ids
     if request.messages is None:
-        return "text", await encode_bounded("text", request.text or "", max_model_len, tokenizer.encode)
+        return "text", await encode_bounded(
+            "text", request.text or "", max_model_len, tokenizer.encode, request.among_long
+        )
     return "chat", await chat_ids(request, tokenizer, max_model_len)
 
 

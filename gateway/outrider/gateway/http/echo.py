@@ -8,11 +8,13 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+from outrider.gateway.auth import CALLER
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import renamed
 from outrider.gateway.http.protocol import EchoedPrompt, OpenAIRequest
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts, finite
 from outrider.gateway.request import GenerationDelta, GenerationRequest, encoded
+from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread
 from outrider.rpc.errors import OutriderError
 from outrider.rpc.messages import PositionLogprobs
 from outrider.rpc.sampling_params import FinishReason
@@ -32,8 +34,11 @@ async def _echoed(
     request: GenerationRequest, engine: GenerationEngine, names: Any
 ) -> tuple[GenerationRequest, EchoedPrompt]:
     longest = engine.verifier.info.model.max_model_len
+    caller = CALLER.get()
+    account = (request if caller is None else caller.own(request)).account
     try:
-        _, ids = await encoded(request, engine.tokenizer, longest)
+        async with engine.text_turn(account, request.num_long_chars):
+            _, ids = await encoded(request, engine.tokenizer, longest)
     except OutriderError as error:
         raise renamed(error, names, longest) from error
     keep = None if request.sampling is None else request.sampling.truncate_prompt_tokens
@@ -41,7 +46,8 @@ async def _echoed(
     text = request.text
     if text is None or kept != ids:
         shown = kept if not {int}.symmetric_difference(map(type, kept)) else ()  # others are refused later
-        text = engine.tokenizer.decode([token for token in shown if 0 <= token < engine.tokenizer.num_tokens])
+        known = [token for token in shown if 0 <= token < engine.tokenizer.num_tokens]
+        text = await in_thread(len(known) > LONG_TEXT, engine.tokenizer.decode, known)
     return replace(request, text=None, token_ids=ids), EchoedPrompt(text, kept)
 
 

@@ -27,6 +27,7 @@ from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.chat import PICTURE, check_num_messages
 from outrider.gateway.text.json_values import ALLOWED, parse_json
 from outrider.gateway.text.reasoning import ReasoningOptions
+from outrider.gateway.text.tokenizer import LONG_TEXT
 from outrider.rpc import telemetry as names
 from outrider.rpc.errors import Cancelled, InvalidArgument, OutriderError, Violation, Violations, kind, quoted, shown
 from outrider.rpc.logs import OnceWarnings
@@ -705,6 +706,8 @@ def _prompts(prompt: Any, common: GenerationRequest) -> tuple[GenerationRequest,
         return (replace(common, token_ids=tuple(prompt)),)
     if len(prompt) > MAX_PROMPTS:
         raise invalid("prompt", f"has {len(prompt)} entries; allowed: at most {MAX_PROMPTS} prompts")
+    num_chars = sum(len(value) for value in prompt if isinstance(value, str))
+    common = replace(common, among_long=num_chars > LONG_TEXT)
     return tuple(_one_prompt(common, place, value) for place, value in enumerate(prompt))
 
 

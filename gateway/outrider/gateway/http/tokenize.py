@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, va
 from outrider.gateway.http.shares import client_of
 from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.chat import ChatText, chat_text
-from outrider.gateway.text.tokenizer import LONG_TEXT
+from outrider.gateway.text.tokenizer import LONG_TEXT, in_thread
 from outrider.rpc.errors import OutriderError, Violations
 
 
@@ -36,6 +37,15 @@ class DetokenizeBody(Body):
     tokens: list[Any] | None = None
 
 
+class _InPieces(JSONResponse):
+    """A long answer, for which other threads run: json.dumps writes all of it in one call, which lets none."""
+
+    def render(self, content: Any) -> bytes:
+        """The same bytes."""
+        encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return "".join(encoder.iterencode(content)).encode()
+
+
 class TokenizeEndpoints:
     """The served model's tokenizer."""
 
@@ -47,14 +57,7 @@ class TokenizeEndpoints:
         body, asked = await read_body(request, self._read)
         text = ChatText(body.prompt or "") if asked is None else await self._rendered(asked, request)
         adds = body.add_special_tokens if body.add_special_tokens is not None else body.messages is None
-        tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
-        if len(text.text) > LONG_TEXT:
-            ids = await asyncio.to_thread(text.encode, tokenizer, adds)
-        else:
-            ids = text.encode(tokenizer, adds)
-        names = [tokenizer.backend.id_to_token(token) for token in ids] if body.return_token_strs else None
-        answer = {"count": len(ids), "max_model_len": info.model.max_model_len, "tokens": ids, "token_strs": names}
-        return JSONResponse(answer)
+        return await self._in_turn(request, len(text.text), self._tokenized, text, adds, body.return_token_strs)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids, special tokens included."""
@@ -62,12 +65,26 @@ class TokenizeEndpoints:
         self._engine.adapter_called(body.model)
         if body.tokens is None:
             raise invalid("tokens", "is missing; allowed: a list of token ids")
+        return await self._in_turn(request, len(body.tokens), self._detokenized, body.tokens)
+
+    async def _in_turn(self, request: Request, size: int, answer: Callable[..., Response], *arguments: Any) -> Response:
+        """Of so many characters or tokens, written where it is made."""
+        is_long = size > LONG_TEXT
+        async with self._engine.text_turn(client_of(request), size if is_long else 0):
+            return await in_thread(is_long, answer, *arguments)
+
+    def _tokenized(self, text: ChatText, adds_special_tokens: bool, with_names: bool) -> Response:
+        tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
+        ids = text.encode(tokenizer, adds_special_tokens)
+        names = [tokenizer.backend.id_to_token(token) for token in ids] if with_names else None
+        answer = {"count": len(ids), "max_model_len": info.model.max_model_len, "tokens": ids, "token_strs": names}
+        return _InPieces(answer) if len(ids) > LONG_TEXT else JSONResponse(answer)
+
+    def _detokenized(self, tokens: list[Any]) -> Response:
         found = Violations()
-        found.ids("tokens", body.tokens, self._engine.tokenizer.num_tokens)
+        found.ids("tokens", tokens, self._engine.tokenizer.num_tokens)
         found.raise_if_any()
-        decode = self._engine.tokenizer.decode
-        text = await asyncio.to_thread(decode, body.tokens) if len(body.tokens) > LONG_TEXT else decode(body.tokens)
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": self._engine.tokenizer.decode(tokens)})
 
     def _read(self, values: dict[str, Any]) -> tuple[TokenizeBody, GenerationRequest | None]:
         """The body, and its conversation, if it has one."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
@@ -152,13 +153,25 @@ MAX_CHARS_PER_TOKEN = 512  # more than any tokenizer's longest token: what is lo
 
 
 async def encode_bounded(
-    field: str, text: str, max_model_len: int, encode: Callable[[str], Sequence[int]]
+    field: str, text: str, max_model_len: int, encode: Callable[[str], Sequence[int]], among_long: bool = False
 ) -> tuple[int, ...]:
-    """A text's ids. InvalidArgument, which names the field, for one that is more than the context anyhow."""
+    """A text's ids. InvalidArgument, which names the field, for one that is more than the context anyhow. `among_long`:
+    with others that come in the same turn of the event loop it is long."""
     require_fit(field, len(text), max_model_len)
-    if len(text) > LONG_TEXT:
-        return tuple(await asyncio.to_thread(encode, text))
-    return tuple(encode(text))
+    return tuple(await in_thread(among_long or len(text) > LONG_TEXT, encode, text))
+
+
+MAX_TOKENISED = 4  # long texts at once, beside conversations; others wait
+_TOKENIZERS = ThreadPoolExecutor(16, "tokenizer")  # for these, and for as many conversations as are made at once
+
+T = TypeVar("T")
+
+
+async def in_thread(is_long: bool, work: Callable[..., T], *arguments: Any) -> T:
+    """What the work comes to; where it is long, beside the event loop, on no thread that anything else waits for."""
+    if is_long:
+        return await asyncio.get_running_loop().run_in_executor(_TOKENIZERS, partial(work, *arguments))
+    return work(*arguments)
 
 
 def require_fit(field: str, num_chars: int, max_model_len: int) -> None:
