@@ -11,11 +11,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hostile.entries import Entry
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 STALLED_S = 10  # for one input
-MOST_BYTES = 4096
+MOST_BYTES = 4096  # of an input; more where a seed is long
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +54,11 @@ def _in_its_own_process(name: str, seconds: int, seed: int) -> int:
         return 0
 
 
+def most_bytes(entry: Entry) -> int:
+    """Of an input to this one. A seed that is longer would be cut, and what is behind its first bytes never reached."""
+    return max(MOST_BYTES, 2 * max(map(len, entry.seeds)))
+
+
 def _fuzz(name: str, folder: Path, seconds: int, seed: int) -> None:
     """Does not return: the library ends the process."""
     import atheris
@@ -61,7 +70,7 @@ def _fuzz(name: str, folder: Path, seconds: int, seed: int) -> None:
     corpus.mkdir()
     for number, raw in enumerate(entry.seeds):
         (corpus / str(number)).write_bytes(raw)
-    flags = [f"-max_total_time={seconds}", f"-max_len={MOST_BYTES}", f"-timeout={STALLED_S}", f"-seed={seed}"]
+    flags = [f"-max_total_time={seconds}", f"-max_len={most_bytes(entry)}", f"-timeout={STALLED_S}", f"-seed={seed}"]
     atheris.Setup([sys.argv[0], str(corpus), *flags, f"-artifact_prefix={folder}/found-"], entry.tried)
     atheris.Fuzz()
 

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from hostile.entries import Entry, altered, entries
+from hostile.fuzz import most_bytes
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 NAMES = (
@@ -34,6 +35,12 @@ def test_altered_seeds_are_taken_or_refused(name: str, prove: bool) -> None:
 
 def test_these_are_all() -> None:
     assert set(NAMES) == set(entries())
+
+
+def test_the_fuzzer_cuts_no_seed() -> None:
+    """There is room to add to each, too."""
+    lengths = {name: (max(map(len, entry.seeds)), most_bytes(entry)) for name, entry in entries().items()}
+    assert not {name: (longest, most) for name, (longest, most) in lengths.items() if most < 2 * longest}
 
 
 def test_another_error_is_no_refusal() -> None:
