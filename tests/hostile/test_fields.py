@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
 import pytest
+from safetensors.torch import load_file
+from support.adapters import save_adapter
 from support.deployment import PROMPT, Deployment
 from support.gateways import toy_tokenizer
 from support.hostile import (
@@ -29,6 +33,7 @@ from support.hostile import (
     with_leaf,
     with_value,
 )
+from test_layout import REPOSITORY
 
 from outrider.gateway.http.protocol import ChatBody, CompletionBody
 from outrider.gateway.http.responses_input import ResponsesBody
@@ -36,7 +41,7 @@ from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.rpc.errors import Internal, OutriderError
 from outrider.rpc.sampling_params import PARAMETERS
 from outrider.rpc.status import from_rpc_error, from_status
-from outrider.v1 import common_pb2, draft_pb2, generation_pb2
+from outrider.v1 import common_pb2, draft_pb2, generation_pb2, target_pb2
 
 pytestmark = pytest.mark.timeout(900)
 AT_ONCE = 12  # requests
@@ -332,52 +337,62 @@ async def test_queries(unharmed: Deployment) -> None:
 
 # Bytes that are no message, to every method; and the methods beside the streams.
 GARBAGE = [b"\xff", b"\x0a", b"\x0a\x05x", b"\x0a\x01\xff", b"\x08" + b"\xff" * 20, b"\0" * 64, bytes(range(256))]
-UNARY = [
-    ("TargetService/GetTargetInfo", "to_target"),
-    ("DraftService/GetDraftInfo", "to_draft"),
-    ("DraftService/ReloadModel", "to_draft"),
-    ("DraftService/PutVocabulary", "to_draft"),
-    ("GenerationService/Generate", "to_gateway"),
-    ("GenerationService/GetGatewayInfo", "to_gateway"),
-]
+CHANNELS = {"TargetService": "to_target", "DraftService": "to_draft", "GenerationService": "to_gateway"}
+METHODS = {  # with the message that each takes
+    f"{service.name}/{method.name}": method.input_type
+    for file in (target_pb2, draft_pb2, generation_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+TRIED_ABOVE = {"TargetService/Verify", "DraftService/Propose", "GenerationService/Generate"}
+SLOW = {"DraftService/PutVocabulary", "DraftService/ReloadModel"}
+LOAD, UNLOAD = "TargetService/LoadAdapter", "TargetService/UnloadAdapter"
+
+
+def test_these_are_all_methods() -> None:
+    protos = (REPOSITORY / "protos/outrider/v1").glob("*.proto")
+    named = [name for path in protos for name in re.findall(r"^ *rpc (\w+)", path.read_text(), re.MULTILINE)]
+    assert sorted(named) == sorted(method.partition("/")[2] for method in METHODS)
+
+
+async def called(served: Deployment, method: str, raw: bytes) -> tuple[list[bytes], str | None]:
+    """The answers to bytes, and what is wrong with a refusal of them."""
+    call = getattr(served, CHANNELS[method.partition("/")[0]]).stream_stream(
+        f"/outrider.v1.{method}", request_serializer=bytes, response_deserializer=bytes
+    )(iter([raw]), timeout=120)
+    try:
+        return [answer async for answer in call], None
+    except grpc.aio.AioRpcError as error:
+        return [], problem_of(from_rpc_error(error))
 
 
 async def test_bytes_that_are_no_request(unharmed: Deployment) -> None:
-    async def ask(case: tuple[str, str, bytes]) -> str | None:
-        method, channel, raw = case
-        call = getattr(unharmed, channel).stream_stream(
-            f"/outrider.v1.{method}", request_serializer=bytes, response_deserializer=bytes
-        )(iter([raw]), timeout=60)
-        try:
-            async for _ in call:
-                pass
-        except grpc.aio.AioRpcError as error:
-            return problem_of(from_rpc_error(error))
-        return None
+    async def ask(case: tuple[str, bytes]) -> str | None:
+        return (await called(unharmed, *case))[1]
 
-    methods = [*UNARY, ("TargetService/Verify", "to_target"), ("DraftService/Propose", "to_draft")]
-    await at_once([(*method, raw) for method in methods for raw in GARBAGE], ask)
+    await at_once([(method, raw) for method in METHODS for raw in GARBAGE], ask)
 
 
-async def test_vocabularies_and_reloads(unharmed: Deployment, prove: bool) -> None:
-    async def ask(case: tuple[str, Any]) -> str | None:
-        method, request = case
-        call = unharmed.to_draft.stream_unary(
-            f"/outrider.v1.DraftService/{method}", request_serializer=bytes, response_deserializer=bytes
-        )
-        try:
-            await call(iter([request.SerializeToString()]), timeout=120)
-        except grpc.aio.AioRpcError as error:
-            return problem_of(from_rpc_error(error))
-        return None
-
+async def test_methods_beside_these(unharmed: Deployment, prove: bool, tmp_path: Path) -> None:
+    """What loads an adapter unloads it, and none stays."""
     layout = toy_tokenizer().backend.to_str().encode()[:2000]
-    offer = draft_pb2.PutVocabularyRequest(tokenizer_fingerprint="f", num_bytes=len(layout), data=layout)
-    cases = [
-        (method, with_leaf(base, path, value))
-        for method, base in (("PutVocabulary", offer), ("ReloadModel", draft_pb2.ReloadModelRequest()))
-        for path in leaves(base.DESCRIPTOR)
-        for value in values_of(path[-1])
-    ]
-    for case in some(cases, prove, 9):  # one at a time, as the draft takes them
-        assert (problem := await ask(case)) is None, (str(case)[:200], problem)
+    weights = load_file(unharmed.folder.parent / "target" / "model.safetensors")
+    bases: dict[str, Any] = {
+        "DraftService/PutVocabulary": draft_pb2.PutVocabularyRequest(
+            tokenizer_fingerprint="f", num_bytes=len(layout), data=layout
+        ),
+        LOAD: target_pb2.LoadAdapterRequest(name="a", path=str(save_adapter(tmp_path / "adapter", weights))),
+    }
+    num_loaded = 0
+    for method in [name for name in METHODS if name not in TRIED_ABOVE]:
+        base = bases.get(method, METHODS[method]._concrete_class())
+        cases = [with_leaf(base, path, value) for path in leaves(METHODS[method]) for value in values_of(path[-1])]
+        for request in some(cases, prove, 9 if method in SLOW else 1):  # one at a time, as services take them
+            answers, problem = await called(unharmed, method, request.SerializeToString())
+            assert problem is None, (method, str(request)[:200], problem)
+            if method == LOAD and answers:
+                num_loaded += 1
+                unload = target_pb2.UnloadAdapterRequest(name=request.name)
+                assert await called(unharmed, UNLOAD, unload.SerializeToString()) == ([b""], None)
+    info = await called(unharmed, "TargetService/GetTargetInfo", b"")
+    assert num_loaded > 5 and not target_pb2.GetTargetInfoResponse.FromString(info[0][0]).adapters

@@ -97,14 +97,18 @@ async def _directly(role: str, address: str) -> str:
 
 @asynccontextmanager
 async def deployed(
-    folder: Path, through: Callable[[str, str], Awaitable[str]] = _directly, **of_draft: Any
+    folder: Path,
+    through: Callable[[str, str], Awaitable[str]] = _directly,
+    allow_adapter_changes: bool = False,
+    **of_draft: Any,
 ) -> AsyncIterator[Deployment]:
     """Starts all, and ends all. `through` says, by a service's role and address, where the gateway is to reach it."""
     models = [save_tiny(folder / name, seed=seed, vocab_size=VOCAB) for name, seed in (("target", 1), ("draft", 2))]
     for model in models:
         save_toy_tokenizer(model)
     common: dict[str, Any] = {"listen": "127.0.0.1:0", "num_blocks": 512, "threads": 1}
-    target = await target_boot.start(TargetSettings(model=models[0], batch_invariant=True, **common))
+    of_target = {"batch_invariant": True, "allow_adapter_changes": allow_adapter_changes, **common}
+    target = await target_boot.start(TargetSettings(model=models[0], **of_target))
     draft = await draft_boot.start(DraftSettings(model=models[1], allow_reload=True, **common, **of_draft))
     tokenizer = Tokenizer.load(models[0])
     tokenizer.tool_parser = "json"
