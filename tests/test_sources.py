@@ -24,7 +24,8 @@ MAY_PICKLE = {
     "entrypoints/outrider/cli/convert_file.py": "catches what torch.load raises, in a process of its own",
 }
 MAY_LOAD = {"entrypoints/outrider/cli/convert_file.py": "weights_only, in a process of its own"}
-LOADERS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("pd", "read_pickle"), ("joblib", "load")}
+PACKAGES = {"np": "numpy", "pd": "pandas"}  # by the names that they are imported by
+LOADERS = {("torch", "load"), ("numpy", "load"), ("pandas", "read_pickle")}
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 YAML = {"load", "load_all", "full_load", "unsafe_load"}  # safe_load is the one that makes nothing but values
 
@@ -38,6 +39,9 @@ def found(path: Path) -> Iterator[tuple[int, str]]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             if PICKLES & {name.partition(".")[0] for name in names}:
                 yield node.lineno, "pickle"
+            if isinstance(node, ast.ImportFrom):
+                loaders = (_loader(node.module or "", alias.name) for alias in node.names)
+                yield from ((node.lineno, what) for what in loaders if what is not None)
         elif isinstance(node, ast.Call):
             yield from ((node.lineno, what) for what in _calls(node))
 
@@ -46,16 +50,23 @@ def _calls(node: ast.Call) -> Iterator[str]:
     function = node.func
     if isinstance(function, ast.Name) and function.id in RUNS_TEXT:
         yield "text as code"
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-        owner = function.value.id
-        if (owner, function.attr) in LOADERS:
-            yield "load"
-        if owner == "yaml" and function.attr in YAML:
-            yield "yaml"
+    if isinstance(function, ast.Attribute):
+        what = _loader(ast.unparse(function.value), function.attr)
+        if what is not None:
+            yield what
     for keyword in node.keywords:
         is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         if keyword.arg in ("shell", "allow_pickle") and is_true:
             yield f"{keyword.arg}=True"
+
+
+def _loader(owner: str, name: str) -> str | None:
+    """What a function of a module, or of one within it, would do with a file."""
+    package = owner.partition(".")[0]
+    package = PACKAGES.get(package, package)
+    if package == "yaml" and name in YAML:
+        return "yaml"
+    return "load" if (package, name) in LOADERS else None
 
 
 def all_found() -> dict[str, set[str]]:
@@ -93,11 +104,21 @@ SAYS = {
     "from dill.x import y": "pickle",
     "torch.load(f)": "load",
     "np.load(f)": "load",
+    "torch.serialization.load(f)": "load",
+    "from torch import load": "load",
+    "from torch.serialization import x, load as y": "load",
+    "from numpy import load": "load",
+    "from pandas import read_pickle": "load",
+    "from pickle import loads": "pickle",
+    "from yaml import load": "yaml",
     "eval('1')": "text as code",
     "yaml.load(f)": "yaml",
     "subprocess.run(x, shell=True)": "shell=True",
     "f(allow_pickle=True)": "allow_pickle=True",
     "yaml.safe_load(f)": None,
+    "from yaml import safe_load": None,
+    "from safetensors.torch import load": None,
+    "from . import load": None,
     "re.compile('x')": None,
     "model.eval()": None,
 }
