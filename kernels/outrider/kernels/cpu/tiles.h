@@ -51,6 +51,13 @@ INLINE void split_into(uint16_t *x, int64_t inputs, int64_t row, int64_t at, flo
     }
 }
 
+#ifdef __SANITIZE_ADDRESS__ /* which does not see what the unit reads by itself */
+void __asan_loadN(const void *from, size_t bytes);
+#define load_tile(tile, from) do { __asan_loadN(from, 2 * TILE); _tile_loadd(tile, from, 64); } while (0)
+#else
+#define load_tile(tile, from) _tile_loadd(tile, from, 64)
+#endif
+
 /* One or two tiles of rows times a panel. weights: [steps][2][16 pairs of inputs][16 outputs][2]; sums: [together][2]
    [16][16]. Meanwhile `fetched` bytes a step of what comes next are brought into the second-level cache. */
 INLINE void multiply_together(const int together, const uint16_t *x, const uint16_t *weights, int64_t steps,
@@ -62,13 +69,13 @@ INLINE void multiply_together(const int together, const uint16_t *x, const uint1
     _tile_zero(3);
     for (int64_t step = 0; step < steps; step++, x += TILE, second += TILE, weights += 2 * TILE, next += fetched) {
         for (int64_t line = 0; line < fetched; line += 64) __builtin_prefetch(next + line, 0, 2);
-        _tile_loadd(4, x, 64);
-        _tile_loadd(6, weights, 64);
-        _tile_loadd(7, weights + TILE, 64);
+        load_tile(4, x);
+        load_tile(6, weights);
+        load_tile(7, weights + TILE);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (together == 1) continue;
-        _tile_loadd(5, second, 64);
+        load_tile(5, second);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
