@@ -424,3 +424,24 @@ async def test_losses_are_told_in_turns_and_prompts_that_begin_alike_together() 
         assert len(told) == count
         await asyncio.sleep(0)
     assert [opened.prompt_ids[0] for opened in told] == [0] * 8 + [1] * 8 + [2] * 8
+
+
+async def test_who_has_closed_a_link_is_not_told_that_it_is_lost() -> None:
+    """The replica is lost, others are told so first, and meanwhile the sequence goes on without it."""
+    replica = Replica("a:1", TARGET_SERVICE, lambda info: None, lambda: None)
+    stream: Any = SimpleNamespace(error=None, send=lambda *messages: None)
+    told: list[int] = []
+    links: list[ReplicaLink] = []
+    for number in range(3):
+
+        def on_event(event: Lost, number: int = number) -> None:
+            end = time.monotonic() + LOSSES_S
+            while time.monotonic() < end:
+                pass
+            told.append(number)
+
+        links.append(ReplicaLink(replica.links, stream, number, on_event, ModelInfo("m", "d", 9, 9), request()))
+    replica._tell_lost("gone")
+    links[1].close()
+    await until(lambda: 2 in told)
+    assert told == [0, 2]

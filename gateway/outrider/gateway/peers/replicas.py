@@ -162,7 +162,12 @@ class ReplicaLink:
         self._length += len(commit.ids)
 
     def close(self) -> None:
-        """Ends the sequence, if it has not ended."""
+        """Ends the sequence, if it has not ended; no event follows, nor that of a loss that others are told of now."""
+        self.end()
+        self.on_event = lambda event: None
+
+    def end(self) -> None:
+        """The same, but one event may follow: why it ends."""
         if self.alive_on(self._stream):
             del self.links[self.sequence_id]
             self._stream.send(Close(self.sequence_id))
@@ -366,7 +371,7 @@ class Replica(Generic[Info]):
         """Sequences that begin alike are told one after another: what one has computed elsewhere, the next finds."""
         links = sorted(self.links.values(), key=lambda link: link.request.prompt_ids[:AFFINITY_TOKENS])
         for link in links:
-            link.close()
+            link.end()
         self._tell(iter(links), f"{self._service.name} {self.address}: {reason}")
 
     def _tell(self, links: Iterator[ReplicaLink], reason: str) -> None:
@@ -427,7 +432,7 @@ class Replica(Generic[Info]):
         try:
             link.check(commit)
         except InvalidArgument as error:
-            link.close()
+            link.end()
             why = f"{self._service.name} {self.address}: {error.message}"
             log.error("%s", why)
             return to_failure(commit.sequence_id, Unavailable(why, reason="BAD_COMMIT"))
