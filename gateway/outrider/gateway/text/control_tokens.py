@@ -110,7 +110,7 @@ def _one_of(texts: Sequence[str]) -> str:
     """A regular expression for the longest of them that stands at a place. What several begin with is read once: some
     tokenizers have hundreds that differ in a number at their end."""
     groups = groupby((text for text in sorted(texts) if text), key=lambda text: text[0])
-    branches = [re.escape(first) + _one_of([text[1:] for text in group]) for first, group in groups]
+    branches: list[str] = [re.escape(first) + _one_of([text[1:] for text in group]) for first, group in groups]
     if len(branches) == 1 and "" not in texts:
         return branches[0]
     return (f"(?:{'|'.join(branches)})" if branches else "") + ("?" if branches and "" in texts else "")
