@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -14,9 +15,15 @@ from support.fakes import EOS, ToyDraft, ToyTarget, scripted, target_info
 from support.gateways import Gateway, gateway, thinking_tokenizer, toy_tokenizer
 from support.tools import tool_tokenizer, writes
 
-from outrider.gateway.http.responses_input import messages_of
+from outrider.gateway.http.responses import ResponseBuilder
+from outrider.gateway.http.responses_input import messages_of, read_responses
+from outrider.gateway.request import GenerationDelta
+from outrider.gateway.text.tokenizer import TextStream
+from outrider.gateway.text.tools.formats import FORMATS
+from outrider.gateway.text.tools.use import ToolStream
 from outrider.rpc.errors import Internal, InvalidArgument
 from outrider.rpc.messages import to_failure
+from outrider.rpc.sampling_params import FinishReason, SamplingParams
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -150,6 +157,43 @@ async def test_calls_are_items_and_their_results_go_back() -> None:
         assert "forty two" in prompt and '"a": 1' in prompt
         forced = await client.responses.create(**ASKED, tools=[ADD], tool_choice={"type": "function", "name": "add"})
         assert forced.tools[0].type == "function" and target.opens[-1].sampling.structured_output is not None
+
+
+BROKEN = '<tool_call>{"name": "add", "arguments": {"a": 1, oops'
+MIXED: list[tuple[str, list[tuple[str, str]]]] = [
+    (f"{CALL}\nDone now", [("add", '{"a": 1}'), ("", "\nDone now")]),
+    (f"So: {CALL} and {CALL}.", [("", "So: "), ("add", '{"a": 1}'), ("", " and "), ("add", '{"a": 1}'), ("", ".")]),
+    (BROKEN, [("add", '{"a": 1, '), ("", "oops")]),
+]
+
+
+def items_of(output: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """A call's name and its arguments; of a message its text."""
+    return [(one["name"], one["arguments"]) if "name" in one else ("", one["content"][0]["text"]) for one in output]
+
+
+@pytest.mark.parametrize(("text", "items"), MIXED)
+async def test_text_after_a_call_in_one_commit_comes_after_it(text: str, items: list[tuple[str, str]]) -> None:
+    """However many tokens a commit has, whole and as a stream."""
+    tokenizer = tool_tokenizer("hermes")
+    toy = ToyTarget(rule=writes("hermes", text), info=target_info(**LONG))
+    async with gateway(toy, ToyDraft(rule=toy.rule), tokenizer=tokenizer) as served, served.client() as client:
+        answer = await client.post("/v1/responses", json={**ASKED, "tools": [ADD]})
+        assert answer.status_code == 200 and items_of(answer.json()["output"]) == items
+        events = await events_of(served, tools=[ADD])
+        assert events[-1]["type"] == "response.completed" and items_of(events[-1]["response"]["output"]) == items
+        done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        assert items_of(done) == items
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        asked = read_responses({**ASKED, "tools": [ADD]}, None, served.engine)
+        for cuts in [(), *combinations(range(1, len(ids)), 1), *combinations(range(1, len(ids), 3), 2)]:
+            stream = TextStream(tokenizer, SamplingParams(), [])
+            tools = ToolStream(stream, FORMATS["hermes"].parser("call_{}".format, {"add": {}}))
+            built = ResponseBuilder(served.engine, asked)
+            for start, end in pairwise((0, *cuts, len(ids))):
+                cut = tools.push(ids[start:end], FinishReason.LENGTH if end == len(ids) else None)
+                built.add(GenerationDelta("r", 0, cut.text, cut.tool_calls, finish_reason=cut.finish_reason))
+            assert items_of(built.shape()["output"]) == items, cuts
 
 
 def test_items_become_messages() -> None:

@@ -36,6 +36,13 @@ def parse(name: str, *pieces: str) -> tuple[str, Calls]:
     return text, [(call.name, call.arguments) for call in calls]
 
 
+def places(name: str, *pieces: str) -> list[int]:
+    """How much of the text comes before each call."""
+    reading = parser(name)
+    parts = [*map(reading.push, pieces), reading.finish()]
+    return [call.num_before for call in join_calls(call for part in parts for call in part.calls)]
+
+
 def write(layout: Layout, calls: Calls) -> str:
     """Calls as a model that was trained on a format writes them."""
     written = [layout.before.replace("NAME", name) + arguments + layout.after for name, arguments in calls]
@@ -78,6 +85,7 @@ FRAGMENTS = [
 def test_any_split_gives_the_same_and_without_calls_the_text_is_whole(name: str, text: str, cuts: list[int]) -> None:
     whole = parse(name, text)
     assert parse(name, *split(text, cuts)) == whole == parse(name, *text)
+    assert places(name, *split(text, cuts)) == places(name, text)
     if not whole[1]:
         assert whole[0] == text
 
@@ -169,9 +177,9 @@ def test_arguments_come_as_they_are_written_and_text_is_not_kept() -> None:
     assert reading.push("Look: <").text == "Look: "
     assert reading.push("b>").text == "<b>"
     assert reading.push('<tool_call>{"name": "add", "arg').calls == []
-    assert reading.push('uments": {"a').calls == [ToolCallDelta(0, "call_0", "add", '{"a')]
-    assert reading.push('": 1').calls == [ToolCallDelta(0, arguments='": 1')]
-    assert reading.push("}} </tool_call>").calls == [ToolCallDelta(0, arguments="}")]
+    assert reading.push('uments": {"a').calls == [ToolCallDelta(0, "call_0", "add", '{"a', num_before=9)]
+    assert reading.push('": 1').calls == [ToolCallDelta(0, arguments='": 1', num_before=9)]
+    assert reading.push("}} </tool_call>").calls == [ToolCallDelta(0, arguments="}", num_before=9)]
     assert reading.finish().text == ""
 
 

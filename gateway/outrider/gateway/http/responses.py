@@ -92,6 +92,7 @@ class ResponseBuilder:
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item, while it grows
         self._space = ""  # before a text that may not come
+        self._num_chars = 0  # of text that came
 
     def begin(self) -> list[Event]:
         """Before there is anything."""
@@ -99,13 +100,16 @@ class ResponseBuilder:
 
     def add(self, delta: GenerationDelta) -> list[Event]:
         """What a delta adds."""
-        events: list[Event] = []
+        calls = delta.tool_calls
+        num_open = 1 if calls and not calls[0].id else 0  # the rest of the open call, which all else would close
+        events = [event for call in calls[:num_open] for event in self._add_call(call)]
         if delta.reasoning:
             events += self._add_text("reasoning", delta.reasoning)
-        if delta.text:
-            events += self._add_answer(delta.text)
-        for call in delta.tool_calls:
+        begin = self._num_chars
+        for call in calls[num_open:]:
+            events += self._add_answer(delta.text[self._num_chars - begin : call.num_before - begin])
             events += self._add_call(call)
+        events += self._add_answer(delta.text[self._num_chars - begin :])
         return events if delta.finish_reason is None else [*events, *self._finish(delta)]
 
     def fail(self, error: OutriderError) -> list[Event]:
@@ -146,6 +150,9 @@ class ResponseBuilder:
 
     def _add_answer(self, text: str) -> list[Event]:
         """White space before the first item, or between items, is no message by itself."""
+        self._num_chars += len(text)
+        if not text:
+            return []
         if self._open is None or self._open["type"] != "message":
             self._space += text
             if not self._space.strip():

@@ -27,6 +27,7 @@ class ToolCallDelta:
     id: str = ""
     name: str = ""
     arguments: str = ""
+    num_before: int = 0  # characters of the completion's text that come before it
 
     def followed_by(self, later: ToolCallDelta) -> ToolCallDelta:
         """Both as one."""

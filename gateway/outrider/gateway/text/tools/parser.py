@@ -53,7 +53,7 @@ class ToolParser(ABC):
         self._buffer, self._at = "", 0  # characters from the first that is not told, and how many of them are read
         self._ended = False
         self._out = Parsed()
-        self.num_calls = 0
+        self.num_calls = self._num_said = 0
         self._told = 0  # characters of the buffer that are told, in a call's arguments
         self._in_arguments = False
         self._blank = True  # no text since the beginning or the last call
@@ -135,6 +135,7 @@ class ToolParser(ABC):
         if self._ended and self._blank and self.num_calls and not text.strip(SPACES):
             return
         self._out.text += text
+        self._num_said += len(text)
         self._blank = self._blank and not text.strip(SPACES)
 
     # What the formats' coroutines are made of.
@@ -245,14 +246,15 @@ class ToolParser(ABC):
         """A call begins; with arguments it is whole."""
         if self.num_calls >= MAX_CALLS:
             raise NoCall
-        self._out.calls.append(ToolCallDelta(self.num_calls, self._call_id(self.num_calls), name, arguments))
+        number = self.num_calls
+        self._out.calls.append(ToolCallDelta(number, self._call_id(number), name, arguments, self._num_said))
         self.num_calls += 1
         self._blank = True
         self.end_call()
 
     def tell_more(self, arguments: str) -> None:
         """A further piece of the last call's arguments, in JSON, of what was read up to here."""
-        piece, calls = ToolCallDelta(self.num_calls - 1, arguments=arguments), self._out.calls
+        piece, calls = ToolCallDelta(self.num_calls - 1, "", "", arguments, self._num_said), self._out.calls
         if calls and calls[-1].index == piece.index:
             calls[-1] = calls[-1].followed_by(piece)
         else:
