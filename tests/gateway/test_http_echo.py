@@ -54,6 +54,21 @@ async def test_prompts_of_every_kind_come_first(stream: bool) -> None:
         assert kept[0]["text"].startswith(toy_tokenizer().decode(ids[-2:]))
 
 
+async def test_what_no_context_holds_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, and there may be very many."""
+    decoded: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.extend(ids)
+        return ""
+
+    async with gateway() as served, served.client() as client:
+        monkeypatch.setattr(served.engine.tokenizer, "decode", decode)
+        answer = await client.post("/v1/completions", json={**BODY, "prompt": [11] * 300})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+    assert not decoded
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_begin_with_the_prompt_s(stream: bool) -> None:
     """The prompt's first token has none; every completion has them, whichever the target told them to."""

@@ -45,7 +45,8 @@ async def _echoed(
     kept = ids[-keep:] if isinstance(keep, int) and keep > 0 else ids
     text = request.text
     if text is None or kept != ids:
-        shown = kept if not {int}.symmetric_difference(map(type, kept)) else ()  # others are refused later
+        is_taken = len(kept) < longest and not {int}.symmetric_difference(map(type, kept))
+        shown = kept if is_taken else ()  # others are refused later
         known = [token for token in shown if 0 <= token < engine.tokenizer.num_tokens]
         text = await in_thread(len(known) > LONG_TEXT, engine.tokenizer.decode, known)
     return replace(request, text=None, token_ids=ids), EchoedPrompt(text, kept)
