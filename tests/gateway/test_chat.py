@@ -376,6 +376,7 @@ async def test_the_interpreter_has_nothing_to_look_for_after_a_template() -> Non
         ([{"content": ""}] * 101, "has 101 messages; allowed: at most 100, the tokens of a context"),
         ([{"content": "x" * 51_201}], "has 51208 characters; allowed: a text of at most 99 tokens"),
         ([{"content": [{"text": "x" * 30_000}, {"text": "x" * 21_201}]}], "has 51216 characters"),
+        ([{"content": "x", "more": [[]] * 395}], "has 401 values; allowed: at most 400"),
     ],
 )
 async def test_what_no_context_holds_is_not_rendered(

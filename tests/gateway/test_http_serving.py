@@ -19,14 +19,21 @@ from outrider.gateway import request, servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import serving, sse
-from outrider.gateway.http.protocol import ChatBody, CompletionBody, HttpOptions, parse_body, read_completion
-from outrider.gateway.http.responses_input import ResponsesBody
+from outrider.gateway.http.protocol import (
+    ChatBody,
+    CompletionBody,
+    HttpOptions,
+    parse_body,
+    read_chat,
+    read_completion,
+)
+from outrider.gateway.http.responses_input import ResponsesBody, read_responses
 from outrider.gateway.http.serving import TokenTexts
 from outrider.gateway.http.tokenize import DetokenizeBody, TokenizeBody
 from outrider.gateway.servicer import decode_request
 from outrider.gateway.text.tokenizer import LONG_TEXT, Tokenizer
 from outrider.rpc.messages import TokenLogprob
-from outrider.rpc.sampling_params import AcceptanceRule, StructuredOutput
+from outrider.rpc.sampling_params import PARAMETERS, AcceptanceRule, StructuredOutput
 from outrider.v1 import generation_pb2 as pb
 
 GREEDY: dict[str, Any] = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
@@ -57,6 +64,28 @@ async def test_equals_grpc_and_says_what_it_did() -> None:
         assert stats["acceptance"] == "block" and 0 < stats["acceptance_rate"] < 1
         assert stats["num_rounds_by_mode"] == {"sequential": stats["num_rounds"]} and stats["mode"] == "sequential"
         assert stats["method"] == "draft_model"
+
+
+async def test_nothing_is_kept_of_a_field_that_nobody_knows() -> None:
+    """It would be held for as long as the request is; sampling parameters stand among the further fields."""
+    body: dict[str, Any] = {
+        "unknown": [[]] * 100,
+        "bad_words_ids": [[]],
+        "top_k": 5,
+        "text": {"more": [[]]},
+        "include": [[]],
+    }
+    chat = {**body, "messages": [{"role": "user", "content": "hi", "name": "me", "more": 1}]}
+    reasoning = {"effort": "low", "summary": [[]], "more": [[]]}
+    async with gateway() as served:
+        asked = read_responses({**body, "input": "hi", "reasoning": reasoning}, None, served.engine)
+        requests = [read_chat(chat, None, served.engine), read_completion({**GREEDY, **body}, None, served.engine)]
+    for read in (*requests, asked.chat):
+        known = set(read.body.model_extra or {})
+        assert "top_k" in known and known <= {name for name, row in PARAMETERS.items() if row.http == ""}
+        assert read.requests[0].sampling is not None and read.requests[0].sampling.top_k == 5
+    assert "[[]" not in repr(asked.body) and requests[0].requests[0].messages is not None
+    assert requests[0].requests[0].messages[0] == {"role": "user", "content": "hi", "name": "me", "more": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])

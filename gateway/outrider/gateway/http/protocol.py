@@ -57,6 +57,7 @@ NAMES = {
     "prediction.text": "prediction.content", "salt": "cache_salt", "model_digest": "system_fingerprint",
     **{name: row.http for name, row in PARAMETERS.items() if row.http},
 }  # fmt: skip
+_FURTHER = tuple(name for name, row in PARAMETERS.items() if row.http == "")  # sampling parameters by their own names
 BUDGET = "thinking_token_budget"
 NO_BUDGET = -1
 # Of guided_*: structured_outputs' name and the protocol's.
@@ -286,6 +287,14 @@ class OpenAIBody(Body):
 
     model_config = ConfigDict(extra="allow")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        """What nobody knows is not held while the request is."""
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name in cls.model_fields or name in _FURTHER}
+
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -373,8 +382,7 @@ class OpenAIBody(Body):
 
     def _sampling(self, defaults: SamplingParams) -> SamplingParams:
         further = self.model_extra or {}
-        names = [name for name, row in PARAMETERS.items() if row.http == "" and name in further]
-        given = {name: _from_json(name, further[name]) for name in names}
+        given = {name: _from_json(name, further[name]) for name in _FURTHER if name in further}
         given |= {"structured_output": self._constraint(), "prompt_logprobs": self.prompt_logprobs}
         return resolve_sampling(given, defaults)
 

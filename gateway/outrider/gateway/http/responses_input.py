@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 
 from outrider.gateway.engine import GenerationEngine
@@ -44,10 +44,9 @@ def _metadata(value: dict[str, Any]) -> dict[str, Any]:
 class TextFormat(Body):
     """A constraint on the text, flat."""
 
-    model_config = ConfigDict(extra="allow")
-
     type: Annotated[str, one_of(["text", "json_object", "json_schema"])] = "text"
     name: str | None = None
+    description: str | None = None
     json_schema: Any = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -63,14 +62,10 @@ class Reasoning(Body):
     """How much the model is to reason; summaries are none that anybody makes here."""
 
     effort: str = ""
-    summary: Any = None
-    generate_summary: Any = None
 
 
 class ResponsesBody(Body):
-    """POST /v1/responses. Further fields are the chat endpoint's."""
-
-    model_config = ConfigDict(extra="allow")
+    """POST /v1/responses. Further fields are the chat endpoint's; `include` asks for nothing that is left out."""
 
     input: Any = None
     instructions: str | None = None
@@ -82,7 +77,6 @@ class ResponsesBody(Body):
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, Any], AfterValidator(_metadata)] = Field(default_factory=dict)
     store: bool = False  # nothing is, whatever is asked; the answer says so
-    include: list[Any] = Field(default_factory=list)  # nothing of what may be asked for is left out
     stream: bool = False
     truncation: Annotated[str, one_of(["disabled"])] = "disabled"
 

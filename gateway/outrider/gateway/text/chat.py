@@ -27,6 +27,7 @@ MAX_RENDERED = 8  # conversations at once; others wait
 WAIT_S = 15.0  # for one of these, at most: longer than any has it
 TEMPLATE_REFUSED = "TEMPLATE_REFUSED"  # the reason where the template itself has said what is wrong
 BACK_MS = 1000  # when who waited in vain may come back
+MAX_VALUES_PER_TOKEN = 4  # of messages and variables: a message, which has some more, takes several tokens
 # Fields of the request, or of the checkpoint.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 PICTURE = {"type": "image"}  # a part of a content, in whose place a template writes the placeholder
@@ -71,7 +72,7 @@ async def chat_text(request: GenerationRequest, tokenizer: Tokenizer, max_model_
     if request.tools and request.tool_choice != "none":
         variables["tools"] = template_tools(request.tools)
     try:
-        return await _in_bounded_time(partial(_rendered, request, tokenizer, variables, max_model_len))
+        return await _in_bounded_time(partial(_bounded, request, tokenizer, variables, max_model_len))
     except TimeoutError:
         raise InvalidArgument.of([Violation("chat", f"takes its template more than {RENDER_S:g} s")]) from None
     except (ValueError, RecursionError) as error:
@@ -154,6 +155,23 @@ async def _in_bounded_time(render: Callable[[], ChatText]) -> ChatText:
     finally:
         rendered.cancel()
         rendering.end()  # nobody waits for it any more, if it still runs
+
+
+def _bounded(
+    request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
+) -> ChatText:
+    """As _rendered, of no more values than a context may have: empty ones have no characters, and take memory."""
+    num_values, most = _num_values([request.messages, variables]), MAX_VALUES_PER_TOKEN * max_model_len
+    if num_values > most:
+        raise InvalidArgument.of([Violation("chat", f"has {num_values} values; allowed: at most {most}", TOO_LONG)])
+    return _rendered(request, tokenizer, variables, max_model_len)
+
+
+def _num_values(value: Any) -> int:
+    """The values in one of JSON, itself among them."""
+    if isinstance(value, Mapping):
+        return 1 + sum(map(_num_values, value.values()))
+    return 1 + sum(map(_num_values, value)) if isinstance(value, list | tuple) else 1
 
 
 def _rendered(
