@@ -33,6 +33,7 @@ from outrider.gateway.metered import DEMAND_EVERY_S, MeteredEngine, _Pieces
 from outrider.gateway.metrics import PARTS, WINDOWS, GatewayMetrics
 from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest
+from outrider.gateway.speculation.core import MAX_PIECES
 from outrider.planner.estimates import Acceptance
 from outrider.planner.policy import Round
 from outrider.rpc.errors import DeadlineExceeded, InvalidArgument
@@ -251,6 +252,18 @@ def test_when_a_window_came() -> None:
     pieces.add(piece(3, 11, 5, 5))
     assert pieces.window_of(closed_round(4, 12, 0, None, time.monotonic() + 1)) == "stale"
     assert pieces.window_of(closed_round(5, 13, 0, None, now, mode="off")) is None
+
+
+def test_of_a_draft_s_pieces_a_bounded_number_is_noted() -> None:
+    """They are noted before anything is judged: one may send beyond its credit, or what nobody asked for."""
+    pieces = _Pieces()
+    for position in range(10_000):
+        pieces.add(piece(0, position, 1))
+    assert len(pieces._held) == MAX_PIECES
+    assert pieces.window_of(closed_round(1, 9_900, 1, 0, time.monotonic() + 1)) == "hit", "the last ones are there"
+    for position in range(10_000):
+        pieces.add(piece(0, 20_000 + position, 1))
+    assert len(pieces._held) == MAX_PIECES
 
 
 async def test_windows_are_those_of_the_rounds() -> None:

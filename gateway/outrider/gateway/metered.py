@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from outrider.gateway.engine import GenerationEngine, RequestRun
 from outrider.gateway.metrics import Exemplar, GatewayMetrics
 from outrider.gateway.request import GenerationDelta, GenerationRequest, Prepared
 from outrider.gateway.speculation.backends import Drafter, DrafterLink, Lost
+from outrider.gateway.speculation.core import MAX_PIECES
 from outrider.gateway.tracing import RequestTrace
 from outrider.planner.estimates import RunningMean
 from outrider.planner.forecast import Forecast, SharedStats
@@ -92,7 +94,8 @@ class _Pieces:
     """When the drafted tokens of one completion came. Seconds on the gateway's monotonic clock."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[int, int, float]] = []  # chain, the position after its last token, arrival
+        # Chain, the position after its last token, arrival; bounded, since nothing is judged yet when it is noted.
+        self._held: deque[tuple[int, int, float]] = deque(maxlen=MAX_PIECES)
 
     def add(self, piece: DraftTokens) -> None:
         """A piece has come."""
@@ -111,7 +114,7 @@ class _Pieces:
             is_stale = any(end > commit.position and at <= closed.ended for _, end, at in self._held)
             window = "stale" if is_stale else "miss"
         committed = commit.position + len(commit.ids)
-        self._held = [piece for piece in self._held if piece[1] > committed]
+        self._held = deque((piece for piece in self._held if piece[1] > committed), MAX_PIECES)
         return window if closed.index else None  # the prompt's round waits for no window
 
 
