@@ -266,6 +266,26 @@ def test_of_a_draft_s_pieces_a_bounded_number_is_noted() -> None:
     assert len(pieces._held) == MAX_PIECES
 
 
+@pytest.mark.parametrize("n", [10**30, -1, "two"])
+async def test_who_leaves_before_a_request_is_judged_counts_once(n: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    judging = asyncio.Event()
+
+    async def judge(request: GenerationRequest) -> None:
+        judging.set()
+        await asyncio.Event().wait()
+
+    async with gateway() as served:
+        monkeypatch.setattr(served.engine, "_prepare", judge)
+        deltas = served.engine.generate(GenerationRequest(text="the fox", n=n))
+        first = asyncio.ensure_future(anext(deltas))
+        await judging.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        found = await scrape(served)
+        assert found["request_success_total", (("finished_reason", "abort"),)] == 1
+
+
 async def test_windows_are_those_of_the_rounds() -> None:
     async with gateway(ToyTarget(), ToyDraft(wrong_every=5)) as served:
         did = (await ask(served, max_tokens=40))["choices"][0]["speculation"]

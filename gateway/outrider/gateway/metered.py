@@ -81,7 +81,7 @@ class MeteredEngine(GenerationEngine):
     def _new_run(self, prepared: Prepared, root: RequestTrace | None, timeout_ms: int) -> RequestRun:
         run, watch = super()._new_run(prepared, root, timeout_ms), self._watches.get(id(prepared.request))
         if watch is not None:
-            watch.at_target = run.prepared.at_target
+            watch.at_target, watch.num_left = run.prepared.at_target, prepared.request.n
         if run.drafter is not None and watch is not None:
             run.drafter = _MeteredDrafter(run.drafter, watch.pieces_of)
         return run
@@ -189,7 +189,7 @@ class _Watch:
         self.exemplar: Exemplar = None
         self.at_target = False  # nothing is asked of a draft
         self._pieces: dict[int, _Pieces] = {}  # by completion
-        self._num_left, self._adapter = request.n, request.adapter
+        self.num_left, self._adapter = 1, request.adapter  # completions, once it is known that so many can be made
         self._num_first: dict[int, int] = {}  # by completion the tokens that its first commit brought
         self._decoding_s: dict[int, float] = {}  # ... and the time of the commits after that
         self._modes: dict[int, str] = {}  # by completion, its last round's
@@ -235,7 +235,7 @@ class _Watch:
 
     def _finish(self, delta: GenerationDelta) -> None:
         metrics = self._metrics
-        self._num_left -= 1
+        self.num_left -= 1
         metrics.success.labels(delta.finish_reason.name.lower() if delta.finish_reason else "").inc()
         if delta.usage is None:
             return
@@ -261,5 +261,5 @@ class _Watch:
 
     def abort(self) -> None:
         """The caller went away."""
-        if self._num_left:
-            self._metrics.success.labels("abort").inc(self._num_left)
+        if self.num_left:
+            self._metrics.success.labels("abort").inc(self.num_left)
