@@ -129,6 +129,11 @@ async def test_reasoning_is_an_item(opens: bool) -> None:
             "created", "in_progress", *REASONING, "output_item.done", *MESSAGE, "output_item.done", "completed",
         ]  # fmt: skip
         assert [event["output_index"] for event in events if event["type"] == "response.output_item.done"] == [0, 1]
+        left_out = await client.responses.create(**ASKED, extra_body={"include_reasoning": False})
+        assert [item.type for item in left_out.output] == ["message"] and left_out.output_text == whole.output_text
+        assert left_out.usage is not None and left_out.usage.output_tokens_details == whole.usage.output_tokens_details
+        events = await events_of(served, include_reasoning=False)
+        assert kinds(events) == ["created", "in_progress", *MESSAGE, "output_item.done", "completed"]
 
 
 async def test_calls_are_items_and_their_results_go_back() -> None:

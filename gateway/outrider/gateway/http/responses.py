@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http import sse
-from outrider.gateway.http.protocol import options_of, read_body
+from outrider.gateway.http.protocol import ChatBody, options_of, read_body
 from outrider.gateway.http.responses_input import ResponsesRequest, read_responses, with_own_names
 from outrider.gateway.http.serving import UsageSum, begun, extension_shape, generate
 from outrider.gateway.request import GenerationDelta
@@ -85,6 +85,8 @@ class ResponseBuilder:
 
     def __init__(self, engine: GenerationEngine, asked: ResponsesRequest) -> None:
         self._asked, self._model = asked, asked.chat.model
+        chat = asked.chat.body
+        self._shows_reasoning = isinstance(chat, ChatBody) and chat.include_reasoning
         self._id, self._created_at = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._status, self._error, self._incomplete = "in_progress", None, None  # type: str, Any, Any
         self._usage: dict[str, Any] | None = None
@@ -103,7 +105,7 @@ class ResponseBuilder:
         calls = delta.tool_calls
         num_open = 1 if calls and not calls[0].id else 0  # the rest of the open call, which all else would close
         events = [event for call in calls[:num_open] for event in self._add_call(call)]
-        if delta.reasoning:
+        if delta.reasoning and self._shows_reasoning:
             events += self._add_text("reasoning", delta.reasoning)
         begin = self._num_chars
         for call in calls[num_open:]:
