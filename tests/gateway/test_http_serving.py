@@ -524,6 +524,8 @@ def test_alternatives_are_the_most_probable_by_rank() -> None:
     others = (TokenLogprob(41, -0.5, 1), TokenLogprob(42, float("-inf"), 2))
     entry = TokenTexts(toy_tokenizer()).chat([(chosen, *others)], 2)["content"][0]
     assert entry["logprob"] == -3.0 and [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -9999.0]
+    every = TokenTexts(toy_tokenizer()).chat([(chosen, *others)], -1)["content"][0]
+    assert len(every["top_logprobs"]) == 1 + len(others), "all that there are"
     within = TokenTexts(toy_tokenizer()).chat([(TokenLogprob(40, -1.0, 2), others[0])], 2)["content"][0]
     assert [top["logprob"] for top in within["top_logprobs"]] == [-0.5, -1.0]
 

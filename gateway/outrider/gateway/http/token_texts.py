@@ -48,11 +48,11 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def chat(self, positions: Sequence[PositionLogprobs], count: int) -> dict[str, Any]:
-        """The chat endpoint's form."""
+        """The chat endpoint's form; a `count` below 0 is all that there are."""
         content = []
         for candidates in positions:
             chosen, *_ = candidates
-            top = sorted(candidates, key=lambda entry: entry.rank)[:count]
+            top = sorted(candidates, key=lambda entry: entry.rank)[: count if count >= 0 else None]
             content.append({
                 **self._entry(chosen.id, chosen.logprob),
                 "top_logprobs": [self._entry(entry.id, entry.logprob) for entry in top],
