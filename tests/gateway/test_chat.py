@@ -316,7 +316,7 @@ async def test_a_caller_s_slow_conversations_do_not_stand_before_another_s(monke
     render = tokenizer.render_chat
 
     def slow(messages: Any, *arguments: Any, **variables: Any) -> str:
-        assert messages[0]["content"] != "slow" or go.acquire(timeout=60)
+        assert messages[0]["content"] != "tardy" or go.acquire(timeout=60)
         return render(messages, *arguments, **variables)
 
     monkeypatch.setattr(tokenizer, "render_chat", slow)
@@ -326,7 +326,7 @@ async def test_a_caller_s_slow_conversations_do_not_stand_before_another_s(monke
         request = GenerationRequest(messages=({"role": "user", "content": content},), salt=salt)
         return asyncio.create_task(engine._prepare(request))
 
-    slow_ones = [ask("slow", "a") for _ in range(3 * chat.MAX_RENDERED)]
+    slow_ones = [ask("tardy", "a") for _ in range(3 * chat.MAX_RENDERED)]
     await until(lambda: engine._templates.num_active == chat.MAX_RENDERED)
     quick = ask("quick", "b")
     await asyncio.sleep(0)

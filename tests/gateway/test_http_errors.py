@@ -210,6 +210,16 @@ async def test_shapes_are_refused_together_and_by_their_place() -> None:
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize("field", ["content", "tool_calls"])
+async def test_of_a_long_list_of_what_is_wrong_the_first_is_told(field: str) -> None:
+    """A body has room for hundreds of thousands, each of whose errors would take more memory than it."""
+    message = {"role": "user", field: [1] * 1000}
+    async with gateway() as served, served.client() as client:
+        refused = await client.post("/v1/chat/completions", json={"model": "toy", "messages": [message]})
+    told = refused.json()["error"]
+    assert refused.status_code == 400 and told["param"] == f"messages[0].{field}[0]" and "[1]" not in told["message"]
+
+
 async def test_a_refused_conversation_says_nothing_of_the_server() -> None:
     async with gateway() as served, served.client() as client:
 

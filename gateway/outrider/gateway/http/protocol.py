@@ -13,7 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -274,7 +283,7 @@ class Prediction(Body):
     """A guess at the answer, in OpenAI's form."""
 
     type: Annotated[str, one_of(["content"])] = Field("", validate_default=True)
-    content: Annotated[list[Annotated[str, BeforeValidator(_text)]], BeforeValidator(_parts)] = []
+    content: Annotated[list[Annotated[str, BeforeValidator(_text)]], FailFast(), BeforeValidator(_parts)] = []
 
     @property
     def text(self) -> str:
@@ -475,8 +484,8 @@ class ChatMessage(Body):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(None, validate_default=True)
-    content: Annotated[list[Annotated[Any, BeforeValidator(_part)]], BeforeValidator(_parts)] = []
-    tool_calls: list[ToolCall] = []
+    content: Annotated[list[Annotated[Any, BeforeValidator(_part)]], FailFast(), BeforeValidator(_parts)] = []
+    tool_calls: Annotated[list[ToolCall], FailFast()] = []
     function_call: Unsupported = None
 
     def rendered(self) -> dict[str, Any]:

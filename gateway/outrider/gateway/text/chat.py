@@ -191,12 +191,13 @@ def _rendered(
     if control is None or not any(control.stands_in(text) or control.may_join(text) for text in told):
         return ChatText(written(messages, variables))
     mark = mark_for(told)
-    apart, text = (
-        written(control.broken(read, mark, apart=apart), control.broken(variables, mark, apart=apart), mark)
-        for apart in (True, False)
-    )
-    if not any(map(control.stands_in, told)):
-        text = written(messages, variables)
+
+    def marked(apart: bool) -> str:
+        broken = partial(control.broken, mark=mark, apart=apart)
+        return written(broken(read), broken(variables), mark)
+
+    text = marked(apart=False) if any(map(control.stands_in, told)) else written(messages, variables)
+    apart = marked(apart=True)
     if control.in_written(text) == control.in_written(apart):
         return ChatText(text, mark)
     if apart.replace(mark, "") != text.replace(mark, ""):
