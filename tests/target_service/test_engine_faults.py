@@ -221,6 +221,19 @@ def test_a_lost_device_ends_the_engine_and_fails_nobody(loaded: LoadedModel, mon
     assert not any(harness.failures(number) for number in NUMBERS)
 
 
+def test_a_fault_of_an_idle_target_is_told_at_once(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step says waits for its flush: no other step may come before the request's deadline."""
+    told: list[int] = []
+    harness, request = TargetHarness.of(loaded), request_of(CULPRIT)
+    harness.send(request, Credit(CULPRIT, len(request.prompt_ids) + 1, 3))
+    harness.run()
+    harness.send(Credit(CULPRIT, 1 << 20, 3, 60_000))  # it waits for its draft
+    monkeypatch.setattr(harness.engine, "_flush", lambda: told.append(len(harness.failures(CULPRIT))))
+    monkeypatch.setattr(harness.engine.verifier, "prepare", raising)
+    assert harness.engine.step(harness.now) != 0.0 and harness.num_steps == 1
+    assert [failure.reason for failure in harness.failures(CULPRIT)] == ["COMMIT_FAILED"] and told[-1:] == [1]
+
+
 def test_what_held_nan_is_not_found_by_others(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = TargetHarness.of(loaded, max_rows=16)
     prompt, forward = [5] * 40, harness.engine._runner.forward

@@ -231,14 +231,12 @@ class TargetEngine:
     def _expire(self, now: float) -> None:
         for target in [t for t in self.scheduler.sequences.values() if t.deadline is not None and t.deadline <= now]:
             self._fail(target, DeadlineExceeded("the request's time ran out", reason="DEADLINE"))
-            self._flush()
 
     def _resume(self, now: float) -> None:
         """Lets sequences go on that waited for their constraint, or ends them with its error."""
         for target in [t for t in self.scheduler.sequences.values() if t.waits_for is not None]:
             if self.grammars is not None and (error := self.grammars.resume(target, now)) is not None:
                 self._fail(target, error)
-                self._flush()
 
     def _prepare_ahead(self) -> bool:
         """Uses idle time for the random numbers of the next windows; returns whether there were any to compute."""
@@ -339,7 +337,7 @@ class TargetEngine:
             self._fail(target, failed)
         else:
             sink(to_failure(message.sequence_id, failed))
-        self._flush()
+            self._flush()
 
     def _give_up(self, target: TargetSequence, error: Exception) -> None:
         """A step of this sequence alone failed."""
@@ -364,6 +362,7 @@ class TargetEngine:
         target.finished = True
         self._remove(target)
         target.sink(to_failure(target.open.sequence_id, error))
+        self._flush()  # at once: no step may follow before the next command
 
 
 def compute(
