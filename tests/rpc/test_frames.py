@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -354,6 +357,21 @@ def test_a_piece_is_passed_on_as_it_came() -> None:
     assert DRAFT_STREAM.events.decode(draft_pb2.DraftEvent(piece=piece)) == DraftTokens(
         3, 9, 5, (8, 6), (TokenWeights(b"\1\0\0\0", b"\2\0\0\0"), None), 7, True, (), 40
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_piece_that_is_kept_keeps_nothing_else_of_its_frame() -> None:
+    """Bytes that nobody knows, or messages of other sequences."""
+    frame = draft_pb2.ProposeResponse(messages=[draft_pb2.DraftEvent(piece=pb.Piece(position=5, ids=[8]))])
+    raw = frame.SerializeToString() + b"\xfa\x7f\x80\x80\x40" + bytes(1 << 20)
+    kept, before = [], resident_bytes()
+    for _ in range(100):
+        kept.append(RELAYED_DRAFT_STREAM.events.decode(draft_pb2.ProposeResponse.FromString(raw).messages[0]))
+    assert len(kept) == 100 and resident_bytes() - before < 20 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_commit_is_passed_on_as_it_came_unless_it_was_changed() -> None:

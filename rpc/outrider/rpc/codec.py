@@ -192,8 +192,10 @@ def _decode_commit(message: pb.Commit) -> Commit:
     return commit
 
 
-def _relayed_piece(message: pb.Piece) -> DraftTokens:
-    """A piece that is passed on: its lists stay as they came."""
+def _relayed_piece(part: pb.Piece) -> DraftTokens:
+    """A piece that is passed on: its lists stay as they came. A part of a frame would keep all of it."""
+    message = pb.Piece()
+    message.CopyFrom(part)
     parent = message.parent if message.HasField("parent") else None
     ids: Any = message.ids
     weights: Any = message.weights
