@@ -28,7 +28,7 @@ from outrider.gateway.peers.remote import RemoteDrafts, RemoteTargets
 from outrider.gateway.request import GenerationRequest, SpeculationOptions
 from outrider.gateway.text.tokenizer import Tokenizer
 from outrider.pairs import pair_path
-from outrider.rpc.messages import DraftInfo, DraftMethod, Failure, TokenWeights
+from outrider.rpc.messages import MAX_WEIGHTS, DraftInfo, DraftMethod, Failure, TokenWeights
 from outrider.rpc.sampling_params import AcceptanceRule, SamplingParams
 
 NUM_TOKENS = 48
@@ -133,6 +133,15 @@ def a_flood(one: Hostile, send: Send) -> None:
         send(one.piece(tuple(range(3, 30))))
 
 
+def giants(one: Hostile, send: Send) -> None:
+    """Pieces that no frame to the target can hold, though one from a draft can: its own side of the stream lets them
+    pass."""
+    packer = one.servicer.streams[-1]._packer
+    packer._direction = replace(packer._direction, max_lone_bytes=1 << 30)
+    weights = TokenWeights(bytes(4 * MAX_WEIGHTS), bytes(4 * MAX_WEIGHTS))
+    send(one.piece((5,) * 64, weights=(weights,) * 64))
+
+
 def others_sequences(one: Hostile, send: Send) -> None:
     """What it sends names sequences that it was not given."""
     stream = one.servicer.streams[-1]
@@ -168,8 +177,8 @@ def slow(one: Hostile, send: Send) -> None:
 
 
 SCRIPTS = [
-    constant, foreign_ids, lies, broken_weights, out_of_order, broken_trees, highest_numbers, a_flood, others_sequences,
-    out_of_memory, fails, ends_the_stream, silent, slow,
+    constant, foreign_ids, lies, broken_weights, out_of_order, broken_trees, highest_numbers, a_flood, giants,
+    others_sequences, out_of_memory, fails, ends_the_stream, silent, slow,
 ]  # fmt: skip
 EVERY_SCRIPT = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 

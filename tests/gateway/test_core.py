@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from outrider.gateway.peers.untrusted import unweighted
 from outrider.gateway.speculation.backends import Lost
 from outrider.gateway.speculation.core import (
     MAX_PIECES,
+    POSITION_BYTES,
     CloseDraft,
     Effect,
     Emit,
@@ -20,7 +25,11 @@ from outrider.gateway.speculation.core import (
     ToDraft,
     ToTarget,
 )
+from outrider.gateway.speculation.journal import size_of
+from outrider.kernels.sampling.reference import MAX_ENTRIES
 from outrider.planner.policy import MethodTally, Policy, Round, SpeculationTally
+from outrider.rpc.codec import PIECE, RELAYED_DRAFT_STREAM, TARGET_STREAM
+from outrider.rpc.frames import ENTRY_BYTES
 from outrider.rpc.messages import (
     MAX_PIECE_IDS,
     MAX_WEIGHTS,
@@ -34,6 +43,8 @@ from outrider.rpc.messages import (
     TokenWeights,
 )
 from outrider.rpc.sampling_params import FinishReason, SamplingParams
+from outrider.v1 import common_pb2 as pb
+from outrider.v1 import draft_pb2
 
 PROMPT = (11, 12, 13)
 K4 = Policy(4, patience_ms=50)
@@ -66,7 +77,8 @@ class Watching:
 
 
 def core(controller: Watching | None = None, policy: Policy = K4, **sampling: int) -> SpeculationCore:
-    made = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=50, **sampling)), policy, controller=controller)  # type: ignore[arg-type]
+    params = SamplingParams(**{"max_tokens": 50, **sampling})
+    made = SpeculationCore(Open(0, PROMPT, params), policy, controller=controller)  # type: ignore[arg-type]
     made.start(0.0)
     return made
 
@@ -249,6 +261,64 @@ def test_a_draft_that_floods_is_left() -> None:
     assert sent(floods[-2]) and CloseDraft in kinds(floods[-1]) and not made.drafting
     (opened,) = [effect for effect in made.on_target(Lost("gone"), 0.0) if isinstance(effect, OpenTarget)]
     assert len(opened.messages) <= 1 + MAX_PIECES
+
+
+def relayed(chain: int, num_ids: int, num_weights: int, position: int = 3, unknown: bytes = b"") -> DraftTokens:
+    """A piece as it comes from a draft."""
+    one = TokenWeights(bytes(4 * num_weights), bytes(4 * num_weights))
+    piece = PIECE.encode(DraftTokens(0, chain, position, (7,) * num_ids, (one,) * num_ids))
+    entry = draft_pb2.DraftEvent(piece=pb.Piece.FromString(piece.SerializeToString() + unknown))
+    found = RELAYED_DRAFT_STREAM.events.decode(entry)
+    assert isinstance(found, DraftTokens)
+    return found
+
+
+NEWER = bytes((0xFA, 0x7F, 0x80, 0x80, 0x10)) + bytes(1 << 18)  # a field that nobody knows here, 256 KiB
+LARGE = {
+    "weights": (4, MAX_WEIGHTS, b""),
+    "one at a time": (1, MAX_WEIGHTS, b""),
+    "more than a frame": (64, MAX_WEIGHTS, b""),
+    "unknown": (1, 0, NEWER),
+    "empty": (0, 0, NEWER),
+}
+
+
+@pytest.mark.parametrize("k", [1, 4, 128])
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_draft_that_floods_by_bytes_is_left(kind: str, k: int) -> None:
+    """The journal would hold them, and the target's stream, which others share."""
+    made, room = core(policy=Policy(k, patience_ms=50), max_tokens=1000), k * POSITION_BYTES
+    num_ids, num_weights, unknown = LARGE[kind]
+    pieces: list[DraftTokens] = []
+    while made.drafting and sum(map(size_of, pieces)) <= room:
+        effects = made.on_draft(relayed(len(pieces), num_ids, num_weights, unknown=unknown))
+        pieces += [piece for piece in sent(effects) if isinstance(piece, DraftTokens)]
+    assert not made.drafting and sum(map(size_of, pieces)) <= room
+    assert all(size_of(piece) < TARGET_STREAM.commands.max_lone_bytes - ENTRY_BYTES for piece in pieces)
+    assert isinstance(made.on_target(Lost("gone"), 0.0)[0], OpenTarget) and not made.finished
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_that_are_not_believed_are_not_kept() -> None:
+    made, before = core(policy=Policy(64, patience_ms=50)), resident_bytes()
+    for chain in range(50):
+        assert made.on_draft(unweighted(relayed(chain, 64, MAX_WEIGHTS)))
+    assert made.drafting and resident_bytes() - before < 20 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_all_that_a_draft_has_credit_for_is_taken() -> None:
+    """In the longest pieces, with as many weights as a draft sends."""
+    made = core(policy=Policy(128, patience_ms=50, windows_ahead=1), max_tokens=5000)
+    made.on_draft(relayed(0, 128, MAX_ENTRIES))
+    for first in range(3, 3 + 30 * 128, 128):
+        assert sent(made.on_draft(relayed(0, 128, MAX_ENTRIES, first + 128)))
+        made.on_target(Commit(0, first, (7,) * 128), 0.1)
+        made.on_read(first + 128, 0.1)
+    assert made.drafting
 
 
 def test_a_piece_past_the_drafts_credit_is_dropped() -> None:

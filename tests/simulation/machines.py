@@ -157,7 +157,7 @@ IGNORED = {  # times, counts, and what follows from the scenario or from another
     "_draft_epoch", "_target_epoch", "_draft_retry_at", "_give_up_at", "_refused_by", "_timer",
     "drafter", "verifier", "on_draft_stop", "_tokens", "_knows_live", "_live", "top_tokens", "prompt_ids",
     "_verifying_since", "rates", "verified_method", "deadline", "grammar", "lookups", "methods", "machine",
-    "retry_after_ms", "traceparent",
+    "retry_after_ms", "traceparent", "_num_bytes", "_most_ahead",
 }  # fmt: skip
 _fields: dict[type, tuple[str, ...]] = {}
 

@@ -29,8 +29,13 @@ class UntrustedDrafts(MovingDrafts):
             return super().open(request, on_event)
 
         def without_weights(event: DraftEvent | Lost) -> None:
-            on_event(replace(event, weights=()) if isinstance(event, DraftTokens) and event.weights else event)
+            on_event(unweighted(event) if isinstance(event, DraftTokens) and event.weights else event)
 
         key = hashlib.blake2b(request.seed.to_bytes(8, "little"), key=self._secret, digest_size=8)
         other = int.from_bytes(key.digest(), "little")
         return super().open(replace(request, seed=other, one_hot=True), without_weights)
+
+
+def unweighted(piece: DraftTokens) -> DraftTokens:
+    """The same with one-hot tokens. Lists that stay as they came would keep the weights."""
+    return replace(piece, ids=tuple(piece.ids), weights=(), parents=tuple(piece.parents))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from outrider.gateway.speculation.backends import Lost
-from outrider.gateway.speculation.journal import agrees, pruned
+from outrider.gateway.speculation.journal import agrees, pruned, size_of
 from outrider.planner.policy import MethodShare, Policy, PolicyController, Round
 from outrider.rpc.errors import InvalidArgument
 from outrider.rpc.messages import (
@@ -102,6 +102,8 @@ DRAINING = "DRAINING"  # the reason of a service that refuses what is new
 PARENT_GONE = "PARENT_GONE"  # and of a target that refuses a fork
 NO_ADAPTER = "NO_ADAPTER"  # and of one that has not got the adapter, or not any more
 MAX_PIECES = 1024  # of a draft's that may reach past what is committed: far above what its credit allows
+MAX_PIECE_BYTES = 1 << 20  # half of what a frame may hold, twice what MAX_DRAFT_TOKENS with 512 weights each take
+POSITION_BYTES = 1 << 16  # of its pieces by position that its credit reaches ahead: 512 weights take 4 KiB
 SUSPECT_AFTER = 2  # targets in a row, lost without a commit between: the next one is to run the sequence alone
 
 
@@ -127,6 +129,8 @@ class SpeculationCore:
     _draft_credit: Credit | None = field(init=False, default=None)
     _target_credit: Credit | None = field(init=False, default=None)
     _journal: list[DraftTokens] = field(init=False, default_factory=list)
+    _num_bytes: int = field(init=False, default=0)  # of its pieces, and of what came beside them since the last commit
+    _most_ahead: int = field(init=False, default=0)  # positions that the draft has had credit for at once
     _parted: dict[int, int] = field(init=False, default_factory=dict)  # chains, and where they differ from `committed`
     _in_turn: bool = field(init=False, default=False)  # several methods draft: their pieces say which
     _last_chain: int = field(init=False, default=-1)
@@ -204,6 +208,8 @@ class SpeculationCore:
                 self._note_draft(len(event.ids), event.draft_us)
                 if len(self._journal) >= MAX_PIECES:
                     return self.stop_drafting(f"{MAX_PIECES} pieces of it wait for a verification")
+                if (excess := self._excess(event)) is not None:
+                    return self.stop_drafting(excess)
                 if event.ids:
                     if not agrees(event, self.committed, self._parted):
                         return []  # the target has buried its chain, and another one could not tell
@@ -219,6 +225,16 @@ class SpeculationCore:
                 return self.stop_drafting(event.reason, may_return=True)
             case _:
                 return []
+
+    def _excess(self, piece: DraftTokens) -> str | None:
+        """Counts a piece's bytes; why they are too many for the wire, or for all that waits, if they are."""
+        size, most = size_of(piece), self._most_ahead * POSITION_BYTES
+        self._num_bytes += size
+        if size > MAX_PIECE_BYTES:
+            return f"a piece of it has {size} bytes; allowed: at most {MAX_PIECE_BYTES}"
+        if self._num_bytes > most:
+            return f"{self._num_bytes} bytes of it wait for a verification; allowed: at most {most}"
+        return None
 
     def stop_drafting(self, reason: str, may_return: bool = False, retry_after_ms: int = 0) -> list[Effect]:
         """Goes on without a draft: no patience, plain tokens ahead."""
@@ -280,6 +296,7 @@ class SpeculationCore:
             drafted_by = self._shares(commit) if self._in_turn else ()
             if self._journal:
                 self._journal = pruned(self._journal, self.committed, self._parted)
+            self._num_bytes = sum(map(size_of, self._journal))
             if commit.timings.draft_us:
                 self._note_draft(commit.num_drafted, commit.timings.draft_us)
             closed = self._close_round(commit, drafted_by)
@@ -460,6 +477,7 @@ class SpeculationCore:
     def _renewed_draft_credit(self) -> tuple[Credit, ...]:
         k = self.policy.num_draft_tokens
         ahead = k + self.policy.windows_ahead * (k + 1)  # after a whole window comes the target's own token
+        self._most_ahead = max(self._most_ahead, ahead)
         until = self._within_reader(min(len(self.committed) + ahead, self._last), ahead + 1)
         self._draft_until = max(self._draft_until, until)
         credit = Credit(0, self._draft_until, k, max_branches=self.policy.max_branches)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from outrider.rpc.messages import DraftTokens
 
 MAX_PARTED = 1024  # chains that are remembered, for pieces of theirs still on the way
+ID_BYTES = 32  # of a number in a tuple
 
 
 def pruned(pieces: Sequence[DraftTokens], committed: Sequence[int], parted: dict[int, int]) -> list[DraftTokens]:
@@ -41,3 +42,8 @@ def agrees(piece: DraftTokens, committed: Sequence[int], parted: dict[int, int])
     if len(parted) > MAX_PARTED:
         del parted[next(iter(parted))]
     return False
+
+
+def size_of(piece: DraftTokens) -> int:
+    """Bytes that it takes as it came; about, where it was not left as it came."""
+    return ID_BYTES * len(piece.ids) if piece.encoded is None else int(piece.encoded.ByteSize())
