@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from threading import get_ident
+from threading import Event, get_ident
 from typing import Any
 
 import grpc.aio
@@ -274,6 +274,34 @@ async def test_a_slow_consumer_holds_the_peer_up_and_is_not_silence() -> None:
         assert not stream.closed
         for _ in range(5):
             assert len(await anext(stream)) == 1
+
+
+async def test_a_frame_that_takes_long_to_decode_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, script, clock = scripted()
+    begun, may_end, decode = Event(), Event(), stream._assembler.decode
+
+    def slow(frame: Any) -> Any:
+        begun.set()
+        may_end.wait(30)
+        return decode(frame)
+
+    monkeypatch.setattr(stream._assembler, "decode", slow)
+    async with stream:
+        stream.send(new_open(1))
+        await turns()
+        row = tuple(TokenLogprob(token, -1.0, 1) for token in range(9000))
+        script.incoming.put_nowait(events(1, long := Commit(1, 3, (4,), logprobs=(row,))))
+        await asyncio.to_thread(begun.wait, 30)
+        for _ in range(40):
+            clock.now += 0.125
+            stream.tick()
+        may_end.set()
+        (found,) = await anext(stream)
+        assert found.logprobs == long.logprobs and not stream.closed
+        for _ in range(20):
+            clock.now += 0.125
+            stream.tick()
+        assert stream.closed
 
 
 async def test_what_a_slow_peer_is_owed_is_bounded() -> None:

@@ -289,7 +289,7 @@ class FrameStream:
                     raise DecodeError
                 decoded = None
                 if frame.ByteSize() > MAX_FRAME_BYTES:  # one long message: heartbeats go on beside it
-                    self._last_received_at, self._silent_s = self._clock(), 0.0
+                    self._last_received_at, self._held_up = self._clock(), True
                     decoded = await asyncio.to_thread(self._assembler.decode, frame)
                 self._receive(frame, decoded)
                 while len(self._inbox) >= self._config.max_inbox:
