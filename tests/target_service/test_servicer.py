@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,25 @@ async def test_the_end_of_a_stream_releases_everything(service: TargetService, s
         info = TARGET_INFO.decode(await stub.GetTargetInfo(target_pb2.GetTargetInfoRequest()))
         assert 0 < info.load.free_blocks < pool.num_blocks
     await until(lambda: pool.num_free == pool.num_blocks)
+
+
+async def test_a_commit_that_no_frame_can_hold_ends_its_sequence_here_too(
+    service: TargetService, stub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateway has been told that it is over, and closes nothing."""
+    small = replace(TARGET_STREAM, events=replace(TARGET_STREAM.events, max_lone_bytes=200))
+    monkeypatch.setattr(TargetServicer, "kind", small)
+    pool, sequences = service.engine.cache.pool, service.engine.scheduler.sequences
+    async with client_stream(TARGET_STREAM, stub.Verify()) as stream:
+        stream.send(opened(1, range(3, 60), max_tokens=100, logprobs=20), Credit(1, 58, 0))
+        stream.send(opened(2, [5, 6], max_tokens=2), Credit(2, 3, 0))
+        found = {message.sequence_id: message for message in await receive(stream, 2)}
+        assert isinstance(found[1], Failure) and "allowed: at most 200" in found[1].message
+        await until(lambda: [key[1] for key in sequences] == [2])
+        stream.send(Credit(2, 4, 0))
+        (commit,) = await receive(stream, 1)
+        assert isinstance(commit, Commit) and commit.finish_reason is not None
+        await until(lambda: pool.num_free == pool.num_blocks)
 
 
 async def becomes(channel: Any, name: str, status: Any) -> None:

@@ -91,10 +91,15 @@ class EngineServicer(ABC):
             except RuntimeError as error:
                 raise self._device_dead() from error
 
+        def on_unsent(sequence_id: int) -> None:
+            with suppress(RuntimeError):
+                self._thread.submit(Deliver(number, [Close(sequence_id)], sink))
+
         stream = server_stream(
             self.kind,
             context,
             on_messages=on_messages,
+            on_unsent=on_unsent,
             step_age_ms=self._step_age_ms,
             info_version=lambda: self.info_version,
             max_media_bytes=self.max_media_bytes,

@@ -121,6 +121,7 @@ class FrameStream:
         config: StreamConfig | None = None,
         on_messages: Callable[[MessageBatch], None] | None = None,
         on_peer_change: Callable[[], None] | None = None,
+        on_unsent: Callable[[int], None] = lambda sequence_id: None,
         step_age_ms: Callable[[], int] = lambda: 0,
         info_version: Callable[[], int] = lambda: 0,
         max_media_bytes: int = 0,  # of an Open, that are taken here
@@ -132,6 +133,7 @@ class FrameStream:
         self._call, self._clock = self._config.wrap(call), clock
         self._step_age_ms, self._info_version = step_age_ms, info_version
         self._on_messages, self._on_peer_change, self._client = on_messages, on_peer_change, client
+        self.on_unsent = on_unsent  # told of a sequence that fails since no frame can hold what is said of it
         self._outgoing = outgoing
         self._table = SequenceTable()
         self._packer = FramePacker(outgoing, self._table)
@@ -437,3 +439,4 @@ class Outboxes:
                     log.error("a message of sequence %d cannot be sent: %s", message.sequence_id, error)
                     told = error if isinstance(error, OutriderError) else Internal("a number that no field can hold")
                     stream.send(to_failure(message.sequence_id, told))
+                    stream.on_unsent(message.sequence_id)
