@@ -12,7 +12,7 @@ from support.engines import GRAMMAR_EOS, AtOnce, TargetHarness, grammar_compiler
 from outrider.engine import grammar_queue
 from outrider.rpc.messages import Close, Credit, Failure
 from outrider.rpc.sampling_params import StructuredOutput
-from outrider.target_service.grammars import Grammars
+from outrider.target_service.grammars import GIVE_UP_S, Grammars, WorkClock
 
 
 class Later(Executor):
@@ -52,3 +52,22 @@ def test_a_constraint_too_many_is_told_when_to_come_back(monkeypatch: pytest.Mon
     harness.run()
     assert [len(harness.output(number)) for number in (1, 4, 5)] == [4, 4, 4]
     assert harness.output(1) == harness.output(4)
+
+
+@pytest.mark.parametrize("end", ["closed", "too slow"])
+def test_nothing_is_kept_of_a_sequence_that_ends_while_its_masks_are_late(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(grammar_compiler(), AtOnce(), Later(), patience_s=0.0)
+    harness = TargetHarness.of(tiny_model()[1], eos_ids=(GRAMMAR_EOS,), grammars=grammars)
+    request = opened(1, (5, 6, 7), max_tokens=4, structured_output=StructuredOutput(regex="[a-f]{9}"))
+    harness.send(request, Credit(1, 1 << 20, 0))
+    harness.run()
+    assert len(grammars._late) == grammars.num_late == 1
+    if end == "closed":
+        harness.send(Close(1))
+    else:
+        monkeypatch.setattr(WorkClock, "seconds", lambda clock: 2 * GIVE_UP_S)
+        harness.run()
+        assert "takes longer than" in harness.failures(1)[0].message
+    assert not harness.engine.scheduler.sequences and not grammars._late

@@ -350,8 +350,8 @@ class TargetEngine:
         self._fail(target, Unavailable("no step runs on this target; see the log", reason="NO_STEP_RUNS"))
 
     def _remove(self, target: TargetSequence) -> None:
-        if target.waits_for is not None:
-            target.waits_for.cancel()
+        if self.grammars is not None and target.waits_for is not None:
+            self.grammars.forget(target, target.waits_for)
         self.scheduler.remove(target)
         self._work.remove(target.key, self._clock())
         if target.adapter is not None:

@@ -103,6 +103,11 @@ class Grammars:
             target.sampler.constrain(matcher, target.eos_ids if target.open.sampling.ignore_eos else ())
         return None
 
+    def forget(self, target: TargetSequence, waits_for: Future[Any]) -> None:
+        """It ended while it waited."""
+        waits_for.cancel()
+        self._late.pop(target.key, None)
+
     def start(
         self, windows: Sequence[ScheduledSequence], is_lazy: Callable[[TargetSequence], bool] = lambda target: False
     ) -> StepMasks | None:
