@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.gateway.fair_queue import MOST_STEPS, STEP_S, FairQueue, Ticket
+from outrider.gateway.fair_queue import FairQueue, Ticket
+from outrider.rpc.messages import MOST_STEPS, PRIORITY_STEP_S
 
 COSTS = st.integers(1, 500)
 
@@ -74,7 +75,9 @@ def test_endless_newcomers_starve_nobody(own_cost: int, cost: int, room: int) ->
     raise AssertionError(f"not let in after {most} others")
 
 
-@pytest.mark.parametrize(("priority", "waits_s"), [(0, 0), (2, 2 * STEP_S), (2**31 - 1, MOST_STEPS * STEP_S)])
+@pytest.mark.parametrize(
+    ("priority", "waits_s"), [(0, 0), (2, 2 * PRIORITY_STEP_S), (2**31 - 1, MOST_STEPS * PRIORITY_STEP_S)]
+)
 def test_a_low_priority_waits_boundedly(priority: int, waits_s: float) -> None:
     """One more urgent request arrives each second, and one is let in."""
     queue: FairQueue[int] = FairQueue()

@@ -36,7 +36,7 @@ from support.models import build_decoder, tiny_config, tiny_hf_model, tiny_state
 from outrider.engine.loader import LoadedModel
 from outrider.kernels.random.reference import Purpose, words
 from outrider.kernels.sampling.reference import draft_sample
-from outrider.rpc.messages import Close, Closed, Credit, DraftTokens, TokenWeights
+from outrider.rpc.messages import PRIORITY_STEP_S, Close, Closed, Credit, DraftTokens, TokenWeights
 from outrider.rpc.sampling_params import FinishReason, TokenOrigin
 from outrider.rpc.servicer import Deliver
 from outrider.rpc.telemetry import StepTracer
@@ -116,6 +116,25 @@ def test_batch_and_chunks_and_preemption_change_nothing(models: tuple[Any, Loade
     harness.run()
     assert {r.sequence_id: harness.output(r.sequence_id) for r in requests} == alone
     assert harness.engine.cache.pool.num_free == 14
+
+
+def test_whoever_waits_for_blocks_gets_them_in_the_end(models: tuple[Any, LoadedModel]) -> None:
+    """More urgent ones that come for ever pass it for so long as their numbers say, and take its blocks."""
+    _, loaded = models
+    old = opened(1, prompt_of(1, 40), max_tokens=60, priority=5, temperature=1.0, acceptance=COUPLED, seed=7)
+    alone = TargetHarness.of(loaded).decode_plain(1, old)
+    harness, number, passed_by_s = TargetHarness.of(loaded, num_blocks=8), 1, 0.0
+    harness.send(old, Credit(1, 1 << 20, 0))
+    while len(harness.output(1)) < 60 and harness.now < 200.0:
+        if len(harness.engine.scheduler.sequences) < 3:
+            number += 1
+            harness.send(opened(number, prompt_of(number, 60), max_tokens=30), Credit(number, 1 << 20, 0))
+        num_before = len(harness.output(1))
+        harness.engine.step(harness.now)
+        harness.now += 0.2
+        passed_by_s += 0.2 * (len(harness.output(1)) == num_before)
+    assert harness.output(1) == alone and harness.engine.scheduler.num_preempted > 1
+    assert 4 * PRIORITY_STEP_S < passed_by_s < 8 * PRIORITY_STEP_S
 
 
 def test_rejection_window_takes_no_bonus_while_the_chain_goes_on(models: tuple[Any, LoadedModel]) -> None:

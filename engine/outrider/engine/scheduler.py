@@ -19,8 +19,8 @@ class Schedulable(Protocol):
         """Its tokens and blocks."""
 
     @property
-    def seniority(self) -> tuple[int, int]:
-        """Priority, then order of arrival: the least goes first."""
+    def seniority(self) -> tuple[float, int]:
+        """By priority and age, then order of arrival: the least goes first, and it never changes."""
 
     @property
     def wants_tokens(self) -> bool:

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-STEP_S = 5.0  # of waiting make up for one number of priority
-MOST_STEPS = 12
+from outrider.rpc.messages import MOST_STEPS, PRIORITY_STEP_S
 
 Item = TypeVar("Item")
 
@@ -37,7 +36,7 @@ class Ticket(Generic[Item]):
 class FairQueue(Generic[Item]):
     """Requests that wait. It holds nothing of callers once nobody waits."""
 
-    def __init__(self, step_s: float = STEP_S) -> None:
+    def __init__(self, step_s: float = PRIORITY_STEP_S) -> None:
         self._step_s = step_s
         self._flows: dict[tuple[str, int], OrderedDict[int, Ticket[Item]]] = {}  # by caller and priority, by arrival
         self.num_waiting = 0

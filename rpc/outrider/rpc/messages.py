@@ -369,6 +369,8 @@ class TargetInfo:
 OVERCOMMIT = (
     4  # times a cache is let in: few sequences reach their max_tokens, and those that share prompts share blocks
 )
+PRIORITY_STEP_S = 5.0  # of waiting make up for one number of priority
+MOST_STEPS = 12
 MAX_N = 64
 MAX_DRAFT_TOKENS = 128
 MAX_PATIENCE_MS = 60_000

@@ -23,6 +23,8 @@ from outrider.rpc.errors import (
 )
 from outrider.rpc.media import num_bytes, too_many_bytes
 from outrider.rpc.messages import (
+    MOST_STEPS,
+    PRIORITY_STEP_S,
     Adapter,
     Credit,
     Open,
@@ -59,6 +61,7 @@ class TargetSequence:
     eos_ids: tuple[int, ...]
     sink: Sink
     arrival: int  # order of arrival, for fairness and preemption
+    seniority: tuple[float, int]  # when it came, later by its priority, then order of arrival: the least goes first
     deadline: float | None  # on the scheduler's clock
 
     # Its tokens, what computes them, and what the next ones are drawn by.
@@ -162,11 +165,6 @@ class TargetSequence:
         self.patience = credit.patience_ms / 1000
 
     @property
-    def seniority(self) -> tuple[int, int]:
-        """The oldest of the most urgent is the least."""
-        return (self.open.priority, self.arrival)
-
-    @property
     def wants_tokens(self) -> bool:
         """Whether one more token may be committed."""
         return self.until > self.committed and not self.finished and self.waits_for is None
@@ -224,6 +222,7 @@ def admit(
         eos_ids=limits.eos_ids,
         sink=sink,
         arrival=arrival,
+        seniority=(now + PRIORITY_STEP_S * max(-MOST_STEPS, min(whole.priority, MOST_STEPS)), arrival),
         deadline=now + whole.timeout_ms / 1000 if whole.timeout_ms else None,
         sequence=sequence,
         adapter=adapter,
