@@ -321,6 +321,20 @@ def test_all_that_a_draft_has_credit_for_is_taken() -> None:
     assert made.drafting
 
 
+def test_only_what_a_target_has_let_in_was_promised_its_room() -> None:
+    """A client may claim that it had tokens before."""
+    full = Failure(0, 8, "256 sequences are open", "BUSY", 1000)
+    for output_ids in ((), (7,)):
+        made = SpeculationCore(Open(0, PROMPT, SamplingParams(max_tokens=50), output_ids), K4)
+        first = [effect for effect in made.start(0.0) if isinstance(effect, OpenTarget)]
+        (second,) = made.on_target(full, 0.1)
+        assert isinstance(second, OpenTarget)
+        assert [one.request.resumed for one in (*first, second)] == [bool(output_ids)] * 2
+        made.on_target(Commit(0, 3 + len(output_ids), (1,)), 0.2)
+        (again,) = made.on_target(Lost("died"), 0.3)
+        assert isinstance(again, OpenTarget) and again.request.was_promised
+
+
 def test_a_piece_past_the_drafts_credit_is_dropped() -> None:
     made = core()  # its credit reaches to position 7
     assert made.on_draft(DraftTokens(0, 0, 8, (7,))) == [] and made.drafting

@@ -464,6 +464,8 @@ def test_no_more_is_let_in_than_there_is_room_for(models: tuple[Any, LoadedModel
     for number in (4, 8):  # they lost their target: their room was promised
         harness.send(opened(number, prompt, output_ids=(5, 6), max_tokens=60))
         assert not harness.failures(number)
+    harness.send(replace(opened(9, prompt, output_ids=(5,), max_tokens=60), resumed=True))
+    assert [failure.reason for failure in harness.failures(9)] == ["BUSY"], "as any client may say"
     harness.now = 6.0
     harness.send(Close(1), Close(4), Close(8))
     harness.send(opened(5, prompt, max_tokens=50), opened(6, prompt, max_tokens=30))

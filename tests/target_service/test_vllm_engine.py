@@ -120,7 +120,10 @@ async def test_no_more_is_let_in_than_there_is_room_for(harness: Harness) -> Non
     assert isinstance(refused, Failure) and (refused.sequence_id, refused.reason) == (2, "BUSY")
     assert "120 tokens would be open" in refused.message and "allowed: 100" in refused.message
     assert refused.retry_after_ms > 0
-    harness.send(replace(opened(3, range(3, 23), max_tokens=40), output_ids=(7,)))
+    again = replace(opened(3, range(3, 23), max_tokens=40), output_ids=(7,))
+    harness.send(again, replace(again, sequence_id=5, resumed=True))
+    resumed = harness.events.pop()
+    assert isinstance(resumed, Failure) and (resumed.sequence_id, resumed.reason) == (5, "BUSY")
     assert harness.engine.stats().num_open == 2
     harness.send(Close(1), Close(3), opened(4, range(3, 23), max_tokens=40))  # there is room again
     assert harness.events[1:] == [Closed(1), Closed(3)] and harness.engine.stats().num_open == 1

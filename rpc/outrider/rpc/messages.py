@@ -79,6 +79,12 @@ class Open:
     plain: bool = False  # the target shall guess at nothing, either
     adapter: str = ""  # with which the sequence is computed; model_digest is then of both
     media: tuple[Media, ...] = ()  # the prompt's pictures, in its order; a target's business
+    resumed: bool = False  # output_ids are the client's word, and no target has let it in
+
+    @property
+    def was_promised(self) -> bool:
+        """Whether it began at another target, which had room for it."""
+        return bool(self.output_ids) and not self.resumed
 
     @property
     def named_methods(self) -> tuple[str, ...]:

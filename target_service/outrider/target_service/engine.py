@@ -197,7 +197,7 @@ class TargetEngine:
             is_lost = message.fork_of is not None and parent is None  # which `admit` says
             adapter = None if is_lost or not (message.adapter or inherited) else self.adapters.find(message, inherited)
             target = admit(message, parent, key, sink, self.limits, self._arrivals, now, adapter)
-            self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
+            self._work.check(num_tokens, now, message.was_promised)
             target.chains.takes_trees = self._runner.model.takes_trees and not target.rejects
             if message.sampling.structured_output is not None or message.reasoning is not None:
                 open_grammar(self.grammars, target)

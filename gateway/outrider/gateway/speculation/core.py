@@ -415,7 +415,8 @@ class SpeculationCore:
         self._target_opens += 1
         self._target_credit = self._renewed_target_credit()
         like = None if self._model is None else self._model.arithmetic
-        request = replace(self._open_request(), suspect=self._target_opens > SUSPECT_AFTER, prediction=())
+        suspect, resumed = self._target_opens > SUSPECT_AFTER, bool(self.request.output_ids) and not self.has_run
+        request = replace(self._open_request(), suspect=suspect, resumed=resumed, prediction=())
         return OpenTarget(request, (self._target_credit, *self._journal), like)
 
     def _open_draft(self) -> OpenDraft:

@@ -270,7 +270,7 @@ class VllmEngine:
         adapter = None if is_lost or not (message.adapter or inherited) else self.adapters.find(message, inherited)
         whole = with_prompt(message, None if parent is None else parent.open)
         check_request(whole, self.limits, self.capabilities, None if adapter is None else adapter.info)
-        self._work.check(num_tokens, now, was_promised=bool(message.output_ids))  # it began at another target
+        self._work.check(num_tokens, now, message.was_promised)
         if message.media:
             self._check_room(whole)
         sequence = VllmSequence(key, next(self._numbers), whole, sink, adapter)
@@ -286,7 +286,7 @@ class VllmEngine:
         """For the bytes of its pictures, beside those of what is open; forks share theirs."""
         held = {id(one.open.media): num_bytes(one.open.media) for one in self._sequences.values()}
         most, size = MEDIA_AT_ONCE * self.limits.max_media_bytes, sum(held.values()) + num_bytes(message.media)
-        if size > most and not message.output_ids:
+        if size > most and not message.was_promised:
             problem = f"with it {size} bytes of media would be open; allowed: {most}"
             raise ResourceExhausted(problem, reason="BUSY", retry_after_ms=BACK_MS)
 
