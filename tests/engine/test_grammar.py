@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -430,6 +434,34 @@ def test_what_keeps_a_constraint_from_being_tried_is_no_verdict(
         with pytest.raises(TrialFailed):
             compiler.compile(spec)
     assert compiler.compile(spec).matcher().constrains
+
+
+def test_a_question_is_written_whole_though_its_writer_was_stopped_meanwhile() -> None:
+    """Half a tokenizer has no end of its line: the process waited for it, and every sequence with that constraint."""
+    data = bytes(range(1, 256)) * 4096 + b"\n"  # more than a pipe holds
+    source = "import io, sys; from outrider.engine.grammar_trial import write_whole\n"
+    source += (
+        f"print('ready', flush=True); write_whole(io.FileIO(int(sys.argv[1]), 'w'), {data[:255]!r} * 4096 + b'\\n')"
+    )
+    receiver, sender = os.pipe()
+    command = [sys.executable, "-c", source, str(sender)]
+    with subprocess.Popen(command, pass_fds=[sender], stdout=subprocess.PIPE) as writer, open(receiver, "rb") as pipe:
+        os.close(sender)
+        assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        until_asleep(writer.pid)  # the pipe is full
+        writer.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
+        writer.send_signal(signal.SIGCONT)
+        until_asleep(writer.pid)
+        assert pipe.read() == data
+
+
+def until_asleep(pid: int) -> None:
+    """Or ended: it waits for something."""
+    end = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "SZ" and time.monotonic() < end:
+        time.sleep(0.005)
+    time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from select import select
-from typing import Any
+from typing import IO, Any
 
 from llguidance import LLTokenizer
 
@@ -28,7 +28,7 @@ TRIAL_S = 0.7  # of a processor's time
 WALL_TIMES = 10  # as long by the wall's clock at the most
 POLL_S = 0.02
 CPUCLOCK_SCHED = 2  # Linux: of a process, beside its number
-START_S = 60.0
+START_S = 20.0
 NUM_STEPS = 8  # masks that are tried
 MAX_MEMORY = 1 << 30  # bytes beside the tokenizer's
 BY_OTHERS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # exit statuses: no constraint's doing
@@ -123,7 +123,7 @@ class _Process:
         if questions is None or answers is None:
             raise TrialFailed("no pipes")
         try:
-            questions.write(json.dumps(question).encode() + b"\n")
+            write_whole(questions, json.dumps(question).encode() + b"\n")
         except OSError as error:
             raise TrialFailed("the process that tries constraints has ended") from error
         began, spent = time.monotonic(), self._spent()
@@ -152,6 +152,14 @@ class _Process:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def write_whole(pipe: IO[bytes], data: bytes) -> None:
+    """Without a buffer: a write ends in the midst of it where the process was stopped meanwhile and goes on, and who
+    reads would wait for the rest for ever."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[pipe.write(rest) :]
 
 
 def problem_of(tokenizer: LLTokenizer, source: str) -> str | None:
