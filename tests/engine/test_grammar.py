@@ -26,6 +26,7 @@ from outrider.engine.grammar import GrammarCompiler, GrammarError, GrammarSpec, 
 from outrider.engine.grammar_trial import TrialFailed, Trials
 from outrider.engine.token_masks import Constraint
 
+HAS_HANGUPS = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="started by nohup")
 PADDING = 40  # logits above the tokenizer's ids
 
 
@@ -422,7 +423,9 @@ def has_no_processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trials], None
     return prepare
 
 
-@pytest.mark.parametrize("fault", [fails_once, is_killed, is_hung_up, has_no_processor])
+@pytest.mark.parametrize(
+    "fault", [fails_once, is_killed, pytest.param(is_hung_up, marks=HAS_HANGUPS), has_no_processor]
+)
 def test_what_keeps_a_constraint_from_being_tried_is_no_verdict(
     compiler: GrammarCompiler, fault: Callable[[pytest.MonkeyPatch], Callable[[Trials], None]]
 ) -> None:
