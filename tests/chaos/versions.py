@@ -8,6 +8,7 @@ have messages of unknown kinds, enums in answers numbers of their own, lists of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -60,7 +61,7 @@ def pool_of(image: Path) -> DescriptorPool:
     return pool
 
 
-class Release:
+class Release(ABC):
     """How another release's messages differ from what passes."""
 
     def __init__(self, image: Path = NOW) -> None:
@@ -91,8 +92,9 @@ class Release:
         self.changed[name.rpartition(".")[2]] += out != data
         return out
 
+    @abstractmethod
     def _change(self, message: Any, is_answer: bool) -> None:
-        raise NotImplementedError
+        """Makes it one of that release."""
 
 
 class Older(Release):

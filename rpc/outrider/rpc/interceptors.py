@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -34,9 +35,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     """Runs every handler inside `around`, and there reads a unary request: what it raises is seen, who may not call is
     refused before it comes, and it is not waited for without end (gRPC would, and count the call all the while)."""
 
+    @abstractmethod
     def around(self, method: str, context: Any) -> AbstractAsyncContextManager[None]:
         """What a call of "/package.Service/Method" runs in."""
-        raise NotImplementedError
 
     async def intercept_service(
         self,

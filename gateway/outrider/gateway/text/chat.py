@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outrider.gateway.text.chat_template import TemplateRefusal
-from outrider.gateway.text.control_tokens import control_tokens, escaped, mark_for, texts_in, with_read_arguments
+from outrider.gateway.text.chat_template import TemplateRefusal, with_read_calls
+from outrider.gateway.text.control_tokens import control_tokens, escaped, mark_for, texts_in
 from outrider.gateway.text.tokenizer import Tokenizer, encode_bounded, require_fit
 from outrider.gateway.text.tools.use import decode_json, template_tools
 from outrider.rpc.errors import TOO_LONG, InvalidArgument, ResourceExhausted, Violation, Violations, kind
@@ -178,7 +178,7 @@ def _rendered(
     request: GenerationRequest, tokenizer: Tokenizer, variables: dict[str, Any], max_model_len: int
 ) -> ChatText:
     messages, control = request.messages or (), control_tokens(tokenizer)
-    read = with_read_arguments(messages)
+    read = list(map(with_read_calls, messages))  # their JSON may escape what its texts hold
     told = list(texts_in([read, variables]))
     require_fit("chat", sum(map(len, told)), max_model_len)
 

@@ -102,7 +102,7 @@ class ChatTemplate:
             return plain
         if not plain.get("content") and (message.get("content") is None or _LOOKS_FOR_NONE in self.source_for_tools):
             plain["content"] = None  # templates tell a message of calls alone by it
-        return {**plain, "tool_calls": [_with_arguments(call) for call in calls]}
+        return with_read_calls(plain)
 
 
 def _is_content(node: nodes.Node, parsed: nodes.Template) -> bool:
@@ -166,6 +166,14 @@ class Arguments(dict[str, Any]):
 
     def __add__(self, after: str) -> str:
         return self._text + after
+
+
+def with_read_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls, if it has any, have arguments that templates can read."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return dict(message)
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
 
 
 def _with_arguments(call: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 from tokenizers.normalizers import NFC, NFD, NFKC, NFKD
 
-from outrider.gateway.text.json_values import parse_json
 from outrider.gateway.text.tokenizer import Tokenizer
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # Unicode's noncharacters: no text is written with them
@@ -126,28 +125,6 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, Sequence):
         for inner in value:
             yield from texts_in(inner)
-
-
-def with_read_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with the calls' arguments as objects, as templates come to see them: their JSON may escape what its
-    texts hold."""
-    return [
-        {**message, "tool_calls": [_with_read_arguments(call) for call in calls]}
-        if isinstance(calls := message.get("tool_calls"), Sequence) and not isinstance(calls, str)
-        else message
-        for message in messages
-    ]
-
-
-def _with_read_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(given := function.get("arguments"), str):
-        return call
-    try:
-        values = parse_json(given)
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": values}} if isinstance(values, dict) else call
 
 
 def mark_for(told: Sequence[str]) -> str:
