@@ -18,10 +18,11 @@ ATTENTION = {  # what serves models, on GPUs that we know
     "_gate_kernel",
 }  # fmt: skip
 SAMPLING = {
-    "_advance_kernel", "_copy_kernel", "_draw_kernel", "_greedy_kernel", "_accept_kernel", "_block_kernel",
-    "_leave_kernel", "_linear_kernel", "_mask_kernel", "_pack_kernel", "_penalise_kernel", "_probs_kernel",
-    "_race_kernel", "_sample_kernel", "_scatter_kernel", "_settle_kernel", "_truncate_kernel", "_vocabulary_kernel",
-    "_walk_kernel", "_words_kernel", "_down_kernel", "_up_kernel",
+    "_advance_kernel", "_copy_kernel", "_scan_kernel", "_best_kernel", "_kept_kernel", "_probs_kernel",
+    "_survey_kernel", "_gather_kernel", "_threshold_kernel", "_keep_kernel", "_mask_kernel", "_penalise_kernel",
+    "_scatter_kernel", "_sample_kernel", "_pack_kernel", "_accept_kernel", "_block_kernel", "_leave_kernel",
+    "_restore_kernel", "_sum_kernel", "_draw_kernel", "_race_kernel", "_settle_kernel", "_walk_kernel",
+    "_vocabulary_kernel", "_words_kernel", "_linear_kernel", "_down_kernel", "_up_kernel",
 }  # fmt: skip
 
 

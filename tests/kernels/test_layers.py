@@ -254,8 +254,8 @@ def test_values(triton_device: torch.device, wide: int, out: int, dtype: torch.d
                     None if offset is None else poisoned(offset, triton_device),
                 )
             assert got.dtype == dtype
-            rounding = torch.finfo(dtype).eps  # one rounding of the output; sums are in float32
-            torch.testing.assert_close(got.cpu().double(), expected, rtol=rounding, atol=2e-6)
+            rounding = torch.finfo(dtype).eps  # one rounding of the output; sums are in float32, their order any
+            torch.testing.assert_close(got.cpu().double(), expected, rtol=rounding, atol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

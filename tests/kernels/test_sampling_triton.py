@@ -25,6 +25,7 @@ from outrider.kernels.types import Entries, RowSampling, Truncation
 
 adjust_triton = pytest.importorskip("outrider.kernels.sampling.triton")
 probs_triton = pytest.importorskip("outrider.kernels.sampling.triton")
+cut_triton = pytest.importorskip("outrider.kernels.sampling.cut_triton")
 # Of the interpreter, in rows that cannot be sampled and at temperatures next to zero.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 
@@ -206,6 +207,17 @@ def test_the_kept_set_is_the_sorted_one(triton_device: torch.device, prove: bool
         cases = [*cases[:: 4 if vocab_size > 16 else 7], cases[-1]]  # the last is not normalised and has no cut
     probs, top_k, top_p = zip(*cases, strict=True)
     check_cut(torch.stack(probs), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), triton_device, tile)
+
+
+def test_rows_whose_lists_would_be_long_are_searched_whole(
+    triton_device: torch.device, prove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows have a list, some none; ids are in tiles of 64."""
+    monkeypatch.setattr(cut_triton, "MOST_GATHERED", 20)
+    cases = [(law, *cut) for law in laws(100).values() for cut in (CUTS if prove else CUTS[2::3])]
+    probs, top_k, top_p = zip(*cases, strict=True)
+    check_cut(torch.stack(probs), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), triton_device, 16)
+    check_draft(draft_laws(100), triton_device, DEFAULT_MASS, 40, 16)
 
 
 @pytest.mark.slow

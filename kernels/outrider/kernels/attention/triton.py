@@ -281,7 +281,7 @@ INVARIANT_QUERIES = 32  # queries of a tile in batch-invariant mode, of any batc
 MOST_QUERIES = 64  # queries of a tile otherwise
 LEAST_TILE = 16  # of a matrix product
 QUERY_TILE_BYTES = 16 << 10
-KEY_TILE_BYTES = 8 << 10  # keys of a tile, and as many values; a pipeline of three fits the 99 KiB of an Ada
+KEY_TILE_BYTES = 16 << 10  # keys of a tile, and as many values; a pipeline of two fits the 99 KiB of an Ada
 LOG2_E = math.log2(math.e)
 
 
@@ -333,7 +333,7 @@ def attention(
             # In three passes of tf32; for a half type that, or "ieee", would leave its tensor cores unused.
             PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
             WIDEN=not query.is_cuda and query.dtype == torch.bfloat16,  # the interpreter multiplies no bfloat16
-            num_warps=8 if queries * _tile(value_dim) >= 64 * 256 else 4, num_stages=3, **common,
+            num_warps=8 if queries * _tile(value_dim) >= 64 * 256 else 4, num_stages=2, **common,
         )  # fmt: skip
     merge_kernel[(rows, kv_heads)](
         out, partial, sums[0], sums[1], plan.query_starts, plan.context_lens, sinks, value_scale,

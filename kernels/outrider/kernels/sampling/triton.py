@@ -1,52 +1,50 @@
-"""From logits to probabilities in Triton.
+"""Sampling in Triton.
 
-Single ids are scattered into a float32 copy of the logits, one launch for each kind that any row asks for, in the fixed
-order; a batch that asks for none is read where it lies. Then one program per row makes two passes: the first keeps a
-running maximum and a sum relative to it, the second writes probabilities (min_p needs the kept sum between, one more).
-Rows with top_k or top_p are cut in place, without a sort: see `find_cut`.
+What precedes temperature: allowed and banned ids, bias, penalties, the structured-output mask. One launch copies the
+rows to float32 (of a row with allowed ids those alone), one scatters the entries of each kind that any row asks for, in
+the fixed order, and one applies the packed mask. The stream keeps them in order, so that a later kind sees what an
+earlier one left. A batch that asks for none is read where it lies.
 
-A row's result depends on that row alone: its tiles are taken in order, whatever the batch. Invalid rows come out as
-zeros, so that nothing can be drawn from them.
+From logits to probabilities: a program per tile of a row finds the tile's maximum and a sum relative to it; a second
+one puts those of the row together and writes the tile's probabilities (min_p needs the kept sum between, one launch
+more). Rows with top_k or top_p are cut in place, see cut_triton.py. A row's result depends on that row alone: its tiles
+are the same, and are added up in the same way, whatever the batch. Invalid rows come out as zeros, so that nothing can
+be drawn from them.
 
-What precedes temperature, in Triton: allowed and banned ids, bias, penalties, the structured-output mask.
+Draft draws: truncate, round to integer weights, draw from them, and pack them for the wire. One program per row finds
+the cut, writes the positive weights in the order of their ids to the row's slots, adds them up, and takes the first id
+whose sum is above floor(total x r / 2^64): integers throughout after the rounding, which multiplies, rounds and breaks
+ties to even as the reference does. A second launch moves the entries of all rows together. Both have grids of fixed
+shape; only the packed view's length is read on the host.
 
-One launch copies the rows to float32 (of a row with allowed ids those alone), one scatters the entries of each kind,
-one applies the packed mask. The stream keeps them in order, so that a later kind sees what an earlier one left.
-
-The cut of top_k and top_p without a sort, for the kernels that truncate a row of probabilities.
-
-Bits of non-negative floats are ordered as the floats are, so the cut is a search for an integer: the greatest threshold
-t at which the values of at least t are k in number (top_k), or hold the wanted mass (top_p). The search quarters its
-range with each pass over the row, until the values left in the range fit one tile of registers (with a usual row after
-four or five passes, the row in cache); these are collected, and the rest of the search reads no memory. Of the values
-equal to t only the lowest ids are kept, as many as are wanted.
-
-Masses are sums of integers, in units of 2^-61, so a sum does not depend on its order and the cut is a function of the
-values alone. A probability of at least 2^-37 is a whole number of units; what smaller ones lose is less than the
-rounding of a sum in float64. Rows must sum to about 1 (below 2), which probabilities do.
-
-Draft draws in Triton: truncate, round to integer weights, draw from them, and pack them for the wire.
-
-One program per row finds the cut (see `find_cut`), writes the positive weights in the order of their ids to the row's
-slots, adds them up, and takes the first id whose sum is above floor(total x r / 2^64): integers throughout after the
-rounding, which multiplies, rounds and breaks ties to even as the reference does. A second launch moves the entries
-of all rows together. Both have grids of fixed shape; only the packed view's length is read on the host.
-
-`advance` in Triton: one program for a few sequences each."""
+`advance`: one program for a few sequences each."""
 
 # mypy: allow-untyped-decorators, disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels.sampling.cut_triton import (
+    CUT_TILE,
+    FIELDS,
+    GREATEST,
+    NAN_BITS,
+    SIZE,
+    find_cut,
+    gather,
+    kept_of_tile,
+    load_probs,
+    truncate,
+)
+
 if TYPE_CHECKING:
-    from outrider.kernels.types import RowSampling, Truncation
+    from outrider.kernels.types import RowSampling
 
 
 ADJUST_TILE = 2048
@@ -175,189 +173,6 @@ def _mask_kernel(
     tl.store(place, tl.full([TILE], float("-inf"), tl.float32), inside & (((word >> (ids % 32)) & 1) == 0))
 
 
-CUT_TILE = 2048  # ids a pass takes at once, and how many values the search holds in registers
-UNITS_PER_ONE = tl.constexpr(2305843009213693952.0)  # 2^61
-UNIT = tl.constexpr(4.336808689942018e-19)  # 2^-61
-
-
-@triton.jit
-def load_probs(row: tl.tensor, ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
-    """Probabilities at `ids`; what is outside the row, below 0 or NaN reads as 0."""
-    prob = tl.load(row + ids, ids < vocab_size, 0.0)
-    return tl.where(prob > 0, prob, 0.0)
-
-
-@triton.jit
-def units(prob: tl.tensor) -> tl.tensor:
-    """Mass as a whole number of 2^-61, int64."""
-    return (prob * UNITS_PER_ONE).to(tl.int64)
-
-
-@triton.jit
-def share_of(mass: tl.tensor) -> tl.tensor:
-    """The float32 nearest to a number of units."""
-    return mass.to(tl.float32) * UNIT
-
-
-@triton.jit
-def row_mass(row: tl.tensor, vocab_size: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """The bits of the greatest value, int32, and the mass of all, int64."""
-    greatest = tl.zeros([TILE], tl.int32)
-    mass = tl.zeros([TILE], tl.int64)
-    for start in range(0, vocab_size, TILE):
-        prob = load_probs(row, start + tl.arange(0, TILE), vocab_size)
-        greatest = tl.maximum(greatest, prob.to(tl.int32, bitcast=True))
-        mass += units(prob)
-    return tl.max(greatest, axis=0), tl.sum(mass, axis=0)
-
-
-@triton.jit
-def find_cut(
-    row: tl.tensor,  # of float32 probabilities
-    scratch: tl.tensor,  # [TILE] int32
-    vocab_size: tl.tensor,
-    top_k: tl.tensor,  # int64, at least 1
-    top_p: tl.tensor,  # float64; 1: off
-    OF_WHOLE_ROW: tl.constexpr,  # top_p is a share of the row's mass, else of what top_k leaves
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """Returns the threshold's bits, int32, how many values equal to it are kept, int64, and the kept mass, int64."""
-    greatest, total = row_mass(row, vocab_size, TILE)
-    top = greatest + 1
-    limit = tl.minimum(top_k, vocab_size)
-    threshold, num_from, num_above, above = tl.zeros_like(top), tl.zeros_like(limit) + vocab_size, limit * 0, total * 0
-    if limit < vocab_size:
-        threshold, num_from, num_above, above = _search(
-            row, scratch, vocab_size, threshold, num_from, top, limit, False, TILE
-        )
-        ties = limit - num_above
-        mass = above + ties * units(threshold.to(tl.float32, bitcast=True))
-    else:
-        ties = limit
-        mass = total
-    if top_p < 1.0:
-        base = total if OF_WHOLE_ROW else mass
-        wanted = tl.maximum(tl.ceil(base.to(tl.float64) * top_p).to(tl.int64), 1)
-        if wanted <= mass:  # else the limit holds
-            threshold, num_from, num_above, above = _search(
-                row, scratch, vocab_size, threshold, num_from, top, wanted, True, TILE
-            )
-            unit = units(threshold.to(tl.float32, bitcast=True))
-            ties = (wanted - above + unit - 1) // tl.maximum(unit, 1)
-            mass = above + ties * unit
-    return threshold, ties, mass
-
-
-@triton.jit
-def kept_of_tile(
-    prob: tl.tensor,  # [TILE] float32
-    threshold: tl.tensor,  # int32
-    ties: tl.tensor,  # int64
-    num_ties: tl.tensor,  # int64: values equal to the threshold in earlier tiles
-) -> tl.tensor:
-    """Which values of a tile are kept, [TILE] int1, and the number of ties up to its end."""
-    bits = prob.to(tl.int32, bitcast=True)
-    equal = bits == threshold
-    rank = num_ties + tl.cumsum(equal.to(tl.int64), axis=0)  # from 1
-    return (prob > 0) & ((bits > threshold) | (equal & (rank <= ties))), num_ties + tl.sum(equal.to(tl.int64), axis=0)
-
-
-@triton.jit
-def _search(
-    row: tl.tensor,
-    scratch: tl.tensor,
-    vocab_size: tl.tensor,
-    low: tl.tensor,  # int32: a threshold known to suffice
-    num_low: tl.tensor,  # int64: how many values reach it
-    high: tl.tensor,  # int32: a threshold that none reaches
-    wanted: tl.tensor,  # int64
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """The greatest threshold whose values suffice; how many reach it, how many exceed it, and their mass."""
-    num_high, mass_high = num_low * 0, wanted * 0
-    places = tl.arange(0, TILE)
-    while (high - low > 1) & (num_low - num_high > TILE):
-        b = low + (high - low) // 2
-        a = low + (b - low) // 2
-        c = b + (high - b) // 2
-        num_a, num_b, num_c = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
-        mass_a, mass_b, mass_c = tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64), tl.zeros([TILE], tl.int64)
-        for start in range(0, vocab_size, TILE):
-            bits, mass = _bits_and_mass(row, start + places, vocab_size)
-            num_a, mass_a = num_a + (bits >= a).to(tl.int32), mass_a + tl.where(bits >= a, mass, 0)
-            num_b, mass_b = num_b + (bits >= b).to(tl.int32), mass_b + tl.where(bits >= b, mass, 0)
-            num_c, mass_c = num_c + (bits >= c).to(tl.int32), mass_c + tl.where(bits >= c, mass, 0)
-        low, num_low, high, num_high, mass_high = _narrow(
-            low, num_low, high, num_high, mass_high, b, num_b, mass_b, wanted, BY_MASS
-        )
-        low, num_low, high, num_high, mass_high = _narrow(
-            low, num_low, high, num_high, mass_high, a, num_a, mass_a, wanted, BY_MASS
-        )
-        low, num_low, high, num_high, mass_high = _narrow(
-            low, num_low, high, num_high, mass_high, c, num_c, mass_c, wanted, BY_MASS
-        )
-    if high - low > 1:  # the values in the range fit one tile
-        num_past, mass_past = num_high, mass_high
-        bits = _collect(row, scratch, vocab_size, low, high, TILE)
-        mass = units(tl.maximum(bits, 0).to(tl.float32, bitcast=True))
-        while high - low > 1:
-            middle = low + (high - low) // 2
-            reached = bits >= middle
-            first = (places == 0).to(tl.int64)
-            low, num_low, high, num_high, mass_high = _narrow(
-                low, num_low, high, num_high, mass_high, middle,
-                reached.to(tl.int64) + first * num_past, tl.where(reached, mass, 0) + first * mass_past,
-                wanted, BY_MASS,
-            )  # fmt: skip
-    return low, num_low, num_high, mass_high
-
-
-@triton.jit
-def _narrow(
-    low: tl.tensor,
-    num_low: tl.tensor,
-    high: tl.tensor,
-    num_high: tl.tensor,
-    mass_high: tl.tensor,
-    pivot: tl.tensor,  # int32, in the range or not
-    nums: tl.tensor,  # [TILE]: their sum is how many values reach the pivot
-    masses: tl.tensor,  # [TILE] int64: their sum is the mass of these
-    wanted: tl.tensor,
-    BY_MASS: tl.constexpr,
-) -> tl.tensor:
-    """The range after a look at one pivot."""
-    num, mass = tl.sum(nums, axis=0).to(tl.int64), tl.sum(masses, axis=0)
-    enough = (mass if BY_MASS else num) >= wanted
-    up, down = enough & (pivot > low), (enough == 0) & (pivot < high)
-    num_low, num_high = tl.where(up, num, num_low), tl.where(down, num, num_high)
-    return tl.where(up, pivot, low), num_low, tl.where(down, pivot, high), num_high, tl.where(down, mass, mass_high)
-
-
-@triton.jit
-def _bits_and_mass(row: tl.tensor, ids: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
-    """Bits, int32, and mass, int64, of a tile; both 0 outside of the row, where no pivot above the range's low lies."""
-    prob = load_probs(row, ids, vocab_size)
-    return prob.to(tl.int32, bitcast=True), units(prob)
-
-
-@triton.jit
-def _collect(
-    row: tl.tensor, scratch: tl.tensor, vocab_size: tl.tensor, low: tl.tensor, high: tl.tensor, TILE: tl.constexpr
-) -> tl.tensor:
-    """The bits of the row's values between `low` and `high`, [TILE] int32, the rest -1; they are fewer than TILE."""
-    places = tl.arange(0, TILE)
-    num_found = tl.zeros_like(low)
-    tl.debug_barrier()  # an earlier search may still be reading
-    for start in range(0, vocab_size, TILE):
-        bits, _ = _bits_and_mass(row, start + places, vocab_size)
-        found = ((bits > low) & (bits < high)).to(tl.int32)
-        tl.store(scratch + num_found + tl.cumsum(found, axis=0) - 1, bits, found != 0)
-        num_found += tl.sum(found, axis=0)
-    tl.debug_barrier()
-    return tl.load(scratch + places, places < num_found, -1)
-
-
 TILE = 4096
 
 
@@ -378,12 +193,18 @@ def logits_to_probs(
     if sampling.greedy_rows is not None:
         greedy = torch.zeros_like(invalid).index_fill_(0, sampling.greedy_rows, True)
     temperature = probs if sampling.temperature is None else sampling.temperature
-    min_p = probs if sampling.min_p is None else sampling.min_p
-    _probs_kernel[(num_rows,)](
-        raw, adjusted, temperature, min_p, greedy, probs, invalid, raw.stride(0), adjusted.stride(0), vocab_size,
-        adjusted is not raw, sampling.temperature is not None, sampling.min_p is not None,
-        sampling.greedy_rows is not None, _tile_for(vocab_size, tile), num_warps=8,
-    )  # fmt: skip
+    columns = temperature, probs if sampling.min_p is None else sampling.min_p
+    flags = sampling.temperature is not None, sampling.min_p is not None, sampling.greedy_rows is not None
+    tile = _tile_for(vocab_size, tile)
+    scan = _scan(raw, adjusted, temperature, tile, has_temperature=flags[0])
+    kept = torch.empty_like(scan.totals) if flags[1] else scan.totals
+    shape = adjusted.stride(0), vocab_size, scan.num_tiles
+    grid, tiles = (num_rows, scan.num_tiles), triton.next_power_of_2(scan.num_tiles)
+    if flags[1]:
+        _kept_kernel[grid](adjusted, *columns, *scan, kept, *shape, flags[0], tile, tiles, num_warps=8)
+    _probs_kernel[grid](
+        adjusted, *columns, greedy, *scan, kept, probs, invalid, *shape, *flags, tile, tiles, num_warps=8
+    )
     if sampling.truncation is not None:
         truncate(probs, sampling.truncation, None if sampling.greedy_rows is None else greedy, cut_tile)
     return probs, invalid
@@ -400,29 +221,40 @@ def greedy_choice(
     ids = torch.empty(num_rows, dtype=torch.int64, device=raw.device)
     invalid = torch.empty(num_rows, dtype=torch.bool, device=raw.device)
     if num_rows:
-        _greedy_kernel[(num_rows,)](
-            raw, adjusted, ids, invalid, raw.stride(0), adjusted.stride(0), vocab_size, adjusted is not raw,
-            _tile_for(vocab_size, tile), num_warps=8,
+        scan = _scan(raw, adjusted, None, _tile_for(vocab_size, tile), has_temperature=False)
+        _best_kernel[(num_rows,)](
+            scan.highest, scan.best, scan.bad, ids, invalid, scan.num_tiles, triton.next_power_of_2(scan.num_tiles),
+            num_warps=1,
         )  # fmt: skip
     return ids, invalid
 
 
-def truncate(
-    probs: Tensor,  # [rows, vocab] float32; changed in place
-    cut: Truncation,
-    greedy: Tensor | None = None,  # [rows] bool: rows left alone
-    tile: int = CUT_TILE,
-) -> None:
-    """Launches top_k and top_p. A row that has either comes out as what is kept over its sum, also where that is all of
-    it; one that has neither (top_k 0 and top_p 1), and a greedy one, keeps its bits, normalised or not."""
-    num_cut = len(cut.rows)
-    if num_cut:
-        scratch = torch.empty(num_cut, tile, dtype=torch.int32, device=probs.device)
-        _truncate_kernel[(num_cut,)](
-            probs, cut.rows.contiguous(), cut.top_k.contiguous(), cut.top_p.contiguous(),
-            probs if greedy is None else greedy, scratch, probs.stride(0), probs.shape[1], greedy is not None, tile,
-            num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+class Scan(NamedTuple):
+    """What is known of each tile of each row, [rows, tiles] each."""
+
+    highest: Tensor  # float32: the highest logit
+    best: Tensor  # int32: its lowest id
+    totals: Tensor  # float32: the sum of exp((logit - highest) / temperature)
+    bad: Tensor  # int32: 1 where a logit is NaN or infinite above
+
+    @property
+    def num_tiles(self) -> int:
+        """Of a row."""
+        return self.highest.shape[1]
+
+
+def _scan(raw: Tensor, adjusted: Tensor, temperature: Tensor | None, tile: int, *, has_temperature: bool) -> Scan:
+    """One pass over all rows; without temperatures the sums are not made."""
+    num_rows, vocab_size = raw.shape
+    grid, device = (num_rows, triton.cdiv(vocab_size, tile)), raw.device
+    highest, totals = torch.empty(2, *grid, dtype=torch.float32, device=device).unbind(0)
+    best, bad = torch.empty(2, *grid, dtype=torch.int32, device=device).unbind(0)
+    found = Scan(highest, best, totals, bad)
+    _scan_kernel[grid](
+        raw, adjusted, raw if temperature is None else temperature, *found, raw.stride(0), adjusted.stride(0),
+        vocab_size, grid[1], adjusted is not raw, temperature is not None, has_temperature, tile, num_warps=8,
+    )  # fmt: skip
+    return found
 
 
 def _tile_for(vocab_size: int, tile: int) -> int:
@@ -441,130 +273,159 @@ def _is_bad(logits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _scan(
+def _scan_kernel(
     raw: tl.tensor,
-    row: tl.tensor,
+    adjusted: tl.tensor,
+    temperatures: tl.tensor,
+    highest: tl.tensor,
+    best: tl.tensor,
+    totals: tl.tensor,
+    bad: tl.tensor,
+    raw_stride: tl.tensor,
+    adjusted_stride: tl.tensor,
     vocab_size: tl.tensor,
-    temperature: tl.tensor,
+    num_tiles: tl.tensor,
     HAS_RAW: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     TILE: tl.constexpr,
+) -> None:
+    index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = index * num_tiles + tile
+    ids = tile * TILE + tl.arange(0, TILE)
+    logits = _load_logits(adjusted + index * adjusted_stride, ids, vocab_size)
+    wrong = _is_bad(logits)
+    if HAS_RAW:  # a mask may hide what is wrong with a row
+        wrong |= _is_bad(_load_logits(raw + index * raw_stride, ids, vocab_size))
+    tl.store(bad + place, tl.max(wrong, axis=0))
+    logits = tl.where(_is_bad(logits) != 0, float("-inf"), logits)
+    peak = tl.max(logits, axis=0)
+    tl.store(highest + place, peak)
+    tl.store(best + place, tile * TILE + tl.argmax(logits, axis=0, tie_break_left=True))
+    if HAS_TOTAL:
+        temperature = tl.load(temperatures + index) if HAS_TEMPERATURE else tl.full([], 1.0, tl.float32)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        tl.store(totals + place, tl.sum(tl.exp(tl.div_rn(logits - base, temperature)), axis=0))
+
+
+@triton.jit
+def _best_of_tiles(
+    highest: tl.tensor, best: tl.tensor, bad: tl.tensor, index: tl.tensor, num_tiles: tl.tensor, TILES: tl.constexpr
 ) -> tl.tensor:
-    """One pass: the highest logit, its lowest id, the sum of exp((logit - highest) / temperature), and whether the row
-    is invalid."""
-    highest = temperature * 0.0 + float("-inf")
-    best = tl.zeros_like(temperature).to(tl.int32)
-    total = temperature * 0.0
-    bad = tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab_size, TILE):
-        ids = start + tl.arange(0, TILE)
-        logits = _load_logits(row, ids, vocab_size)
-        bad |= _is_bad(logits)
-        if HAS_RAW:  # a mask may hide what is wrong with a row
-            bad |= _is_bad(_load_logits(raw, ids, vocab_size))
-        logits = tl.where(_is_bad(logits) != 0, float("-inf"), logits)
-        higher = tl.max(logits, axis=0)
-        best = tl.where(higher > highest, start + tl.argmax(logits, axis=0, tie_break_left=True), best)
-        reached = tl.maximum(highest, higher)
-        base = tl.where(reached == float("-inf"), 0.0, reached)
-        total = total * tl.exp(tl.div_rn(highest - base, temperature))
-        total += tl.sum(tl.exp(tl.div_rn(logits - base, temperature)), axis=0)
-        highest = reached
-    return highest, best, total, (tl.max(bad, axis=0) != 0) | (highest == float("-inf"))
+    """Of a row: the tiles' highest logits, [TILES], the highest of all, its lowest id, and whether the row is
+    invalid."""
+    tiles = tl.arange(0, TILES)
+    places, inside = index * num_tiles + tiles, tiles < num_tiles
+    peaks = tl.load(highest + places, inside, float("-inf"))
+    peak = tl.max(peaks, axis=0)
+    ids = tl.load(best + places, inside, 0)
+    first = tl.min(tl.where(peaks == peak, tiles, TILES - 1), axis=0)
+    wrong = tl.max(tl.load(bad + places, inside, 0), axis=0) != 0
+    return peaks, peak, tl.sum(tl.where(tiles == first, ids, 0), axis=0), wrong | (peak == float("-inf"))
+
+
+@triton.jit
+def _total_of_tiles(
+    peaks: tl.tensor,
+    peak: tl.tensor,
+    totals: tl.tensor,
+    temperature: tl.tensor,
+    index: tl.tensor,
+    num_tiles: tl.tensor,
+    TILES: tl.constexpr,
+) -> tl.tensor:
+    """The sum of exp((logit - peak) / temperature) over a row."""
+    tiles = tl.arange(0, TILES)
+    of_tiles = tl.load(totals + index * num_tiles + tiles, tiles < num_tiles, 0.0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    return tl.sum(of_tiles * tl.exp(tl.div_rn(peaks - base, temperature)), axis=0)
+
+
+@triton.jit
+def _best_kernel(
+    highest: tl.tensor,
+    best: tl.tensor,
+    bad: tl.tensor,
+    best_ids: tl.tensor,
+    invalid: tl.tensor,
+    num_tiles: tl.tensor,
+    TILES: tl.constexpr,
+) -> None:
+    index = tl.program_id(0).to(tl.int64)
+    _, _, found, wrong = _best_of_tiles(highest, best, bad, index, num_tiles, TILES)
+    tl.store(best_ids + index, found.to(tl.int64))
+    tl.store(invalid + index, wrong)
+
+
+@triton.jit
+def _kept_kernel(
+    adjusted: tl.tensor,
+    temperatures: tl.tensor,
+    min_ps: tl.tensor,
+    highest: tl.tensor,
+    best: tl.tensor,
+    totals: tl.tensor,
+    bad: tl.tensor,
+    kept: tl.tensor,  # [rows, tiles]: what min_p leaves of a tile
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    num_tiles: tl.tensor,
+    HAS_TEMPERATURE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+) -> None:
+    index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    min_p = tl.load(min_ps + index)
+    if min_p > 0:
+        temperature = tl.load(temperatures + index) if HAS_TEMPERATURE else tl.full([], 1.0, tl.float32)
+        peaks, peak, _, _ = _best_of_tiles(highest, best, bad, index, num_tiles, TILES)
+        total = _total_of_tiles(peaks, peak, totals, temperature, index, num_tiles, TILES)
+        logits = _load_logits(adjusted + index * stride, tile * TILE + tl.arange(0, TILE), vocab_size)
+        prob = tl.div_rn(tl.exp(tl.div_rn(logits - peak, temperature)), total)
+        least = min_p * tl.div_rn(1.0, total)
+        tl.store(kept + index * num_tiles + tile, tl.sum(tl.where(prob >= least, prob, 0.0), axis=0))
 
 
 @triton.jit
 def _probs_kernel(
-    raw: tl.tensor,
     adjusted: tl.tensor,
     temperatures: tl.tensor,
     min_ps: tl.tensor,
     greedy: tl.tensor,
+    highest: tl.tensor,
+    best: tl.tensor,
+    totals: tl.tensor,
+    bad: tl.tensor,
+    kept: tl.tensor,
     probs: tl.tensor,
     invalid: tl.tensor,
-    raw_stride: tl.tensor,
-    adjusted_stride: tl.tensor,
+    stride: tl.tensor,
     vocab_size: tl.tensor,
-    HAS_RAW: tl.constexpr,
+    num_tiles: tl.tensor,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
     HAS_GREEDY: tl.constexpr,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ) -> None:
-    index = tl.program_id(0).to(tl.int64)
-    row, out = adjusted + index * adjusted_stride, probs + index * vocab_size
+    index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + index) if HAS_TEMPERATURE else tl.full([], 1.0, tl.float32)
-    highest, best, total, bad = _scan(raw + index * raw_stride, row, vocab_size, temperature, HAS_RAW, TILE)
-    tl.store(invalid + index, bad)
-    one_hot = tl.load(greedy + index) != 0 if HAS_GREEDY else best < 0
-    least, kept = total * 0.0, total * 0.0 + 1.0
+    peaks, peak, first, wrong = _best_of_tiles(highest, best, bad, index, num_tiles, TILES)
+    total = _total_of_tiles(peaks, peak, totals, temperature, index, num_tiles, TILES)
+    if tile == 0:
+        tl.store(invalid + index, wrong)
+    ids = tile * TILE + tl.arange(0, TILE)
+    logits = _load_logits(adjusted + index * stride, ids, vocab_size)
+    prob = tl.div_rn(tl.exp(tl.div_rn(logits - peak, temperature)), total)
     if HAS_MIN_P:
-        least = tl.load(min_ps + index) * tl.div_rn(1.0, total)
-        if least > 0:  # a row that has it off is left as it is, whatever the others have
-            kept = kept * 0.0
-            for start in range(0, vocab_size, TILE):
-                logits = _load_logits(row, start + tl.arange(0, TILE), vocab_size)
-                prob = tl.div_rn(tl.exp(tl.div_rn(logits - highest, temperature)), total)
-                kept += tl.sum(tl.where(prob >= least, prob, 0.0), axis=0)
-    for start in range(0, vocab_size, TILE):
-        ids = start + tl.arange(0, TILE)
-        logits = _load_logits(row, ids, vocab_size)
-        prob = tl.div_rn(tl.exp(tl.div_rn(logits - highest, temperature)), total)
-        if HAS_MIN_P:
-            prob = tl.where(prob >= least, tl.div_rn(prob, kept), 0.0)
-        prob = tl.where(one_hot, (ids == best).to(tl.float32), prob)
-        tl.store(out + ids, tl.where(bad, 0.0, prob), ids < vocab_size)
-
-
-@triton.jit
-def _greedy_kernel(
-    raw: tl.tensor,
-    adjusted: tl.tensor,
-    best_ids: tl.tensor,
-    invalid: tl.tensor,
-    raw_stride: tl.tensor,
-    adjusted_stride: tl.tensor,
-    vocab_size: tl.tensor,
-    HAS_RAW: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    index = tl.program_id(0).to(tl.int64)
-    one = tl.full([], 1.0, tl.float32)
-    row = adjusted + index * adjusted_stride
-    _, best, _, bad = _scan(raw + index * raw_stride, row, vocab_size, one, HAS_RAW, TILE)
-    tl.store(best_ids + index, best.to(tl.int64))
-    tl.store(invalid + index, bad)
-
-
-@triton.jit
-def _truncate_kernel(
-    probs: tl.tensor,
-    rows: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    greedy: tl.tensor,
-    scratch: tl.tensor,  # [cut, TILE]
-    stride: tl.tensor,
-    vocab_size: tl.tensor,
-    HAS_GREEDY: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    index = tl.program_id(0).to(tl.int64)
-    row_index = tl.load(rows + index)
-    row = probs + row_index * stride
-    top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
-    left_alone = (top_k <= 0) & (top_p >= 1)
+        min_p = tl.load(min_ps + index)
+        if min_p > 0:  # a row that has it off is left as it is, whatever the others have
+            tiles = tl.arange(0, TILES)
+            left = tl.sum(tl.load(kept + index * num_tiles + tiles, tiles < num_tiles, 0.0), axis=0)
+            prob = tl.where(prob >= min_p * tl.div_rn(1.0, total), tl.div_rn(prob, left), 0.0)
     if HAS_GREEDY:
-        left_alone = left_alone | (tl.load(greedy + row_index) != 0)
-    if left_alone == 0:
-        top_k = tl.where(top_k > 0, top_k, vocab_size)
-        threshold, ties, mass = find_cut(row, scratch + index * TILE, vocab_size, top_k, top_p, False, TILE)
-        total = share_of(mass)
-        num_ties = ties * 0
-        for start in range(0, vocab_size, TILE):
-            ids = start + tl.arange(0, TILE)
-            prob = load_probs(row, ids, vocab_size)
-            kept, num_ties = kept_of_tile(prob, threshold, ties, num_ties)
-            tl.store(row + ids, tl.where(kept, tl.div_rn(prob, total), 0.0), ids < vocab_size)
+        prob = tl.where(tl.load(greedy + index) != 0, (ids == first).to(tl.float32), prob)
+    tl.store(probs + index * vocab_size + ids, tl.where(wrong, 0.0, prob), ids < vocab_size)
 
 
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding and taking it off again rounds to even
@@ -608,12 +469,13 @@ def sample_rows(
     counts = torch.empty(num_rows, dtype=torch.int64, device=device)
     row_ids, row_weights = torch.empty(2, num_rows, slots, dtype=torch.int32, device=device).unbind(0)
     if num_rows:
-        scratch = torch.empty(num_rows, tile, dtype=torch.int32, device=device)
-        masses = torch.full((1,), mass, dtype=torch.float64, device=device)  # as an argument it would be float32
+        limit = torch.full((1,), max_entries, device=device)
+        share = torch.full((1,), mass, dtype=torch.float64, device=device)  # as an argument it would be float32
+        gathered = gather(draft_probs, limit, share, tile=tile, of_whole_row=True)
         _sample_kernel[(num_rows,)](
-            draft_probs, words, token_ids, counts, row_ids, row_weights, scratch, draft_probs.stride(0),
-            words.stride(0), vocab_size, slots, masses, max_entries, tile, triton.next_power_of_2(slots), num_warps=8,
-            enable_fp_fusion=False,
+            draft_probs, words, token_ids, counts, row_ids, row_weights, *gathered, draft_probs.stride(0),
+            words.stride(0), vocab_size, slots, limit, share, gathered.values.shape[1], tile,
+            triton.next_power_of_2(slots), num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return token_ids, counts, row_ids, row_weights
 
@@ -626,31 +488,39 @@ def _sample_kernel(
     counts: tl.tensor,
     row_ids: tl.tensor,  # [rows, slots]
     row_weights: tl.tensor,  # [rows, slots]
+    values: tl.tensor,  # [rows, most]
+    value_ids: tl.tensor,  # [rows, most]
+    summary: tl.tensor,  # [rows, FIELDS]
     scratch: tl.tensor,  # [rows, TILE]
     stride: tl.tensor,
     words_stride: tl.tensor,
     vocab_size: tl.tensor,
     slots: tl.tensor,
-    masses: tl.tensor,  # [1] float64
-    max_entries: tl.tensor,
+    limits: tl.tensor,  # [1] int64
+    shares: tl.tensor,  # [1] float64
+    most: tl.tensor,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64)
-    row = probs + index * stride
-    highest, spoilt = _highest(row, vocab_size, TILE)
-    top_k, top_p = tl.zeros_like(index) + max_entries, tl.load(masses)
-    threshold, ties, _ = find_cut(row, scratch + index * TILE, vocab_size, top_k, top_p, True, TILE)
-    scale = tl.div_rn(32767.0, tl.where(spoilt, 1.0, highest))
+    of_row = summary + index * FIELDS
+    size, highest = tl.load(of_row + SIZE), tl.load(of_row + GREATEST).to(tl.int32)
+    is_listed, spoilt = size >= 0, (highest == 0) | (highest == NAN_BITS)
+    row = tl.where(is_listed, values + index * most, probs + index * stride)
+    size = tl.where(is_listed, size, vocab_size)
+    top_k, top_p = tl.load(limits), tl.load(shares)
+    threshold, ties, _ = find_cut(row, size, of_row, scratch + index * TILE, top_k, top_p, True, TILE)
+    scale = tl.div_rn(32767.0, tl.where(spoilt, 1.0, highest.to(tl.float32, bitcast=True)))
     count, num_ties = tl.zeros_like(index), tl.zeros_like(index)
-    for start in range(0, vocab_size, TILE):
-        ids = start + tl.arange(0, TILE)
-        prob = load_probs(row, ids, vocab_size)
+    for start in range(0, size, TILE):
+        places = start + tl.arange(0, TILE)
+        prob = load_probs(row, places, size)
         kept, num_ties = kept_of_tile(prob, threshold, ties, num_ties)
         weight = ((tl.where(kept, prob, 0.0) * scale + ROUNDING) - ROUNDING).to(tl.int32)
         sent = (weight > 0) & (spoilt == 0)
         slot = index * slots + count + tl.cumsum(sent.to(tl.int64), axis=0) - 1
-        tl.store(row_ids + slot, ids, sent)
+        ids = tl.load(value_ids + index * most + places, sent & is_listed, 0)
+        tl.store(row_ids + slot, tl.where(is_listed, ids, places.to(tl.int32)), sent)
         tl.store(row_weights + slot, weight, sent)
         count += tl.sum(sent.to(tl.int64), axis=0)
     tl.store(counts + index, count)
@@ -663,20 +533,6 @@ def _sample_kernel(
     place = tl.sum((tl.cumsum(weight, axis=0) <= point).to(tl.int32), axis=0)  # the first sum above the point
     drawn = tl.load(row_ids + index * slots + tl.minimum(place, slots - 1), count > 0, -1)
     tl.store(token_ids + index, drawn.to(tl.int64))
-
-
-@triton.jit
-def _highest(row: tl.tensor, vocab_size: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """The greatest probability, and whether the row has a NaN or nothing above 0."""
-    highest = tl.zeros([TILE], tl.float32)
-    spoilt = tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab_size, TILE):
-        ids = start + tl.arange(0, TILE)
-        value = tl.load(row + ids, ids < vocab_size, 0.0)
-        spoilt |= (value != value).to(tl.int32)
-        highest = tl.maximum(highest, tl.where(value > 0, value, 0.0))
-    greatest = tl.max(highest, axis=0)
-    return greatest, (tl.max(spoilt, axis=0) != 0) | (greatest == 0)
 
 
 @triton.jit

@@ -1,14 +1,16 @@
-"""Rejection acceptance in Triton, for a whole ragged batch in three launches: judge, leave, draw; by blocks in four.
+"""Rejection acceptance in Triton, for a whole ragged batch in a few launches: judge, leave, restore, draw.
 
 * **judge**, a program per drafted token: adds up its weights, finds what makes a vector unusable, and tests
   `uniform * draft_weight < target_prob * total_weight` in float64, where both products are exact.
 * **block**, a program per drafted token, where windows are judged by blocks: finds its block, with which probability
   the tokens of it up to this one hold, and tests this one's coin.
-* **leave**, a program per window: counts the tokens that stay and writes the weights of the next draw: what the
-  draft left of the target's law in the row where it was refused, or the law itself of the row after a whole window.
-* **draw**, a program per row of weights: adds the tiles up in order, then finds the tile and in it the first id whose
-  sum is above the point. float64 sums depend on their order in the last bits, so an id can differ from the reference's
-  where the point lies within that rounding (about 1e-16 of the total) of its edge; an id of weight 0 never wins.
+* **leave**, a program per tile of a window: counts the tokens that stay and writes the weights of the next draw: what
+  the draft left of the target's law in the row where it was refused, or the law itself of the row after a whole window.
+* **restore**, a program per tile of a window: the target's own law, where nothing is left of it.
+* **draw**, a program per tile that adds it up, and one per row of weights that finds the tile and in it the first id
+  whose sum is above the point. float64 sums depend on their order in the last bits, so an id can differ from the
+  reference's where the point lies within that rounding (about 1e-16 of the total) of its edge; an id of weight 0 never
+  wins.
 
 Coupled acceptance in Triton: the exponential race over the vocabulary, and the walk along a chain or down a tree.
 
@@ -68,11 +70,17 @@ def accept(
     num_accepted = torch.empty(num_windows, dtype=torch.int64, device=device)
     next_weights = torch.empty(num_windows, vocab_size, dtype=torch.float64, device=device)
     if num_windows:
-        _leave_kernel[(num_windows,)](
+        grid = num_windows, triton.cdiv(vocab_size, tile)
+        sums = torch.empty(grid, dtype=torch.float64, device=device)
+        _leave_kernel[grid](
             target_probs, windows.row_starts, windows.num_rows, windows.draft_starts, windows.num_drafted, draft_ids,
-            entries.ids, entries.weights, starts, accepted, totals, reached, num_accepted, next_weights,
-            target_probs.stride(0), vocab_size, by_block is not None, tile, entry_tile, num_warps=8,
+            entries.ids, entries.weights, starts, accepted, totals, reached, num_accepted, next_weights, sums,
+            target_probs.stride(0), vocab_size, grid[1], by_block is not None, tile, entry_tile, num_warps=8,
             enable_fp_fusion=False,
+        )  # fmt: skip
+        _restore_kernel[grid](
+            target_probs, windows.row_starts, windows.num_rows, windows.num_drafted, num_accepted, sums, next_weights,
+            target_probs.stride(0), vocab_size, grid[1], tile, triton.next_power_of_2(grid[1]), num_warps=8,
         )  # fmt: skip
     return num_accepted, next_weights
 
@@ -86,9 +94,12 @@ def draw(
     num_rows, vocab_size = weights.shape
     ids = torch.empty(num_rows, dtype=torch.int64, device=weights.device)
     if num_rows:
+        grid = num_rows, triton.cdiv(vocab_size, tile)
+        sums = torch.empty(grid, dtype=torch.float64, device=weights.device)
+        _sum_kernel[grid](weights, sums, weights.stride(0), vocab_size, grid[1], tile, num_warps=8)
         _draw_kernel[(num_rows,)](
-            weights, words, ids, weights.stride(0), words.stride(0), vocab_size, tile, num_warps=8,
-            enable_fp_fusion=False,
+            weights, words, sums, ids, weights.stride(0), words.stride(0), vocab_size, grid[1], tile,
+            triton.next_power_of_2(grid[1]), num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return ids
 
@@ -233,13 +244,15 @@ def _leave_kernel(
     reached: tl.tensor,
     num_accepted: tl.tensor,
     next_weights: tl.tensor,
+    sums: tl.tensor,  # [n, tiles]: of what is left of each tile
     stride: tl.tensor,
     vocab_size: tl.tensor,
+    num_tiles: tl.tensor,
     BY_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     ENTRY_TILE: tl.constexpr,
 ) -> None:
-    window = tl.program_id(0).to(tl.int64)
+    window, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_rows, num_drafted = tl.load(row_counts + window), tl.load(draft_counts + window)
     first_draft = tl.load(draft_starts + window)
     count = tl.zeros_like(num_drafted)
@@ -255,7 +268,8 @@ def _leave_kernel(
         while index < num_drafted:
             count += tl.where(count == index, tl.load(accepted + first_draft + index), 0)  # the leading run alone
             index += 1
-    tl.store(num_accepted + window, count)
+    if tile == 0:
+        tl.store(num_accepted + window, count)
     is_refused = count < num_drafted
     refused = first_draft + count
     total = tl.load(totals + refused, is_refused, 0)
@@ -263,85 +277,96 @@ def _leave_kernel(
     has_next = count < num_rows
     row = probs + (tl.load(row_starts + window) + tl.minimum(count, num_rows - 1)) * stride
     out = next_weights + window * vocab_size
-    scale = tl.where(has_next, tl.maximum(total, 1), 0)
+    scale = tl.where(has_next, tl.maximum(total, 1), 0)  # 0: no weight anywhere, whatever the row holds
     share = tl.load(reached + refused, is_refused, 1.0) if BY_BLOCK else tl.full([], 1.0, tl.float64)
-    left = _fill(row, out, vocab_size, scale, share, removed, TILE)
+    ids = tile * TILE + tl.arange(0, TILE)
+    inside = (ids < vocab_size) & (scale > 0) & (ids != removed)
+    weight = tl.load(row + ids, inside, 0.0).to(tl.float64) * (scale.to(tl.float64) * share)
+    tl.store(out + ids, weight, ids < vocab_size)
     if total > 0:
         tl.debug_barrier()  # what follows reads what other threads wrote
         for start in range(tl.load(starts + refused), tl.load(starts + refused + 1), ENTRY_TILE):
             places = start + tl.arange(0, ENTRY_TILE)
-            inside = places < tl.load(starts + refused + 1)
-            place = out + tl.load(entry_ids + places, inside, 0)
-            weight = tl.load(place, inside, 0.0) - tl.load(entry_weights + places, inside, 0).to(tl.float64)
-            tl.store(place, tl.where(weight < 0, 0.0, weight), inside)
+            given = places < tl.load(starts + refused + 1)
+            token = tl.load(entry_ids + places, given, -1)
+            given = given & (token >= tile * TILE) & (token < (tile + 1) * TILE)
+            left = tl.load(out + token, given, 0.0) - tl.load(entry_weights + places, given, 0).to(tl.float64)
+            tl.store(out + token, tl.where(left < 0, 0.0, left), given)
         tl.debug_barrier()
-        left = _sum(out, vocab_size, TILE)
-    if is_refused & (left == 0):  # nothing is left: the target's own law holds
-        tl.debug_barrier()
-        one = tl.full([], 1.0, tl.float64)
-        _fill(row, out, vocab_size, tl.zeros_like(total) + 1, one, tl.zeros_like(total) - 1, TILE)
+        weight = tl.load(out + ids, ids < vocab_size, 0.0)
+    tl.store(sums + window * num_tiles + tile, tl.sum(weight, axis=0))
 
 
 @triton.jit
-def _fill(
-    row: tl.tensor,
-    out: tl.tensor,
+def _restore_kernel(
+    probs: tl.tensor,
+    row_starts: tl.tensor,
+    row_counts: tl.tensor,
+    draft_counts: tl.tensor,
+    num_accepted: tl.tensor,
+    sums: tl.tensor,  # [n, tiles]
+    next_weights: tl.tensor,
+    stride: tl.tensor,
     vocab_size: tl.tensor,
-    scale: tl.tensor,
-    share: tl.tensor,
-    removed: tl.tensor,
+    num_tiles: tl.tensor,
     TILE: tl.constexpr,
-) -> tl.tensor:  # float64: the sum
-    """Writes the row times `scale` times `share`, without the id `removed`; 0 everywhere for scale 0, whatever the row
-    holds."""
-    total = tl.zeros([TILE], tl.float64)
-    for start in range(0, vocab_size, TILE):
-        ids = start + tl.arange(0, TILE)
-        inside = (ids < vocab_size) & (scale > 0) & (ids != removed)
-        weight = tl.load(row + ids, inside, 0.0).to(tl.float64) * (scale.to(tl.float64) * share)
-        tl.store(out + ids, weight, ids < vocab_size)
-        total += weight
-    return tl.sum(total, axis=0)
+    TILES: tl.constexpr,
+) -> None:
+    window, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count, tiles = tl.load(num_accepted + window), tl.arange(0, TILES)
+    left = tl.sum(tl.load(sums + window * num_tiles + tiles, tiles < num_tiles, 0.0), axis=0)
+    if (count < tl.load(draft_counts + window)) & (left == 0):  # nothing is left: the target's own law holds
+        row = tl.load(row_starts + window) + tl.minimum(count, tl.load(row_counts + window) - 1)
+        ids = tile * TILE + tl.arange(0, TILE)
+        prob = tl.load(probs + row * stride + ids, ids < vocab_size, 0.0)
+        tl.store(next_weights + window * vocab_size + ids, prob.to(tl.float64), ids < vocab_size)
 
 
 @triton.jit
-def _sum(row: tl.tensor, vocab_size: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """Tile after tile, so that running sums of tiles end at this very number."""
-    total = tl.zeros([], tl.float64)
-    for start in range(0, vocab_size, TILE):
-        ids = start + tl.arange(0, TILE)
-        total += tl.sum(tl.load(row + ids, ids < vocab_size, 0.0), axis=0)
-    return total
+def _sum_kernel(
+    weights: tl.tensor,
+    sums: tl.tensor,  # [n, tiles]
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    num_tiles: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    index, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
+    weight = tl.load(weights + index * stride + ids, ids < vocab_size, 0.0)
+    tl.store(sums + index * num_tiles + tile, tl.sum(weight, axis=0))
 
 
 @triton.jit
 def _draw_kernel(
     weights: tl.tensor,
     words: tl.tensor,
+    sums: tl.tensor,  # [n, tiles]
     drawn: tl.tensor,
     stride: tl.tensor,
     words_stride: tl.tensor,
     vocab_size: tl.tensor,
+    num_tiles: tl.tensor,
     TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ) -> None:
-    index = tl.program_id(0).to(tl.int64)
-    row = weights + index * stride
+    index, tiles = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
+    of_tiles = tl.load(sums + index * num_tiles + tiles, tiles < num_tiles, 0.0)
+    reached = tl.cumsum(of_tiles, axis=0)
     high, low = tl.load(words + index * words_stride), tl.load(words + index * words_stride + 1)
-    point = ((high << 21) | (low >> 11)).to(tl.float64) * 1.1102230246251565e-16 * _sum(row, vocab_size, TILE)
-    passed = tl.zeros([], tl.float64)
+    fraction = ((high << 21) | (low >> 11)).to(tl.float64) * 1.1102230246251565e-16
+    total = tl.sum(tl.where(tiles == TILES - 1, reached, 0.0), axis=0)  # NaN if a weight is
+    point = fraction * total
+    last = tl.max(tl.where(of_tiles > 0, tiles, -1), axis=0)  # where sums round below the point
+    tile = tl.minimum(tl.min(tl.where((of_tiles > 0) & (reached > point), tiles, TILES), axis=0), last)
     found = tl.full([], -1, tl.int32)
-    start = tl.full([], 0, tl.int32)
-    while (start < vocab_size) & (found < 0):
-        ids = start + tl.arange(0, TILE)
-        weight = tl.load(row + ids, ids < vocab_size, 0.0)
-        mass = tl.sum(weight, axis=0)
-        if passed + mass > point:
-            above = (weight > 0) & (passed + tl.cumsum(weight, axis=0) > point)
-            first = tl.min(tl.where(above, ids, vocab_size), axis=0)
-            last = tl.max(tl.where(weight > 0, ids, -1), axis=0)  # where the sums in the tile round below the tile's
-            found = tl.minimum(first, last)
-        passed += mass
-        start += TILE
+    if total > 0:
+        passed = tl.sum(tl.where(tiles == tile - 1, reached, 0.0), axis=0)
+        ids = tile * TILE + tl.arange(0, TILE)
+        weight = tl.load(weights + index * stride + ids, ids < vocab_size, 0.0)
+        above = (weight > 0) & (passed + tl.cumsum(weight, axis=0) > point)
+        first = tl.min(tl.where(above, ids, vocab_size), axis=0)
+        found = tl.minimum(first, tl.max(tl.where(weight > 0, ids, -1), axis=0))
     tl.store(drawn + index, found.to(tl.int64))
 
 
