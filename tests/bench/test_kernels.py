@@ -11,7 +11,7 @@ import io
 import json
 import math
 import sys
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from support.bench import Measured, only_result
 from support.devices import Replayed, pretended_device
 from support.kernels import INTERPRETED, interpreter
 
-from outrider.bench import gpu, kernels
+from outrider.bench import gpu, gpu_llm, kernels
 from outrider.bench.kernels_cases import CUDA, QUICK, Case, KernelWork
 from outrider.kernels import dispatch
+from outrider.llm import LLM
+from outrider.pairs import pair_path
 
 TIMES = {"us", "against_us", "floor_us", "share_of_floor", "times_as_fast"}
 NUMBERS = TIMES | {"copy_gb_s", "read_gb_s", "product_gflop_s"}
@@ -175,8 +177,22 @@ def test_without_a_gpu_it_says_so_in_one_line(
 
 
 def test_the_parts_for_a_gpu_are_there() -> None:
-    assert gpu.PARTS.keys() == {"tests", "kernels"}
+    assert gpu.PARTS.keys() == {"tests", "kernels", "llm"}
     assert all(find_spec(module) for module, *_ in gpu.PARTS.values())
+
+
+def test_an_llm_is_measured_from_end_to_end() -> None:
+    named = {name: options for name, options in gpu_llm.ways().items() if name != "auto"}
+    with ExitStack() as stack:
+        llms = {
+            name: stack.enter_context(LLM(model=str(pair_path().target), device="cpu", max_model_len=256, **options))
+            for name, options in named.items()
+        }
+        row = gpu_llm.measure(llms, batch=2, temperature=1.0, repeats=1, num_tokens=3)
+    assert row["ways"]["plain"]["times"]["median"] == 1.0
+    setup = {"tokens": 3, "k": gpu_llm.K}
+    page = list(gpu_llm.render({"device": {"name": "some device"}, "setup": setup, "rows": [row]}))
+    assert "some device" in page[0] and "in turn, times plain" in page[2] and len(page) == 5
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -1,10 +1,11 @@
 """Everything that waits for a GPU and needs nobody to look on, on a machine that has one:
 
-    python bench/outrider/bench/gpu.py [--only tests|kernels|steps] [--repeats N]
+    python bench/outrider/bench/gpu.py [--only tests|kernels|llm|steps] [--repeats N]
 
-The tests marked `gpu`, the kernel bench, and a whole step replayed against the same step launched kernel by kernel,
-with the judging and the drafting behind it, stored in bench/results/steps. Exits with 2 where there is no GPU.
-A step is measured against the bytes that it must read; drafting with one wait against a wait for each token."""
+The tests marked `gpu`, the kernel bench, an `LLM` from end to end, and a whole step replayed against the same step
+launched kernel by kernel, with the judging and the drafting behind it, stored in bench/results. Exits with 2 where
+there is no GPU. A step is measured against the bytes that it must read; drafting with one wait against a wait for each
+token."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ def build(shape: Shape, place: Place) -> Decoder:
         "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
         "max_position_embeddings": 8192, "tie_word_embeddings": True,
     })  # fmt: skip
-    state = {
-        name: torch.empty(size, dtype=place.dtype, device=place.device).normal_(0, 0.02)
+    state = {  # norms are about 1, so that logits differ as a model's do
+        name: torch.empty(size, dtype=place.dtype, device=place.device).normal_(float(len(size) == 1), 0.02)
         for name, size in expected_shapes(config).items()
     }
     return Decoder(config, state, dtype=place.dtype, device=torch.device(place.device))
@@ -248,6 +249,7 @@ RESULTS = BENCH / "results" / "steps"
 PARTS = {  # modules with their arguments, each a process of its own
     "tests": ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"),
     "kernels": ("outrider.bench.kernels", "--device", "cuda"),
+    "llm": ("outrider.bench.gpu_llm",),
 }
 
 
@@ -255,7 +257,7 @@ def main() -> int:
     """0 if all went well, 1 if a part failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=30, help="timed steps of each kind and batch")
-    parser.add_argument("--only", choices=("tests", "kernels", "steps"), help="one part of it")
+    parser.add_argument("--only", choices=(*PARTS, "steps"), help="one part of it")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("there is no GPU here, and nothing was checked", file=sys.stderr)

@@ -190,7 +190,7 @@ class CudaGraphs:
         return graph.replay
 
     def reserved_bytes(self) -> int:
-        """Of the caching allocator, the graphs' pool included. What it only keeps at hand is given back first, as a capture
-        does."""
+        """Of the caching allocator, the graphs' pool included; what it only keeps at hand is given back first, as by a
+        capture."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)

@@ -45,23 +45,29 @@ class _Sizes:
 class _Noise:
     """Random weights that every number format of half precision or more holds exactly."""
 
-    def __init__(self, seed: int, part: int, dtype: torch.dtype) -> None:
-        self._generator = torch.Generator().manual_seed(seed * 65_536 + part)  # each layer has numbers of its own
+    def __init__(self, seed: int, part: int, dtype: torch.dtype, device: str) -> None:
+        # Each layer has numbers of its own.
+        self._generator = torch.Generator(device).manual_seed(seed * 65_536 + part)
         self.dtype = dtype
 
     def matrix(self, rows: int, columns: int) -> Tensor:
-        weights = torch.empty(rows, columns).normal_(0.0, NOISE_STD, generator=self._generator)
-        return weights.bfloat16().to(self.dtype)
+        return self._normal(rows, columns).bfloat16().cpu().to(self.dtype)
 
     def norm(self, size: int) -> Tensor:
-        return 1.0 + torch.empty(size).normal_(0.0, NOISE_STD, generator=self._generator)
+        return 1.0 + self._normal(size).cpu()
+
+    def _normal(self, *shape: int) -> Tensor:
+        weights = torch.empty(shape, device=self._generator.device)
+        return weights.normal_(0.0, NOISE_STD, generator=self._generator)
 
 
 class ExpandedState(Mapping[str, Tensor]):
     """The tensors of an expansion. One layer is kept, the last that was asked for."""
 
-    def __init__(self, small: Mapping[str, Tensor], sizes: _Sizes, num_layers: int, seed: int) -> None:
-        self._small, self._sizes, self._seed = small, sizes, seed
+    def __init__(
+        self, small: Mapping[str, Tensor], sizes: _Sizes, num_layers: int, seed: int, noise_device: str
+    ) -> None:
+        self._small, self._sizes, self._seed, self._noise_device = small, sizes, seed, noise_device
         self._dtype = small[EMBEDDING].dtype
         self._layer: tuple[int, dict[str, Tensor]] = (-1, {})
         vocabulary = len(small[EMBEDDING])
@@ -82,7 +88,7 @@ class ExpandedState(Mapping[str, Tensor]):
         if name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
             return self._block(int(layer))[rest]
-        noise = _Noise(self._seed, list(self.meta).index(name), self._dtype)
+        noise = _Noise(self._seed, list(self.meta).index(name), self._dtype, self._noise_device)
         if name == NORM:
             return _expand_norm(self._small[NORM], self._sizes, noise)
         small = self._small[EMBEDDING]
@@ -99,7 +105,7 @@ class ExpandedState(Mapping[str, Tensor]):
     def _block(self, layer: int) -> dict[str, Tensor]:
         if self._layer[0] != layer:
             self._layer = (-1, {})  # frees the one before
-            noise = _Noise(self._seed, 3 + layer, self._dtype)
+            noise = _Noise(self._seed, 3 + layer, self._dtype, self._noise_device)
             block = _random_block(self._sizes, noise)
             prefix = f"model.layers.{layer}."
             small = {name.removeprefix(prefix): self._small[name] for name in self._small if name.startswith(prefix)}
@@ -119,9 +125,11 @@ def expand_llama(
     num_heads: int = 16,
     num_kv_heads: int = 8,
     seed: int = 0,
+    noise_device: str = "cpu",
 ) -> tuple[dict[str, Any], ExpandedState]:
     """Config and state dict of a Llama of the given sizes whose logits are those of the given small one. Raises
-    ValueError for sizes that cannot hold it.
+    ValueError for sizes that cannot hold it. What is random is drawn on `noise_device`, other numbers on each: a GPU
+    draws billions in seconds.
 
     Both sides have Hugging Face's names (LlamaForCausalLM). Matrices keep their type; norms are float32. The output
     matrix is no longer tied to the embedding.
@@ -129,13 +137,13 @@ def expand_llama(
     sizes = _plan(config, hidden_size, intermediate_size, num_heads, num_kv_heads)
     if num_layers < config["num_hidden_layers"]:
         raise ValueError(f"num_layers is {num_layers}; the small model has {config['num_hidden_layers']}")
-    return _expand_config(config, sizes, num_layers), ExpandedState(state, sizes, num_layers, seed)
+    return _expand_config(config, sizes, num_layers), ExpandedState(state, sizes, num_layers, seed, noise_device)
 
 
-def write_expanded(source: Path, destination: Path, **sizes: int) -> None:
+def write_expanded(source: Path, destination: Path, *, noise_device: str = "cpu", **sizes: int) -> None:
     """Save the expansion of the Hugging Face folder `source` as the folder `destination`, tokenizer included."""
     config = json.loads((source / CONFIG_FILE).read_text())
-    new_config, new_state = expand_llama(config, load_file(source / WEIGHTS_FILE), **sizes)
+    new_config, new_state = expand_llama(config, load_file(source / WEIGHTS_FILE), noise_device=noise_device, **sizes)
     destination.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.glob("*.json")):
         if path.name != CONFIG_FILE:

@@ -4,9 +4,9 @@ Bits of non-negative floats are ordered as the floats are, so the cut is a searc
 t at which the values of at least t are k in number (top_k), or hold the wanted mass (top_p). Of the values equal to t
 only the lowest ids are kept, as many as are wanted.
 
-* **survey**, a program per tile: how many of its values reach each of a few fixed pivots, and their mass.
-* **gather**, a program per tile: adds that up for the row, and writes the values from the highest pivot that suffices
-  to a short list, in the order of their ids. Where no such list is short, the row itself is searched.
+* **survey**, a program per tile: how many of its values lie in each of a few bins, eight an octave, and their mass.
+* **gather**, a program per tile: writes the values from the highest bin that suffices to a short list, in the order of
+  their ids. Where no such list is short, the row itself is searched.
 * **threshold**, a program per row: `find_cut` in the list; a usual row's fits one tile of registers.
 * **keep**, a program per tile: zeros and shares, in place.
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 CUT_TILE = 2048  # values that a search takes at once, and how many it holds in registers
 SURVEY_TILE = 4096  # ids of a program that surveys or gathers
-CHUNK = tl.constexpr(256)  # of which it takes so many at once
-PIVOTS = tl.constexpr(16)
+BINS = tl.constexpr(256)  # the first holds what is 0, the second all that lies below the third
+LOWEST = tl.constexpr(768)  # the leading twelve bits of 2^-31, where the third begins less a bin
 MOST_GATHERED = 8192
 NAN_BITS = tl.constexpr(0x7F800001)  # above those of every number
 UNITS_PER_ONE = tl.constexpr(2305843009213693952.0)  # 2^61
 UNIT = tl.constexpr(4.336808689942018e-19)  # 2^-61
+MARGIN = tl.constexpr(1e-12)  # more than that of a sum of a row's bins in float64
 
 SIZE, HELD, TOTAL, POSITIVE, PIVOT, GREATEST = (tl.constexpr(field) for field in range(6))  # of a row's summary
 FIELDS = tl.constexpr(6)
@@ -91,26 +92,25 @@ def gather(
     surveyed = min(SURVEY_TILE, 4 * tile)  # a test's tiles are small
     num_tiles, device = triton.cdiv(vocab_size, surveyed), probs.device
     most = min(MOST_GATHERED, 4 * tile)
-    counts = torch.empty(num_cut, num_tiles, PIVOTS.value, dtype=torch.int32, device=device)
-    masses = torch.empty(num_cut, num_tiles, PIVOTS.value, dtype=torch.int64, device=device)
-    greatest = torch.empty(num_cut, num_tiles, dtype=torch.int32, device=device)
+    tile_bins = torch.empty(num_cut, num_tiles, BINS.value, dtype=torch.int32, device=device)
+    row_bins = torch.zeros(num_cut, BINS.value, dtype=torch.int32, device=device)
     gathered = Gathered(
         torch.empty(num_cut, most, dtype=torch.float32, device=device),
         torch.empty(num_cut, most, dtype=torch.int32, device=device),
-        torch.empty(num_cut, FIELDS.value, dtype=torch.int64, device=device),
+        torch.zeros(num_cut, FIELDS.value, dtype=torch.int64, device=device),
         torch.empty(num_cut, tile, dtype=torch.int32, device=device),
     )
     limit_stride = int(len(top_k) == num_cut)
     skips = probs if greedy is None else greedy
     choices = rows is not None, greedy is not None
-    given = probs, top_k if rows is None else rows, top_k, top_p, skips
+    given = probs, top_k if rows is None else rows, top_k, top_p, skips, tile_bins, row_bins
     _survey_kernel[(num_cut, num_tiles)](
-        *given, counts, masses, greatest, probs.stride(0), limit_stride, vocab_size, num_tiles, *choices, surveyed,
+        *given, gathered.summary, probs.stride(0), limit_stride, vocab_size, num_tiles, *choices, surveyed,
         num_warps=8,
     )  # fmt: skip
     _gather_kernel[(num_cut, num_tiles)](
-        *given, counts, masses, greatest, *gathered[:3], probs.stride(0), limit_stride, vocab_size, num_tiles, most,
-        of_whole_row, *choices, surveyed, triton.next_power_of_2(num_tiles), num_warps=8, enable_fp_fusion=False,
+        *given, *gathered[:3], probs.stride(0), limit_stride, vocab_size, num_tiles, most, of_whole_row, *choices,
+        surveyed, triton.next_power_of_2(num_tiles), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return gathered
 
@@ -129,9 +129,9 @@ def units(prob: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _pivot_bits(lane: tl.tensor) -> tl.tensor:
-    """Of a lane: the first takes all above 0, the others what reaches 2^-30, 2^-28 and so on up to 2^-2."""
-    return tl.where(lane > 0, (127 - 2 * (PIVOTS - lane)) << 23, 1)
+def _first_bits(place: tl.tensor) -> tl.tensor:
+    """The least bits of a bin, int32."""
+    return tl.where(place > 1, (LOWEST + place - 1) << 20, place)
 
 
 @triton.jit
@@ -162,9 +162,9 @@ def _survey_kernel(
     top_ks: tl.tensor,
     top_ps: tl.tensor,
     greedy: tl.tensor,
-    counts: tl.tensor,  # [n, tiles, PIVOTS]
-    masses: tl.tensor,  # [n, tiles, PIVOTS]
-    greatest: tl.tensor,  # [n, tiles]
+    tile_bins: tl.tensor,  # [n, tiles, BINS]
+    row_bins: tl.tensor,  # [n, BINS], from 0 on
+    summary: tl.tensor,  # [n, FIELDS], from 0 on
     stride: tl.tensor,
     limit_stride: tl.tensor,
     vocab_size: tl.tensor,
@@ -177,24 +177,17 @@ def _survey_kernel(
     row_index = tl.load(rows + index) if HAS_ROWS else index
     top_k, top_p = tl.load(top_ks + index * limit_stride), tl.load(top_ps + index * limit_stride)
     if _has_cut(top_k, top_p, greedy, row_index, HAS_GREEDY):
-        lanes = tl.arange(0, PIVOTS)
-        pivots = _pivot_bits(lanes)[None, :]
-        WIDTH: tl.constexpr = CHUNK if CHUNK < TILE else TILE
-        count, mass = tl.zeros([WIDTH, PIVOTS], tl.int32), tl.zeros([WIDTH, PIVOTS], tl.int64)
-        high = tl.zeros([WIDTH], tl.int32)
-        for start in range(0, TILE, WIDTH):
-            ids = tile * TILE + start + tl.arange(0, WIDTH)
-            value = tl.load(probs + row_index * stride + ids, ids < vocab_size, 0.0)
-            prob = tl.where(value > 0, value, 0.0)
-            bits = prob.to(tl.int32, bitcast=True)
-            reached = bits[:, None] >= pivots
-            count += reached.to(tl.int32)
-            mass += tl.where(reached, units(prob)[:, None], 0)
-            high = tl.maximum(high, tl.where(value != value, NAN_BITS, bits))
-        place = index * num_tiles + tile
-        tl.store(counts + place * PIVOTS + lanes, tl.sum(count, axis=0))
-        tl.store(masses + place * PIVOTS + lanes, tl.sum(mass, axis=0))
-        tl.store(greatest + place, tl.max(high, axis=0))
+        ids = tile * TILE + tl.arange(0, TILE)
+        value = tl.load(probs + row_index * stride + ids, ids < vocab_size, 0.0)
+        prob = tl.where(value > 0, value, 0.0)
+        bits = prob.to(tl.int32, bitcast=True)
+        place = tl.where(bits > 0, tl.minimum(tl.maximum((bits >> 20) - LOWEST, 0) + 1, BINS - 1), 0)
+        count, bins = tl.histogram(place, BINS), tl.arange(0, BINS)
+        tl.store(tile_bins + (index * num_tiles + tile) * BINS + bins, count)
+        tl.atomic_add(row_bins + index * BINS + bins, count, mask=(count > 0) & (bins > 0))
+        highest = tl.max(tl.where(value != value, NAN_BITS, bits), axis=0)
+        tl.atomic_add(summary + index * FIELDS + TOTAL, tl.sum(units(prob), axis=0))
+        tl.atomic_max(summary + index * FIELDS + GREATEST, highest.to(tl.int64))
 
 
 @triton.jit
@@ -204,9 +197,8 @@ def _gather_kernel(
     top_ks: tl.tensor,
     top_ps: tl.tensor,
     greedy: tl.tensor,
-    counts: tl.tensor,  # [n, tiles, PIVOTS]
-    masses: tl.tensor,  # [n, tiles, PIVOTS]
-    greatest: tl.tensor,  # [n, tiles]
+    tile_bins: tl.tensor,  # [n, tiles, BINS]
+    row_bins: tl.tensor,  # [n, BINS]
     values: tl.tensor,  # [n, most]
     value_ids: tl.tensor,  # [n, most]
     summary: tl.tensor,  # [n, FIELDS]
@@ -225,40 +217,41 @@ def _gather_kernel(
     row_index = tl.load(rows + index) if HAS_ROWS else index
     top_k, top_p = tl.load(top_ks + index * limit_stride), tl.load(top_ps + index * limit_stride)
     if _has_cut(top_k, top_p, greedy, row_index, HAS_GREEDY):
-        lanes, tiles = tl.arange(0, PIVOTS), tl.arange(0, TILES)
-        places = (index * num_tiles + tiles[:, None]) * PIVOTS + lanes[None, :]
-        inside = (tiles < num_tiles)[:, None] & (lanes >= 0)[None, :]
-        of_tiles = tl.load(counts + places, inside, 0)  # [TILES, PIVOTS]
-        count = tl.sum(of_tiles, axis=0).to(tl.int64)
-        held = tl.sum(tl.load(masses + places, inside, 0), axis=0)  # [PIVOTS] int64
-        total = tl.max(held, axis=0)
-        positive = tl.max(count, axis=0)
+        bins, of_row = tl.arange(0, BINS), summary + index * FIELDS
+        count, total = tl.load(row_bins + index * BINS + bins), tl.load(of_row + TOTAL)
+        reaching = tl.cumsum(count, axis=0, reverse=True)  # of this bin and those above
+        positive = tl.max(reaching, axis=0).to(tl.int64)
         limit = _limit(top_k, positive)
         by_mass = top_p < 1
         if OF_WHOLE_ROW == 0:
             by_mass = by_mass & (limit == positive)  # else what top_k leaves must be there to be added up
-        enough = (count >= limit) | (held >= tl.where(by_mass, _wanted_mass(total, top_p), total + 1))
-        chosen = tl.max(tl.where(enough & (count <= most), lanes, -1), axis=0)
-        size = tl.where(chosen >= 0, tl.sum(tl.where(lanes == chosen, count, 0), axis=0), -1)
-        pivot = tl.where(chosen >= 0, _pivot_bits(chosen), 0)
+        # What the bins below hold is at most their numbers times where the next bin begins.
+        most_each = _first_bits(bins + 1).to(tl.float32, bitcast=True).to(tl.float64)
+        below = count.to(tl.float64) * tl.where(bins > 0, most_each, 0.0)
+        below = tl.cumsum(below, axis=0) - below
+        spare = (total - _wanted_mass(total, top_p)).to(tl.float64) * UNIT - MARGIN
+        enough = (reaching >= limit) | (below <= tl.where(by_mass, spare, -1.0))
+        chosen = tl.max(tl.where(enough & (reaching <= most) & (bins > 0), bins, 0), axis=0)
+        pivot = _first_bits(chosen)  # 0: no list is short
         if tile == 0:
-            of_row = summary + index * FIELDS
-            tl.store(of_row + SIZE, size)
-            tl.store(of_row + HELD, tl.where(chosen >= 0, tl.sum(tl.where(lanes == chosen, held, 0), axis=0), total))
-            tl.store(of_row + TOTAL, total)
+            size = tl.sum(tl.where(bins == chosen, reaching, 0), axis=0)
+            tl.store(of_row + SIZE, tl.where(chosen > 0, size, -1).to(tl.int64))
             tl.store(of_row + POSITIVE, positive)
             tl.store(of_row + PIVOT, pivot.to(tl.int64))
-            highest = tl.load(greatest + index * num_tiles + tiles, tiles < num_tiles, 0)
-            tl.store(of_row + GREATEST, tl.max(highest, axis=0).to(tl.int64))
-        if chosen >= 0:
-            earlier = (tiles < tile)[:, None] & (lanes == chosen)[None, :]
-            before = tl.sum(tl.sum(tl.where(earlier, of_tiles, 0), axis=1), axis=0)
+            if chosen == 0:
+                tl.store(of_row + HELD, total)
+        if chosen > 0:
+            tiles = tl.arange(0, TILES)
+            earlier = (tiles < tile)[:, None] & (bins >= chosen)[None, :]
+            places = (index * num_tiles + tiles[:, None]) * BINS + bins[None, :]
+            before = tl.sum(tl.sum(tl.load(tile_bins + places, earlier, 0), axis=1), axis=0)
             ids = tile * TILE + tl.arange(0, TILE)
             prob = load_probs(probs + row_index * stride, ids, vocab_size)
             found = prob.to(tl.int32, bitcast=True) >= pivot
             place = index * most + before + tl.cumsum(found.to(tl.int32), axis=0) - 1
             tl.store(values + place, prob, found)
             tl.store(value_ids + place, ids, found)
+            tl.atomic_add(of_row + HELD, tl.sum(tl.where(found, units(prob), 0), axis=0))
 
 
 @triton.jit
