@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
+from starlette.responses import JSONResponse
 from support.fakes import EOS, ToyDraft, ToyTarget, expected, scripted, target_info, with_adapters
 from support.gateways import PROMPT, Gateway, gateway, stream_events, text_of, toy_tokenizer
 
@@ -18,7 +19,8 @@ from outrider.client import Client
 from outrider.gateway import request, servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http import serving, sse
+from outrider.gateway.http import sse
+from outrider.gateway.http.json_text import InPieces
 from outrider.gateway.http.protocol import (
     ChatBody,
     CompletionBody,
@@ -402,16 +404,20 @@ def test_one_request_whatever_the_entry() -> None:
 
 async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
+    writers: set[str] = set()
 
     def seen(function: Any) -> Any:
         def wrapper(*arguments: Any) -> Any:
             threads.append(get_ident())
+            writers.add(function.__qualname__)
             return function(*arguments)
 
         return wrapper
 
-    monkeypatch.setattr(serving, "JSONResponse", seen(serving.JSONResponse))
-    monkeypatch.setattr(sse, "dumps", seen(sse.dumps))
+    for kind in (JSONResponse, InPieces):
+        monkeypatch.setattr(kind, "render", seen(kind.render))
+    for name in ("dumps", "dumps_in_pieces"):
+        monkeypatch.setattr(sse, name, seen(getattr(sse, name)))
     monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
     monkeypatch.setattr(request, "SLOW_LOGPROBS", 0)
     asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
@@ -422,13 +428,14 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypa
         assert len(threads) == 5 and get_ident() not in threads
         await stream_events(client, "/v1/completions", {**asked, "logprobs": 1, "stream": True})
         assert len(threads) >= 9 and get_ident() not in threads
+        assert writers == {"InPieces.render", "dumps_in_pieces", "encode_delta"}
         threads.clear()
         await grpc_ids(served, temperature=0.0, max_tokens=1, prompt_logprobs=1)
         assert threads and threads[0] != get_ident()
         threads.clear()
         await client.post("/v1/completions", json=asked)
         await grpc_ids(served, temperature=0.0, max_tokens=4)
-        assert {*threads} == {get_ident()}
+        assert {*threads} == {get_ident()} and "JSONResponse.render" in writers
 
 
 async def test_logprobs_name_tokens_by_text_or_bytes() -> None:

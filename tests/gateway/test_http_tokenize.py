@@ -13,6 +13,7 @@ from support.fakes import until
 from support.gateways import gateway, toy_tokenizer
 
 from outrider.gateway.http import tokenize
+from outrider.gateway.http.json_text import InPieces
 from outrider.gateway.http.tokenize import TokenizeEndpoints
 from outrider.gateway.request import GenerationRequest
 from outrider.gateway.text.tokenizer import LONG_TEXT, MAX_TOKENISED, Tokenizer
@@ -62,7 +63,7 @@ async def test_a_long_answer_is_written_beside_the_event_loop(long: bool, monkey
 
     tokenizer, text = toy_tokenizer(), 'the "lazy" 你好 ' * (6000 if long else 1)
     ids = tokenizer.encode(text)
-    seen(tokenize._InPieces if long else JSONResponse, "render")
+    seen(InPieces if long else JSONResponse, "render")
     seen(TokenizeEndpoints, "_detokenized")
     async with gateway() as served, served.client() as client:
         answer = await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from outrider.gateway.admission import Admission, AdmissionCost
 from outrider.gateway.auth import CALLER
@@ -21,9 +21,10 @@ from outrider.gateway.engine import GenerationEngine, merge
 from outrider.gateway.http import sse
 from outrider.gateway.http.echo import echoed, echoed_logprobs, with_prompts
 from outrider.gateway.http.errors import error_body, renamed
+from outrider.gateway.http.json_text import answer
 from outrider.gateway.http.protocol import FINGERPRINT, ChatBody, EchoedPrompt, OpenAIRequest, options_of, read_body
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
-from outrider.gateway.request import GenerationDelta, written
+from outrider.gateway.request import GenerationDelta, is_slow, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
 from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
 from outrider.planner.policy import SpeculationTally
@@ -159,8 +160,9 @@ async def _whole(
 
     def body() -> Response:
         envelope = _envelope(openai_request, builder.prefix, completions[0][0], builder.whole_object)
-        answer = builder.whole([join(completions[index]) for index in sorted(completions)])
-        return JSONResponse({**envelope, **answer, "usage": usage.shape(), **_metrics(engine, recorder)})
+        choices = builder.whole([join(completions[index]) for index in sorted(completions)])
+        said = {**envelope, **choices, "usage": usage.shape(), **_metrics(engine, recorder)}
+        return answer(said, is_long=is_slow(num_logprobs))
 
     return await written(num_logprobs, body)
 
@@ -206,7 +208,8 @@ def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envel
     """What a stream says of a delta; `opens`: the first of its completion."""
     opening = builder.opening(delta.index) if opens else None
     choices = [opening, None if builder.is_silent(delta) else builder.piece(delta)]
-    return [sse.data({**envelope, "choices": [choice]}) for choice in choices if choice is not None]
+    is_long = is_slow(delta.num_logprobs)
+    return [sse.data({**envelope, "choices": [said]}, is_long=is_long) for said in choices if said is not None]
 
 
 async def _chained(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from outrider.gateway.http.json_text import dumps, dumps_in_pieces
 from outrider.rpc.errors import Cancelled, OutriderError, Unavailable, unexpected
 
 log = logging.getLogger(__name__)
@@ -21,19 +21,14 @@ DONE = "data: [DONE]\n\n"
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment: clients skip it, and no proxy takes the connection for idle
 
 
-def data(value: dict[str, Any]) -> str:
-    """One event without a name."""
-    return f"data: {dumps(value)}\n\n"
+def data(value: dict[str, Any], *, is_long: bool = False) -> str:
+    """One event without a name; a long one is written for other threads to run."""
+    return f"data: {dumps_in_pieces(value) if is_long else dumps(value)}\n\n"
 
 
 def event(name: str, value: dict[str, Any]) -> str:
     """One event with a name."""
     return f"event: {name}\ndata: {dumps(value)}\n\n"
-
-
-def dumps(value: dict[str, Any]) -> str:
-    """JSON on one line."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def told(error: BaseException) -> OutriderError:

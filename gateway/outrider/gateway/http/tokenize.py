@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.gateway.engine import GenerationEngine
 from outrider.gateway.http.errors import invalid, renamed
+from outrider.gateway.http.json_text import answer
 from outrider.gateway.http.protocol import NAMES, Body, read_body, read_chat, validated
 from outrider.gateway.http.shares import client_of
 from outrider.gateway.request import GenerationRequest
@@ -37,15 +37,6 @@ class DetokenizeBody(Body):
     tokens: list[Any] | None = None
 
 
-class _InPieces(JSONResponse):
-    """A long answer, for which other threads run: json.dumps writes all of it in one call, which lets none."""
-
-    def render(self, content: Any) -> bytes:
-        """The same bytes."""
-        encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return "".join(encoder.iterencode(content)).encode()
-
-
 class TokenizeEndpoints:
     """The served model's tokenizer."""
 
@@ -67,18 +58,18 @@ class TokenizeEndpoints:
             raise invalid("tokens", "is missing; allowed: a list of token ids")
         return await self._in_turn(request, len(body.tokens), self._detokenized, body.tokens)
 
-    async def _in_turn(self, request: Request, size: int, answer: Callable[..., Response], *arguments: Any) -> Response:
+    async def _in_turn(self, request: Request, size: int, make: Callable[..., Response], *arguments: Any) -> Response:
         """Of so many characters or tokens, written where it is made."""
         is_long = size > LONG_TEXT
         async with self._engine.text_turn(client_of(request), size if is_long else 0):
-            return await in_thread(is_long, answer, *arguments)
+            return await in_thread(is_long, make, *arguments)
 
     def _tokenized(self, text: ChatText, adds_special_tokens: bool, with_names: bool) -> Response:
         tokenizer, info = self._engine.tokenizer, self._engine.verifier.info
         ids = text.encode(tokenizer, adds_special_tokens)
         names = [tokenizer.backend.id_to_token(token) for token in ids] if with_names else None
-        answer = {"count": len(ids), "max_model_len": info.model.max_model_len, "tokens": ids, "token_strs": names}
-        return _InPieces(answer) if len(ids) > LONG_TEXT else JSONResponse(answer)
+        told = {"count": len(ids), "max_model_len": info.model.max_model_len, "tokens": ids, "token_strs": names}
+        return answer(told, is_long=len(ids) > LONG_TEXT)
 
     def _detokenized(self, tokens: list[Any]) -> Response:
         found = Violations()
