@@ -73,6 +73,7 @@ def launch_sampling(prove: bool) -> None:
         launch_low_rank(x, 1, 64)
         sampling_triton.logits_to_probs(probs.to(dtype), RowSampling())
     sampling_triton.logits_to_probs(probs, everything)
+    sampling_triton.logits_to_probs(probs, everything, tile=256)  # as many tiles as a row of 128,256 ids has
     columns = {"temperature": rows.float(), "min_p": rows.float(), "truncation": everything.truncation}
     sampling_triton.logits_to_probs(probs, RowSampling(**columns))
     sampling_triton.greedy_choice(probs, everything)

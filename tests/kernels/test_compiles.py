@@ -24,6 +24,11 @@ SAMPLING = {
     "_restore_kernel", "_sum_kernel", "_draw_kernel", "_race_kernel", "_settle_kernel", "_walk_kernel",
     "_vocabulary_kernel", "_words_kernel", "_linear_kernel", "_down_kernel", "_up_kernel",
 }  # fmt: skip
+ONE_ROUNDING = {  # whose lanes must round alike: on their bits hang ties, cuts and draws
+    "_scan_kernel", "_kept_kernel", "_probs_kernel", "_survey_kernel", "_gather_kernel", "_threshold_kernel",
+    "_keep_kernel", "_sample_kernel", "_accept_kernel", "_block_kernel", "_leave_kernel", "_restore_kernel",
+    "_sum_kernel", "_draw_kernel", "attend_kernel", "merge_kernel",
+}  # fmt: skip
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -40,6 +45,7 @@ def test_every_launch_compiles(capability: int, tmp_path: Path, prove: bool) -> 
     kernels = [json.loads(line) for line in child.stdout.splitlines()]
     assert {kernel["name"] for kernel in kernels} == SAMPLING | (ATTENTION if capability >= 89 else set())
     for kernel in kernels:
+        assert not (kernel["fuses"] and kernel["name"] in ONE_ROUNDING), kernel
         assert kernel["shared"] <= SHARED_MEMORY[capability], kernel
         if kernel["name"] in ATTENTION:
             assert kernel["tensor_cores"] == (kernel["name"] == "attend_kernel"), kernel

@@ -124,6 +124,15 @@ def test_with_every_processor(triton_device: torch.device, vocab_size: int, tile
     check(logits, sampling, triton_device, tile)
 
 
+@pytest.mark.parametrize(("vocab_size", "tile"), [(100, 16), (128_256, probs_triton.TILE)])
+def test_equal_logits_have_equal_probabilities(triton_device: torch.device, vocab_size: int, tile: int) -> None:
+    """Wherever in a row they stand: a tie at a cut keeps the lowest ids."""
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    logits[:, ::3] = logits.amax(dim=1, keepdim=True)
+    probs, _ = probs_triton.logits_to_probs(poisoned(logits, triton_device), RowSampling(), tile=tile)
+    assert (probs[:, ::3] == probs[:, :1]).all()
+
+
 @pytest.mark.slow
 def test_a_large_vocabulary(triton_device: torch.device) -> None:
     check(quarters(len(ROWS), 151_936), restricted(ROWS, 151_936), triton_device, probs_triton.TILE)

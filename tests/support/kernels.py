@@ -183,6 +183,7 @@ class Compiled(NamedTuple):
     binary: str  # its hash
     shared: int  # bytes of shared memory of one program
     tensor_cores: bool
+    fuses: bool  # a product and a sum into one rounding
 
 
 def compile_only(capability: int) -> list[Compiled]:
@@ -197,7 +198,8 @@ def compile_only(capability: int) -> list[Compiled]:
         def launch(*args: Any, **kwargs: Any) -> Any:
             binary = kernel.run(*args, grid=grid, warmup=True, **kwargs)
             tensor_cores = any(name in binary.asm["ptx"] for name in ("mma.sync", "wgmma.mma_async"))
-            compiled.append(Compiled(kernel.fn.__name__, binary.hash, binary.metadata.shared, tensor_cores))
+            fuses = "fma.rn" in binary.asm["ptx"]
+            compiled.append(Compiled(kernel.fn.__name__, binary.hash, binary.metadata.shared, tensor_cores, fuses))
             return binary
 
         return launch

@@ -200,11 +200,15 @@ def logits_to_probs(
     kept = torch.empty_like(scan.totals) if flags[1] else scan.totals
     shape = adjusted.stride(0), vocab_size, scan.num_tiles
     grid, tiles = (num_rows, scan.num_tiles), triton.next_power_of_2(scan.num_tiles)
+    # No fused products: a sum's lanes would round each its own way, and equal logits have unequal probabilities.
     if flags[1]:
-        _kept_kernel[grid](adjusted, *columns, *scan, kept, *shape, flags[0], tile, tiles, num_warps=8)
+        _kept_kernel[grid](
+            adjusted, *columns, *scan, kept, *shape, flags[0], tile, tiles, num_warps=8, enable_fp_fusion=False
+        )
     _probs_kernel[grid](
-        adjusted, *columns, greedy, *scan, kept, probs, invalid, *shape, *flags, tile, tiles, num_warps=8
-    )
+        adjusted, *columns, greedy, *scan, kept, probs, invalid, *shape, *flags, tile, tiles, num_warps=8,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     if sampling.truncation is not None:
         truncate(probs, sampling.truncation, None if sampling.greedy_rows is None else greedy, cut_tile)
     return probs, invalid
