@@ -19,7 +19,7 @@ from outrider.client import Client
 from outrider.gateway import request, servicer
 from outrider.gateway.admission import SLOW_REQUEST_BYTES
 from outrider.gateway.engine import GenerationEngine
-from outrider.gateway.http import sse
+from outrider.gateway.http import serving, sse
 from outrider.gateway.http.json_text import InPieces
 from outrider.gateway.http.protocol import (
     ChatBody,
@@ -419,7 +419,8 @@ async def test_many_log_probabilities_are_written_beside_the_event_loop(monkeypa
     for name in ("dumps", "dumps_in_pieces"):
         monkeypatch.setattr(sse, name, seen(getattr(sse, name)))
     monkeypatch.setattr(servicer, "encode_delta", seen(servicer.encode_delta))
-    monkeypatch.setattr(request, "SLOW_LOGPROBS", 0)
+    for module in (request, serving):
+        monkeypatch.setattr(module, "SLOW_LOGPROBS", 0)
     asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     async with gateway(ToyTarget()) as served, served.client() as client:
         answer = await client.post("/v1/completions", json={**asked, "logprobs": 1})

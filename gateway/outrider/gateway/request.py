@@ -187,14 +187,9 @@ class GenerationDelta:
         return sum(map(len, self.logprobs)) + sum(map(len, self.prompt_logprobs))
 
 
-def is_slow(num_logprobs: int) -> bool:
-    """Whether that many log probabilities are not to be written on the event loop, nor in one call."""
-    return num_logprobs > SLOW_LOGPROBS
-
-
 async def written(num_logprobs: int, write: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     """What `write` makes of that many log probabilities; beside the event loop where they are many."""
-    if is_slow(num_logprobs):
+    if num_logprobs > SLOW_LOGPROBS:
         return await asyncio.to_thread(write, *arguments, **options)
     return write(*arguments, **options)
 

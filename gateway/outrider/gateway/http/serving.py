@@ -24,7 +24,7 @@ from outrider.gateway.http.errors import error_body, renamed
 from outrider.gateway.http.json_text import answer
 from outrider.gateway.http.protocol import FINGERPRINT, ChatBody, EchoedPrompt, OpenAIRequest, options_of, read_body
 from outrider.gateway.http.token_texts import TextPlace, TokenTexts
-from outrider.gateway.request import GenerationDelta, is_slow, written
+from outrider.gateway.request import SLOW_LOGPROBS, GenerationDelta, written
 from outrider.gateway.spec_decode_metrics import AnswerRecorder
 from outrider.gateway.text.tools.calls import ToolCallDelta, join_calls
 from outrider.planner.policy import SpeculationTally
@@ -162,7 +162,7 @@ async def _whole(
         envelope = _envelope(openai_request, builder.prefix, completions[0][0], builder.whole_object)
         choices = builder.whole([join(completions[index]) for index in sorted(completions)])
         said = {**envelope, **choices, "usage": usage.shape(), **_metrics(engine, recorder)}
-        return answer(said, is_long=is_slow(num_logprobs))
+        return answer(said, is_long=num_logprobs > SLOW_LOGPROBS)
 
     return await written(num_logprobs, body)
 
@@ -208,7 +208,7 @@ def _chunks(builder: ResponseBuilder, delta: GenerationDelta, opens: bool, envel
     """What a stream says of a delta; `opens`: the first of its completion."""
     opening = builder.opening(delta.index) if opens else None
     choices = [opening, None if builder.is_silent(delta) else builder.piece(delta)]
-    is_long = is_slow(delta.num_logprobs)
+    is_long = delta.num_logprobs > SLOW_LOGPROBS
     return [sse.data({**envelope, "choices": [said]}, is_long=is_long) for said in choices if said is not None]
 
 
