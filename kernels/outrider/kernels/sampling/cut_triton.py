@@ -66,13 +66,13 @@ def truncate(
     gathered = gather(probs, top_k, top_p, tile=tile, rows=rows, greedy=greedy)
     bounds = torch.empty(num_cut, 2, dtype=torch.int32, device=probs.device)
     masses = torch.empty(num_cut, dtype=torch.int64, device=probs.device)
-    skips = probs if greedy is None else greedy, greedy is not None
+    left_alone, has_greedy = probs if greedy is None else greedy, greedy is not None
     _threshold_kernel[(num_cut,)](
-        probs, rows, top_k, top_p, skips[0], *gathered, bounds, masses, probs.stride(0), vocab_size,
-        gathered.values.shape[1], skips[1], tile, num_warps=8, enable_fp_fusion=False,
+        probs, rows, top_k, top_p, left_alone, *gathered, bounds, masses, probs.stride(0), vocab_size,
+        gathered.values.shape[1], has_greedy, tile, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _keep_kernel[(num_cut, triton.cdiv(vocab_size, SURVEY_TILE))](
-        probs, rows, top_k, top_p, skips[0], bounds, masses, probs.stride(0), vocab_size, skips[1], SURVEY_TILE,
+        probs, rows, top_k, top_p, left_alone, bounds, masses, probs.stride(0), vocab_size, has_greedy, SURVEY_TILE,
         num_warps=8,
     )  # fmt: skip
 
