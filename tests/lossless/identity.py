@@ -427,16 +427,20 @@ class _Run:
     outcome: Outcome
     vocabulary: str = ""  # of the target, where the draft has another one
     killing: asyncio.Task[None] | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # there are tokens of some sequence
 
     async def decode_all(self) -> None:
-        """All at once; the draft's end comes in the middle."""
+        """All at once, but for a rival, which comes to a sequence that has begun; the draft's end comes in the
+        middle."""
         await asyncio.gather(*(self.decode(index) for index in range(len(self.work.prompts))))
 
     async def decode(self, index: int) -> None:
         """One request through the gateway's loop."""
         cell, outcome = self.work.cell, self.outcome
-        priority = -1 if index == cell.batch else 0
-        request = self.work.prompts[index].open(cell.method, priority)
+        is_rival = index == cell.batch
+        if is_rival:
+            await self.begun.wait()
+        request = self.work.prompts[index].open(cell.method, priority=-1 if is_rival else 0)
         request = replace(request, tokenizer_fingerprint=self.vocabulary)
         lost: list[str] = []
         drafts, targets = self.services.drafts, self.services.targets
@@ -445,6 +449,7 @@ class _Run:
             if isinstance(item, Round):
                 outcome.outputs[index] += item.commit.ids
                 self.count(item, bool(lost))
+                await self.let_rival_in()
                 await self.kill_when_due()
         outcome.drafts_lost += bool(lost)
 
@@ -456,6 +461,13 @@ class _Run:
         outcome.num_accepted += commit.num_accepted
         outcome.longest_window = max(outcome.longest_window, commit.num_drafted)
         outcome.num_after_draft += draft_is_lost * commit.origins.count(TokenOrigin.PLAIN)
+
+    async def let_rival_in(self) -> None:
+        """Until the target has the rival, too, a lone sequence that it shall preempt is not read, and so not at its
+        end."""
+        self.begun.set()
+        if len(self.work.prompts) > self.work.cell.batch:
+            await until(lambda: self.services.steps.most_open > 1)
 
     async def kill_when_due(self) -> None:
         """Ends the draft once a third of the tokens is there and something was drafted; where no whole window was
